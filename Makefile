@@ -1,0 +1,80 @@
+# Every target sets up its own virtual environment first, once: only Python 3.11 or newer is needed.
+#
+#   make demo         train a model with one parameter server and two trainers
+#   make test         lint and all tests
+#   make test-fast    the tests that need no processes of their own
+#   make lint         ruff and mypy
+#   make conformance  PyTorch's own RPC test suites, against farcall
+#   make bench        farcall beside torch.distributed.rpc
+#   make clean        remove caches and builds; `make distclean` removes the environment too
+#
+# Another interpreter:        make test PYTHON=/path/to/python3.12
+# Arguments for pytest:       make test PYTEST_ARGS="-k shutdown -x"
+# A CPU build of PyTorch where PyPI's would bring CUDA along:
+#                             PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CONSTRAINTS := requirements/constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+PYTEST_ARGS ?=
+
+# The first interpreter that is new enough and can make a virtual environment.
+SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
+
+.PHONY: demo test test-fast lint conformance bench clean distclean setup
+
+demo: $(READY)
+	@$(BIN)/python examples/parameter_server.py
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not processes" $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+conformance: $(READY)
+	$(BIN)/python -m tests.conformance
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+setup: $(READY)
+
+# PyTorch goes first, alone and pinned: anything that asks for "torch" later finds it there. The stamp
+# is written last, so that an installation that failed or was interrupted is done again.
+$(READY): pyproject.toml $(CONSTRAINTS)
+	@rm -f $(READY)
+	@python='$(PYTHON)'; \
+	if [ -z "$$python" ] || ! "$$python" -c '$(SUITABLE)'; then \
+		echo "farcall needs Python 3.11 or newer, with the module venv; $${python:-none} will not do." >&2; \
+		echo "Name another: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+		exit 1; \
+	fi; \
+	echo "Setting up $(VENV) with $$("$$python" --version) (once; a few minutes at most) ..."; \
+	"$$python" -m venv --clear $(VENV)
+	@echo "  PyTorch"
+	@$(PIP) install --constraint $(CONSTRAINTS) setuptools torch
+	@echo "  everything else"
+	@$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[dev]'
+	@$(BIN)/python -m pip --disable-pip-version-check check
+	@touch $(READY)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,319 @@
+#!/usr/bin/env python3
+"""A parameter server that trains a classifier of handwritten digits, with asynchronous SGD.
+
+Three processes on this machine, started by the command itself::
+
+    python examples/parameter_server.py
+
+Or one process per worker, on as many machines as you like; rank 0 is the server, the others train::
+
+    python examples/parameter_server.py --rank 0 --world-size 3 --master-addr HOST --master-port 29500
+    python examples/parameter_server.py --rank 1 --world-size 3 --master-addr HOST --master-port 29500
+    python examples/parameter_server.py --rank 2 --world-size 3 --master-addr HOST --master-port 29500
+
+Or under torchrun, which gives each process its rank in the environment::
+
+    torchrun --nproc-per-node 3 examples/parameter_server.py
+
+How it works. The server owns the model's weights. A trainer owns a part of the images. Over and over, a
+trainer computes gradients on a batch and sends them to the server, which takes an SGD step and answers with
+the new weights. Nobody waits for anybody: while one trainer computes, the weights move on under the steps
+of the other. (One limit: a trainer that is far ahead waits for the slowest, so that no gradient is computed
+on very old weights. That is "stale synchronous parallel": Ho et al., NIPS 2013.)
+
+All of it is five ideas, marked (1) to (5) below: a group, remote objects, references that travel, calls
+through a reference, and a function that answers later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import rpc
+from local_group import run_on_this_machine
+from training_display import TrainerProgress, training_display
+
+TARGET = 0.95
+"""The accuracy on held-out images that counts as success."""
+
+Weights: TypeAlias = list[Tensor]
+
+
+# ---------------------------------------------------------------- the model and the images: plain PyTorch
+
+
+def make_model() -> nn.Module:
+    """64 pixels in, one score for each of the ten digits out."""
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of handwritten digits: pixels of shape (N, 64), values 0 to 1, and labels of shape (N,)."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __getitem__(self, which: slice | Tensor) -> Images:
+        return Images(self.pixels[which], self.labels[which])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def load_images() -> tuple[Images, Images]:
+    """The 1,797 images that come with scikit-learn: three quarters to train on, one quarter held out."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise RuntimeError("this example needs scikit-learn: pip install 'farcall[examples]'") from error
+    digits = load_digits()
+    images = Images(torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target))
+    shuffled = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
+    held_out = len(images) // 4
+    return shuffled[held_out:], shuffled[:held_out]
+
+
+# ---------------------------------------------------------------- what lives on the server
+
+
+class ParameterServer:
+    """Owns the weights. Trainers call it, several at a time: each call runs on a thread of its own."""
+
+    def __init__(self, trainers: int, learning_rate: float, max_lead: int) -> None:
+        self._model = make_model()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), learning_rate, momentum=0.8)
+        self._max_lead = max_lead
+        self._lock = threading.Lock()
+        self._steps = [0] * trainers
+        self._losses = [float("nan")] * trainers
+        self._waiting: dict[int, torch.futures.Future[Weights]] = {}
+
+    def weights(self) -> Weights:
+        """A copy of the weights as they are now."""
+        with self._lock:
+            return self._copy()
+
+    @rpc.functions.async_execution
+    def update(self, trainer: int, gradients: Weights, loss: float) -> torch.futures.Future[Weights]:
+        """Takes one step with a trainer's gradients and answers with the new weights.
+
+        (5) A function that answers later: it returns a future, and the caller gets its reply once the
+        future has a result. A trainer too far ahead waits here without keeping a thread busy.
+        """
+        reply: torch.futures.Future[Weights] = torch.futures.Future()
+        with self._lock:
+            for parameter, gradient in zip(self._model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            self._optimizer.step()
+            self._steps[trainer] += 1
+            self._losses[trainer] = loss
+            self._waiting[trainer] = reply
+            limit = min(self._steps) + self._max_lead
+            released = [index for index in self._waiting if self._steps[index] <= limit]
+            replies = [(self._waiting.pop(index), self._copy()) for index in released]
+        for future, weights in replies:
+            future.set_result(weights)
+        return reply
+
+    def progress(self) -> list[tuple[int, float]]:
+        """Updates so far and latest loss, for each trainer."""
+        with self._lock:
+            return list(zip(self._steps, self._losses, strict=True))
+
+    def accuracy(self, images: Images) -> float:
+        """The share of images whose digit the model names."""
+        with self._lock, torch.no_grad():
+            return (self._model(images.pixels).argmax(1) == images.labels).float().mean().item()
+
+    def _copy(self) -> Weights:
+        return [parameter.detach().clone() for parameter in self._model.parameters()]
+
+
+# ---------------------------------------------------------------- what lives on each trainer
+
+
+class Trainer:
+    """Owns a part of the images and computes gradients on it."""
+
+    def __init__(self, server: rpc.RRef[ParameterServer], index: int, trainers: int, batch: int) -> None:
+        self._server = server
+        self._index = index
+        self._batch = batch
+        self._images = load_images()[0][index::trainers]
+        self._random = torch.Generator().manual_seed(index)
+        self._model = make_model()
+
+    def where(self) -> tuple[str, int]:
+        """The host and process that this trainer is in."""
+        return socket.gethostname(), os.getpid()
+
+    def train(self, steps: int) -> None:
+        """Computes gradients and has the server use them, so many times."""
+        # (4) Calls through a reference: server.rpc_sync().method(...) runs the method on the worker that
+        # owns the object. There are rpc_async() and remote() as well.
+        self._use(self._server.rpc_sync().weights())
+        for _ in range(steps):
+            gradients, loss = self._gradients()
+            self._use(self._server.rpc_sync().update(self._index, gradients, loss))
+
+    def _use(self, weights: Weights) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self._model.parameters(), weights, strict=True):
+                parameter.copy_(value)
+
+    def _gradients(self) -> tuple[Weights, float]:
+        batch = self._images[torch.randint(len(self._images), (self._batch,), generator=self._random)]
+        loss = nn.functional.cross_entropy(self._model(batch.pixels), batch.labels)
+        gradients = torch.autograd.grad(loss, list(self._model.parameters()))
+        return list(gradients), loss.item()
+
+
+# ---------------------------------------------------------------- the workers
+
+
+def run_worker(options: argparse.Namespace) -> None:
+    """What each process does: joins the group, plays its part, leaves."""
+    torch.set_num_threads(1)  # there are as many processes as this machine can feed
+    torch.manual_seed(options.seed)
+    # (1) A group: every process gives its name and rank and meets the others at one address. Rank 0
+    # directs. The others need not say what they do: they serve calls until all are done, which is
+    # what shutdown() waits for.
+    rpc.init_rpc(
+        worker_name(options.rank),
+        rank=options.rank,
+        world_size=options.world_size,
+        rpc_backend_options=rpc.AgentOptions(init_method=options.init_method),
+    )
+    try:
+        if options.rank == 0:
+            direct(options)
+    except BaseException:
+        rpc.shutdown(graceful=False)  # the others notice at once
+        raise
+    rpc.shutdown()
+
+
+def worker_name(rank: int) -> str:
+    """``server``, ``trainer0``, ``trainer1`` and so on."""
+    return "server" if rank == 0 else f"trainer{rank - 1}"
+
+
+def direct(options: argparse.Namespace) -> None:
+    """The server's part: makes the objects, has the trainers train, looks at the result."""
+    names = [worker_name(rank) for rank in range(1, options.world_size)]
+    local = ParameterServer(len(names), options.learning_rate, options.max_lead)
+    # (2) Remote objects: rpc.remote makes one on another worker and returns a reference at once.
+    # (3) References travel: `server`, a reference to the object here, is an argument like any other.
+    server = rpc.RRef(local)
+    trainers = [
+        rpc.remote(name, Trainer, args=(server, index, len(names), options.batch))
+        for index, name in enumerate(names)
+    ]
+    _, held_out = load_images()
+    places = [trainer.rpc_sync().where() for trainer in trainers]
+    began = time.perf_counter()
+    runs = [trainer.rpc_async(timeout=0).train(options.steps) for trainer in trainers]
+    with training_display(names, places, options.steps, plain=options.plain) as display:
+        finished = False
+        while not finished:
+            finished = all(run.done() for run in runs)
+            for run in runs:
+                if run.done():
+                    run.wait()  # raises what went wrong, a lost trainer for one
+            display.show([TrainerProgress(steps, loss) for steps, loss in local.progress()])
+            time.sleep(0.05)
+    seconds = time.perf_counter() - began
+    accuracy = local.accuracy(held_out)
+    display.summary(
+        ["server", *names],
+        [(socket.gethostname(), os.getpid()), *places],
+        {
+            "accuracy": f"{accuracy:.3f} on {len(held_out)} images held out",
+            "updates": f"{len(names) * options.steps} in {seconds:.1f} s",
+            "updates per second": f"{len(names) * options.steps / seconds:,.0f}",
+        },
+    )
+    if accuracy < TARGET:
+        raise SystemExit(f"The accuracy is {accuracy:.3f}; it should be {TARGET} at least.")
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line; what torchrun puts into the environment are the defaults."""
+    head, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    training = parser.add_argument_group("training (what rank 0 is told counts)")
+    training.add_argument(
+        "--steps", type=positive, default=1500, help="updates by each trainer (%(default)s)"
+    )
+    training.add_argument("--batch", type=positive, default=32, help="images per update (%(default)s)")
+    training.add_argument("--learning-rate", type=float, default=0.02, help="of SGD (%(default)s)")
+    training.add_argument(
+        "--max-lead", type=positive, default=20, help="updates ahead of the slowest (%(default)s)"
+    )
+    training.add_argument("--seed", type=int, default=0, help="for the first weights (%(default)s)")
+    training.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
+    training.add_argument("--trainers", type=positive, default=2, help="how many to start here (%(default)s)")
+    group = parser.add_argument_group("one process per worker, by hand")
+    group.add_argument("--rank", type=int, default=os.environ.get("RANK"), help="0: server; others: trainers")
+    group.add_argument(
+        "--world-size", type=int, default=os.environ.get("WORLD_SIZE"), help="how many workers"
+    )
+    group.add_argument("--master-addr", metavar="HOST", help="where rank 0 runs")
+    group.add_argument(
+        "--master-port", metavar="PORT", type=int, default=29500, help="a free one there (29500)"
+    )
+    group.add_argument(
+        "--init-method", metavar="URL", help="another way to meet, such as file:///shared/path"
+    )
+    options = parser.parse_args()
+    if options.rank is None:
+        return options
+    if options.world_size is None or not 0 <= options.rank < options.world_size or options.world_size < 2:
+        parser.error("--rank needs a --world-size of 2 or more, and lies between 0 and that")
+    if options.init_method is None:
+        tcp = f"tcp://{options.master_addr}:{options.master_port}"
+        options.init_method = tcp if options.master_addr else "env://"
+    if options.init_method == "env://" and "MASTER_ADDR" not in os.environ:
+        parser.error("--rank needs a --master-addr, where rank 0 runs")
+    return options
+
+
+def positive(text: str) -> int:
+    """A whole number, 1 or more."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
+def main() -> None:
+    """Runs one worker if told which, else all of them."""
+    options = parse_arguments()
+    try:
+        if options.rank is None:
+            names = [worker_name(rank) for rank in range(options.trainers + 1)]
+            sys.exit(run_on_this_machine(__file__, names, sys.argv[1:]))
+        run_worker(options)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RuntimeError as error:  # what the group reports, a lost worker for one
+        sys.exit(f"{worker_name(options.rank)}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Puts our facades where Python looks for ``torch.distributed.rpc``, and takes them away again.
+
+PyTorch imports ``torch.distributed.rpc`` itself, long before a program does. So the entries of
+``sys.modules`` are replaced, and the attributes of parent packages, and those few places in PyTorch that
+hold on to its classes and work on objects of a program's. We never import PyTorch's modules ourselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import warnings
+from types import ModuleType
+from typing import Any, Final
+
+import torch.distributed
+import torch.futures
+
+import rpc
+
+__all__ = ["CompatError", "install", "is_installed", "uninstall"]
+
+_REPLACED: Final = "torch.distributed.rpc"
+
+_FACADES: Final = {
+    "": "farcall.compat.torch_rpc",
+    ".api": "farcall.compat.torch_rpc.api",
+    ".backend_registry": "rpc.backend_registry",
+    ".constants": "farcall.compat.torch_rpc.constants",
+    ".functions": "rpc.functions",
+    ".internal": "farcall.compat.torch_rpc.internal",
+    ".options": "rpc.options",
+    ".rref_proxy": "rref.proxy",
+}
+"""What stands in for ``torch.distributed.rpc`` and its submodules."""
+
+_NAMES_HELD: Final = frozenset({"RRef", "init_rpc", "remote", "rpc_async", "rpc_sync", "shutdown"})
+"""What programs import by name."""
+
+_MISSING: Final = object()
+
+_lock = threading.RLock()
+_undo: list[tuple[Any, str, Any]] = []
+_modules: dict[str, ModuleType] | None = None
+
+
+class CompatError(rpc.errors.RpcError):
+    """The compatibility layer cannot be installed or removed now."""
+
+
+def is_installed() -> bool:
+    """Whether ``torch.distributed.rpc`` means farcall now."""
+    return _modules is not None
+
+
+def install() -> None:
+    """Make ``torch.distributed.rpc`` and its submodules mean farcall, until :func:`uninstall`.
+
+    Call it before the program imports them; a module that did already keeps what it has, and a warning
+    names it. Doing it twice is doing it once.
+
+    Raises:
+        CompatError: an agent of PyTorch's own is running in this process.
+    """
+    global _modules
+    with _lock:
+        if _modules is not None:
+            return
+        theirs = sys.modules.get(_REPLACED)
+        if theirs is not None and _agent_runs(theirs):
+            raise CompatError(
+                "torch.distributed.rpc is running in this process (its init_rpc was called): call its "
+                "shutdown() first, or install farcall.compat before init_rpc"
+            )
+        facades = {_REPLACED + suffix: importlib.import_module(name) for suffix, name in _FACADES.items()}
+        _warn_of_holders(theirs)
+        _modules = {name: module for name, module in sys.modules.items() if _is_replaced(name)}
+        for name in _modules:
+            del sys.modules[name]
+        sys.modules.update(facades)
+        _set(torch.distributed, "rpc", facades[_REPLACED])
+        _rebind()
+
+
+def uninstall() -> None:
+    """Give ``torch.distributed.rpc`` back to PyTorch. Nothing happens if it is not installed.
+
+    Raises:
+        CompatError: an agent is running in this process.
+    """
+    global _modules
+    with _lock:
+        if _modules is None:
+            return
+        if rpc.is_initialized():
+            raise CompatError("farcall is running in this process: call shutdown() before uninstall()")
+        for name in [name for name in sys.modules if _is_replaced(name)]:
+            del sys.modules[name]
+        sys.modules.update(_modules)
+        while _undo:
+            target, attribute, before = _undo.pop()
+            if before is _MISSING:
+                delattr(target, attribute)
+            else:
+                setattr(target, attribute, before)
+        _modules = None
+
+
+def _is_replaced(name: str) -> bool:
+    return name == _REPLACED or name.startswith(_REPLACED + ".")
+
+
+def _agent_runs(theirs: ModuleType) -> bool:
+    is_set = getattr(theirs, "_is_current_rpc_agent_set", None)
+    return is_set is not None and bool(is_set())
+
+
+def _set(target: Any, attribute: str, value: Any) -> None:
+    _undo.append((target, attribute, getattr(target, attribute, _MISSING)))
+    setattr(target, attribute, value)
+
+
+def _rebind() -> None:
+    """Where PyTorch itself looks at a program's futures and references."""
+    from farcall.compat import futures
+
+    data_parallel = sys.modules.get("torch.nn.parallel.distributed")
+    if data_parallel is not None:
+        _set(data_parallel, "RRef", rpc.RRef)  # DistributedDataParallel looks into the RRefs of an output
+    _set(torch.futures, "wait_all", futures.wait_all)
+    _set(torch.futures, "collect_all", futures.collect_all)
+
+
+def _warn_of_holders(theirs: ModuleType | None) -> None:
+    if theirs is None:
+        return
+    held = {id(theirs)} | {id(getattr(theirs, name, theirs)) for name in _NAMES_HELD}
+    holders = sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in ("torch", "farcall")
+        and any(id(value) in held for value in list(getattr(module, "__dict__", {}).values()))
+    )
+    if holders:
+        warnings.warn(
+            f"{', '.join(holders)}: imported torch.distributed.rpc before farcall.compat.install(), and will "
+            "go on using PyTorch's. Call install() first.",
+            stacklevel=3,
+        )

@@ -1,0 +1,75 @@
+"""Stands in for ``torch.distributed.rpc``: PyTorch's names, public and private, for what farcall does.
+
+Nothing is done here: see ``rpc`` and ``rref``. What has no counterpart is absent, and asking for it says so.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import rpc as _rpc
+from farcall.compat.torch_rpc import api, constants, internal
+from rpc import backend_registry, functions, options
+from rpc.agent import Agent
+from rref import proxy as rref_proxy
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "RRef",
+    "TensorPipeRpcBackendOptions",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "is_available",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+RRef = PyRRef = _rpc.RRef
+WorkerInfo = _rpc.WorkerInfo
+RpcAgent = TensorPipeAgent = Agent
+RpcBackendOptions = options.RpcBackendOptions
+TensorPipeRpcBackendOptions = options.TensorPipeRpcBackendOptions
+BackendType = backend_registry.BackendType
+BackendValue = backend_registry.BackendValue
+
+init_rpc = _rpc.init_rpc
+shutdown = api.shutdown
+get_worker_info = _rpc.get_worker_info
+get_rpc_timeout = _rpc.get_rpc_timeout
+rpc_sync = _rpc.rpc_sync
+rpc_async = _rpc.rpc_async
+remote = _rpc.remote
+backend_registered = backend_registry.backend_registered
+construct_rpc_backend_options = backend_registry.construct_rpc_backend_options
+init_backend = backend_registry.init_backend
+register_backend = backend_registry.register_backend
+
+_get_current_rpc_agent = api._get_current_rpc_agent
+_get_debug_info = api._get_debug_info
+_init_rpc_backend = api._init_rpc_backend
+_is_current_rpc_agent_set = api._is_current_rpc_agent_set
+_is_tensorpipe_available = True
+_rref_context_get_debug_info = api._rref_context_get_debug_info
+_set_rpc_timeout = api._set_rpc_timeout
+_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
+_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
+_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
+
+_SUBMODULES = (api, backend_registry, constants, functions, internal, options, rref_proxy)
+
+
+def is_available() -> bool:
+    """Whether RPC can be used: it can."""
+    return True
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(f"farcall.compat has no counterpart of torch.distributed.rpc.{name}")

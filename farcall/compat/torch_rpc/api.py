@@ -1,0 +1,145 @@
+"""Stands in for ``torch.distributed.rpc.api``.
+
+Programs and tests replace private names of this module (``_wait_all_workers``, ``_ignore_rref_leak``) and
+expect it to use what they put there; so ``shutdown`` looks them up when it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import rpc
+import rref
+from farcall.compat.torch_rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from farcall.compat.torch_rpc.internal import _internal_rpc_pickler
+from rpc import RRef, WorkerInfo, get_worker_info, remote, rpc_async, rpc_sync
+from rpc.current import current_agent
+from rpc.errors import NotInitializedError
+from rpc.futures import collected_futures
+
+__all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+PyRRef = RRef
+
+_ignore_rref_leak = True
+"""Whether ``shutdown`` keeps silent about objects that others still hold references to."""
+
+_default_pickler: Any = _internal_rpc_pickler
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Inside the block, calls are serialized by ``rpc_pickler``, a ``_InternalRPCPickler``."""
+    global _default_pickler
+    with rpc.use_pickler(rpc_pickler):
+        _default_pickler = rpc_pickler
+        try:
+            yield
+        finally:
+            _default_pickler = _internal_rpc_pickler
+
+
+_thread_local_var = collected_futures
+_wait_all = rpc.wait_all
+get_rpc_timeout = rpc.get_rpc_timeout
+_set_rpc_timeout = rpc.set_rpc_timeout
+_is_current_rpc_agent_set = rpc.is_initialized
+
+
+def _get_current_rpc_agent() -> Any:
+    """The agent of this process."""
+    return current_agent()
+
+
+def _require_initialized(function: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        _get_current_rpc_agent()
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
+    """What a callee's name, rank or ``WorkerInfo`` means."""
+    return rpc.get_worker_info(to)
+
+
+def _all_gather(
+    obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """What every worker (or each of those named) gave, by name."""
+    return rpc.all_gather(obj, worker_names, timeout=timeout)
+
+
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Wait until all workers that are named have called it. A failure is logged, not raised."""
+    try:
+        rpc.barrier(worker_names)
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until all workers have called it."""
+    _all_gather(None, timeout=timeout)
+
+
+def _delete_all_user_and_unforked_owner_rrefs() -> None:
+    """Give back all references to objects of others that this process holds."""
+    rref.release_all_users()
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the group; see ``rpc.shutdown``.
+
+    Args:
+        graceful: wait for all work everywhere first.
+        timeout: for how long, in seconds; 0 for ever.
+    """
+    agent = _get_current_rpc_agent()
+    if graceful:
+        try:
+            if agent.is_static_group:
+                _wait_all_workers(timeout)
+            _delete_all_user_and_unforked_owner_rrefs()
+        except BaseException:
+            rpc.shutdown(graceful=False)
+            raise
+    rpc.shutdown(graceful=graceful, timeout=timeout)
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """How many references this process owns and holds, and how many are under way."""
+    return {key: str(value) for key, value in rref.debug_info().items()}
+
+
+def _get_debug_info() -> dict[str, str]:
+    """All of ``rpc.get_debug_info``."""
+    return {key: str(value) for key, value in rpc.get_debug_info().items()}
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    """Make ``agent`` the one of this process; done by ``init_rpc``."""
+    raise NotInitializedError("farcall starts its agent in init_rpc; it cannot be given one")
+
+
+def _init_rpc_backend(
+    backend: Any,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """``init_rpc`` with a store that is there already."""
+    rpc.init_with_store(backend, store, name, rank, world_size, rpc_backend_options)

@@ -1,0 +1,80 @@
+"""Stands in for ``torch.distributed.rpc.internal``: the pickler, and what names a call in a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rpc import serialization
+
+__all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
+
+
+class RPCExecMode(Enum):
+    """How a call was made."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+class PythonUDF(NamedTuple):
+    """A function and its arguments."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class RemoteException(NamedTuple):
+    """The text and the class of an exception."""
+
+    msg: str
+    exception_type: type[BaseException]
+
+
+class _InternalRPCPickler:
+    """Turns an object into bytes and a list of tensors, and back.
+
+    Programs derive from it, register reducers for classes of their own, and put theirs into effect with
+    ``_use_rpc_pickler``.
+    """
+
+    def __init__(self) -> None:
+        self._class_reducer_dict: dict[type, Callable[[Any], Any]] = {}
+
+    def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
+        """Have objects of exactly this class reduced by ``reducer``; the first one registered stays."""
+        self._class_reducer_dict.setdefault(obj_class, reducer)
+
+    def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
+        """An object as bytes and the tensors in it."""
+        return serialization.dumps_with_tensors(obj, self._class_reducer_dict)
+
+    def deserialize(self, binary_data: bytes, tensor_table: list[Tensor]) -> Any:
+        """The reverse of ``serialize``."""
+        return serialization.loads_with_tensors(binary_data, tensor_table)
+
+
+_internal_rpc_pickler = _InternalRPCPickler()
+
+
+def serialize(obj: Any) -> tuple[bytes, list[Tensor]]:
+    """An object as bytes and the tensors in it."""
+    return _internal_rpc_pickler.serialize(obj)
+
+
+def deserialize(binary_data: bytes, tensor_table: list[Tensor]) -> Any:
+    """The reverse of ``serialize``."""
+    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+
+
+def _build_rpc_profiling_key(
+    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
+) -> str:
+    """The name of a call in a profile."""
+    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

@@ -1,0 +1,78 @@
+"""Calls between workers and references to objects on them, under the names of ``torch.distributed.rpc``.
+
+Example::
+
+    import rpc
+
+    rpc.init_rpc("worker0", rank=0, world_size=2)
+    total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+    rpc.shutdown()
+"""
+
+from __future__ import annotations
+
+from rpc import errors, functions
+from rpc.api import (
+    UNSET_RPC_TIMEOUT,
+    all_gather,
+    barrier,
+    get_rpc_timeout,
+    get_worker_info,
+    get_worker_infos,
+    rpc_async,
+    rpc_sync,
+    set_rpc_timeout,
+)
+from rpc.backend_registry import (
+    BackendType,
+    backend_registered,
+    construct_rpc_backend_options,
+    register_backend,
+)
+from rpc.current import is_initialized
+from rpc.futures import Future, wait_all
+from rpc.looking_in import get_debug_info
+from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.pickling import allow_class, allow_function, use_pickler
+from rpc.shutdown import shutdown
+from rpc.startup import init_rpc, init_with_store, on_agent_start
+from rpc.workers import WorkerInfo
+
+# The one place that looks up: what PyTorch has in this package, though it stands on it.
+from rref import RRef, install, remote
+
+on_agent_start(install)
+
+__all__ = [
+    "UNSET_RPC_TIMEOUT",
+    "AgentOptions",
+    "BackendType",
+    "Future",
+    "RRef",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "all_gather",
+    "allow_class",
+    "allow_function",
+    "backend_registered",
+    "barrier",
+    "construct_rpc_backend_options",
+    "errors",
+    "functions",
+    "get_debug_info",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "init_with_store",
+    "is_initialized",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "set_rpc_timeout",
+    "shutdown",
+    "use_pickler",
+    "wait_all",
+]

@@ -1,0 +1,518 @@
+"""The agent: one per process, on which everything else is built.
+
+A call goes out on the caller's thread: ``call`` serializes it, enters it into the table of calls and hands
+the frame to the peer, which writes it to the socket. Frames come in on the loop's thread, in
+``frames_received``: a request goes to the executor (``callee``), a reply to whoever waits for it
+(``futures``). The loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
+
+What stands on the agent extends it at three points: message kinds (``on``, and ``control`` for small
+messages that must arrive), interceptors (``interceptors``), and carriers and reducers (``serialization``).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from rpc import serialization
+from rpc.callee import Callee, Interceptor, Request
+from rpc.calls import CallTable
+from rpc.control import Control
+from rpc.errors import ForkedProcessError, NotInitializedError, RpcError, WorkerLostError
+from rpc.executor import Executor, Task
+from rpc.futures import Future, PendingCall
+from rpc.links import Links
+from rpc.local import LocalPeer
+from rpc.loop import LoopThread
+from rpc.membership import Callee as CalleeName
+from rpc.membership import Membership
+from rpc.options import AgentOptions
+from rpc.peer import Peer
+from rpc.serialization import Payload
+from rpc.transport import transports
+from rpc.wire import Frame, Kind, encode, encode_small
+from rpc.workers import Member, WorkerInfo
+
+__all__ = ["UNSET_TIMEOUT", "Agent"]
+
+logger = logging.getLogger(__name__)
+
+UNSET_TIMEOUT: Final = -1.0
+"""As a call's timeout: the agent's default."""
+
+_SMALL_BYTES: Final = 64 << 10
+_STOP_SECONDS: Final = 1.0
+"""How long ``close`` waits for user code that still runs; its threads are daemons and left behind then."""
+
+KindHandler = Callable[[Peer, Frame], None]
+
+
+class Agent:
+    """Sends calls, runs the calls of others, and knows who is there.
+
+    Made in two steps, since peers must know where it listens before the group is known:
+    ``Agent(...)`` listens, ``join`` makes it part of a group.
+
+    Args:
+        options: of the backend.
+        listen_host: where TCP listens, a host name or address.
+        listen_port: 0 for any.
+    """
+
+    def __init__(self, options: AgentOptions, listen_host: str, listen_port: int = 0) -> None:
+        self.options = options
+        self.rpc_timeout = options.rpc_timeout
+        self.incarnation = secrets.randbits(63)
+        self.interceptors: list[Interceptor] = []
+        self._loop_thread = LoopThread(
+            "farcall-loop", "a blocking call on the agent's own thread would stop the agent"
+        )
+        self.loop = self._loop_thread.loop
+        self.executor = Executor(options.num_worker_threads, "farcall")
+        self.calls = CallTable(self, self.loop, self._complete_all)
+        self.callee = Callee(self)
+        self.control = Control(self)
+        self.links = Links(
+            self.loop, transports(self.loop, options.send_queue_bytes), self, options.max_message_bytes
+        )
+        self._handlers: dict[int, KindHandler] = {Kind.CONTROL: self.control.received}
+        self._gone_handlers: list[Callable[[Peer, str], None]] = []
+        self._close_handlers: list[Callable[[], object]] = []
+        self._joined_handlers: list[Callable[[Peer], None]] = []
+        self._deferred: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._deferred_wake_up = False
+        self.pickler: serialization.ReplacementPickler | None = None
+        self.allow = serialization.allowed if options.deserialization == "safe" else None
+        self.extensions: dict[str, Any] = {}
+        """What stands on this agent, by name: each part's own object, where its code finds it again."""
+        self._peers: dict[int, Peer] = {}
+        self._routes: dict[CalleeName, Peer] = {}
+        self._open_requests = _Counter()
+        self.requests_begun = 0
+        self.closed = False
+        self._interval: float | None = None
+        self.addresses = self._loop_thread.call(self.links.listen, listen_host, listen_port)
+
+    # ---- the group
+
+    def join(self, me: Member, members: Sequence[Member], group: str, *, static: bool) -> None:
+        """Take part in a group: from now on calls can be made and are answered.
+
+        Args:
+            me: this worker.
+            members: everybody known so far, with or without ``me``.
+            group: a key that all members of this group, and no others, share.
+            static: nobody joins later.
+        """
+        self.info = me.info
+        self.view = Membership(me, static=static)
+        self._peers[me.incarnation] = self.own_peer = LocalPeer(me, self)
+        if self.options.switch_interval is not None:
+            self._interval = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._interval, self.options.switch_interval))
+
+        def form() -> None:
+            for member in members:
+                self.view.join(member)
+            for member in self.view.present():
+                self.peer_for(member)
+            self.links.join_group(self.view, group)
+
+        self._loop_thread.call(form)
+
+    def peer(self, callee: CalleeName) -> Peer:
+        """The peer that a callee names.
+
+        Raises:
+            UnknownWorkerError: there is no such worker in the group.
+            ValueError: ``callee`` is neither a name, an id nor a ``WorkerInfo``.
+        """
+        try:
+            return self._routes[callee]
+        except (KeyError, TypeError):
+            pass
+        peer = self._peers[self.view.resolve(callee).incarnation]
+        self._routes[callee] = peer
+        return peer
+
+    def peer_by_incarnation(self, incarnation: int) -> Peer | None:
+        """The peer of this incarnation, present or gone; None if it was never in the group."""
+        return self._peers.get(incarnation)
+
+    def peer_for(self, member: Member) -> Peer:
+        peer = self._peers.get(member.incarnation)
+        if peer is None:
+            peer = self._peers[member.incarnation] = Peer(member, self, self._connect)
+            self._routes.clear()
+            for handler in self._joined_handlers:
+                handler(peer)
+        return peer
+
+    def _connect(self, peer: Peer) -> None:
+        self._call_on_loop(self.links.connect, peer)
+
+    def introduce(self, members: Sequence[Member], timeout: float) -> None:
+        """Connect to the given members, so that they know this worker; those that are gone are left out."""
+        for member in members:
+            peer = self._peers[member.incarnation]
+            try:
+                self.request(peer, Kind.CALL, _noop_payload(peer), timeout, "introduction").result()
+            except WorkerLostError as error:
+                logger.info("left out of the group: %s", error)
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        self.view.leave(peer.incarnation, reason)
+        self._routes.clear()
+        self.control.forget(peer)
+        error = peer.lost_error()
+        unattended = [
+            call.future
+            for call in self.calls.take_all(peer)
+            if call.settle(_same(error)) and call.future is not None
+        ]
+        self._complete_all(unattended)
+        for handler in self._gone_handlers:
+            handler(peer, reason)
+
+    def on_gone(self, handler: Callable[[Peer, str], None]) -> None:
+        """Have ``handler`` called, on the loop's thread, when a worker is gone for good."""
+        self._gone_handlers.append(handler)
+
+    def on_close(self, handler: Callable[[], object]) -> None:
+        """Have ``handler`` called, on the closing thread, when this worker leaves."""
+        self._close_handlers.append(handler)
+
+    def on_joined(self, handler: Callable[[Peer], None]) -> None:
+        """Have ``handler`` called, on the loop's thread, when a worker joins."""
+        self._joined_handlers.append(handler)
+
+    # ---- calling
+
+    def call(
+        self,
+        to: CalleeName,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> PendingCall:
+        """Send a call; what cannot be sent raises here.
+
+        Args:
+            timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
+        """
+        peer = self.peer(to)
+        payload = self.dump_call(function, args, kwargs, peer)
+        if self.interceptors:
+            self.attach(payload.header, peer)
+        return self.request(peer, Kind.CALL, payload, timeout, function)
+
+    def dump_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
+    ) -> Payload:
+        """Serialize a call, with the pickler that the user has put in place of ours, if there is one."""
+        return serialization.dump_call(function, args, kwargs, peer, pickler=self.pickler)
+
+    def attach(self, header: dict[str, Any], peer: Peer) -> None:
+        """Let every interceptor add to the header of a call that is about to be sent."""
+        for interceptor in self.interceptors:
+            value = interceptor.outgoing(peer.member.info)
+            if value is not None:
+                header[interceptor.key] = value
+
+    def request(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> PendingCall:
+        """Send any message that is answered by a reply or a failure.
+
+        A worker that is gone is not an error here, but the call's outcome.
+
+        Args:
+            what: what is asked, for error messages: a text or a function.
+        """
+        call = self.calls.open(peer, what, self.effective_timeout(timeout))
+        self.transmit(call, kind, payload)
+        return call
+
+    def effective_timeout(self, timeout: float) -> float:
+        """A timeout as the user gave it, with ``UNSET_TIMEOUT`` replaced by the default."""
+        return self.rpc_timeout if timeout < 0 else timeout
+
+    def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
+        """Send the message of a call that is in the table; see ``request``."""
+        try:
+            self.send(call.peer, kind, call.call_id, payload)
+        except WorkerLostError as error:
+            if self.calls.take(call.call_id) is not None:
+                call.settle(error)
+        except BaseException:
+            self.calls.take(call.call_id)
+            raise
+
+    def future(self, call: PendingCall) -> Future[Any]:
+        """The future of a call just made."""
+        future = Future.for_call(call)
+        self.calls.watch(call)
+        return future
+
+    def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, *, wait: bool = True) -> None:
+        """Send one message; if that fails, what travels beside the pickle is taken back."""
+        header, segments = payload.header, payload.segments
+        try:
+            if not header and len(segments) == 1 and len(segments[0]) <= _SMALL_BYTES:
+                frame = encode_small(kind, call_id, segments[0])
+                peer.send((frame,), len(frame), wait=wait)
+            else:
+                buffers, size = encode(kind, call_id, header, segments)
+                peer.send(buffers, size, aliased=bool(payload.borrowed), wait=wait)
+        except BaseException:
+            serialization.take_back(header, peer)
+            raise
+
+    # ---- answering
+
+    def reply(self, peer: Peer, call_id: int, value: Any) -> None:
+        """Answer a request with a value; if it cannot be sent, with that error."""
+        try:
+            payload = serialization.dumps(value, peer)
+        except BaseException as error:
+            self.fail(peer, call_id, error)
+            return
+        self.answer(peer, Kind.REPLY, call_id, payload)
+
+    def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
+        """Answer a request with an exception."""
+        logger.warning("a call from worker '%s' raised %s: %s", peer.name, type(error).__name__, error)
+        self.answer(peer, Kind.FAILURE, call_id, serialization.dump_exception(error, self.info, peer))
+
+    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
+        """Answer a request that ``accept`` took, by a message made already."""
+        try:
+            self.send(peer, kind, call_id, payload)
+        except WorkerLostError as error:
+            # Nobody is left to be answered, which is no failure of this worker.
+            logger.debug("dropped an answer: %s", error)
+        except RpcError as error:
+            if kind == Kind.FAILURE:
+                logger.exception("could not even send a failure to worker '%s'", peer.name)
+                raise
+            self.fail(peer, call_id, error)
+        finally:
+            self._open_requests.subtract(1)
+
+    # ---- what comes in, on the loop's thread (for calls to oneself: on the sender's)
+
+    def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
+        tasks: list[Task] = []
+        take = self.calls.take
+        for frame in frames:
+            kind = frame.kind
+            try:
+                if kind == Kind.CALL:
+                    arrivals = serialization.adopt(frame.header, peer) if frame.header else None
+                    self.accept(Request(peer, frame, arrivals), self.callee.run, tasks)
+                elif kind == Kind.REPLY or kind == Kind.FAILURE:
+                    arrivals = serialization.adopt(frame.header, peer) if frame.header else None
+                    call = take(frame.call_id)
+                    if call is not None:
+                        call.arrivals = arrivals
+                        if call.settle(frame) and call.future is not None:
+                            tasks.append((call.future.complete, None))
+                else:
+                    self._handlers[kind](peer, frame)
+            except Exception as error:
+                # Whatever a malformed message makes fail, it ends this connection and nothing else.
+                logger.exception("a malformed message from worker '%s'", peer.name)
+                self.links.lose(peer, f"it sent a malformed message ({type(error).__name__}: {error})")
+                break
+        if tasks:
+            self.executor.submit_batch(tasks)
+
+    def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
+        """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
+        travelled beside its pickle is ready.
+
+        Args:
+            tasks: where to put it if it can run now.
+        """
+        self._open_requests.add(1)
+        self.requests_begun += 1
+        task = (run, request)
+        if request.arrivals is None or serialization.ready(
+            request.arrivals, functools.partial(self.executor.submit, task)
+        ):
+            tasks.append(task)
+
+    def on(self, kind: int, handler: KindHandler) -> None:
+        """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
+
+        It runs on the loop's thread: it must neither block nor run user code.
+        """
+        if kind < Kind.EXTENSION or kind in self._handlers:
+            raise ValueError(f"message kind {kind} is taken or reserved")
+        self._handlers[kind] = handler
+
+    # ---- what pending calls need (CallOwner)
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        if frame.kind == Kind.FAILURE:
+            raise serialization.load_exception(
+                frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow
+            )
+        return serialization.loads(
+            frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow
+        )
+
+    def complete_soon(self, future: Future[Any]) -> None:
+        self.executor.submit((future.complete, None))
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        return call.timeout_error() if self.calls.take(call.call_id) is not None else None
+
+    def _complete_all(self, futures: Sequence[Future[Any]]) -> None:
+        if futures:
+            self.executor.submit_batch([(future.complete, None) for future in futures])
+
+    # ---- threads
+
+    def defer(self, function: Callable[[Any], object], argument: Any) -> None:
+        """Run ``function(argument)`` on the loop's thread soon. Safe anywhere, finalizers included."""
+        if self.closed:
+            return
+        self._deferred.put((function, argument))
+        if not self._deferred_wake_up:
+            self._deferred_wake_up = True
+            self._call_on_loop(self._run_deferred)
+
+    def _run_deferred(self) -> None:
+        self._deferred_wake_up = False
+        while not self._deferred.empty():
+            function, argument = self._deferred.get_nowait()
+            try:
+                function(argument)
+            except Exception:
+                logger.exception("a deferred action failed")
+
+    def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            if not self.closed:
+                raise
+
+    def on_loop(self, function: Callable[..., Any], *args: object) -> Any:
+        """Run a function on the loop's thread and return its result."""
+        return self._loop_thread.call(function, *args)
+
+    # ---- looking in
+
+    def open_requests(self) -> int:
+        """Requests that have arrived and are not answered yet."""
+        return self._open_requests.value
+
+    def is_idle(self) -> bool:
+        """Whether this worker neither waits for an answer nor has anything left to do or to answer."""
+        return not len(self.calls) and not self._open_requests.value and not self.executor.active()
+
+    @property
+    def is_static_group(self) -> bool:
+        return self.view.static
+
+    def get_worker_info(self, worker: CalleeName | None = None) -> WorkerInfo:
+        """This worker's name and id, or those of the one that ``worker`` names."""
+        return self.info if worker is None else self.view.resolve(worker).info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Name and id of everybody in the group, by id."""
+        return self.view.infos()
+
+    def get_debug_info(self) -> dict[str, int]:
+        """Counts of threads, tasks, calls and messages right now, under keys that begin ``agent.``."""
+        counts = self.executor.counts()
+        counts |= {
+            "thread_pool_size": self.options.num_worker_threads,
+            "pending_calls": len(self.calls),
+            "open_requests": self._open_requests.value,
+            "unacknowledged_control_messages": self.control.unacknowledged(),
+            "connected_peers": sum(peer.connected for peer in list(self._peers.values())),
+        }
+        return {f"agent.{key}": value for key, value in counts.items()}
+
+    # ---- the end
+
+    def close(self, reason: str) -> None:
+        """Leave now: say goodbye to all, fail what is under way, end the threads. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        for handler in self._close_handlers:
+            handler()
+        if not self._loop_thread.is_current():
+            self._loop_thread.call(self.links.close, list(self._peers.values()), reason)
+        for call in list(self.calls.waiting()):
+            if self.calls.take(call.call_id) is not None:
+                error = NotInitializedError(f"RPC has been shut down: {call.what} was not answered before")
+                if call.settle(error) and call.future is not None:
+                    call.future.complete()
+        self.callee.stop()
+        self.executor.stop(timeout=_STOP_SECONDS)
+        self._loop_thread.stop()
+        if self._interval is not None:
+            sys.setswitchinterval(self._interval)
+
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: let go of the parent's connections without disturbing them.
+
+        The child has none of the agent's threads, and its locks may be held by threads that are not there,
+        so nothing is called that would take one. The descriptors are closed, or the parent's peers would
+        not notice the parent's death while the child lives.
+        """
+        self.closed = True
+        _inherited.append(self)  # destroying the loop here would touch what the parent still uses
+        for connection in self.links.connections(self._peers.values()):
+            connection.abandon()
+        for call in self.calls.waiting():
+            call.settle(ForkedProcessError(f"this process was forked while {call.what} was under way"))
+        if self._interval is not None:
+            sys.setswitchinterval(self._interval)
+
+
+_inherited: Final[list[Agent]] = []
+
+
+class _Counter:
+    """A count that several threads change."""
+
+    __slots__ = ("_lock", "value")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.value = 0
+
+    def add(self, amount: int) -> None:
+        with self._lock:
+            self.value += amount
+
+    def subtract(self, amount: int) -> None:
+        with self._lock:
+            self.value -= amount
+
+
+def _same(error: WorkerLostError) -> WorkerLostError:
+    """An equal error for another call: each is raised with a traceback of its own."""
+    return WorkerLostError(str(error), error.worker, error.reason)
+
+
+def _noop() -> None:
+    """What is called to make a connection."""
+
+
+def _noop_payload(peer: Peer) -> Payload:
+    return serialization.dump_call(_noop, (), {}, peer)
+
+

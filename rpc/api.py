@@ -1,0 +1,169 @@
+"""What users call: ``rpc_sync``, ``rpc_async`` and what goes with them. ``remote`` is in ``rref``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from rpc.agent import UNSET_TIMEOUT
+from rpc.current import current_agent
+from rpc.futures import Future, collected_futures
+from rpc.membership import Callee
+from rpc.workers import WorkerInfo
+
+__all__ = [
+    "UNSET_RPC_TIMEOUT",
+    "all_gather",
+    "barrier",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "get_worker_infos",
+    "rpc_async",
+    "rpc_sync",
+    "set_rpc_timeout",
+]
+
+UNSET_RPC_TIMEOUT: Final = UNSET_TIMEOUT
+"""As a ``timeout``: the default that ``init_rpc`` or ``set_rpc_timeout`` set."""
+
+
+def rpc_sync(
+    to: Callee,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Call ``func`` on another worker and wait for its value.
+
+    Args:
+        to: the callee's name, id (rank) or ``WorkerInfo``; it may be the caller itself.
+        func: a Python function, class, bound, static or class method, ``async def`` function, builtin or
+            torch operator, or TorchScript function. What the callee can import travels by name; lambdas,
+            local functions and those of a notebook travel by value.
+        args: positional arguments. Tensors are captured when the call is made.
+        kwargs: keyword arguments.
+        timeout: seconds after which ``RpcTimeoutError`` is raised; 0 for none. The callee is not
+            interrupted. Default: 60, or what ``set_rpc_timeout`` set.
+
+    Returns:
+        What ``func`` returned; tensors in it are the caller's own.
+
+    Raises:
+        RpcTimeoutError: no answer in time.
+        WorkerLostError: the callee is gone.
+        UnknownWorkerError: there is no such worker.
+        SerializationError: an argument or the value cannot be sent.
+        BlockingCallError: called inside an ``async def`` callee; use ``await rpc_async(...)`` there.
+        Exception: what ``func`` raised, of the same type, with the callee's traceback attached.
+
+    Example::
+
+        total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+    """
+    agent = current_agent()
+    call = agent.call(to, _callable(func), tuple(args) if args else (), dict(kwargs) if kwargs else {}, timeout)
+    return call.result()
+
+
+def rpc_async(
+    to: Callee,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Call ``func`` on another worker and return at once.
+
+    Arguments are as for ``rpc_sync``. Errors in making the call (an unknown worker, an argument that cannot
+    be sent) are raised here; all others are the future's.
+
+    Returns:
+        A ``torch.futures.Future`` of the value; ``wait()`` on it, chain with ``then``, or ``await`` it in
+        a coroutine on any asyncio loop.
+
+    Example::
+
+        futures = [rpc.rpc_async(worker, evaluate, args=(batch,)) for worker in workers]
+        scores = [future.wait() for future in futures]
+    """
+    agent = current_agent()
+    call = agent.call(to, _callable(func), tuple(args) if args else (), dict(kwargs) if kwargs else {}, timeout)
+    future: Future[Any] = agent.future(call)
+    collect(future)
+    return future
+
+
+def collect(future: Future[Any]) -> None:
+    """Inside ``wait_all``, note a future that it is to wait for."""
+    collected = getattr(collected_futures, "future_list", None)
+    if collected is not None:
+        collected.append(future)
+
+
+def _callable(func: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(func):
+        raise TypeError(f"function should be callable, not {type(func).__name__} {func!r}")
+    return func
+
+
+def get_worker_info(worker_name: Callee | None = None) -> WorkerInfo:
+    """Name and id of a worker, by default of this one.
+
+    Raises:
+        UnknownWorkerError: there is no worker of that name.
+    """
+    info: WorkerInfo = current_agent().get_worker_info(worker_name)
+    return info
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """Names and ids of all workers in the group, by id."""
+    return list(current_agent().get_worker_infos())
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of calls, in seconds; 0 for none."""
+    return float(current_agent().rpc_timeout)
+
+
+def set_rpc_timeout(seconds: float) -> None:
+    """Set the default timeout of calls made from now on, in seconds; 0 for none."""
+    if seconds < 0:
+        raise ValueError(f"a timeout is a number of seconds, or 0 for none, not {seconds}")
+    current_agent().rpc_timeout = float(seconds)
+
+
+def all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """Exchange objects: each worker gives one, each gets all.
+
+    Args:
+        obj: this worker's, anything that can be sent.
+        worker_names: who takes part, this worker included; default: everybody in the group. All must
+            give the same names. Several threads may take part in different rounds at once; rounds among
+            the same workers are matched in the order in which each worker begins them.
+        timeout: seconds that each message and the wait for the others may take; 0 for no limit. By
+            default a message may take the default timeout, and the others any time to arrive.
+
+    Returns:
+        Each worker's object, by the worker's name.
+
+    Raises:
+        RpcTimeoutError: a message or another worker took too long.
+        WorkerLostError: a worker that takes part is gone.
+
+    Example::
+
+        losses = rpc.all_gather(loss.item())      # {"trainer0": 0.31, "trainer1": 0.29}
+    """
+    gathered: dict[str, Any] = current_agent().extensions["gather"].all_gather(
+        obj, worker_names, timeout
+    )
+    return gathered
+
+
+def barrier(worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    """Wait until all workers, or those named, have come to this point. Arguments as for ``all_gather``."""
+    all_gather(None, worker_names, timeout)

@@ -1,0 +1,148 @@
+"""Backends by name. ``BackendType`` is an enumeration that registering a backend extends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+from rpc.errors import RpcError
+from rpc.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+]
+
+
+class BackendValue(NamedTuple):
+    """What a backend consists of: a function that makes its options, and one that starts its agent."""
+
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
+
+
+class _OpenEnumeration(type):
+    """What an ``enum.Enum`` class offers (iteration, lookup by name, members as attributes), but open.
+
+    An ``Enum`` cannot gain members, and one made anew for each backend would disown the members that a
+    program already holds.
+    """
+
+    _members: dict[str, BackendType]
+
+    def __iter__(cls) -> Iterator[BackendType]:
+        return iter(list(cls._members.values()))
+
+    def __len__(cls) -> int:
+        return len(cls._members)
+
+    def __getitem__(cls, name: str) -> BackendType:
+        return cls._members[name]
+
+    def __contains__(cls, member: object) -> bool:
+        return any(member is each for each in cls._members.values())
+
+    def __getattr__(cls, name: str) -> BackendType:
+        try:
+            return cls._members[name]
+        except KeyError:
+            known = ", ".join(cls._members) or "none"
+            raise AttributeError(f"no RPC backend is registered as {name!r}; there are: {known}") from None
+
+    def __dir__(cls) -> list[str]:
+        return [*super().__dir__(), *cls._members]
+
+    @property
+    def __members__(cls) -> Mapping[str, BackendType]:
+        return MappingProxyType(cls._members)
+
+
+class BackendType(metaclass=_OpenEnumeration):
+    """The available backends, as an enumeration: ``BackendType.TENSORPIPE``, ``BackendType["TENSORPIPE"]``.
+
+    ``register_backend`` adds to it.
+
+    Attributes:
+        name: the name it was registered under.
+        value: its two functions.
+    """
+
+    _members: ClassVar[dict[str, BackendType]] = {}
+
+    def __init__(self, name: str, value: BackendValue) -> None:
+        self.name = name
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
+
+    def __reduce__(self) -> tuple[Callable[[str], BackendType], tuple[str]]:
+        return _member, (self.name,)
+
+
+def _member(name: str) -> BackendType:
+    return BackendType[name]
+
+
+def backend_registered(backend_name: str) -> bool:
+    """Whether a backend of that name is registered."""
+    return backend_name in BackendType.__members__
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., Any],
+    init_backend_handler: Callable[..., Any],
+) -> BackendType:
+    """Register a backend, so that ``init_rpc(backend=BackendType.NAME)`` starts its agent.
+
+    Args:
+        backend_name: its name, a member of ``BackendType`` from now on.
+        construct_rpc_backend_options_handler: called with ``rpc_timeout`` and ``init_method`` (both as
+            keywords) and the user's further keywords; returns the options, an instance of a class of the
+            backend's own that derives from ``RpcBackendOptions``.
+        init_backend_handler: called with the keywords ``store``, ``name``, ``rank``, ``world_size`` and
+            ``rpc_backend_options``; returns the running agent.
+
+    Returns:
+        The new member of ``BackendType``.
+
+    Raises:
+        RpcError: the name is taken.
+    """
+    if backend_registered(backend_name):
+        raise RpcError(f"RPC backend {backend_name}: already registered")
+    backend = BackendType(
+        backend_name, BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    )
+    BackendType._members[backend_name] = backend
+    return backend
+
+
+def construct_rpc_backend_options(
+    backend: BackendType,
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT,
+    init_method: str = DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> Any:
+    """Make a backend's options: its defaults, with what is given here.
+
+    Args:
+        backend: a member of ``BackendType``.
+        rpc_timeout: default timeout of a call, in seconds.
+        init_method: where the workers meet.
+        **kwargs: whatever else the backend's options have.
+    """
+    return backend.value.construct_rpc_backend_options_handler(
+        rpc_timeout=rpc_timeout, init_method=init_method, **kwargs
+    )
+
+
+def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:
+    """Start a backend's agent with the arguments that its handler takes, and return it."""
+    return backend.value.init_backend_handler(*args, **kwargs)

@@ -1,0 +1,199 @@
+"""The callee's side: run what others ask for, and answer.
+
+Requests run on executor threads; ``async def`` functions run as coroutines on a loop of their own. Whatever
+a request does, it is answered exactly once: with its value, or with the exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, ExitStack
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import torch
+
+from rpc import serialization
+from rpc.errors import RpcError
+from rpc.functions import ASYNC_EXECUTION_MARK
+from rpc.loop import LoopThread
+from rpc.peer import Peer
+from rpc.wire import Frame
+from rpc.workers import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+__all__ = ["Callee", "Interceptor", "Request"]
+
+
+class Interceptor(Protocol):
+    """Extension point: something that rides in a call's header, from the caller to round the function's run."""
+
+    key: str
+    """Its place in the header."""
+
+    def outgoing(self, to: WorkerInfo) -> Any:
+        """On the calling thread: what to attach to a call, anything msgpack can encode; None for nothing."""
+
+    def incoming(self, value: Any, source: WorkerInfo) -> AbstractContextManager[Any]:
+        """On the callee: what is entered round the function when ``value`` was attached."""
+
+
+class Request(NamedTuple):
+    """A call that has arrived: who asks, what, and what travelled beside the pickle."""
+
+    peer: Peer
+    frame: Frame
+    arrivals: Any
+
+
+Answer = Callable[[Any, BaseException | None], None]
+"""Called once, with the value or the exception."""
+
+LATER: Final = object()
+"""What ``Callee.start`` returns when the answer is given later."""
+
+
+class _Replier:
+    """Answers one call."""
+
+    __slots__ = ("_agent", "_call_id", "_peer")
+
+    def __init__(self, agent: Agent, peer: Peer, call_id: int) -> None:
+        self._agent = agent
+        self._peer = peer
+        self._call_id = call_id
+
+    def __call__(self, value: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self._agent.fail(self._peer, self._call_id, error)
+        else:
+            self._agent.reply(self._peer, self._call_id, value)
+
+
+class Callee:
+    """Runs requests. ``run`` is called on executor threads."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._coroutines: LoopThread | None = None
+
+    def run(self, request: Request) -> None:
+        """Run a call and reply to it."""
+        peer, frame, _ = request
+        try:
+            function, args, kwargs = self.load(request)
+            value = self.start(function, args, kwargs, frame.header, peer, self.replier(request))
+        except BaseException as error:
+            self._agent.fail(peer, frame.call_id, error)
+        else:
+            if value is not LATER:
+                self._agent.reply(peer, frame.call_id, value)
+
+    def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The function and arguments of a request; raises what unpickling raises."""
+        peer, frame, arrivals = request
+        agent = self._agent
+        return serialization.load_call(
+            frame.header, frame.segments, arrivals, peer, allow=agent.allow, pickler=agent.pickler
+        )
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        header: dict[str, Any],
+        peer: Peer,
+        answer: Answer,
+    ) -> Any:
+        """Run a function, inside what interceptors attached to the header.
+
+        Returns:
+            Its value; or ``LATER``, and then ``answer`` is called, on some thread, when the future that it
+            returned (``async_execution``) or its coroutine (``async def``) is done.
+
+        Raises:
+            What the function raises right away; ``answer`` is not called then.
+        """
+        if header and self._agent.interceptors:
+            with self._intercepted(header, peer):
+                value = function(*args, **kwargs)
+        else:
+            value = function(*args, **kwargs)
+        if type(value) is CoroutineType:
+            asyncio.run_coroutine_threadsafe(
+                self._finish(value, header, peer, answer), self._coroutine_loop()
+            )
+            return LATER
+        if hasattr(function, ASYNC_EXECUTION_MARK):
+            if not isinstance(value, torch._C.Future):
+                raise RpcError(
+                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                    f"but {getattr(function, '__qualname__', function)} on worker "
+                    f"'{self._agent.info.name}' returned a {type(value).__name__}. "
+                    "(The decorator is rpc.functions.async_execution.)"
+                )
+            value.add_done_callback(lambda done: _answer_from_future(done, answer))
+            return LATER
+        return value
+
+    def _intercepted(self, header: dict[str, Any], peer: Peer) -> ExitStack:
+        stack = ExitStack()
+        for interceptor in self._agent.interceptors:
+            if interceptor.key in header:
+                stack.enter_context(interceptor.incoming(header[interceptor.key], peer.member.info))
+        return stack
+
+    async def _finish(
+        self, coroutine: Coroutine[Any, Any, Any], header: dict[str, Any], peer: Peer, answer: Answer
+    ) -> None:
+        """Run an ``async def`` callee; what it returns is serialized on an executor thread."""
+        try:
+            with self._intercepted(header, peer):
+                value = await coroutine
+        except BaseException as error:
+            self._agent.executor.submit((_give, (answer, None, error)))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        else:
+            self._agent.executor.submit((_give, (answer, value, None)))
+
+    def replier(self, request: Request) -> Answer:
+        """What answers a request later."""
+        return _Replier(self._agent, request.peer, request.frame.call_id)
+
+    def _coroutine_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._coroutines is None:
+                self._coroutines = LoopThread(
+                    "farcall-coroutines",
+                    "a blocking call inside an async def callee would stop all of them: use "
+                    "'await rpc_async(...)' (or 'await future') instead of rpc_sync, wait or to_here",
+                )
+            return self._coroutines.loop
+
+    def stop(self) -> None:
+        """Cancel coroutines that still run."""
+        with self._lock:
+            coroutines, self._coroutines = self._coroutines, None
+        if coroutines is not None:
+            coroutines.stop()
+
+
+def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:
+    answer, value, error = arguments
+    answer(value, error)
+
+
+def _answer_from_future(future: torch.futures.Future[Any], answer: Answer) -> None:
+    try:
+        value = future.value()
+    except BaseException as error:
+        answer(None, error)
+    else:
+        answer(value, None)

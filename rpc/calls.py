@@ -1,0 +1,93 @@
+"""The table of calls under way, and their deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from rpc.futures import CallOwner, PendingCall
+from rpc.peer import Peer
+
+__all__ = ["CallTable"]
+
+C = TypeVar("C", bound=PendingCall)
+
+
+class CallTable:
+    """All calls of one agent that have no reply yet. From any thread, except ``look``.
+
+    Calls end long before their deadline as a rule, so nothing is kept per call: there is one alarm, no
+    later than the earliest deadline, and when it rings the loop looks through the table and sets it anew.
+    A blocking call needs no alarm: the thread that waits looks at the clock itself.
+
+    Args:
+        owner: decodes replies.
+        loop: rings the alarm.
+        settled: called on the loop's thread with futures that nobody waits for, after their deadline.
+    """
+
+    def __init__(
+        self, owner: CallOwner, loop: asyncio.AbstractEventLoop, settled: Callable[[list[Any]], None]
+    ) -> None:
+        self._owner = owner
+        self._loop = loop
+        self._settled = settled
+        self._pending: dict[int, PendingCall] = {}
+        self._ids = itertools.count(1)
+        self._alarm_at = float("inf")
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def open(self, peer: Peer, what: object, timeout: float, kind: type[C] = PendingCall) -> C:  # type: ignore[assignment]
+        """Enter a call of a kind, so that its reply will be found."""
+        call = kind(self._owner, next(self._ids), peer, what, timeout)
+        self._pending[call.call_id] = call
+        return call
+
+    def watch(self, call: PendingCall) -> None:
+        """Have the loop end this call when its deadline passes."""
+        call.watched = True
+        if call.deadline < self._alarm_at:
+            self._alarm_at = call.deadline
+            self._loop.call_soon_threadsafe(self.look)
+
+    def take(self, call_id: int) -> PendingCall | None:
+        """Remove a call; None if it has ended already. Who gets it must settle it."""
+        return self._pending.pop(call_id, None)
+
+    def take_all(self, peer: Peer) -> list[PendingCall]:
+        """Remove all calls to one worker."""
+        mine = [call.call_id for call in self._pending.copy().values() if call.peer is peer]
+        return [call for call in map(self.take, mine) if call is not None]
+
+    def waiting(self) -> Iterable[PendingCall]:
+        """All calls under way, as of now."""
+        return self._pending.copy().values()
+
+    def look(self) -> None:
+        """On the loop's thread: end the calls whose time is over, and set the alarm."""
+        now = time.monotonic()
+        earliest = float("inf")
+        self._alarm_at = earliest
+        unattended: list[Any] = []
+        for call in self._pending.copy().values():
+            if not call.watched:
+                continue  # a thread waits for it and looks at the clock
+            if call.deadline > now:
+                earliest = min(earliest, call.deadline)
+            elif call.keeps_place or self.take(call.call_id) is not None:
+                if call.expired() and call.future is not None:
+                    unattended.append(call.future)
+        if unattended:
+            self._settled(unattended)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if earliest < float("inf"):
+            self._alarm_at = min(self._alarm_at, earliest)
+            self._timer = self._loop.call_later(max(0.0, earliest - now), self.look)

@@ -1,0 +1,70 @@
+"""The process's current agent: the one global there is."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rpc.errors import AlreadyInitializedError, ForkedProcessError, NotInitializedError
+
+__all__ = ["clear_current_agent", "current_agent", "is_initialized", "set_current_agent"]
+
+_agent: Any = None
+_forked_from: int | None = None
+
+
+def current_agent() -> Any:
+    """The agent that this process's calls go through: an ``Agent``, or what a registered backend made.
+
+    Raises:
+        NotInitializedError: there is none.
+        ForkedProcessError: there is none because this process was forked from one that has it.
+    """
+    agent = _agent
+    if agent is None:
+        if _forked_from is not None:
+            raise ForkedProcessError(
+                "RPC has not been initialized in this process: it was forked from process "
+                f"{_forked_from}, whose agent stays there. Call init_rpc here, under a name of its own."
+            )
+        raise NotInitializedError(
+            "RPC has not been initialized, or is shut down. Call init_rpc first. "
+            "(Current RPC agent is not set! Did you initialize the RPC framework?)"
+        )
+    return agent
+
+
+def is_initialized() -> bool:
+    """Whether this process has an agent."""
+    return _agent is not None
+
+
+def set_current_agent(agent: Any) -> None:
+    """Make ``agent`` the current one. Raises ``AlreadyInitializedError`` if there is one."""
+    global _agent, _forked_from
+    if _agent is not None:
+        raise AlreadyInitializedError("RPC is already initialized in this process: call shutdown() first")
+    _agent = agent
+    _forked_from = None
+
+
+def clear_current_agent() -> None:
+    """From now on there is no current agent."""
+    global _agent
+    _agent = None
+
+
+def _forked() -> None:
+    """In a child that was just forked: the parent's agent is not ours, whatever its memory looks like."""
+    global _agent, _forked_from
+    agent = _agent
+    if agent is None:
+        return
+    _agent = None
+    _forked_from = os.getppid()
+    leave = getattr(agent, "abandon_after_fork", None)
+    if leave is not None:
+        leave()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,107 @@
+"""Device maps: which of a callee's devices stands for which of the caller's.
+
+A map is one-to-one, so that a result can travel back along the reversed map. Everything here only checks
+and normalizes; nothing moves a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+
+__all__ = ["DeviceLike", "DeviceMap", "check_device_maps", "to_device_list", "to_device_map"]
+
+DeviceLike = int | str | torch.device
+DeviceMap = dict[torch.device, torch.device]
+
+
+def to_device_map(device_map: Mapping[DeviceLike, DeviceLike]) -> DeviceMap:
+    """Turn a map between anything that names a device into a map between ``torch.device`` objects.
+
+    Raises:
+        ValueError: two devices are mapped to one.
+        RuntimeError: from ``torch.device``, for something that names no device.
+    """
+    normalized: DeviceMap = {}
+    source_of: DeviceMap = {}
+    for source_like, target_like in device_map.items():
+        source, target = torch.device(source_like), torch.device(target_like)
+        if target in source_of:
+            raise ValueError(
+                f"`device_map` only supports 1-to-1 mapping: "
+                f"{source_of[target]} and {source} are both mapped to {target}"
+            )
+        normalized[source] = target
+        source_of[target] = source
+    return normalized
+
+
+def to_device_list(devices: Iterable[DeviceLike]) -> list[torch.device]:
+    """Turn names of CUDA devices into ``torch.device`` objects; ``ValueError`` for another kind of device."""
+    normalized = [torch.device(device) for device in devices]
+    for device in normalized:
+        if device.type != "cuda":
+            raise ValueError(f"`set_devices` expects CUDA devices only, got a device of type {device.type!r}")
+    return normalized
+
+
+def check_device_maps(
+    name: str,
+    device_maps: Mapping[str, DeviceMap],
+    devices: Collection[torch.device],
+    device_count: int,
+    group: Collection[str] | None = None,
+) -> None:
+    """Check one worker's device maps against the devices it has and the workers there are.
+
+    Args:
+        name: the worker whose options these are.
+        device_maps: its maps, by callee.
+        devices: the CUDA devices it asked to use; empty for all that its maps name.
+        device_count: how many CUDA devices its process sees.
+        group: names of all workers of a static group; ``None`` for a dynamic one, where a callee named in
+            a map may join later.
+
+    Raises:
+        ValueError: a map names an unknown callee, a device that does not exist or was not asked for, or
+            one target twice; or ``devices`` has one twice.
+    """
+    if len(set(devices)) != len(devices):
+        raise ValueError(f"Node {name} has duplicated devices: {_listed(devices)}")
+    if not _all_exist(devices, device_count):
+        raise ValueError(
+            f"Node {name} has devices with invalid indices: {_listed(devices)}; "
+            f"this process sees {device_count} CUDA devices"
+        )
+    if group is not None and not set(device_maps) <= set(group):
+        unknown = ", ".join(sorted(set(device_maps) - set(group)))
+        raise ValueError(
+            f"Node {name} has invalid target node names in its device maps: {unknown}; "
+            f"the group's workers are {', '.join(sorted(group))}"
+        )
+    for callee, device_map in device_maps.items():
+        where = f"in its device map for {callee}"
+        if len(set(device_map.values())) != len(device_map):
+            raise ValueError(f"Node {name} has duplicated target devices {where}: {device_map}")
+        if devices and not set(device_map) <= set(devices):
+            raise ValueError(
+                f"Node {name} has unexpected source devices {where}: {_listed(device_map)}; "
+                f"its devices are {_listed(devices)}"
+            )
+        if not _all_exist(device_map, device_count):
+            raise ValueError(
+                f"Node {name} has source devices with invalid indices {where}: {_listed(device_map)}; "
+                f"this process sees {device_count} CUDA devices"
+            )
+
+
+def _all_exist(devices: Iterable[torch.device], device_count: int) -> bool:
+    return all(
+        device.type == "cpu" or (device.type == "cuda" and 0 <= (device.index or 0) < device_count)
+        for device in devices
+    )
+
+
+def _listed(devices: Iterable[torch.device]) -> str:
+    return ", ".join(map(str, devices))

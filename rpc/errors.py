@@ -1,0 +1,122 @@
+"""Every error that a user of farcall can see, in one small hierarchy.
+
+Each class also derives from what PyTorch (or Python itself) raises in the same place, so that an
+``except`` clause written for ``torch.distributed.rpc`` keeps working: everything is a ``RuntimeError``,
+a timeout is also a ``TimeoutError``, a lost worker also a ``ConnectionError``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyInitializedError",
+    "BlockingCallError",
+    "ForkedProcessError",
+    "FunctionNotFoundError",
+    "GroupMismatchError",
+    "InvalidNameError",
+    "NotInitializedError",
+    "ProtocolError",
+    "RRefError",
+    "RemoteError",
+    "RendezvousError",
+    "RendezvousTimeoutError",
+    "RpcError",
+    "RpcTimeoutError",
+    "SerializationError",
+    "UnknownWorkerError",
+    "WorkerLostError",
+]
+
+
+class RpcError(RuntimeError):
+    """Base of all errors that farcall itself raises."""
+
+
+class NotInitializedError(RpcError):
+    """A call was made before ``init_rpc`` or after ``shutdown``."""
+
+
+class AlreadyInitializedError(RpcError):
+    """``init_rpc`` was called while an agent is running in this process."""
+
+
+class ForkedProcessError(NotInitializedError):
+    """A forked child used the agent of its parent, which the child does not have."""
+
+
+class BlockingCallError(RpcError):
+    """A blocking call was made on a thread that must not block (inside an ``async def`` callee)."""
+
+
+class InvalidNameError(RpcError, ValueError):
+    """A worker name is empty, too long or has characters that names may not have."""
+
+
+class UnknownWorkerError(RpcError, ValueError):
+    """A callee was named that is not in the group."""
+
+
+class RendezvousError(RpcError):
+    """The workers could not form a group."""
+
+
+class RendezvousTimeoutError(RendezvousError, TimeoutError):
+    """The group was not complete, or the store not reachable, in time."""
+
+
+class GroupMismatchError(RendezvousError, ValueError):
+    """Workers disagree about the group: a rank or name taken twice, different world sizes."""
+
+
+class SerializationError(RpcError, TypeError):
+    """An argument or a result cannot be sent; the message says which one, its type, and why."""
+
+
+class FunctionNotFoundError(RpcError, AttributeError):
+    """The callee cannot import a function or class that the message names."""
+
+
+class RemoteError(RpcError):
+    """A remote exception that cannot be raised as itself: its class is missing here or won't unpickle.
+
+    Attributes:
+        remote_type: the qualified name of the exception's class on the callee.
+        remote_traceback: the callee's formatted traceback.
+    """
+
+    def __init__(self, message: str, remote_type: str = "", remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, str, str]]:
+        return type(self), (str(self), self.remote_type, self.remote_traceback)
+
+
+class RpcTimeoutError(RpcError, TimeoutError):
+    """A call did not finish within its timeout."""
+
+
+class WorkerLostError(RpcError, ConnectionError):
+    """A worker is gone: it died, was cut off, or left while something was expected of it.
+
+    Attributes:
+        worker: the name of the lost worker.
+        reason: why it is held to be lost.
+    """
+
+    def __init__(self, message: str, worker: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, str, str]]:
+        return type(self), (str(self), self.worker, self.reason)
+
+
+class RRefError(RpcError):
+    """A remote reference cannot be used: wrong worker, failed creation, or its agent is gone."""
+
+
+class ProtocolError(RpcError):
+    """A peer sent bytes that this version of the protocol does not allow."""

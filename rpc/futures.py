@@ -1,0 +1,331 @@
+"""The caller's end of a call: waiting for the reply, decoding it, and the future that users hold.
+
+When a reply arrives, the loop only stores it. If a thread waits for it, that thread is woken, decodes it and
+completes the future, at no cost of a further hand-over; where nobody waits, an executor thread does it.
+Both may try: who takes the claim wins. A waiting thread waits on a lock of its own, which Ctrl-C
+interrupts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Final, Protocol, TypeVar, cast
+
+import torch
+
+from rpc.errors import BlockingCallError, RpcTimeoutError
+from rpc.peer import Peer
+from rpc.wire import Frame
+
+__all__ = ["Future", "PendingCall", "check_may_block", "collected_futures", "forbid_blocking", "wait_all"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+_thread_state: Final = threading.local()
+
+collected_futures: Final = threading.local()
+"""Inside ``wait_all``, its attribute ``future_list`` holds this thread's futures so far."""
+
+
+def forbid_blocking(why: str) -> None:
+    """Make every blocking wait on the current thread raise ``BlockingCallError``, saying ``why``."""
+    _thread_state.forbidden = why
+
+
+def check_may_block() -> None:
+    """Raise ``BlockingCallError`` on a thread that must not block."""
+    why = getattr(_thread_state, "forbidden", None)
+    if why is not None:
+        raise BlockingCallError(why)
+
+
+class CallOwner(Protocol):
+    """What a pending call needs from its agent."""
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        """The value in a reply; raises what a failure carries."""
+
+    def complete_soon(self, future: Future[Any]) -> None:
+        """Have an executor thread call ``future.complete()``."""
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        """Give a call up because its time is over; None if its reply has just arrived."""
+
+
+class PendingCall:
+    """One call under way. ``settle`` is called once, by the loop or by whoever gives the call up.
+
+    Attributes:
+        call_id: names the call on the wire.
+        peer: whom it was sent to.
+        what: what was asked, for error messages.
+        timeout: seconds that it may take, 0 for no limit.
+        deadline: the same on the monotonic clock, infinite for no limit.
+        arrivals: what travelled beside the reply's pickle, adopted when it arrived.
+        future: the user's future, if there is one.
+        watched: the loop ends it when its deadline passes; else the thread that waits does.
+    """
+
+    keeps_place = False
+    """Whether a call stays in the table of calls when its time is over."""
+
+    __slots__ = (
+        "_waiters",
+        "arrivals",
+        "call_id",
+        "deadline",
+        "future",
+        "outcome",
+        "owner",
+        "peer",
+        "timeout",
+        "watched",
+        "what",
+    )
+
+    def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
+        self.owner = owner
+        self.call_id = call_id
+        self.peer = peer
+        self.what = what
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout if timeout else float("inf")
+        self.outcome: Frame | BaseException | None = None
+        self.arrivals: Any = None
+        self.future: Future[Any] | None = None
+        self.watched = False
+        self._waiters: list[threading.Lock] = []
+
+    def timeout_error(self) -> RpcTimeoutError:
+        """The error of this call when its time is over."""
+        what = getattr(self.what, "__qualname__", self.what)
+        return RpcTimeoutError(
+            f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {what} on worker "
+            f"'{self.peer.name}' has not answered. Pass a larger timeout= (0 for none), or set_rpc_timeout()."
+        )
+
+    def expired(self) -> bool:
+        """The time is over: settle the call, and return what ``settle`` does."""
+        return self.settle(self.timeout_error())
+
+    def settle(self, outcome: Frame | BaseException) -> bool:
+        """Store how the call ended and wake who waits.
+
+        Returns:
+            Whether nobody waits, so that the future, if there is one, must be completed by others.
+        """
+        self.outcome = outcome
+        waiters = self._waiters
+        if not waiters:
+            return True
+        for waiter in list(waiters):
+            waiter.release()
+        return False
+
+    def wait_settled(self) -> None:
+        """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
+        if self.outcome is not None:
+            return
+        check_may_block()
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiters.append(lock)
+        if self.outcome is not None:
+            return
+        try:
+            if self.watched or self.deadline == float("inf"):
+                lock.acquire()
+            elif not lock.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
+                error = self.owner.expire(self)
+                if error is not None:
+                    self.outcome = error
+                else:
+                    lock.acquire()
+        except BaseException:
+            self._waiters.remove(lock)
+            if self.future is None:
+                self.owner.expire(self)
+            elif self.outcome is not None:
+                self.owner.complete_soon(self.future)
+            raise
+
+    def result(self) -> Any:
+        """Wait, decode, and return the value or raise: for callers that need no future."""
+        self.wait_settled()
+        outcome = self.outcome
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert outcome is not None
+        return self.owner.decode(self, outcome)
+
+
+class Future(torch.futures.Future[T]):
+    """A ``torch.futures.Future`` that Ctrl-C interrupts and that can be awaited.
+
+    ``rpc_async`` returns one, and so does its ``then``. All of PyTorch's methods work, from any thread.
+
+    Example::
+
+        future = rpc.rpc_async("worker1", torch.add, args=(x, y))
+        total = future.wait()           # on a thread
+        total = await future            # in a coroutine, on any asyncio loop
+    """
+
+    _call: PendingCall | None = None
+    _claim: threading.Lock | None = None
+
+    @classmethod
+    def for_call(cls, call: PendingCall) -> Future[Any]:
+        """The future of a call."""
+        future: Future[Any] = cls()
+        future._call = call
+        future._claim = threading.Lock()
+        call.future = future
+        if call.outcome is not None:
+            call.owner.complete_soon(future)
+        return future
+
+    def complete(self, _: object = None) -> None:
+        """Decode the reply, which has arrived, and complete the future, unless somebody else does."""
+        call, claim = self._call, self._claim
+        if call is None or claim is None or not claim.acquire(False):
+            return
+        outcome = call.outcome
+        assert outcome is not None
+        try:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            value = call.owner.decode(call, outcome)
+        except BaseException as error:
+            _fail(self, error)
+        else:
+            self.set_result(value)
+        self._call = None
+
+    def wait(self) -> T:
+        """Block until the future is completed.
+
+        Returns:
+            Its value.
+
+        Raises:
+            The error that it was completed with; ``KeyboardInterrupt`` at once on Ctrl-C;
+            ``BlockingCallError`` inside an ``async def`` callee, where it must be awaited instead.
+        """
+        if not self.done():
+            check_may_block()
+            call = self._call
+            if call is not None:
+                call.wait_settled()
+                self.complete()
+            elif self._claim is None:
+                done = threading.Lock()
+                done.acquire()
+                self.add_done_callback(lambda _: done.release())
+                done.acquire()
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
+        """A future of what ``callback`` returns, given this future once it is completed.
+
+        The callback runs on the thread that completes the future: a waiting one or an executor's, never
+        the agent's loop, so it may make blocking calls.
+        """
+        if not callable(callback):
+            super().then(callback)  # PyTorch's own error
+        following: Future[S] = Future()
+
+        def run(_: object) -> None:
+            try:
+                value = callback(self)
+            except BaseException as error:
+                _fail(following, RuntimeError(f"{type(error).__name__}: {error}"), error)
+            else:
+                following.set_result(value)
+
+        self.add_done_callback(run)
+        return following
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+
+            def completed() -> None:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+            def wake(_: object) -> None:
+                with contextlib.suppress(RuntimeError):  # that loop has ended: nobody waits any more
+                    loop.call_soon_threadsafe(completed)
+
+            self.add_done_callback(wake)
+            yield from waiter
+        return super().wait()
+
+
+def _fail(future: torch.futures.Future[Any], error: BaseException, cause: BaseException | None = None) -> None:
+    if cause is not None:
+        error.__cause__ = cause
+    if not isinstance(error, Exception):
+        # PyTorch's futures hold Exceptions only; and it is not this thread that was interrupted or ends.
+        wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        error = wrapped
+    future.set_exception(error)
+
+
+@contextlib.contextmanager
+def wait_all() -> Iterator[None]:
+    """Wait, on leaving the block, for all futures that ``rpc_async`` returned on this thread inside it.
+
+    Raises:
+        The error of the first future found to have failed, without waiting for the others.
+
+    Example::
+
+        with rpc.wait_all():
+            for worker in workers:
+                rpc.rpc_async(worker, evaluate)
+    """
+    futures: list[Future[Any]] = []
+    collected_futures.future_list = futures
+    try:
+        yield
+        wait_futures(futures)
+    finally:
+        del collected_futures.future_list
+
+
+def wait_futures(futures: list[Any]) -> list[Any]:
+    """Wait for all futures, or until one fails; Ctrl-C interrupts at once.
+
+    Returns:
+        Their values, in order.
+
+    Raises:
+        The error of the first one that is seen to fail.
+    """
+    changed = threading.Semaphore(0)
+    done: list[torch.futures.Future[Any]] = []
+
+    def completed(future: torch.futures.Future[Any]) -> Callable[[object], None]:
+        def note(_: object) -> None:
+            done.append(future)
+            changed.release()
+
+        return note
+
+    if any(not future.done() for future in futures):
+        check_may_block()
+    for future in futures:
+        future.add_done_callback(completed(future))
+    for index in range(len(futures)):
+        changed.acquire()
+        done[index].value()
+    return [cast("torch.futures.Future[Any]", future).value() for future in futures]

@@ -1,0 +1,152 @@
+"""``all_gather`` and ``barrier`` among workers, by name.
+
+The worker whose name is smallest leads. The others send it their object; when all are there, it sends the
+whole to everybody. Rounds of the same set of names are numbered on each worker, so that several threads and
+several sets can be at it at once. A worker that is lost fails the rounds that it takes part in, everywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from rpc.agent import Agent
+from rpc.current import current_agent
+from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
+from rpc.peer import Peer
+from rpc.serialization import allow_function
+
+__all__ = ["Gathering"]
+
+Names = tuple[str, ...]
+Key = tuple[Names, int]
+
+
+class _Round:
+    """What one worker knows of one round."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.complete = threading.Event()
+        self.error: RpcError | None = None
+
+    def fail(self, error: RpcError) -> None:
+        self.error = error
+        self.complete.set()
+
+
+class Gathering:
+    """The rounds that one agent takes part in. From any thread."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._next: dict[Names, int] = {}
+        self._rounds: dict[Key, _Round] = {}
+        allow_function(_contribute)
+        allow_function(_publish)
+        agent.on_gone(self._worker_gone)
+
+    def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
+        """See ``rpc.all_gather``."""
+        agent = self._agent
+        me = agent.info.name
+        names = tuple(sorted(set(worker_names or (info.name for info in agent.get_worker_infos()))))
+        if me not in names:
+            raise ValueError(f"worker '{me}' gathers among {list(names)} without being one of them")
+        peers = {name: agent.peer(name) for name in names}
+        call_timeout = agent.rpc_timeout if timeout < 0 else timeout
+        wait_timeout = timeout if timeout > 0 else None
+        with self._lock:
+            number = self._next.get(names, 0)
+            self._next[names] = number + 1
+            key = (names, number)
+            state = self._rounds.setdefault(key, _Round())
+        try:
+            for peer in peers.values():
+                if peer.lost is not None:
+                    raise peer.lost_error()
+            if names[0] == me:
+                return self._lead(key, state, value, call_timeout, wait_timeout)
+            agent.call(names[0], _contribute, (names, number, me, value), {}, call_timeout).result()
+            return self._await(key, state, wait_timeout)
+        finally:
+            with self._lock:
+                self._rounds.pop(key, None)
+
+    def _lead(
+        self, key: Key, state: _Round, value: Any, call_timeout: float, wait_timeout: float | None
+    ) -> dict[str, Any]:
+        agent = self._agent
+        names, number = key
+        self.contribute(names, number, agent.info.name, value)
+        objects = self._await(key, state, wait_timeout)
+        calls = {
+            name: agent.future(agent.call(name, _publish, (names, number, objects), {}, call_timeout))
+            for name in names[1:]
+        }
+        errors: dict[str, BaseException] = {}
+        for name, call in calls.items():
+            try:
+                call.wait()
+            except RpcError as error:
+                errors[name] = error
+        if errors:
+            first = next(iter(errors.values()))
+            if isinstance(first, RpcTimeoutError):
+                raise RpcTimeoutError(
+                    f"Followers {list(errors)} timed out in _all_gather after {call_timeout:.2f} seconds: "
+                    f"{first}"
+                )
+            raise first
+        return objects
+
+    def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
+        names, _ = key
+        if not state.complete.wait(timeout):
+            me = self._agent.info.name
+            missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
+            raise RpcTimeoutError(
+                f"worker '{me}' timed out in _all_gather after {timeout or 0:.2f} seconds, waiting for {missing}"
+            )
+        if state.error is not None:
+            raise state.error
+        return state.objects
+
+    def contribute(self, names: Names, number: int, name: str, value: Any) -> None:
+        """On the leader: somebody's object has come."""
+        with self._lock:
+            key = (names, number)
+            state = self._rounds.get(key)
+            if state is None:
+                if number < self._next.get(names, 0):
+                    return  # the leader has given this round up
+                state = self._rounds[key] = _Round()
+            state.objects[name] = value
+            if len(state.objects) == len(names):
+                state.complete.set()
+
+    def publish(self, names: Names, number: int, objects: dict[str, Any]) -> None:
+        """On a follower: the round is complete."""
+        with self._lock:
+            state = self._rounds.get((names, number))
+        if state is not None:
+            state.objects = objects
+            state.complete.set()
+
+    def _worker_gone(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            concerned = [state for (names, _), state in self._rounds.items() if peer.name in names]
+        for state in concerned:
+            if not state.complete.is_set():
+                error = peer.lost_error()
+                state.fail(WorkerLostError(str(error), peer.name, reason))
+
+
+def _contribute(names: Names, number: int, name: str, value: Any) -> None:
+    current_agent().extensions["gather"].contribute(names, number, name, value)
+
+
+def _publish(names: Names, number: int, objects: dict[str, Any]) -> None:
+    current_agent().extensions["gather"].publish(names, number, objects)

@@ -1,0 +1,97 @@
+"""A daemon thread that runs an asyncio loop: uvloop's where it can be had, the standard one elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from rpc.errors import BlockingCallError
+from rpc.futures import forbid_blocking
+
+__all__ = ["LoopThread"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class LoopThread:
+    """Runs a loop until stopped. Methods may be called from any other thread.
+
+    Args:
+        name: the thread's name.
+        no_blocking: what ``BlockingCallError`` says to code on this thread that makes a blocking call.
+    """
+
+    def __init__(self, name: str, no_blocking: str) -> None:
+        self.loop = _new_loop()
+        self._no_blocking = no_blocking
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        forbid_blocking(self._no_blocking)
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop's thread."""
+        return threading.current_thread() is self._thread
+
+    def call(self, function: Callable[..., T], *args: object) -> T:
+        """Run a function on the loop's thread and return its result, or raise what it raised."""
+
+        async def run() -> T:
+            return function(*args)
+
+        return self.wait_for(run())
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            TimeoutError: it took more than ``timeout`` seconds; it is cancelled.
+            BlockingCallError: the caller runs on this very loop.
+        """
+        if self.is_current():
+            coroutine.close()
+            raise BlockingCallError(self._no_blocking)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Cancel what runs on the loop, end the thread, and say whether it has ended."""
+        if not self._thread.is_alive():
+            return True
+
+        async def wind_up() -> None:
+            tasks: list[Awaitable[Any]] = []
+            for task in asyncio.all_tasks():
+                if task is not asyncio.current_task():
+                    task.cancel()
+                    tasks.append(task)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.loop.stop()
+
+        self.loop.call_soon_threadsafe(lambda: self.loop.create_task(wind_up()))
+        if not self.is_current():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()

@@ -1,0 +1,327 @@
+"""What a user can set about an agent. Every value is checked when it is set, not when it is first used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import torch
+
+from rpc.device_maps import DeviceLike, DeviceMap, to_device_list, to_device_map
+from rpc.errors import RpcError
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_RPC_TIMEOUT",
+    "AgentOptions",
+    "InvalidOptionError",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "parse_listen",
+]
+
+DEFAULT_RPC_TIMEOUT = 60.0
+DEFAULT_INIT_METHOD = "env://"
+DEFAULT_NUM_WORKER_THREADS = 16
+
+_MIB = 1 << 20
+
+T = TypeVar("T")
+
+
+class InvalidOptionError(RpcError, ValueError):
+    """An option was given a value that it cannot have."""
+
+
+class _Option(Generic[T]):
+    """An attribute that passes what is assigned to it through a check, which may also normalize it."""
+
+    def __init__(self, check: Callable[[str, Any], T]) -> None:
+        self._check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self._slot = f"_{name}"
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> _Option[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> _Option[T] | T:
+        if instance is None:
+            return self
+        value: T = instance.__dict__[self._slot]
+        return value
+
+    def __set__(self, instance: object, value: Any) -> None:
+        instance.__dict__[self._slot] = self._check(self._name, value)
+
+
+def _wrong_type(name: str, value: object, wanted: str) -> TypeError:
+    return TypeError(
+        f"incompatible constructor arguments: {name} must be {wanted}, got {type(value).__name__} {value!r}"
+    )
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise _wrong_type(name, value, "a number of seconds")
+    return float(value)
+
+
+def _seconds_or_zero(name: str, value: object) -> float:
+    seconds = _number(name, value)
+    if not (0 <= seconds < math.inf):
+        raise InvalidOptionError(
+            f"{name} must be a non-negative, finite number of seconds (0: no timeout), got {value!r}"
+        )
+    return seconds
+
+
+def _positive_seconds(name: str, value: object) -> float:
+    seconds = _number(name, value)
+    if not (0 < seconds < math.inf):
+        raise InvalidOptionError(f"{name} must be a positive, finite number of seconds, got {value!r}")
+    return seconds
+
+
+def _interval_or_none(name: str, value: object) -> float | None:
+    return None if value is None else _positive_seconds(name, value)
+
+
+def _positive_int(name: str, value: object) -> int:
+    if not hasattr(value, "__index__") or isinstance(value, bool):
+        raise _wrong_type(name, value, "an integer")
+    number = int(value)
+    if number <= 0:
+        raise InvalidOptionError(f"{name} must be positive, got {number}")
+    return int(number)
+
+
+def _string(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong_type(name, value, "a string")
+    return value
+
+
+def _bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong_type(name, value, "True or False")
+    return value
+
+
+def _listen(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    text = _string(name, value)
+    parse_listen(text)
+    return text
+
+
+def _deserialization(name: str, value: object) -> Literal["pickle", "safe"]:
+    if value == "pickle":
+        return "pickle"
+    if value == "safe":
+        return "safe"
+    raise InvalidOptionError(f'{name} must be "pickle" or "safe", got {value!r}')
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Split ``HOST``, ``HOST:PORT`` or ``[IPV6]:PORT`` into host and port (0: the kernel picks one).
+
+    Raises:
+        InvalidOptionError: there is no host, or the port is not one.
+    """
+    host, port = text, ""
+    if text.startswith("["):
+        host, bracket, port = text[1:].partition("]")
+        if not bracket or (port and not port.startswith(":")):
+            raise InvalidOptionError(f"listen must be HOST, HOST:PORT or [IPV6]:PORT, got {text!r}")
+        port = port[1:]
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    if not host or any(character.isspace() for character in host):
+        raise InvalidOptionError(f"listen must name a host or an address, got {text!r}")
+    if port and not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise InvalidOptionError(f"listen has no port from 0 to 65535 after the host: {text!r}")
+    return host, int(port or 0)
+
+
+class RpcBackendOptions:
+    """Options that every backend has; also the base class of a registered backend's own options.
+
+    Args:
+        rpc_timeout: default timeout of a call, in seconds (default 60); 0 means none.
+        init_method: where the workers meet: ``env://`` (default), ``tcp://HOST:PORT``, ``file:///PATH``.
+
+    Raises:
+        InvalidOptionError: a value is out of range.
+        TypeError: a value is of the wrong type.
+    """
+
+    rpc_timeout = _Option(_seconds_or_zero)
+    init_method = _Option(_string)
+
+    def __init__(
+        self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD
+    ) -> None:
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+
+    def __repr__(self) -> str:
+        values = ", ".join(
+            f"{name.removeprefix('_')}={value!r}" for name, value in vars(self).items() if name[:1] == "_"
+        )
+        return f"{type(self).__name__}({values})"
+
+
+class AgentOptions(RpcBackendOptions):
+    """Options of farcall's agent. All can also be set as attributes, until ``init_rpc`` reads them.
+
+    Args:
+        num_worker_threads: threads that run what other workers call (default 16). More are started while
+            all of them wait, so that calls which wait for calls make progress.
+        rpc_timeout: default timeout of a call, in seconds (default 60); 0 means none.
+        init_method: where the workers meet: ``env://`` (default), ``tcp://HOST:PORT``, ``file:///PATH``.
+        device_maps: for each callee, which of its devices stands for which of ours, one to one.
+        devices: the local CUDA devices to use; default: those that the device maps name.
+        dynamic: ask for a group that workers join and leave at any time, also where ``WORLD_SIZE`` is set
+            in the environment (default ``False``: dynamic only if no world size is known).
+        rendezvous_timeout: how long ``init_rpc`` waits for the store and the other workers, in seconds
+            (default 300). It is apart from ``rpc_timeout``, since workers may start minutes apart where
+            calls must be quick.
+        switch_interval: the interpreter's thread switch interval while an agent runs, in seconds (default
+            0.0005; Python's own is 0.005). A call in a process whose main thread computes waits for
+            it two or three times. ``None`` leaves the interpreter's setting alone.
+        send_queue_bytes: how much one connection keeps unsent before callers wait (default 64 MiB).
+        max_message_bytes: the largest message accepted from a peer (default 64 GiB).
+        listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
+            address that reaches the rendezvous, loopback if that is on loopback.
+        deserialization: ``"pickle"`` (default), or ``"safe"``: accept only tensors, containers, scalars
+            and registered functions.
+
+    Raises:
+        InvalidOptionError: a value is out of range.
+        TypeError: a value is of the wrong type.
+        ValueError: a device map is not one to one, or ``devices`` has other than CUDA devices.
+
+    Example::
+
+        options = rpc.AgentOptions(num_worker_threads=32, rpc_timeout=10)
+        rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+    """
+
+    num_worker_threads = _Option(_positive_int)
+    dynamic = _Option(_bool)
+    rendezvous_timeout = _Option(_positive_seconds)
+    switch_interval = _Option(_interval_or_none)
+    send_queue_bytes = _Option(_positive_int)
+    max_message_bytes = _Option(_positive_int)
+    listen = _Option(_listen)
+    deserialization = _Option(_deserialization)
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
+        devices: Iterable[DeviceLike] | None = None,
+        dynamic: bool = False,
+        rendezvous_timeout: float = 300.0,
+        switch_interval: float | None = 0.0005,
+        send_queue_bytes: int = 64 * _MIB,
+        max_message_bytes: int = 64 * 1024 * _MIB,
+        listen: str | None = None,
+        deserialization: Literal["pickle", "safe"] = "pickle",
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        self.num_worker_threads = num_worker_threads
+        self.device_maps = device_maps if device_maps is not None else {}
+        self.devices = devices if devices is not None else ()
+        self.dynamic = dynamic
+        self.rendezvous_timeout = rendezvous_timeout
+        self.switch_interval = switch_interval
+        self.send_queue_bytes = send_queue_bytes
+        self.max_message_bytes = max_message_bytes
+        self.listen = listen
+        self.deserialization = deserialization
+
+    @property
+    def device_maps(self) -> dict[str, DeviceMap]:
+        """A copy of the device maps, by callee; to change one, use ``set_device_map``."""
+        return {callee: dict(device_map) for callee, device_map in self._device_maps.items()}
+
+    @device_maps.setter
+    def device_maps(self, device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]]) -> None:
+        self._device_maps = {callee: to_device_map(each) for callee, each in device_maps.items()}
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """A copy of the list of local CUDA devices; to change it, assign or use ``set_devices``."""
+        return list(self._devices)
+
+    @devices.setter
+    def devices(self, devices: Iterable[DeviceLike]) -> None:
+        self._devices = to_device_list(devices)
+
+    def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> None:
+        """Add to the device map for one callee.
+
+        Args:
+            to: name of the callee.
+            device_map: maps devices of this worker to the callee's.
+
+        Raises:
+            ValueError: the map is not one to one, or maps a device that an earlier call mapped elsewhere.
+        """
+        addition = to_device_map(device_map)
+        present = self._device_maps.setdefault(to, {})
+        for source, target in addition.items():
+            if present.get(source, target) != target:
+                raise ValueError(
+                    f"`set_device_map` only supports 1-to-1 mapping: {source} is already mapped to "
+                    f"{present[source]} for {to!r}, cannot map it to {target} too"
+                )
+        present.update(addition)
+
+    def set_devices(self, devices: Iterable[DeviceLike]) -> None:
+        """Set the local CUDA devices that the agent uses."""
+        self.devices = devices
+
+
+class TensorPipeRpcBackendOptions(AgentOptions):
+    """Options under PyTorch's name and with PyTorch's arguments, for programs written for its agent.
+
+    farcall's own options have their defaults and can be set as attributes. ``_transports`` and ``_channels``
+    are accepted and have no effect.
+
+    Args:
+        num_worker_threads: see ``AgentOptions``; likewise rpc_timeout, init_method, device_maps, devices.
+
+    Example::
+
+        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, device_maps={"worker1": {0: 1}})
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
+        devices: Iterable[DeviceLike] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(
+            num_worker_threads=num_worker_threads,
+            rpc_timeout=rpc_timeout,
+            init_method=init_method,
+            device_maps=device_maps,
+            devices=devices,
+        )

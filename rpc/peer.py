@@ -1,0 +1,141 @@
+"""One other worker, as seen from this one: where its frames go out, and whether it is still there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rpc.errors import WorkerLostError
+from rpc.transport import Connection, ConnectionClosed
+from rpc.workers import Member
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+__all__ = ["Peer"]
+
+
+class Peer:
+    """Sends frames to one worker, connecting when there is something to send.
+
+    ``send`` may be called from any thread, everything else on the loop's thread.
+
+    Args:
+        member: the worker.
+        agent: of this worker.
+        connect: called on the sender's thread, once, when the first frame waits for a connection.
+    """
+
+    __slots__ = (
+        "_connect",
+        "_connection",
+        "_lock",
+        "_lost",
+        "_requested",
+        "_waiting",
+        "agent",
+        "connecting",
+        "main",
+        "member",
+    )
+
+    def __init__(self, member: Member, agent: Agent, connect: Callable[[Peer], None]) -> None:
+        self.member = member
+        self.agent = agent
+        self.main = member.main
+        self.connecting = False
+        """An attempt of ours is under way; read and set on the loop's thread."""
+        self._connect = connect
+        self._connection: Connection | None = None
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[list[bytes], int]] = []
+        self._requested = False
+        self._lost: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<Peer '{self.member.name}' (id {self.member.id})>"
+
+    @property
+    def incarnation(self) -> int:
+        return self.member.incarnation
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def is_self(self) -> bool:
+        return False
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def connection(self) -> Connection | None:
+        """The connection, once it is established and until the worker is gone."""
+        return self._connection
+
+    @property
+    def lost(self) -> str | None:
+        """Why the worker is gone; None while it is not."""
+        return self._lost
+
+    def lost_error(self) -> WorkerLostError:
+        """The error for whatever was asked of this worker and will not happen."""
+        reason = self._lost or "the connection to it was closed"
+        return WorkerLostError(
+            f"worker '{self.name}' (id {self.member.id}) is gone: {reason}", self.name, reason
+        )
+
+    def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
+        """Send one frame, or keep it until there is a connection.
+
+        Args:
+            buffers, size, aliased, wait: see ``Connection.send``.
+
+        Raises:
+            WorkerLostError: the worker is gone.
+        """
+        connection = self._connection
+        if connection is None:
+            connection = self._keep(buffers, size)
+            if connection is None:
+                return
+        try:
+            connection.send(buffers, size, aliased=aliased, wait=wait)
+        except ConnectionClosed:
+            raise self.lost_error() from None
+
+    def _keep(self, buffers: Sequence[Any], size: int) -> Connection | None:
+        """Queue the frame until there is a connection; returns the connection if there is one by now."""
+        copied = [bytes(buffer) for buffer in buffers]
+        with self._lock:
+            if self._connection is not None:
+                return self._connection
+            if self._lost is not None:
+                raise self.lost_error()
+            self._waiting.append((copied, size))
+            first, self._requested = not self._requested, True
+        if first:
+            self._connect(self)
+        return None
+
+    def established(self, connection: Connection) -> None:
+        """There is a connection: send what waits for it, in order, before anything else."""
+        with self._lock:
+            self._requested = True
+            for buffers, size in self._waiting:
+                connection.send(buffers, size, wait=False)
+            self._waiting.clear()
+            self._connection = connection
+
+    def gone(self, reason: str) -> Connection | None:
+        """The worker is gone for good; returns the connection, to be closed."""
+        with self._lock:
+            if self._lost is None:
+                self._lost = reason
+            self._waiting.clear()
+            connection, self._connection = self._connection, None
+        return connection

@@ -1,0 +1,132 @@
+"""A c10d store under a prefix, which says when it is lost and can then be opened again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+
+from rpc.errors import RendezvousError
+from rpc.rendezvous.waiting import Waiting
+
+__all__ = ["SharedStore", "StoreLost", "first_line"]
+
+T = TypeVar("T")
+
+
+class StoreLost(Exception):
+    """The store did not answer: its server is gone, or its file."""
+
+
+class SharedStore:
+    """A c10d store with what is needed to open it again, under a prefix of its own.
+
+    Keep it for as long as others may need the store: with rank 0's goes the server. Used by one thread at
+    a time.
+
+    Attributes:
+        store: the store itself, without the prefix; what a registered backend gets.
+        description: names it in errors.
+        master: the host that serves it; ``None`` for a file or a store in memory.
+    """
+
+    def __init__(
+        self,
+        opener: Callable[[Waiting], Store] | None,
+        store: Store,
+        description: str,
+        master: str | None,
+        prefix: str = "",
+    ) -> None:
+        self._opener = opener
+        self.store = store
+        self.description = description
+        self.master = master
+        self._prefix = prefix
+        self._file = _FileIdentity.of(store)
+
+    def under(self, prefix: str) -> SharedStore:
+        """The same store with all keys under a prefix."""
+        prefix = f"{self._prefix}{prefix}/"
+        return SharedStore(self._opener, self.store, self.description, self.master, prefix)
+
+    def reopen(self, waiting: Waiting, cause: StoreLost) -> None:
+        """Open it anew after it was lost, waiting for its server as at first.
+
+        Raises:
+            RendezvousError: it was given as an object, and nothing is known of how to open it.
+        """
+        if self._opener is None:
+            raise RendezvousError(
+                f"{self.description} failed in the middle of the rendezvous: {cause}. It was passed as an "
+                f"object, so that it cannot be opened again; is the process that serves it gone?"
+            ) from cause
+        self.store = self._opener(waiting)
+        self._file = _FileIdentity.of(self.store)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; returns the sum."""
+        return int(self._ask(lambda store: store.add(self._prefix + key, amount)))
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a value, whatever was there."""
+        self._ask(lambda store: store.set(self._prefix + key, value))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes | None:
+        """The value; None if there is none. Never waits for one."""
+
+        def look(store: Store) -> bytes | None:
+            name = self._prefix + key
+            return store.get(name) if store.check([name]) else None
+
+        return self._ask(look)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value."""
+        return bool(self._ask(lambda store: store.check([self._prefix + key])))
+
+    def counter(self, key: str) -> int:
+        """What ``add`` has made of a counter so far."""
+        return int(self.get(key) or 0)
+
+    def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Set a value if it is still ``expected`` (empty: there is none); returns what it is afterwards."""
+        name = self._prefix + key
+        return self._ask(lambda store: store.compare_set(name, expected, desired))  # type: ignore[arg-type]
+
+    def _ask(self, question: Callable[[Store], T]) -> T:
+        try:
+            if self._file is not None:
+                self._file.check()
+            return question(self.store)
+        except NotImplementedError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise StoreLost(first_line(error)) from error
+
+
+class _FileIdentity:
+    """Notices that a store's file was removed or replaced, which a ``FileStore`` does not."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        found = os.stat(path)
+        self._inode, self._size = found.st_ino, found.st_size
+
+    @classmethod
+    def of(cls, store: Store) -> _FileIdentity | None:
+        return cls(store.path) if isinstance(store, FileStore) else None  # type: ignore[attr-defined]
+
+    def check(self) -> None:
+        found = os.stat(self._path)
+        if found.st_ino != self._inode or found.st_size < self._size:
+            raise StoreLost(f"{self._path} was replaced by another file")
+        self._size = found.st_size
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of PyTorch's says, without the C++ stack below it."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,50 @@
+"""How what calls take and give becomes bytes, and back.
+
+``dump_call`` and ``dumps`` turn a call or any object into a ``Payload``: a header, and segments of bytes, of
+which the first is a pickle and the others are the memory of tensors. On the other side ``adopt`` is called
+with the header on receipt, and ``load_call`` or ``loads`` with the segments when somebody wants the object;
+that is what runs user code. ``dump_exception`` and ``load_exception`` do the same for exceptions.
+
+How a type travels can be said with ``register_reducer``, or with ``register_carrier`` for what travels beside
+the pickle. All functions may be called from any thread.
+"""
+
+from __future__ import annotations
+
+from rpc.serialization.calls import Call, dump_call, dumps, load_call, loads
+from rpc.serialization.carriers import Carrier, adopt, ready, take_back
+from rpc.serialization.exceptions import dump_exception, load_exception
+from rpc.serialization.functions import main_identity
+from rpc.serialization.payload import Arrivals, Buffer, Destination, Payload, Source
+from rpc.serialization.pickler import register_carrier, register_reducer
+from rpc.serialization.portable import PortablePickler, PythonUDF, ReplacementPickler
+from rpc.serialization.safe import AllowList, allow_class, allow_function, allowed
+
+__all__ = [
+    "AllowList",
+    "Arrivals",
+    "Buffer",
+    "Call",
+    "Carrier",
+    "Destination",
+    "Payload",
+    "PortablePickler",
+    "PythonUDF",
+    "ReplacementPickler",
+    "Source",
+    "adopt",
+    "allow_class",
+    "allow_function",
+    "allowed",
+    "dump_call",
+    "dump_exception",
+    "dumps",
+    "load_call",
+    "load_exception",
+    "loads",
+    "main_identity",
+    "ready",
+    "register_carrier",
+    "register_reducer",
+    "take_back",
+]

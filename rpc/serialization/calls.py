@@ -1,0 +1,288 @@
+"""Calls and their results: the hot path.
+
+Segment 0 of a call is the pickle of a tuple, whose length tells what it is:
+
+====== ====================================  =======================================================
+length fields                                what
+====== ====================================  =======================================================
+2      data, tensors                         serialized by a replacement pickler
+3      func, args, kwargs                    the function goes by value, or is an object of some kind
+4      module, name, args, kwargs            the function goes by name
+5      module, name, args, kwargs, tensors   the same; ``tensors`` have been taken out of the arguments
+====== ====================================  =======================================================
+
+Any other object, such as a result, is a tuple of one; a bare tensor is the arguments of ``tensors.dense``.
+
+Most arguments are scalars, texts and usual tensors. Then no Python code runs for each object that is
+pickled: tensors are taken out of the arguments first, and C's plain ``pickle.dumps`` does the rest.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import cloudpickle
+from torch import Tensor
+
+from rpc.errors import RpcError
+from rpc.serialization.failures import cannot_call, cannot_send, unreadable
+from rpc.serialization.functions import MAIN_NAMES, name_of, resolve
+from rpc.serialization.payload import Arrivals, Buffer, Destination, Payload, Source
+from rpc.serialization.pickler import PROTOCOL, dump, load
+from rpc.serialization.portable import PortablePickler, PythonUDF, ReplacementPickler
+from rpc.serialization.safe import AllowList
+from rpc.serialization.tensors import dense, plain
+
+__all__ = ["Call", "dump_call", "dumps", "fill_in", "load_call", "loads"]
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function, its positional and its keyword arguments."""
+
+_SCALARS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+_modules = sys.modules
+_pickle = pickle.dumps
+_registered_by_value = cloudpickle.list_registry_pickle_by_value
+
+
+def dump_call(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    to: Destination,
+    *,
+    pickler: ReplacementPickler | None = None,
+) -> Payload:
+    """Serialize a call.
+
+    Args:
+        func: anything that can be called: see ``rpc.serialization.functions`` for how it travels.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        to: where it goes.
+        pickler: what the user has put in place of our pickler.
+
+    Raises:
+        SerializationError: something cannot be sent; names which argument, its type and why. Nothing has
+            departed then.
+        RpcError: an argument travels beside the pickle and refuses, for a reason of its own.
+    """
+    if pickler is not None:
+        return _dump_replaced(func, args, kwargs, to, pickler)
+    try:
+        module = func.__module__
+        name = func.__qualname__
+        found = _modules[module].__dict__[name] is func and module not in MAIN_NAMES
+    except (AttributeError, KeyError, TypeError):
+        found = False
+    if not found or _registered_by_value():
+        named = name_of(func, to)
+        if named is None:
+            return _dump_any_call((func, args, kwargs), func, args, kwargs, to)
+        module, name = named
+    if not args and not kwargs:
+        return Payload({}, [_pickle((module, name, (), {}), PROTOCOL)])
+    try:
+        simple = _take_tensors(args, kwargs)
+    except RuntimeError:
+        simple = None  # a tensor inside a torch.func transform; the slow way says which
+    if simple is None:
+        return _dump_any_call((module, name, args, kwargs), func, args, kwargs, to)
+    places, words, tensors = simple
+    if tensors is None:
+        return Payload({}, [_pickle((module, name, places, words), PROTOCOL)])
+    return _with_buffers((module, name, places, words, tensors))
+
+
+def _take_tensors(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any], list[Any] | None] | None:
+    """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else.
+
+    Returns:
+        The arguments with None where a tensor was, and the tensors: their places (position or keyword),
+        and the arguments of ``dense``.
+    """
+    tensors: list[Any] | None = None
+    seen: list[Tensor] = []
+    places: Any = args
+    words = kwargs
+    for place, value in enumerate(args):
+        kind = type(value)
+        if kind is Tensor and not value.__dict__:
+            usual = plain(value)
+            if usual is None:
+                return None
+            if tensors is None:
+                tensors = []
+                places = list(args)
+            elif any(value is other for other in seen):
+                return None  # one tensor twice must arrive as one: the pickler's memo sees to it
+            seen.append(value)
+            places[place] = None
+            tensors.append((place, usual))
+        elif kind not in _SCALARS:
+            return None
+    if kwargs:
+        for word, value in kwargs.items():
+            kind = type(value)
+            if kind is Tensor and not value.__dict__:
+                usual = plain(value)
+                if usual is None or any(value is other for other in seen):
+                    return None
+                seen.append(value)
+                if tensors is None:
+                    tensors = []
+                if words is kwargs:
+                    words = dict(kwargs)
+                words[word] = None
+                tensors.append((word, usual))
+            elif kind not in _SCALARS:
+                return None
+    return places, words, tensors
+
+
+def _with_buffers(record: tuple[Any, ...]) -> Payload:
+    buffers: list[pickle.PickleBuffer] = []
+    segments: list[Buffer] = [_pickle(record, PROTOCOL, buffer_callback=buffers.append)]
+    if not buffers:
+        return Payload({}, segments)
+    segments += [buffer.raw() for buffer in buffers]
+    return Payload({}, segments, range(1, len(segments)))
+
+
+def _dump_any_call(
+    record: tuple[Any, ...],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    to: Destination,
+) -> Payload:
+    try:
+        return dump(record, to)
+    except Exception as error:
+        failure = cannot_call(error, func, args, kwargs, to)
+    raise failure
+
+
+def _dump_replaced(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    to: Destination,
+    pickler: ReplacementPickler,
+) -> Payload:
+    call = PythonUDF(func, args, kwargs)
+    try:
+        return dump(call, to, prepare=pickler.serialize)
+    except Exception as error:
+        failure = cannot_call(error, func, args, kwargs, to)
+    raise failure
+
+
+def load_call(
+    header: dict[str, Any],
+    segments: Sequence[Any],
+    arrivals: Arrivals | None,
+    source: Source,
+    *,
+    allow: AllowList | None = None,
+    pickler: ReplacementPickler | None = None,
+) -> Call:
+    """Rebuild a call.
+
+    Args:
+        header: the message's header.
+        segments: buffers that belong to the receiver now; large tensors are made over their memory.
+        arrivals: what ``adopt`` made of the header.
+        source: who sent it.
+        allow: read it with this allow-list ("safe"); without, the pickle may run any code.
+        pickler: what reads calls that a replacement pickler has serialized, if not ours.
+
+    Raises:
+        FunctionNotFoundError: the function, or a class among the arguments, cannot be imported here.
+        SerializationError: the pickle cannot be read, or the allow-list does not admit something in it.
+    """
+    try:
+        if allow is not None:
+            return allow.load_call(segments, arrivals)
+        record = load(segments, arrivals)
+        count = len(record)
+        if count == 3:
+            func, args, kwargs = record
+            return func, args, kwargs
+        if count == 2:
+            func, args, kwargs = (pickler or PortablePickler()).deserialize(*record)
+            return func, tuple(args or ()), dict(kwargs or {})
+        module, name, args, kwargs = record[:4]
+        try:
+            func = _modules[module].__dict__[name]
+        except KeyError:
+            func = resolve(module, name)
+        return fill_in(func, args, kwargs, record[4]) if count == 5 else (func, args, kwargs)
+    except RpcError:
+        raise
+    except Exception as error:
+        raise unreadable(error, f"a call from worker '{source.name}'") from error
+
+
+def fill_in(func: Any, places: Any, kwargs: dict[str, Any], tensors: Sequence[Any]) -> Call:
+    """Put tensors back where ``_take_tensors`` took them from."""
+    args = list(places)
+    for place, usual in tensors:
+        if type(place) is int:
+            args[place] = dense(*usual)
+        else:
+            kwargs[place] = dense(*usual)
+    return func, tuple(args), kwargs
+
+
+_NONE: Final = _pickle((None,), PROTOCOL)
+
+
+def dumps(obj: Any, to: Destination | None, *, what: str = "the result") -> Payload:
+    """Serialize any object.
+
+    Args:
+        obj: the object.
+        to: where it goes; None if that is not known, and then what ``__main__`` defines goes by value and
+            nothing can travel beside the pickle.
+        what: what to call the object in an error message.
+
+    Raises:
+        SerializationError: it cannot be sent; says which part of it, of which type, and why.
+        RpcError: a part of it travels beside the pickle and refuses, for a reason of its own.
+    """
+    kind = type(obj)
+    if kind in _SCALARS:
+        return Payload({}, [_NONE if obj is None else _pickle((obj,), PROTOCOL)])
+    try:
+        if kind is Tensor and not obj.__dict__:
+            usual = plain(obj)
+            if usual is not None:
+                return _with_buffers(usual)
+        return dump((obj,), to)
+    except Exception as error:
+        failure = cannot_send(error, obj, to, what)
+    raise failure
+
+
+def loads(
+    header: dict[str, Any],
+    segments: Sequence[Any],
+    arrivals: Arrivals | None,
+    source: Source,
+    *,
+    allow: AllowList | None = None,
+) -> Any:
+    """Rebuild what ``dumps`` serialized; arguments and errors as for ``load_call``."""
+    try:
+        record = load(segments, arrivals) if allow is None else allow.load(segments, arrivals)
+        return record[0] if len(record) == 1 else dense(*record)
+    except RpcError:
+        raise
+    except Exception as error:
+        raise unreadable(error, f"what worker '{source.name}' sent") from error

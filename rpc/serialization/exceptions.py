@@ -1,0 +1,170 @@
+"""How exceptions travel.
+
+The caller gets an exception of the same type, with the same arguments, attributes and notes; the callee's
+traceback, with those of its causes, is a note of it and so is printed with every traceback. Attributes that
+cannot be sent are left out, and a note says so.
+
+It gets a ``RemoteError`` instead, with the same text and the same note, if the exception cannot be rebuilt
+as itself: its class is missing here, or its constructor does not take the arguments that it leaves in
+``args``. And always for these, which would mean something else if raised by the caller's own thread:
+
+- what is no ``Exception``: ``SystemExit``, ``KeyboardInterrupt``, ``GeneratorExit`` and
+  ``asyncio.CancelledError`` are about the thread or task that raised them;
+- ``torch.jit.Error``, since ``torch.distributed.rpc`` raises a ``RuntimeError`` when TorchScript fails.
+
+An exception's header is ``{"!": [type, text, traceback, worker]}``, so that all this is known even when no
+pickle can be read; then come the segments of the exception itself, none if it could not be pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import torch
+
+from rpc.errors import RemoteError
+from rpc.serialization.calls import dumps, loads
+from rpc.serialization.failures import type_name
+from rpc.serialization.payload import Arrivals, Destination, Payload, Source
+from rpc.serialization.safe import AllowList
+
+__all__ = ["dump_exception", "load_exception"]
+
+_MAX_TRACEBACK: Final = 256 << 10
+_OWN_FRAMES: Final = ("rpc.", "rref.")
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def dump_exception(error: BaseException, worker: _Named, to: Destination | None = None) -> Payload:
+    """Serialize an exception. Never raises an ``Exception``.
+
+    Args:
+        error: the exception, with its traceback.
+        worker: this worker; its name is told to the caller.
+        to: the caller. Without it, exception classes that ``__main__`` defines travel by value, so that the
+            caller's ``except`` clauses do not match them.
+    """
+    header = [type_name(type(error)), _text(error), _traceback(error), worker.name]
+    payload = Payload({}, [])
+    if isinstance(error, Exception) and not isinstance(error, torch.jit.Error):
+        with contextlib.suppress(Exception):  # what cannot be pickled is described by the header
+            payload = _dump(error, to)
+    payload.header["!"] = header
+    return payload
+
+
+def _dump(error: Exception, to: Destination | None) -> Payload:
+    try:
+        return dumps(error, to)
+    except Exception:
+        if not error.__dict__:
+            raise
+    return dumps(_Reduced(error, to), to)
+
+
+class _Reduced:
+    """An exception without those of its attributes that cannot be sent."""
+
+    def __init__(self, error: Exception, to: Destination | None) -> None:
+        self.error = error
+        self.to = to
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        reduced: Any = self.error.__reduce__()
+        constructor, arguments, attributes = reduced
+        kept = {}
+        notes = list(attributes.get("__notes__", ()))
+        for name, value in attributes.items():
+            try:
+                dumps(value, self.to)
+            except Exception as reason:
+                notes.append(f"attribute '{name}' is missing, it could not be sent: {reason}")
+            else:
+                kept[name] = value
+        return constructor, arguments, kept | {"__notes__": notes}
+
+
+def load_exception(
+    header: dict[str, Any],
+    segments: Sequence[Any],
+    arrivals: Arrivals | None,
+    source: Source,
+    *,
+    allow: AllowList | None = None,
+) -> Exception:
+    """Rebuild an exception. Never raises an ``Exception``; arguments as for ``load_call``."""
+    try:
+        kind, text, remote_traceback, worker = map(str, header["!"])
+    except (KeyError, TypeError, ValueError):
+        return RemoteError(f"worker '{source.name}' reported a failure that cannot be read")
+    error: Exception | None = None
+    why = ""
+    if segments:
+        try:
+            loaded = loads(header, segments, arrivals, source, allow=allow)
+        except Exception as reason:
+            why = f" ({reason})"
+        else:
+            if isinstance(loaded, Exception):
+                error = loaded
+            else:
+                why = f" (it was rebuilt as a {type_name(type(loaded))})"
+    if error is None:
+        error = RemoteError(
+            f"Original exception on remote side was {kind}, raised by worker '{worker}': {text}"
+            + (f"\nIt cannot be raised as itself here{why}." if why else ""),
+            kind,
+            remote_traceback,
+        )
+    try:
+        error.add_note(f"\nTraceback on worker '{worker}':\n\n{remote_traceback}")
+    except Exception:
+        # It has spoilt its own notes.
+        return RemoteError(f"{kind}, raised by worker '{worker}': {text}", kind, remote_traceback)
+    return error
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return _encodable(str(error))
+    except Exception:
+        return "(its text cannot be had)"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        described = traceback.TracebackException(type(error), error, _below_us(error.__traceback__))
+        # Notes travel with the exception; those from workers further on would else be printed twice.
+        described.__notes__ = None  # type: ignore[attr-defined]  # missing in the stubs of 3.11
+        text = "".join(described.format()).rstrip()
+    except Exception:
+        return f"{type_name(type(error))} (its traceback cannot be formatted)"
+    if len(text) > _MAX_TRACEBACK:
+        half = _MAX_TRACEBACK // 2
+        text = f"{text[:half]}\n...\n{text[-half:]}"
+    return _encodable(text)
+
+
+def _encodable(text: str) -> str:
+    """Text without lone surrogates, which msgpack cannot encode."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _below_us(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame on that is not the agent's own."""
+    whole = trace
+    while trace is not None and _is_ours(trace.tb_frame.f_globals.get("__name__")):
+        trace = trace.tb_next
+    return trace or whole
+
+
+def _is_ours(module: object) -> bool:
+    return isinstance(module, str) and module.startswith(_OWN_FRAMES)

@@ -1,0 +1,146 @@
+"""What is said when something cannot be sent or read: which argument, of which type, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from rpc.errors import RpcError, SerializationError
+from rpc.serialization.functions import not_found
+from rpc.serialization.payload import Destination
+from rpc.serialization.pickler import dump
+
+__all__ = ["cannot_call", "cannot_send", "describe", "reading"]
+
+_MAX_DEPTH: Final = 12
+_MAX_TRIALS: Final = 1000
+_MISSING: Final = re.compile(r"Can't get attribute '(?P<name>[^']*)' on <module '(?P<module>[^']*)'")
+
+
+def describe(obj: Any) -> str:
+    """The qualified name of a function or class, else the type of an object."""
+    name = getattr(obj, "__qualname__", None)
+    if not isinstance(name, str):
+        return f"a {type_name(type(obj))}"
+    module = getattr(obj, "__module__", None)
+    return f"{module}.{name}" if module else name
+
+
+def type_name(kind: type) -> str:
+    """A class's name as one would write it: without the module for builtins."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def cannot_call(
+    error: Exception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], to: Destination
+) -> Exception:
+    """The error to raise when a call cannot be pickled: names the argument whose fault it is."""
+    headline = f"cannot call {describe(func)} on worker '{to.name}'"
+    if _speaks_for_itself(error):
+        error.add_note(headline)
+        return error
+    pieces: list[tuple[str, Any]] = [("the function", func)]
+    pieces += [(f"argument {position}", value) for position, value in enumerate(args)]
+    pieces += [(f"argument '{name}'", value) for name, value in kwargs.items()]
+    for what, value in pieces:
+        cause = _try(value, to)
+        if cause is not None:
+            return _explained(headline, what, value, cause, to)
+    return _explained(headline, "the call", (func, args, kwargs), error, to)
+
+
+def cannot_send(error: Exception, obj: Any, to: Destination | None, what: str) -> Exception:
+    """The error to raise when one object cannot be pickled."""
+    headline = f"cannot send {what}" + ("" if to is None else f" to worker '{to.name}'")
+    if _speaks_for_itself(error):
+        error.add_note(headline)
+        return error
+    return _explained(headline, what, obj, error, to)
+
+
+def _speaks_for_itself(error: Exception) -> bool:
+    """Whether the class and text of an error must not be lost: a reference is no longer valid, say."""
+    return isinstance(error, RpcError) and not isinstance(error, SerializationError)
+
+
+def _explained(headline: str, what: str, value: Any, cause: Exception, to: Destination | None) -> Exception:
+    path, culprit, cause = _locate(value, cause, to)
+    inner = f", because of {path} in it, of type {type_name(type(culprit))}:" if path else ":"
+    error = SerializationError(
+        f"{headline}: {what}, of type {type_name(type(value))}, cannot be sent{inner} {_reason(cause)}"
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _reason(cause: Exception) -> str:
+    if isinstance(cause, RecursionError):
+        return "it is nested too deeply, beyond Python's recursion limit"
+    return str(cause) or type(cause).__name__
+
+
+def _try(obj: Any, to: Destination | None) -> Exception | None:
+    """Why an object cannot be pickled; None if it can."""
+    try:
+        dump(obj, to, trial=True)
+    except Exception as error:
+        return error
+    return None
+
+
+def _locate(obj: Any, cause: Exception, to: Destination | None) -> tuple[str, Any, Exception]:
+    """Follow the fault into an object: the way to the innermost part that cannot be pickled."""
+    path = ""
+    trials = 0
+    for _ in range(_MAX_DEPTH):
+        for step, part in _parts(obj):
+            trials += 1
+            if trials > _MAX_TRIALS:
+                return path, obj, cause
+            error = _try(part, to)
+            if error is not None:
+                path, obj, cause = path + step, part, error
+                break
+        else:
+            break
+    return path, obj, cause
+
+
+def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
+    """What an object is made of, as far as that is plain to see."""
+    if isinstance(obj, (list, tuple)):
+        return ((f"[{index}]", part) for index, part in enumerate(obj))
+    if isinstance(obj, dict):
+        return ((f"[{key!r:.60}]", part) for key, part in list(obj.items()))
+    state = getattr(obj, "__dict__", None)
+    if isinstance(state, dict) and not isinstance(obj, type) and not callable(obj):
+        return ((f".{name}", part) for name, part in list(state.items()))
+    return ()
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn whatever unpickling raises into an error that says what could not be read.
+
+    Raises:
+        FunctionNotFoundError: the pickle names something that cannot be imported here.
+        SerializationError: anything else.
+    """
+    try:
+        yield
+    except RpcError:
+        raise
+    except Exception as error:
+        raise unreadable(error, what) from error
+
+
+def unreadable(error: Exception, what: str) -> RpcError:
+    """The error to raise for what unpickling raised."""
+    if isinstance(error, AttributeError) and (missing := _MISSING.match(str(error))):
+        module, name = missing["module"], missing["name"]
+        return not_found(module, name, f"module '{module}' has no '{name}'")
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return not_found(error.name, "*", f"there is no module named '{error.name}'")
+    return SerializationError(f"{what} cannot be unpickled here: {type(error).__name__}: {error}")

@@ -1,0 +1,331 @@
+"""A reader of pickles that does nothing but what is written here.
+
+It knows the instructions of protocol 5 that the C pickler writes, no others (not those of older protocols,
+nor the ones for registered extensions and persistent ids). Every name is looked up in the allow-list, what
+is called and what gets attributes must be admitted there, and lengths are checked before memory is taken.
+
+What is built may be nested as deep as the pickle says; Python copes with that, except while it hashes
+tuples, which takes C stack for each level and looks at a tuple once for each reference to it. So every tuple
+is weighed when it is made, and one is refused that would be too deep or too large to hash.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from rpc.errors import SerializationError
+
+if TYPE_CHECKING:
+    from rpc.serialization.safe import AllowList
+
+__all__ = ["Machine"]
+
+_MAX_TUPLE_DEPTH: Final = 100
+_MAX_TUPLE_WEIGHT: Final = 1 << 20
+_MARK: Final = object()
+
+_u16: Final = struct.Struct("<H").unpack_from
+_u32: Final = struct.Struct("<I").unpack_from
+_i32: Final = struct.Struct("<i").unpack_from
+_f64: Final = struct.Struct(">d").unpack_from
+
+
+class Machine:
+    """Reads one pickle.
+
+    Args:
+        allow: what is admitted.
+        data: the pickle.
+        buffers: what left it, in order.
+    """
+
+    def __init__(self, allow: AllowList, data: bytes, buffers: list[Any]) -> None:
+        self._allow = allow
+        self._data = data
+        self._at = 0
+        self._buffers = iter(buffers)
+        self._stack: list[Any] = []
+        self._memo: list[Any] = []
+        self._made: dict[int, Any] = {}
+        """Instances made here, which may still be given a state: kept, so that ids are unique."""
+        self._nested: dict[int, tuple[int, int, object]] = {}
+        """Depth and weight of tuples that hold tuples, and the tuple itself."""
+
+    def run(self) -> Any:
+        """The object that the pickle describes.
+
+        Raises:
+            SerializationError: the pickle is malformed, or names what is not admitted.
+        """
+        data, stack = self._data, self._stack
+        try:
+            while True:
+                code = data[self._at]
+                self._at += 1
+                if code == _STOP:
+                    (result,) = stack
+                    return result
+                _INSTRUCTIONS[code](self)
+        except SerializationError:
+            raise
+        except KeyError as error:
+            raise SerializationError(f"a pickle has an instruction that is refused ({error})") from error
+        except Exception as error:
+            raise SerializationError(f"a pickle is malformed: {type(error).__name__}: {error}") from error
+
+    # ---- reading
+
+    def _take(self, size: int) -> bytes:
+        start = self._at
+        self._at = start + size
+        if self._at > len(self._data):
+            raise SerializationError("a pickle ends in the middle of an instruction")
+        return self._data[start : self._at]
+
+    def _byte(self) -> int:
+        return self._take(1)[0]
+
+    def _since_mark(self) -> list[Any]:
+        stack = self._stack
+        for position in range(len(stack) - 1, -1, -1):
+            if stack[position] is _MARK:
+                items = stack[position + 1 :]
+                del stack[position:]
+                return items
+        raise SerializationError("a pickle refers to a mark that it has not made")
+
+    # ---- instructions
+
+    def _protocol(self) -> None:
+        if self._byte() != 5:
+            raise SerializationError("a pickle is not of protocol 5")
+
+    def _memoize(self) -> None:
+        self._memo.append(self._stack[-1])
+
+    def _short_get(self) -> None:
+        self._stack.append(self._memo[self._byte()])
+
+    def _long_get(self) -> None:
+        self._stack.append(self._memo[_u32(self._take(4))[0]])
+
+    def _tuple(self, size: int) -> None:
+        if len(self._stack) < size:
+            raise SerializationError("a pickle takes more from its stack than there is")
+        self._stack[-size:] = [self._weighed(tuple(self._stack[-size:]))]
+
+    def _tuple_since_mark(self) -> None:
+        self._stack.append(self._weighed(tuple(self._since_mark())))
+
+    def _append(self) -> None:
+        item = self._stack.pop()
+        self._sequence().append(item)
+
+    def _appends(self) -> None:
+        items = self._since_mark()
+        self._sequence().extend(items)
+
+    def _sequence(self) -> Any:
+        target = self._stack[-1]
+        if type(target) is not list and type(target) is not deque:
+            raise SerializationError(f"a pickle appends to a {type(target).__name__}")
+        return target
+
+    def _set_item(self) -> None:
+        value = self._stack.pop()
+        key = self._stack.pop()
+        self._put([key, value])
+
+    def _set_items(self) -> None:
+        self._put(self._since_mark())
+
+    def _put(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if not isinstance(target, dict) or len(items) % 2:
+            raise SerializationError("a pickle sets items of something that is no dict")
+        for position in range(0, len(items), 2):
+            target[items[position]] = items[position + 1]
+
+    def _add_items(self) -> None:
+        items = self._since_mark()
+        self._exactly(self._stack[-1], set).update(items)
+
+    def _frozenset(self) -> None:
+        items = self._since_mark()
+        self._weighed(tuple(items))
+        self._stack.append(self._weighed(frozenset(items)))
+
+    def _buffer(self) -> None:
+        self._stack.append(next(self._buffers, None))
+
+    def _readonly(self) -> None:
+        self._stack[-1] = bytes(self._stack[-1])
+
+    def _global(self) -> None:
+        name = self._stack.pop()
+        module = self._stack.pop()
+        if type(module) is not str or type(name) is not str:
+            raise SerializationError("a pickle has a name that is no text")
+        self._stack.append(self._allow.find(module, name))
+
+    def _reduce(self) -> None:
+        arguments = self._exactly(self._stack.pop(), tuple)
+        self._construct(self._stack.pop(), arguments, {})
+
+    def _new(self) -> None:
+        arguments = self._exactly(self._stack.pop(), tuple)
+        self._make(self._stack.pop(), arguments, {})
+
+    def _new_with_keywords(self) -> None:
+        keywords = self._exactly(self._stack.pop(), dict)
+        arguments = self._exactly(self._stack.pop(), tuple)
+        self._make(self._stack.pop(), arguments, keywords)
+
+    def _construct(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not self._allow.may_construct(function):
+            raise SerializationError(f"a pickle calls {function!r:.200}, which is not for pickles to call")
+        made = function(*arguments, **keywords)
+        if isinstance(made, BaseException):  # its attributes follow
+            self._made[id(made)] = made
+        self._stack.append(made)
+
+    def _make(self, kind: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not isinstance(kind, type) or not self._allow.may_have_state(kind):
+            raise SerializationError(f"a pickle makes an instance of {kind!r:.200}, which is not admitted")
+        made = kind.__new__(kind, *arguments, **keywords)
+        self._made[id(made)] = made
+        self._stack.append(made)
+
+    def _build(self) -> None:
+        state = self._stack.pop()
+        instance = self._stack[-1]
+        if id(instance) not in self._made or not self._allow.may_have_state(type(instance)):
+            raise SerializationError(f"a pickle sets attributes of a {type(instance).__name__}")
+        if isinstance(instance, BaseException):
+            for name, value in self._exactly(state, dict).items():
+                if name.startswith("__") and name != "__notes__":
+                    raise SerializationError(f"a pickle sets '{name}' of an exception")
+                setattr(instance, name, value)
+            return
+        set_state = getattr(instance, "__setstate__", None)
+        if set_state is not None:
+            set_state(state)
+            return
+        slots: dict[str, Any] = {}
+        if type(state) is tuple and len(state) == 2:
+            state, slots = state
+        for name, value in self._exactly(state or {}, dict).items():
+            instance.__dict__[self._exactly(name, str)] = value
+        known = copyreg._slotnames(type(instance)) if slots else ()  # type: ignore[attr-defined]  # what pickle uses
+        for name, value in self._exactly(slots or {}, dict).items():
+            if name not in known:
+                raise SerializationError(f"a pickle sets '{name}' of a {type(instance).__name__}")
+            setattr(instance, name, value)
+
+    # ---- checks
+
+    @staticmethod
+    def _exactly(obj: Any, kind: type) -> Any:
+        if type(obj) is not kind:
+            raise SerializationError(f"a pickle has a {type(obj).__name__} where a {kind.__name__} belongs")
+        return obj
+
+    def _weighed(self, made: Any) -> Any:
+        depth, weight = 1, 1
+        for item in made:
+            kind = type(item)
+            if kind is tuple or kind is frozenset:
+                inner_depth, inner_weight, _ = self._nested.get(id(item), (1, len(item), None))
+                depth = max(depth, inner_depth + 1)
+                weight += inner_weight
+            if depth > _MAX_TUPLE_DEPTH or weight > _MAX_TUPLE_WEIGHT:
+                raise SerializationError("a pickle nests tuples too deeply, or in too many ways")
+        if depth > 1:
+            self._nested[id(made)] = depth, weight + len(made), made
+        return made
+
+
+def _push(value: Callable[[], Any]) -> Callable[[Machine], None]:
+    return lambda machine: machine._stack.append(value())
+
+
+def _read(length_bytes: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
+    """An instruction that is followed by a length and as many bytes."""
+
+    def instruction(machine: Machine) -> None:
+        length = int.from_bytes(machine._take(length_bytes), "little")
+        machine._stack.append(make(machine._take(length)))
+
+    return instruction
+
+
+def _fixed(size: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
+    """An instruction that is followed by so many bytes."""
+    return lambda machine: machine._stack.append(make(machine._take(size)))
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _integer(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+_STOP: Final = ord(".")
+
+_INSTRUCTIONS: Final[dict[int, Callable[[Machine], None]]] = {
+    0x80: Machine._protocol,
+    0x95: lambda machine: _ignore(machine._take(8)),  # a frame, which only helps reading files
+    ord("N"): _push(lambda: None),
+    0x88: _push(lambda: True),
+    0x89: _push(lambda: False),
+    ord("]"): _push(list),
+    ord("}"): _push(dict),
+    ord(")"): _push(tuple),
+    0x8F: _push(set),
+    ord("("): _push(lambda: _MARK),
+    ord("J"): _fixed(4, lambda data: _i32(data)[0]),
+    ord("K"): _fixed(1, lambda data: data[0]),
+    ord("M"): _fixed(2, lambda data: _u16(data)[0]),
+    ord("G"): _fixed(8, lambda data: _f64(data)[0]),
+    0x8A: _read(1, _integer),
+    0x8B: _read(4, _integer),
+    0x8C: _read(1, _text),
+    ord("X"): _read(4, _text),
+    0x8D: _read(8, _text),
+    ord("C"): _read(1, bytes),
+    ord("B"): _read(4, bytes),
+    0x8E: _read(8, bytes),
+    0x96: _read(8, bytearray),
+    0x94: Machine._memoize,
+    ord("h"): Machine._short_get,
+    ord("j"): Machine._long_get,
+    0x85: lambda machine: machine._tuple(1),
+    0x86: lambda machine: machine._tuple(2),
+    0x87: lambda machine: machine._tuple(3),
+    ord("t"): Machine._tuple_since_mark,
+    ord("a"): Machine._append,
+    ord("e"): Machine._appends,
+    ord("s"): Machine._set_item,
+    ord("u"): Machine._set_items,
+    0x90: Machine._add_items,
+    0x91: Machine._frozenset,
+    ord("0"): lambda machine: _ignore(machine._stack.pop()),
+    ord("1"): lambda machine: _ignore(machine._since_mark()),
+    0x93: Machine._global,
+    ord("R"): Machine._reduce,
+    0x81: Machine._new,
+    0x92: Machine._new_with_keywords,
+    ord("b"): Machine._build,
+    0x97: Machine._buffer,
+    0x98: Machine._readonly,
+}
+
+
+def _ignore(_: object) -> None:
+    """Do nothing with a value."""

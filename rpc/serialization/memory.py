@@ -1,0 +1,128 @@
+"""Where tensors lie in memory: out of a tensor into a segment, and out of a segment into a tensor.
+
+Memory of up to ``INLINE_BYTES`` is copied into the pickle, which costs less than a segment of its own.
+Larger memory becomes a segment without being copied. A tensor's memory is read through its address and
+never through ``Tensor.numpy()``, which would forbid the caller to resize the tensor for ever after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import string_at
+from pickle import PickleBuffer
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["INLINE_BYTES", "Layout", "is_borrowed", "layout_of", "memory_at", "over", "settle"]
+
+INLINE_BYTES: Final = 4096
+
+_COPIED_BYTES: Final = 32 << 10
+_SHARE_OF_FRAME: Final = 4
+_ALIGNMENT: Final = 16
+
+
+class _Region:
+    """Memory at an address, for ``numpy.asarray``; keeps the owner of that memory alive."""
+
+    __slots__ = ("__array_interface__", "fresh", "owner")
+
+    def __init__(self, address: int, size: int, owner: object, fresh: bool) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        self.owner = owner
+        self.fresh = fresh
+
+
+def memory_at(address: int, size: int, owner: object, *, fresh: bool = False) -> bytes | PickleBuffer:
+    """The bytes of memory that ``owner`` keeps alive: a copy if they are few, the memory itself otherwise.
+
+    Args:
+        address: where the memory begins.
+        size: how many bytes it has.
+        owner: what must live as long as the memory is used.
+        fresh: nobody else knows this memory, so it cannot change.
+    """
+    if size <= INLINE_BYTES:
+        return string_at(address, size)
+    return PickleBuffer(np.asarray(_Region(address, size, owner, fresh)))  # type: ignore[arg-type]  # arrays are buffers
+
+
+def is_borrowed(buffer: memoryview) -> bool:
+    """Whether a buffer that left the pickle may still be changed by the caller."""
+    region = getattr(buffer.obj, "base", None)
+    return not (isinstance(region, _Region) and region.fresh)
+
+
+def settle(segment: Any) -> Any:
+    """Memory that the receiver's object can be made over and own: writable, aligned, and not a small
+    part of something large that it would keep alive. It is the segment itself, or else a copy.
+    """
+    if type(segment) is bytearray:
+        return segment
+    view = memoryview(segment)
+    size = view.nbytes
+    if (
+        size < _COPIED_BYTES
+        or view.readonly
+        or size * _SHARE_OF_FRAME < memoryview(view.obj).nbytes
+        or np.frombuffer(view, np.uint8).__array_interface__["data"][0] % _ALIGNMENT
+    ):
+        return bytearray(view)
+    return view
+
+
+def over(data: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """A tensor over ``data``, which becomes its own. No view of another tensor.
+
+    Raises:
+        RuntimeError: the shape reaches beyond the memory.
+    """
+    if type(data) is bytes:
+        data = bytearray(data)
+    memory = torch.from_numpy(np.ndarray((len(data),), "B", data)).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(memory, 0, shape, stride)
+
+
+class Layout(NamedTuple):
+    """How the elements of a strided tensor lie in memory, from its first to its last.
+
+    Attributes:
+        span: elements from the first to the last, gaps included.
+        distinct: how many different elements there are, if none overlap; dimensions of stride 0 count once.
+        overlapping: some elements may share memory, other than through a stride of 0.
+    """
+
+    span: int
+    distinct: int
+    overlapping: bool
+
+    @property
+    def dense(self) -> bool:
+        """There are no gaps and no overlaps: the memory is exactly the elements, in some order."""
+        return self.span == self.distinct and not self.overlapping
+
+
+def layout_of(shape: Sequence[int], stride: Sequence[int]) -> Layout:
+    """Analyse a shape and a stride, both in elements; strides are not negative.
+
+    >>> layout_of((2, 3), (1, 2)).dense
+    True
+    >>> layout_of((5, 2), (5, 1))
+    Layout(span=22, distinct=10, overlapping=False)
+    """
+    if 0 in shape:
+        return Layout(0, 0, False)
+    span = distinct = 1
+    overlapping = False
+    for step, count in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1 and s > 0):
+        overlapping = overlapping or step < span
+        span += step * (count - 1)
+        distinct *= count
+    return Layout(span, distinct, overlapping)

@@ -1,0 +1,60 @@
+"""What one message carries, and the two ends that it travels between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+__all__ = ["Arrivals", "Buffer", "Destination", "Payload", "Source"]
+
+Buffer = bytes | bytearray | memoryview
+"""A contiguous run of bytes: ``len()`` is their number."""
+
+Arrivals = dict[str, list[Any]]
+"""What travelled beside a pickle and has been adopted: the objects, by the kind of their carrier."""
+
+
+class Destination(Protocol):
+    """Where a message goes. Carriers get to see this very object."""
+
+    @property
+    def name(self) -> str:
+        """The worker's name, for error messages."""
+
+    @property
+    def main(self) -> str:
+        """The other side's ``main_identity()``; "" if it is not known."""
+
+
+class Source(Protocol):
+    """Where a message came from. Carriers get to see this very object."""
+
+    @property
+    def name(self) -> str:
+        """The worker's name, for error messages."""
+
+
+class Payload:
+    """A serialized object: a header and the segments that belong to it.
+
+    Attributes:
+        header: what must be known before the pickle is read, as msgpack can encode it; mostly empty. Its
+            keys are the kinds of carriers, and ``"!"`` for an exception; the agent may add its own.
+        segments: the pickle first, then the memory of tensors and other large buffers.
+        borrowed: indices of those segments that *are* the memory of the caller's tensors or arrays. They
+            change when the caller changes these, until they are sent or ``capture`` has copied them.
+            The segments keep that memory alive.
+    """
+
+    __slots__ = ("borrowed", "header", "segments")
+
+    def __init__(self, header: dict[str, Any], segments: list[Buffer], borrowed: Sequence[int] = ()) -> None:
+        self.header = header
+        self.segments = segments
+        self.borrowed = borrowed
+
+    def capture(self) -> None:
+        """Copy what is borrowed, so that the caller may change its tensors from now on."""
+        for index in self.borrowed:
+            self.segments[index] = bytearray(self.segments[index])
+        self.borrowed = ()

@@ -1,0 +1,237 @@
+"""How every other kind of tensor travels, each taken apart into strided tensors and put together again.
+
+Sparse (COO, and the compressed layouts), quantized, nested, MKL-DNN and meta tensors; parameters, buffers
+and subclasses; storages. Attributes set on a tensor travel with it. Subclasses that define
+``__reduce_ex__`` themselves are left to it; wrapper subclasses go through ``__tensor_flatten__``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.storage import TypedStorage, UntypedStorage
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rpc.errors import SerializationError
+from rpc.serialization.memory import memory_at
+from rpc.serialization.tensors import dense, plain, reduce_strided
+
+__all__ = [
+    "constant",
+    "mkldnn",
+    "nested",
+    "on_meta",
+    "parameter",
+    "reduce_constant",
+    "reduce_storage",
+    "reduce_tensor",
+    "set_attributes",
+    "sparse_compressed",
+    "sparse_coo",
+    "subclassed",
+    "typed_storage",
+    "untyped_storage",
+    "wrapper",
+]
+
+_COMPRESSED_BY_ROW: Final = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
+_OWN_REDUCE: Final = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
+
+
+def reduce_tensor(tensor: Tensor, _: object = None) -> Any:
+    """Reduce any tensor.
+
+    Raises:
+        SerializationError: it is on a device that it cannot leave, or its memory is gone.
+    """
+    kind = type(tensor)
+    if kind is Tensor:
+        if not tensor.__dict__:
+            usual = plain(tensor)
+            if usual is not None:
+                return dense, usual
+        reduced = _reduce_by_layout(tensor)
+    elif kind is Parameter:
+        reduced = parameter, (tensor.detach(), tensor.requires_grad)
+    elif kind.__reduce_ex__ not in _OWN_REDUCE:
+        return NotImplemented
+    else:
+        with torch._C.DisableTorchFunctionSubclass():
+            if _is_wrapper(tensor):
+                return _reduce_wrapper(tensor)
+            reduced = subclassed, (kind, tensor.detach().as_subclass(Tensor), tensor.requires_grad)
+    attributes = tensor.__dict__
+    if attributes:
+        return (*reduced, attributes, None, None, set_attributes)
+    return reduced
+
+
+def set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
+    """Give a rebuilt tensor the attributes that the original had."""
+    tensor.__dict__.update(attributes)
+
+
+def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
+    requires_grad = tensor.requires_grad
+    if tensor.is_meta:
+        name = str(tensor.dtype).removeprefix("torch.")
+        return on_meta, (name, (*tensor.shape,), tensor.stride(), requires_grad)
+    if not tensor.is_cpu:
+        raise SerializationError(
+            f"it is on device {tensor.device}, and RPC only supports CPU tensors by default: move it to the "
+            "CPU before sending it (tensor.cpu()), or configure a device mapping for this destination with "
+            "`set_device_map` on `TensorPipeRpcBackendOptions`"
+        )
+    tensor = tensor.detach()
+    parts: tuple[Tensor, ...]
+    if tensor.is_nested:
+        parts = (
+            tensor.values(),
+            tensor._nested_tensor_size(),
+            tensor._nested_tensor_strides(),
+            tensor._nested_tensor_storage_offsets(),
+        )
+        return nested, (*parts, requires_grad)
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        parts = (tensor._indices(), tensor._values())
+        return sparse_coo, (*parts, (*tensor.shape,), tensor.is_coalesced(), requires_grad)
+    if layout in _COMPRESSED_BY_ROW:
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        return sparse_compressed, (*parts, (*tensor.shape,), layout, requires_grad)
+    if layout in _COMPRESSED_BY_COLUMN:
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        return sparse_compressed, (*parts, (*tensor.shape,), layout, requires_grad)
+    if tensor.is_mkldnn:
+        return mkldnn, (tensor.to_dense(), requires_grad)
+    if tensor.is_quantized:
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor = tensor.clone()
+        # PyTorch's own reduction names the quantizer's parameters; the storage leaves the pickle here.
+        reduced: tuple[Any, ...] = Tensor.__reduce_ex__(tensor, 5)  # type: ignore[no-untyped-call]  # untyped in torch
+        return reduced
+    return reduce_strided(tensor, requires_grad)
+
+
+def _is_wrapper(tensor: object) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def _reduce_wrapper(tensor: Any) -> tuple[Any, ...]:
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    return wrapper, (type(tensor), inner, context, (*tensor.shape,), tensor.stride())
+
+
+def parameter(tensor: Tensor, requires_grad: bool) -> Parameter:
+    """Rebuild a ``torch.nn.Parameter``."""
+    return Parameter(tensor, requires_grad)
+
+
+def subclassed(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Rebuild a tensor of a subclass that is no wrapper."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(kind).requires_grad_(requires_grad)
+
+
+def wrapper(
+    kind: Any, inner: dict[str, Any], context: Any, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Tensor:
+    """Rebuild a tensor of a wrapper subclass from the tensors inside."""
+    rebuilt: Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
+    return rebuilt
+
+
+def sparse_coo(
+    indices: Tensor,
+    values: Tensor,
+    shape: tuple[int, ...],
+    coalesced: bool,
+    requires_grad: bool,
+    *,
+    check: bool = False,
+) -> Tensor:
+    """Rebuild a sparse tensor in coordinate layout; it is coalesced if the original was."""
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        shape,
+        requires_grad=requires_grad,
+        is_coalesced=coalesced,
+        check_invariants=check,
+    )
+
+
+def sparse_compressed(
+    compressed: Tensor,
+    plain_indices: Tensor,
+    values: Tensor,
+    shape: tuple[int, ...],
+    layout: torch.layout,
+    requires_grad: bool,
+    *,
+    check: bool = False,
+) -> Tensor:
+    """Rebuild a sparse tensor in CSR, CSC, BSR or BSC layout."""
+    return torch.sparse_compressed_tensor(
+        compressed,
+        plain_indices,
+        values,
+        shape,
+        layout=layout,
+        requires_grad=requires_grad,
+        check_invariants=check,
+    )
+
+
+def nested(values: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, requires_grad: bool) -> Tensor:
+    """Rebuild a nested tensor in strided layout."""
+    rebuilt: Tensor = torch._nested_view_from_buffer_copy(values, sizes, strides, offsets)
+    return rebuilt.requires_grad_(requires_grad)
+
+
+def mkldnn(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Rebuild a tensor in MKL-DNN's opaque layout."""
+    return tensor.to_mkldnn().requires_grad_(requires_grad)
+
+
+def on_meta(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Tensor:
+    """Rebuild a meta tensor, which has no elements."""
+    empty = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta")
+    return empty.requires_grad_(requires_grad)
+
+
+def reduce_constant(value: Any, _: object = None) -> tuple[Any, ...]:
+    """Reduce one of PyTorch's named constants: a dtype, a layout, a memory format, a quantization scheme."""
+    return constant, (str(value).removeprefix("torch."),)
+
+
+def constant(name: str) -> Any:
+    """PyTorch's constant of that name."""
+    return getattr(torch, name)
+
+
+def reduce_storage(storage: UntypedStorage | TypedStorage, _: object = None) -> tuple[Any, ...]:
+    """Reduce a storage, all of it."""
+    if isinstance(storage, TypedStorage):
+        return typed_storage, (storage._untyped_storage, storage.dtype)
+    if storage.device.type != "cpu":
+        raise SerializationError(f"it is a storage on device {storage.device}; only CPU storages can be sent")
+    return untyped_storage, (memory_at(storage.data_ptr(), storage.nbytes(), storage),)
+
+
+def untyped_storage(data: Any) -> UntypedStorage:
+    """Rebuild a storage over ``data``."""
+    if type(data) is bytes:
+        data = bytearray(data)
+    return torch.from_numpy(np.ndarray((len(data),), "B", data)).untyped_storage()
+
+
+def typed_storage(storage: UntypedStorage, dtype: torch.dtype) -> TypedStorage:
+    """Rebuild a typed storage around an untyped one."""
+    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -1,0 +1,174 @@
+"""How strided CPU tensors travel: their elements, where these lie, and nothing else.
+
+- A tensor brings its own elements, never the rest of its storage. It arrives with memory of its own: two
+  views of one storage arrive as independent tensors. (One tensor object twice in a message arrives as one;
+  the pickle's memo sees to that.)
+- Strides are kept: permuted tensors (``x.T``, channels last) go as they lie in memory; of an expanded
+  tensor only the distinct elements travel. Gaps between elements are not sent; the receiver leaves the
+  same gaps as long as they are not larger than the elements (or the tensor is tiny), else it closes them.
+- ``requires_grad`` is kept, gradient history and ``grad`` are not: what arrives is a leaf.
+- What arrives is writable, and, being made over the received bytes, cannot be resized with ``resize_``.
+
+A tensor is reduced to ``(rebuild, arguments)``; the rebuilding functions below are named in the pickle.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc.errors import SerializationError
+from rpc.serialization.memory import layout_of, memory_at, over
+
+__all__ = ["conjugated", "dense", "negated", "placed", "plain", "reduce_strided", "spread"]
+
+_CODES: Final[dict[torch.dtype, str]] = {
+    torch.float32: "f",
+    torch.float64: "d",
+    torch.float16: "e",
+    torch.bool: "?",
+    torch.uint8: "B",
+    torch.int8: "b",
+    torch.int16: "h",
+    torch.int32: "i",
+    torch.int64: "q",
+}
+"""NumPy's letters for the types that are most frequent, and never conjugated."""
+
+_INTEGERS: Final = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""By size in bytes: a type that stands for any other where elements are only copied."""
+
+SMALL_GAPS_BYTES: Final = 4096
+
+_STRIDED: Final = torch.strided
+_from_numpy = torch.from_numpy
+_ndarray = np.ndarray
+
+_TYPES: Final = {code: np.dtype(code) for code in _CODES.values()}
+
+
+def plain(tensor: Tensor) -> tuple[Any, ...] | None:
+    """The arguments of ``dense`` for the usual case of a tensor: contiguous, on the CPU, of a usual type.
+
+    Args:
+        tensor: its class must be exactly ``torch.Tensor``. Its attributes are not looked at.
+
+    Returns:
+        None for any other case.
+    """
+    code = _CODES.get(tensor.dtype)
+    if (
+        code is None
+        or tensor.layout is not _STRIDED
+        or not tensor.is_cpu
+        or tensor.is_neg()
+        or tensor.is_nested
+        or not tensor.is_contiguous()
+    ):
+        return None
+    address = tensor.data_ptr()
+    size = tensor.nbytes
+    if not address and size:
+        return None
+    data = memory_at(address, size, tensor)
+    if tensor.requires_grad:
+        return code, (*tensor.shape,), data, True
+    return code, (*tensor.shape,), data
+
+
+def dense(code: str, shape: tuple[int, ...], data: Any, requires_grad: bool = False) -> Tensor:
+    """Rebuild a contiguous tensor of one of the usual types, over ``data``."""
+    if type(data) is bytes:
+        data = bytearray(data)
+    tensor = _from_numpy(_ndarray(shape, _TYPES[code], data))
+    if requires_grad:
+        tensor.requires_grad_()
+    return tensor
+
+
+def reduce_strided(tensor: Tensor, requires_grad: bool) -> tuple[Any, ...]:
+    """Reduce a strided CPU tensor, of class ``torch.Tensor``, of any type and any strides.
+
+    Args:
+        tensor: without gradient history.
+        requires_grad: what the rebuilt tensor's flag is to be.
+    """
+    if tensor.is_conj():
+        return conjugated, (tensor.conj(), requires_grad)
+    if tensor.is_neg():
+        return negated, (torch._neg_view(tensor), requires_grad)
+    if tensor._is_zerotensor():
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    shape, stride = (*tensor.shape,), tensor.stride()
+    layout = layout_of(shape, stride)
+    name = str(tensor.dtype).removeprefix("torch.")
+    if layout.dense or (layout.overlapping and layout.span <= layout.distinct):
+        return placed, (name, shape, stride, _elements(tensor, layout.span), requires_grad)
+    core = _copy_without_gaps(tensor)
+    data = memory_at(core.data_ptr(), core.nbytes, core, fresh=True)
+    gaps = (layout.span - layout.distinct) * tensor.itemsize
+    if layout.overlapping or gaps > max(core.nbytes, SMALL_GAPS_BYTES):
+        kept = [s if step else 0 for s, step in zip(core.stride(), stride, strict=True)]
+        return placed, (name, shape, tuple(kept), data, requires_grad)
+    return spread, (name, shape, stride, data, requires_grad)
+
+
+def _elements(tensor: Tensor, span: int) -> Any:
+    """The memory of a tensor from its first element on."""
+    size = span * tensor.itemsize
+    storage = tensor.untyped_storage()
+    if tensor.storage_offset() * tensor.itemsize + size > storage.nbytes():
+        raise SerializationError(
+            f"its memory was freed or cut short: it needs {size} bytes of a storage of {storage.nbytes()}"
+        )
+    return memory_at(tensor.data_ptr(), size, tensor)
+
+
+def _copy_without_gaps(tensor: Tensor) -> Tensor:
+    """The distinct elements, contiguous; where the stride was 0, the size is 1."""
+    core = tensor.as_strided(
+        [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)],
+        tensor.stride(),
+    )
+    return core.view(_INTEGERS[tensor.itemsize]).contiguous()
+
+
+def placed(
+    dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], data: Any, requires_grad: bool
+) -> Tensor:
+    """Rebuild a tensor whose memory is exactly ``data``, strides in elements."""
+    return over(data, getattr(torch, dtype), shape, stride).requires_grad_(requires_grad)
+
+
+def spread(
+    dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], data: Any, requires_grad: bool
+) -> Tensor:
+    """Rebuild a tensor with gaps between its elements, from the elements alone."""
+    element: torch.dtype = getattr(torch, dtype)
+    integers = _INTEGERS[element.itemsize]
+    core = tuple(n if step else 1 for n, step in zip(shape, stride, strict=True))
+    contiguous = [prod(core[i + 1 :]) for i in range(len(core))]
+    loose = torch.empty_strided(core, stride, dtype=integers)
+    loose.copy_(over(data, integers, core, contiguous))
+    tensor = torch.empty(0, dtype=element).set_(loose.untyped_storage(), 0, shape, stride)
+    return tensor.requires_grad_(requires_grad)
+
+
+def conjugated(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Rebuild a tensor that is the lazy conjugate of its memory."""
+    return tensor.conj().requires_grad_(requires_grad)
+
+
+def negated(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Rebuild a tensor that is the lazy negative of its memory."""
+    return torch._neg_view(tensor).requires_grad_(requires_grad)

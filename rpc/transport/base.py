@@ -1,0 +1,93 @@
+"""What a transport is: it listens, it connects, and either way yields connections that carry frames.
+
+``unix`` and ``tcp`` each are one file beside this one; both yield the ``StreamConnection`` of
+``stream.py``. An address is ``SCHEME:REST``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rpc.errors import RpcError
+from rpc.wire import Frame
+
+__all__ = ["Accepted", "Connection", "ConnectionClosed", "ConnectionOwner", "Listener", "Transport"]
+
+
+class ConnectionClosed(RpcError):
+    """A frame was given to a connection that is closed. The peer's state says why."""
+
+
+class ConnectionOwner(Protocol):
+    """Who a connection reports to, on the loop's thread."""
+
+    def frames_received(self, connection: Connection, frames: list[Frame]) -> None: ...
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        """Called exactly once; nothing is received after it."""
+
+
+class Connection(Protocol):
+    """An ordered, reliable stream of frames between this process and one other."""
+
+    description: str
+    """Names the other end in logs."""
+
+    def start(self, owner: ConnectionOwner) -> None:
+        """Begin to receive, reporting to ``owner``."""
+
+    def set_frame_limit(self, max_frame_bytes: int) -> None:
+        """How long a frame from the peer may be; small until the peer has said who it is."""
+
+    def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
+        """Send the ``size`` bytes of one frame. From any thread.
+
+        Args:
+            buffers: the frame's pieces, in order.
+            size: the sum of their lengths.
+            aliased: some pieces are memory that the caller's user may change once this returns; what the
+                kernel does not take at once is copied.
+            wait: block while the send queue is over its limit. Never on the loop's thread.
+
+        Raises:
+            ConnectionClosed: the connection is closed; the frame was not sent.
+        """
+
+    def close(self, reason: str, *, flush: bool = False) -> None:
+        """Close, telling the owner. On the loop's thread; with ``flush`` once the queue is sent."""
+
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the descriptor, which the parent goes on using."""
+
+
+Accepted = Callable[[Connection], None]
+
+
+class Listener(Protocol):
+    """Accepts connections until closed."""
+
+    address: str
+
+    def close(self) -> None:
+        """Stop listening. On the loop's thread."""
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the descriptor, which the parent goes on using."""
+
+
+class Transport(Protocol):
+    """One way to reach another process."""
+
+    scheme: str
+
+    def listen(self, host: str, port: int, accepted: Accepted) -> Listener:
+        """Listen on ``host`` and ``port`` (0: any; neither means anything to some transports) and hand over each connection, not yet started, as it comes."""
+
+    async def connect(self, address: str) -> Connection:
+        """Connect to where a listener of this scheme said it listens; the result is not yet started.
+
+        Raises:
+            OSError: nobody listens there, or it cannot be reached.
+        """

@@ -1,0 +1,73 @@
+"""Accepting connections on a listening socket, shared by the transports that have one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["SocketListener"]
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTS_PER_WAKE_UP: Final = 64
+_RETRY_SECONDS: Final = 0.1
+
+
+class SocketListener:
+    """Hands over accepted sockets as they come. On the loop's thread.
+
+    Args:
+        loop: the running loop.
+        sock: bound and listening; closed by ``close``.
+        address: what peers connect to.
+        accepted: called with each new socket.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        address: str,
+        accepted: Callable[[socket.socket], None],
+    ) -> None:
+        self.address = address
+        self._loop = loop
+        self._socket = sock
+        self._accepted = accepted
+        self._open = True
+        sock.setblocking(False)
+        loop.add_reader(sock.fileno(), self._acceptable)
+
+    def _acceptable(self) -> None:
+        for _ in range(_ACCEPTS_PER_WAKE_UP):
+            try:
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors, most likely. The event would come again at once: look away for a while.
+                logger.warning("cannot accept connections on %s just now: %s", self.address, error)
+                self._loop.remove_reader(self._socket.fileno())
+                self._loop.call_later(_RETRY_SECONDS, self._resume)
+                return
+            self._accepted(accepted)
+
+    def _resume(self) -> None:
+        if self._open:
+            self._loop.add_reader(self._socket.fileno(), self._acceptable)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the descriptor, which the parent goes on using."""
+        self._open = False
+        os.close(self._socket.detach())

@@ -1,0 +1,71 @@
+"""TCP: between hosts, and on one host where Unix sockets cannot be had."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Final
+
+from rpc.transport.base import Accepted
+from rpc.transport.listening import SocketListener
+from rpc.transport.stream import StreamConnection
+
+__all__ = ["TcpTransport"]
+
+_BACKLOG: Final = 1024
+
+
+class TcpTransport:
+    """Connections over TCP. Addresses are ``tcp:HOST:PORT``, IPv6 hosts in brackets."""
+
+    scheme = "tcp"
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send_queue_bytes: int) -> None:
+        self._loop = loop
+        self._send_queue_bytes = send_queue_bytes
+
+    def listen(self, host: str, port: int, accepted: Accepted) -> SocketListener:
+        """Listen on ``host``, a name or an address of this machine; with port 0 the kernel picks one."""
+        family, _, _, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.bind(where)
+            sock.listen(_BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+        bound, port = sock.getsockname()[:2]
+        address = f"tcp:[{bound}]:{port}" if family == socket.AF_INET6 else f"tcp:{bound}:{port}"
+
+        def on_socket(connected: socket.socket) -> None:
+            accepted(self._connection(connected, _description(connected)))
+
+        return SocketListener(self._loop, sock, address, on_socket)
+
+    async def connect(self, address: str) -> StreamConnection:
+        host, _, port = address.removeprefix("tcp:").rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        found = await self._loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        family, _, _, _, where = found[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            await self._loop.sock_connect(sock, where)
+            return self._connection(sock, address)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _connection(self, sock: socket.socket, description: str) -> StreamConnection:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return StreamConnection(self._loop, sock, description, self._send_queue_bytes)
+
+
+def _description(sock: socket.socket) -> str:
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:
+        return "a peer that is gone already"
+    return f"{host}:{port}"

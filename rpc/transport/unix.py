@@ -1,0 +1,73 @@
+"""Unix sockets in Linux's abstract namespace: no file to clean up, and the kernel names the peer's user."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import struct
+import sys
+from typing import Final
+
+from rpc.transport.base import Accepted
+from rpc.transport.listening import SocketListener
+from rpc.transport.stream import StreamConnection
+
+__all__ = ["UnixTransport"]
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG: Final = 1024
+
+
+class UnixTransport:
+    """Connections between processes of one user in one network namespace.
+
+    Addresses are ``unix:@NAME``. Processes of other users are turned away on both sides.
+    """
+
+    scheme = "unix"
+    available: Final = sys.platform == "linux"
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send_queue_bytes: int) -> None:
+        self._loop = loop
+        self._send_queue_bytes = send_queue_bytes
+
+    def listen(self, host: str, port: int, accepted: Accepted) -> SocketListener:
+        """Listen under a random name; ``host`` and ``port`` mean nothing here."""
+        name = f"farcall-{os.getpid()}-{secrets.token_hex(8)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(b"\0" + name.encode())
+        sock.listen(_BACKLOG)
+
+        def on_socket(connected: socket.socket) -> None:
+            user = _peer_user(connected)
+            if user != os.geteuid():
+                logger.warning("turned away a process of user %d on unix:@%s", user, name)
+                connected.close()
+                return
+            accepted(StreamConnection(self._loop, connected, "a peer on this host", self._send_queue_bytes))
+
+        return SocketListener(self._loop, sock, f"unix:@{name}", on_socket)
+
+    async def connect(self, address: str) -> StreamConnection:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            name = address.removeprefix("unix:@")
+            await self._loop.sock_connect(sock, b"\0" + name.encode())
+            user = _peer_user(sock)
+            if user != os.geteuid():
+                raise PermissionError(f"{address} belongs to user {user}, not to user {os.geteuid()}")
+            return StreamConnection(self._loop, sock, address, self._send_queue_bytes)
+        except BaseException:
+            sock.close()
+            raise
+
+
+def _peer_user(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return int(user)

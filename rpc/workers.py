@@ -1,0 +1,94 @@
+"""Who takes part: the name and id that users see, and what peers need to reach a worker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rpc.errors import InvalidNameError
+
+__all__ = ["Member", "WorkerInfo", "check_name"]
+
+_NAME: Final = re.compile("[A-Za-z0-9_:-]+")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class WorkerInfo:
+    """A worker's name and id (its rank), both unique in the group.
+
+    Raises:
+        InvalidNameError: the name is empty, has 128 or more characters, or others than ASCII letters,
+            digits, ``-``, ``_`` and ``:``.
+
+    Example::
+
+        rpc.rpc_sync(rpc.get_worker_info("trainer1"), torch.add, args=(x, y))
+    """
+
+    name: str
+    id: int
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+def check_name(name: str) -> None:
+    """Raise ``InvalidNameError`` unless ``name`` can be a worker's name."""
+    if not isinstance(name, str) or len(name) >= 128 or not _NAME.fullmatch(name):
+        shown = f"{name[:40]!r}..." if isinstance(name, str) and len(name) > 40 else repr(name)
+        raise InvalidNameError(
+            f"Worker name must match {_NAME.pattern}, must be non-empty and shorter than 128 characters; "
+            f"got {shown}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker as its peers see it.
+
+    Attributes:
+        info: name and id.
+        incarnation: a random number drawn when the agent started; a worker that comes back under its
+            old name has another.
+        host: identity of the host and network namespace; equal where Unix sockets can connect.
+        addresses: where the worker listens, best first: ``unix:@NAME`` and ``tcp:HOST:PORT``.
+        main: identity of the program that runs as ``__main__`` ("" if interactive).
+    """
+
+    info: WorkerInfo
+    incarnation: int
+    host: str
+    addresses: tuple[str, ...]
+    main: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def id(self) -> int:
+        return self.info.id
+
+    def to_wire(self) -> list[Any]:
+        """As a list that msgpack can encode."""
+        return [self.info.name, self.info.id, self.incarnation, self.host, list(self.addresses), self.main]
+
+    @classmethod
+    def from_wire(cls, fields: Sequence[Any]) -> Member:
+        """The reverse of ``to_wire``; raises ``ValueError`` or ``TypeError`` for anything else."""
+        name, worker_id, incarnation, host, addresses, main = fields
+        if not (
+            isinstance(name, str)
+            and isinstance(worker_id, int)
+            and isinstance(incarnation, int)
+            and isinstance(host, str)
+            and isinstance(main, str)
+            and all(isinstance(address, str) for address in addresses)
+        ):
+            raise TypeError(f"not a member description: {fields!r}")
+        return cls(WorkerInfo(name, worker_id), incarnation, host, tuple(addresses), main)

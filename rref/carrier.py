@@ -1,0 +1,80 @@
+"""How references travel: a descriptor in the message's header, adopted before the pickle is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rpc.errors import ProtocolError, RRefError
+from rpc.peer import Peer
+from rpc.workers import Member
+from rref.reference import EXTENSION, RRef
+from rref.references import References
+
+__all__ = ["RRefCarrier"]
+
+
+class RRefCarrier:
+    """Carries ``RRef`` objects; see ``rpc.serialization.Carrier``.
+
+    A descriptor is ``[owner, rref, fork]``. In a dynamic group the owner's description follows, since the
+    receiver may not have heard of it.
+    """
+
+    kind = "rref"
+
+    def depart(self, obj: RRef[Any], to: Peer | None) -> list[Any]:
+        shell = obj._references
+        if shell.released or shell.agent.closed:
+            raise RRefError(f"Cannot call fork an UserRRef after deletion. {obj!r} is of no use any more.")
+        if to is None:
+            raise RRefError(f"{obj!r} can only be sent in RPC messages")
+        if obj._creation is not None:
+            obj._creation.check()
+        descriptor = shell.fork(obj._ref, to)
+        if not shell.agent.is_static_group:
+            descriptor.append(obj._owner.member.to_wire())
+        return descriptor
+
+    def take_back(self, descriptors: list[Any], to: Peer) -> None:
+        shell: References = to.agent.extensions[EXTENSION]
+        for descriptor in descriptors:
+            shell.take_back(descriptor[:3])
+
+    def arrive(self, descriptors: list[Any], source: Peer) -> list[RRef[Any]]:
+        agent = source.agent
+        shell: References = agent.extensions[EXTENSION]
+        arrived: list[RRef[Any]] = []
+        for descriptor in descriptors:
+            owner = self._owner(descriptor, source)
+            ref = shell.adopt(descriptor[:3], source)
+            arrived.append(RRef._of(shell, owner, (descriptor[1][0], descriptor[1][1]), ref))
+        return arrived
+
+    def _owner(self, descriptor: Any, source: Peer) -> Peer:
+        if not isinstance(descriptor, list) or not 3 <= len(descriptor) <= 4:
+            raise ProtocolError(f"a reference is described by {str(descriptor)[:80]}")
+        agent = source.agent
+        owner: Peer | None = agent.peer_by_incarnation(descriptor[0])
+        if owner is None and len(descriptor) == 4 and not agent.is_static_group:
+            member = Member.from_wire(descriptor[3])
+            if member.incarnation != descriptor[0]:
+                raise ProtocolError("a reference is described as one worker's and another's")
+            agent.view.join(member)
+            owner = agent.peer_for(member)
+        if owner is None:
+            raise ProtocolError(f"a reference names incarnation {descriptor[0]}, which is not in this group")
+        return owner
+
+    def ready(self, objects: list[RRef[Any]], when_ready: Callable[[], object]) -> bool:
+        """User code gets a reference when its owner has confirmed it, or it is known to be of no use."""
+        for position, reference in enumerate(objects):
+            rest = objects[position + 1 :]
+
+            def go_on(rest: list[RRef[Any]] = rest) -> None:
+                if self.ready(rest, when_ready):
+                    when_ready()
+
+            if not reference._references.when_settled(reference._ref, go_on):
+                return False
+        return True

@@ -1,0 +1,73 @@
+"""The call by which ``remote`` creates an object on another worker, as its creator sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rpc.errors import RRefError
+from rpc.futures import Future, PendingCall
+from rpc.wire import Frame
+from rref.messages import ForkId, RRefId
+
+if TYPE_CHECKING:
+    from rref.references import References
+
+__all__ = ["Creation"]
+
+
+class Creation(PendingCall):
+    """A creation under way. Its answer tells the protocol that the owner has it, on the loop's thread.
+
+    When its time is over it fails, but keeps its place in the table of calls: the owner's answer, if it
+    comes after all, must still reach the protocol.
+
+    Attributes:
+        error: why it failed; None while it has not.
+    """
+
+    keeps_place = True
+
+    __slots__ = ("_fork", "_references", "_rref", "error")
+
+    def begin(self, references: References, rref: RRefId, fork: ForkId) -> None:
+        """Name what is created; before the call is sent."""
+        self._references = references
+        self._rref = rref
+        self._fork = fork
+        self.error: BaseException | None = None
+
+    def settle(self, outcome: Frame | BaseException) -> bool:
+        if isinstance(outcome, BaseException):
+            self.error = outcome
+            self._references.creation_failed(self._fork, _reason(outcome))
+        elif "refused" in outcome.header:
+            self._references.creation_failed(self._fork, str(outcome.header["refused"]))
+        else:
+            self._references.created(self.peer.incarnation, self._rref, self._fork)
+        if self.outcome is not None:
+            return False  # it had timed out: who waited knows
+        return super().settle(outcome)
+
+    def expired(self) -> bool:
+        self.deadline = float("inf")
+        return super().expired()
+
+    def future_of_end(self) -> Future[None]:
+        """A future of the creation's end; the same one each time."""
+        return self.future or Future.for_call(self)
+
+    def check(self) -> None:
+        """Raise if the creation failed: the reference is of no use then.
+
+        Raises:
+            RRefError: it timed out or could not be sent; its ``__cause__`` says how.
+        """
+        error = self.error
+        if error is not None:
+            raise RRefError(
+                f"RRef creation via rpc.remote on worker '{self.peer.name}' failed, so it cannot be used: {error}"
+            ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return f"its creation failed: {error}"

@@ -1,0 +1,422 @@
+"""Who may hold a reference to an object on another worker, and when the object is freed.
+
+A pure state machine: it does no I/O, starts no thread, reads no clock, has no globals. Everything that
+decides about references is in this package's ``protocol`` (this theory, and the face that a shell uses),
+``user``, ``owner`` and ``fence`` (the rules at work), ``messages`` and ``peers`` (the words).
+
+Theory of operation
+===================
+
+Each object has one *owner*, the worker it lives on. Every other worker that refers to it is a *user*. The
+owner keeps the set of *forks* of each object: one per user's reference, with the user's incarnation. When
+the set is empty the object is freed. So all depends on the set never missing a fork that is still of use.
+
+A reference is passed on by forking it: the sender makes a new fork id and puts it into the message as a
+*descriptor* (owner, object, fork). The descriptor can arrive late, the sender can drop its own reference
+or die meanwhile; and to the owner, what a third worker says of the new fork and what the sender says of
+the old one come in any order. Hence these rules; each worker keeps its own part of them.
+
+R1  The owner counts a fork that it sends itself before the message leaves.
+R2  A user that sends a fork holds its own fork, the *parent*, until the receiver says that the *child*
+    needs it no longer ("accepted"), however small the delete and large the message, and whatever becomes
+    of the call that the message was. Only a message that surely was never sent gives it back at once.
+R3  The receiver has the owner count the child ("confirm"), and says "accepted" to the parent when it is
+    counted, or refused. If it has a counted fork of the same object, the child joins that one at once. The
+    owner itself accepts at once; a message to oneself needs no words.
+R4  A fork is deleted when no local reference is left, *and* the owner has answered for it, *and* it has
+    no children. Only then is the owner told ("delete"). So no delete can overtake what it depends on.
+R5  What a creation brings may be known before the creation arrives: the owner parks it until then, until
+    the creator is lost, or until a sweep finds it twice. If the creator gives it up (it timed out, could
+    not be sent, failed), it says so ("abandon"): every reference to it fails, and a tombstone keeps the
+    creation from being run should it come late. If it comes after the tombstone is swept away, the owner's
+    answer comes too late at the creator, which deletes it then.
+R6  A lost worker is lost for ever, and to everyone. Its forks, and the children that were on their way to
+    it or pending there, are dropped by a *fence* only: see ``rref.fence``. References to objects that it
+    owned fail; creations that it had on the way are given up.
+R7  A connection lost between two living workers may have taken messages with it. The senders ask for the
+    forks back ("withdraw"): who does not have one by then, will never take it.
+
+Why it is safe. Take any fork that a living worker holds, or will yet read, and go from it to its parent,
+and so on. A child that is not counted has its parent held (R2, R3); a parent that is held is counted, or
+its own parent is held in turn (R4). The first of the line is counted (R1), or is the fork of a creation,
+whose delete waits for the creation (R4). If a worker in the line is dead, nothing of it or of what held it
+is dropped before the fence has found every fork beyond it counted, refused, or thrown away unread (R6).
+
+Why it is live. Each "confirm" is answered (at the latest by a sweep), so each child is accepted, so each
+parent is free to go; each fence ends, as those it waits for answer or die and join it. So all forks go.
+
+A user's fork
+=============
+
+    state        held    is                         event           becomes     and then
+    -----------  ------  -------------------------  --------------  ----------  ---------------------------
+    PENDING      yes     not answered by the owner  held once more  PENDING
+                                                    dropped         ORPHANED
+                                                    granted         CONFIRMED   accepted to sender, Confirmed
+                                                    failed          FAILED      accepted to sender, Failed
+    ORPHANED     no      not answered by the owner  held once more  PENDING
+                                                    granted         LINGERING   accepted to sender
+                                                    failed          GONE        accepted to sender
+    CONFIRMED    yes     counted by the owner       held once more  CONFIRMED
+                                                    dropped         LINGERING
+                                                    failed          FAILED      Failed
+    LINGERING    no      counted, has children      held once more  CONFIRMED
+                                                    childless       GONE        delete to owner
+                                                    failed          GONE
+    FAILED       yes     of no use                  held once more  FAILED
+                                                    dropped         GONE
+    GONE                 not remembered
+
+*Granted*: the owner's "confirmed", or its answer to the creation. *Failed*: its "refused", its death, a
+failed creation; the children are let go then. *Held once more*: another fork joins it (R3). A fork enters
+as PENDING when created or received, as CONFIRMED when received from the owner (R1). ``rref.user`` holds
+this table as data.
+
+An object at its owner
+======================
+
+    state      is                        event                     becomes    and then
+    ---------  ------------------------  ------------------------  ---------  -----------------------------
+    unknown    not (or no more) known    own, creation             owned
+                                         confirm, adopt, expect    parked     [1]
+                                         abandon                   buried
+    parked     known by hearsay          creation                  owned      all confirmed and accepted
+                                         confirm, adopt, expect    parked
+                                         abandon                   buried     all refused and accepted
+                                         creator lost, swept       unknown    all refused and accepted
+    owned      here: has forks, local    confirm                   owned      confirmed
+               references, or is still   adopt                     owned      accepted
+               being created             last of all that gone     unknown    Free
+                                         abandon                   buried     all refused, Free when created
+    buried     given up                  creation                  buried     not run
+                                         confirm, adopt, expect    buried     refused, accepted
+                                         creator lost, swept       unknown
+
+[1] refused at once if the creator is this worker or is dead: the object existed and is no more, or never
+    will. A local reference of the owner is a fork like others, whose user is the owner.
+
+Messages, who says them to whom
+===============================
+
+    confirm, delete, abandon            user to owner          withdraw      sender of a fork to receiver
+    confirmed, refused                  owner to user          accepted      receiver of a fork to sender
+    bereaved                            user to owner          fence         owner to all
+    cleared                             owner to user          fenced        all to owner
+
+They must be delivered exactly once between any two that live, in any order (``rpc.delivery`` does this).
+Calls, answers to calls, and creations go their own way, and may be late, or lost with their connection.
+
+How a shell uses it
+===================
+
+One ``Protocol`` for the process, used by one thread at a time (hold a lock; no method waits or calls out).
+After each input, or a few, take the actions and do them: ``Send``, ``Confirmed``, ``Failed``, ``Free``,
+``Fence`` (see ``rref.messages``). A local reference (``Ref``) is what a Python object stands for: each is
+released exactly once, whatever its state.
+
+* Group: ``peer_joined`` for each member, at the start and later, before anything else of it; a member is
+  announced to all before it takes part. ``peer_lost`` once the link to a dead one is closed, its unread
+  frames are thrown away, and none of it will be handed in: on finding it dead, or on ``Fence``. Workers
+  that leave in order are lost as well; it costs nothing when they have no forks left.
+* ``RRef(value)``: ``own``. ``remote()``: ``create``, its ids into the call's header, then exactly one of
+  ``created`` (any answer of the owner, late ones too) and ``creation_failed`` (time-out, failed send,
+  connection or worker lost). At the owner, ``arrived`` as soon as the header is read: run the call if true;
+  ``finished`` when the value is there, or the exception that stands for it.
+* A reference is pickled toward a peer: ``fork``, its descriptor into the header. If the message was never
+  written: ``take_back`` for each descriptor. If the connection breaks and the peer lives: ``link_lost``, on
+  both sides, before a new one is used.
+* A header with descriptors is read: ``adopt`` each, before the pickle and whether or not it will be read;
+  each gives one local reference. User code waits while ``state`` is ``PENDING``, for ``Confirmed`` or
+  ``Failed``. A reference that no Python object took over is released by the shell.
+* A fetch reaches an owner that may not have the creation yet: ``expect`` gives a local reference to wait
+  by; release it after.
+* The last Python object of a reference is gone: ``release`` (finalizers queue it).
+* While ``waits_for_sweep``: ``sweep`` every minute or so; what two of them see is given up.
+* Shutdown, with no call under way: ``release_all``, then wait until ``counts()["users"]`` is 0 and the
+  deletes are acknowledged everywhere; ``leaks`` says what is left at the owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Final
+
+from rpc.errors import ProtocolError, RRefError
+from rref.messages import (
+    Action,
+    Descriptor,
+    ForkId,
+    Peer,
+    Ref,
+    RRefId,
+    State,
+    parse,
+    parse_descriptor,
+)
+from rref.owner import Owner
+from rref.peers import Peers
+from rref.user import Users
+
+__all__ = ["Protocol"]
+
+
+class Protocol:
+    """The reference protocol of one worker; see the head of this file.
+
+    Not thread-safe: one thread uses it, or all that do hold one lock.
+
+    Args:
+        me: this worker's incarnation.
+
+    Example::
+
+        owner, user = Protocol(1), Protocol(2)
+        rref, ref = user.create(owner=1)             # goes out with the call
+        assert owner.arrived(rref, ref, creator=2)   # the call is run ...
+        owner.finished(rref)                         # ... and its value kept
+        user.created(1, rref, ref)                   # the call's answer
+        user.release(ref)
+        (delete,) = user.take_actions()              # Send(peer=1, message=["delete", ...])
+        owner.receive(2, delete.message)
+        assert owner.take_actions() == [Free(rref)]
+    """
+
+    __slots__ = ("_handlers", "_owner", "_peers", "_users", "_void", "me")
+
+    def __init__(self, me: Peer) -> None:
+        self.me: Final = me
+        self._peers = Peers(me)
+        self._owner = Owner(self._peers)
+        self._users = Users(self._peers)
+        self._void: dict[ForkId, tuple[str, bool]] = {}  # forks never to be taken: why, and seen by a sweep
+        self._handlers: Final[dict[str, Callable[..., None]]] = {
+            "confirm": self._owner.on_confirm,
+            "delete": self._owner.on_delete,
+            "abandon": self._owner.on_abandon,
+            "confirmed": self._users.on_confirmed,
+            "refused": self._on_refused,
+            "accepted": self._users.on_accepted,
+            "withdraw": self._on_withdraw,
+            "bereaved": self._owner.fences.bereaved,
+            "fence": self._users.on_fence,
+            "fenced": self._owner.fences.answered,
+            "cleared": self._users.on_cleared,
+        }
+
+    def take_actions(self) -> list[Action]:
+        """What the shell is to do, in order; each is given once."""
+        actions, self._peers.actions = self._peers.actions, []
+        return actions
+
+    def receive(self, peer: Peer, message: object) -> None:
+        """A control message of ``peer``, delivered exactly once. One of a dead peer is ignored.
+
+        Raises:
+            ProtocolError: it is malformed, or not for ``peer`` to say.
+        """
+        if self._is_dead(peer):
+            return
+        kind, fields = parse(message)
+        self._handlers[kind](peer, *fields)
+
+    # The group
+
+    def peer_joined(self, peer: Peer) -> None:
+        """``peer`` is a member now."""
+        if self._peers.joined(peer):
+            self._owner.fences.joined(peer)
+
+    def peer_lost(self, peer: Peer, reason: str) -> None:
+        """``peer`` is dead or has left; the link to it is closed and nothing of it will be handed in again.
+
+        Args:
+            peer: its incarnation.
+            reason: why; part of the reason of what fails by it.
+        """
+        if self._peers.lost(peer, reason):
+            self._users.lost(peer, reason)
+            self._owner.lost(peer, reason)
+            for fork in [fork for fork in self._void if fork[0] == peer]:
+                del self._void[fork]
+
+    def link_lost(self, peer: Peer, kept: Container[ForkId] = ()) -> None:
+        """The connection to ``peer``, which lives, broke: calls on it may be lost.
+
+        Args:
+            peer: its incarnation.
+            kept: forks in messages not yet written, which will go out on the next connection.
+        """
+        if peer not in self._peers.dead:
+            self._users.link_lost(peer, kept)
+            self._owner.link_lost(peer, kept)
+
+    # Beginnings
+
+    def own(self) -> Ref:
+        """An object on this worker, here already; returns its first local reference, also its id."""
+        rref = self._peers.new_id()
+        self._owner.own(rref)
+        return rref
+
+    def create(self, owner: Peer) -> tuple[RRefId, Ref]:
+        """An object to be created by a call to ``owner`` (this worker, too).
+
+        Returns:
+            its id, and its first local reference, which is also the creation's fork id.
+        """
+        rref, fork = self._peers.new_id(), self._peers.new_id()
+        if owner == self.me:
+            self._owner.create(rref, fork)
+        else:
+            self._users.create(owner, rref, fork)
+        return rref, fork
+
+    def created(self, owner: Peer, rref: RRefId, fork: ForkId) -> None:
+        """``owner`` answered the creation, whatever came of running it; also if nobody waits any more."""
+        if owner != self.me:
+            self._users.created(owner, rref, fork)
+
+    def creation_failed(self, ref: Ref, reason: str) -> None:
+        """The creation timed out, could not be sent, or was turned away."""
+        rref = self._owner.local(ref)
+        if rref is not None:
+            self._owner.abandon(rref, reason)
+        else:
+            self._users.creation_failed(ref, reason)
+
+    def arrived(self, rref: RRefId, fork: ForkId, creator: Peer) -> bool:
+        """A creation is here; true if it is to be run. Then ``finished`` follows, once.
+
+        Raises:
+            ProtocolError: ``creator`` names an id that is not its own.
+        """
+        return not self._is_dead(creator) and self._owner.arrived(rref, fork, creator)
+
+    def finished(self, rref: RRefId) -> None:
+        """The creation has been run: the value, or the exception in its place, is there."""
+        self._owner.finished(rref)
+
+    def expect(self, rref: RRefId) -> Ref:
+        """A local reference to an object that this worker owns or will own, for a fetch to wait by."""
+        ref = self._peers.new_id()
+        self._owner.adopt(rref, ref, None)
+        return ref
+
+    # Passing on
+
+    def fork(self, ref: Ref, to: Peer) -> Descriptor:
+        """A fork of ``ref`` for a message to ``to``: the owner, another, or this worker itself.
+
+        Raises:
+            RRefError: ``ref`` has failed, or is none.
+        """
+        if ref in self._users:
+            return self._users.fork(ref, to)
+        if ref in self._owner:
+            return self._owner.fork(ref, to)
+        raise RRefError(f"worker {self.me} holds no reference {ref}")
+
+    def take_back(self, descriptor: Descriptor) -> None:
+        """The message with this fork was not sent, and never will be."""
+        owner, rref, fork = descriptor
+        if owner == self.me:
+            self._owner.take_back(rref, fork)
+        else:
+            self._users.take_back(fork)
+
+    def adopt(self, descriptor: object, sender: Peer) -> Ref:
+        """A message of ``sender`` brought this fork; returns a new local reference, in any ``state``.
+
+        Raises:
+            ProtocolError: malformed, not ``sender``'s to give, or given before.
+        """
+        owner, rref, fork = parse_descriptor(descriptor)
+        if fork[0] != sender:
+            raise ProtocolError(f"worker {sender} sent a fork in another's name: {fork}")
+        why_not = None
+        if fork in self._void:
+            why_not, _ = self._void.pop(fork)
+        elif self._is_dead(sender):
+            why_not = self._peers.dead[sender]
+        if owner == self.me:
+            self._owner.adopt(rref, fork, sender, why_not)
+        else:
+            self._users.adopt((owner, rref, fork), sender, why_not)
+        return fork
+
+    # Ends
+
+    def release(self, ref: Ref) -> None:
+        """The last Python object of ``ref`` is gone. Nothing happens if it is released already."""
+        if ref in self._users:
+            self._users.release(ref)
+        elif ref in self._owner:
+            self._owner.release(ref)
+
+    def release_all(self) -> None:
+        """Release every local reference to others' objects, for a shutdown in order."""
+        self._users.release_all()
+
+    def sweep(self) -> None:
+        """Give up what was waiting for a late message at the last sweep, and still is."""
+        self._owner.sweep()
+        for fork, (reason, seen) in list(self._void.items()):
+            if seen:
+                del self._void[fork]
+            else:
+                self._void[fork] = (reason, True)
+
+    # What can be asked
+
+    @property
+    def waits_for_sweep(self) -> bool:
+        """Whether anything waits for a message that may never come."""
+        return bool(self._void) or self._owner.waits_for_sweep
+
+    def state(self, ref: Ref) -> State:
+        """How ``ref``, not yet released, stands.
+
+        Raises:
+            RRefError: there is no such reference.
+        """
+        if ref in self._users:
+            return self._users.state(ref)
+        if ref in self._owner:
+            return self._owner.state(ref)
+        raise RRefError(f"worker {self.me} holds no reference {ref}")
+
+    def reason(self, ref: Ref) -> str:
+        """Why ``ref``, not yet released, has failed; empty if it has not."""
+        return self._users.reason(ref) if ref in self._users else self._owner.reason(ref)
+
+    def leaks(self) -> dict[RRefId, tuple[int, int]]:
+        """Objects owned here: how many forks other workers have, and how many references this one has."""
+        return self._owner.leaks()
+
+    def counts(self) -> dict[str, int]:
+        """How much is remembered, by kind, for debugging; all zero when no reference is left.
+
+        ``owned`` objects, those ``shared`` with others, their ``forks`` there, ``local`` references to
+        them; ``users``: forks here, those of them ``pending_users``, their ``children``; ``parked``,
+        ``tombstones``, ``void`` (withdrawn before they came), ``fences`` and ``fence_answers`` under way.
+        """
+        return {**self._owner.counts(), **self._users.counts(), "void": len(self._void)}
+
+    # The machine
+
+    def _on_refused(self, peer: Peer, fork: ForkId, reason: str) -> None:
+        if not self._users.on_refused(peer, fork, reason) and fork[0] == peer:
+            self._void[fork] = (reason, False)  # it has overtaken the message that brings the fork
+
+    def _on_withdraw(self, peer: Peer, owner: Peer, rref: RRefId, fork: ForkId) -> None:
+        if not self._users.knows(fork) and fork not in self._owner:
+            self._void[fork] = ("its sender lost the connection and took the message back", False)
+            self._peers.send(peer, ["delete", rref, fork] if peer == owner else ["accepted", fork])
+
+    def _is_dead(self, peer: Peer) -> bool:
+        """Whether ``peer`` is dead; if not, a word of it shows that it lives."""
+        if peer in self._peers.dead:
+            return True
+        if peer not in self._peers.living:
+            self.peer_joined(peer)
+        return False

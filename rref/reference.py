@@ -1,0 +1,263 @@
+"""``RRef``: a reference to an object that lives on some worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+import torch
+
+from rpc.agent import UNSET_TIMEOUT
+from rpc.current import current_agent
+from rpc.errors import RRefError
+from rpc.futures import Future
+from rpc.peer import Peer
+from rpc.serialization import Payload
+from rpc.workers import WorkerInfo
+from rref.creation import Creation
+from rref.messages import Ref, RRefId, State
+from rref.references import FETCH, INVOKE, References, method_of_object
+from rref.value import Value
+
+if TYPE_CHECKING:
+    from rref.proxy import RRefProxy
+
+__all__ = ["RRef", "references"]
+
+T = TypeVar("T")
+
+EXTENSION = "rref"
+"""Under this name an agent's extensions hold its ``References``."""
+
+
+def references() -> References:
+    """The references of the current agent."""
+    found: References = current_agent().extensions[EXTENSION]
+    return found
+
+
+class RRef(Generic[T]):
+    """A reference to an object of type ``T`` on some worker, the *owner*.
+
+    ``RRef(value)`` refers to a local object; ``rpc.remote`` makes one on another worker. A reference can be
+    sent to any worker, as an argument or in a result, inside any container. The owner keeps the object for
+    as long as any worker refers to it, and frees it when the last reference is gone, or its holder died.
+
+    Args:
+        value: the object that is to be referred to; it stays on this worker.
+        type_hint: accepted for PyTorch's sake and not used.
+
+    Raises:
+        NotInitializedError: there is no agent.
+
+    Example::
+
+        rref = rpc.remote("worker1", torch.nn.Linear, args=(4, 2))
+        weight = rref.rpc_sync().forward(torch.ones(1, 4))
+        layer = rref.to_here()
+    """
+
+    __slots__ = ("__weakref__", "_creation", "_owner", "_ref", "_references", "_rref", "_type")
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        del type_hint
+        shell = references()
+        rref, ref = shell.own(value)
+        self._bind(shell, shell.agent.own_peer, rref, ref, None)
+
+    @classmethod
+    def _of(
+        cls, shell: References, owner: Peer, rref: RRefId, ref: Ref, creation: Creation | None = None
+    ) -> RRef[Any]:
+        """The Python object of a local reference, which it releases when it is destroyed."""
+        self: RRef[Any] = cls.__new__(cls)
+        self._bind(shell, owner, rref, ref, creation)
+        return self
+
+    def _bind(
+        self, shell: References, owner: Peer, rref: RRefId, ref: Ref, creation: Creation | None
+    ) -> None:
+        self._references = shell
+        self._owner = owner
+        self._rref = rref
+        self._ref = ref
+        self._creation = creation
+        self._type: Future[type] | None = None
+
+    def __del__(self) -> None:
+        # May run anywhere, also inside a locked section of ours: nothing is done here but to queue it.
+        try:
+            shell, ref = self._references, self._ref
+        except AttributeError:
+            return  # its making failed
+        shell.agent.defer(shell.release, ref)
+
+    # ---- whose it is
+
+    def is_owner(self) -> bool:
+        """Whether the object lives on this worker."""
+        return self._owner.is_self
+
+    def owner(self) -> WorkerInfo:
+        """The worker that the object lives on."""
+        return self._owner.member.info
+
+    def owner_name(self) -> str:
+        """The name of the worker that the object lives on."""
+        return self._owner.name
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to count this reference; for ``remote``, once the object is made."""
+        shell = self._references
+        if shell.released:
+            return False
+        return shell.state(self._ref) is State.CONFIRMED
+
+    # ---- the object
+
+    def local_value(self) -> T:
+        """The object itself, on its owner; waits until it is made.
+
+        Raises:
+            RRefError: the object lives on another worker.
+            Exception: what making the object raised.
+        """
+        if not self.is_owner():
+            me = self._references.agent.info
+            raise RRefError(
+                f"For {self!r}, can't call localValue() on user {me}. Call it on owner {self.owner()}, "
+                "or fetch the object with to_here()."
+            )
+        value: T = self._value("local_value").wait(0, f"{self!r} is still being made")
+        return value
+
+    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
+        """The object: itself on its owner, a copy of it on every other worker.
+
+        Args:
+            timeout: seconds; 0 for none. Default: that of calls.
+
+        Raises:
+            RpcTimeoutError: it is not made, or has not arrived, in time.
+            WorkerLostError: the owner is gone.
+            RRefError: the reference is of no use: its creation failed, or its agent is shut down.
+            Exception: what making the object raised.
+        """
+        if self.is_owner():
+            shell = self._references
+            value: T = self._value("to_here").wait(
+                shell.agent.effective_timeout(timeout), f"{self!r} is still being made"
+            )
+            return value
+        shell = self._usable("to_here", timeout)
+        call = shell.agent.request(
+            self._owner, FETCH, Payload({"object": self._rref}, []), timeout, f"to_here of {self!r}"
+        )
+        fetched: T = call.result()
+        return fetched
+
+    def _value(self, doing: str) -> Value:
+        self._check_open(doing)
+        return self._references.value(self._rref)
+
+    def _check_open(self, doing: str) -> References:
+        shell = self._references
+        if shell.released or shell.agent.closed:
+            raise RRefError(
+                f"{self!r} is of no use any more: its agent is shut down. "
+                f"Cannot call {doing}() on it after deletion."
+            )
+        return shell
+
+    def _usable(self, doing: str, timeout: float) -> References:
+        """Check that the owner may be asked about the object, once it has confirmed this reference."""
+        shell = self._check_open(doing)
+        if self._creation is not None:
+            self._creation.check()
+        elif self._owner.lost is None:
+            shell.wait_settled(self._ref, shell.agent.effective_timeout(timeout))
+        if self._owner.lost is not None:
+            raise self._owner.lost_error()
+        if shell.state(self._ref) is State.FAILED:
+            raise RRefError(f"{self!r} is of no use: {shell.reason(self._ref)}")
+        return shell
+
+    # ---- calling its methods
+
+    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
+        """A stand-in whose methods call those of the object, on its owner, and wait.
+
+        Args:
+            timeout: seconds for each call; 0 for none. Default: that of calls.
+
+        Example::
+
+            norm = rref.rpc_sync().norm()           # rpc_sync(rref.owner(), lambda: object.norm())
+        """
+        from rref.proxy import RRefProxy, invoke_sync
+
+        return RRefProxy(self, invoke_sync, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
+        """As ``rpc_sync``, but the methods return futures at once."""
+        from rref.proxy import RRefProxy, invoke_async
+
+        return RRefProxy(self, invoke_async, timeout)
+
+    def remote(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
+        """As ``rpc_sync``, but what the methods return stays on the owner, and they return an RRef to it."""
+        from rref.proxy import RRefProxy, invoke_remote
+
+        return RRefProxy(self, invoke_remote, timeout)
+
+    def _invoke(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: float) -> Any:
+        """Call a method of the object: the call, not yet waited for."""
+        shell = self._usable(name, timeout)
+        agent = shell.agent
+        payload = agent.dump_call(method_of_object, tuple(args), kwargs, self._owner)
+        payload.header.update(self._target(name))
+        if agent.interceptors:
+            agent.attach(payload.header, self._owner)
+        return agent.request(self._owner, INVOKE, payload, timeout, f"method '{name}' of {self!r}")
+
+    def _target(self, method: str) -> dict[str, Any]:
+        """What the header of a message says that calls a method of the object."""
+        return {"object": self._rref, "method": method}
+
+    def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
+        """The object's type, asked for once; a future of it if not ``blocking``."""
+        if self._type is None:
+            if self.is_owner():
+                known: Future[type] = Future()
+                known.set_result(type(self.local_value()))
+                self._type = known
+            else:
+                shell = self._usable("_get_type", timeout)
+                ask = Payload({"object": self._rref, "type": True}, [])
+                call = shell.agent.request(self._owner, FETCH, ask, timeout, f"the type of {self!r}")
+                self._type = shell.agent.future(call)
+        return self._type.wait() if blocking else self._type
+
+    def _get_future(self) -> torch.futures.Future[Any]:
+        """A future that is done when the object has been made, or failed to."""
+        creation = self._creation
+        if creation is None:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        return creation.future_of_end()
+
+    # ---- as a Python object
+
+    def __repr__(self) -> str:
+        shell = self._references
+        rref = shell.id_text(self._rref)
+        if self.is_owner():
+            return f"OwnerRRef({rref})"
+        return f"UserRRef(RRefId = {rref}, ForkId = {shell.id_text(self._ref)})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RRefError(
+            f"Can not pickle rref in python pickler: {self!r} can only be sent in RPC messages, "
+            "where its owner learns of the new reference"
+        )

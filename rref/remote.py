@@ -1,0 +1,50 @@
+"""``remote``: call a function on a worker and leave what it returns there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rpc.agent import UNSET_TIMEOUT
+from rpc.membership import Callee
+from rref.reference import RRef, references
+
+__all__ = ["remote"]
+
+
+def remote(
+    to: Callee,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[Any]:
+    """Call ``func`` on another worker and return a reference to its value, which stays there.
+
+    Returns at once. Arguments are as for ``rpc_sync``; with a class as ``func``, the reference is to a new
+    object of it.
+
+    Args:
+        timeout: seconds that making the object may take; if it takes longer, the reference becomes of no
+            use, and ``to_here`` says so. 0 for none. Default: that of calls.
+
+    Returns:
+        An ``RRef``, whose owner is ``to``. If ``func`` raises, ``to_here`` does.
+
+    Raises:
+        UnknownWorkerError: there is no such worker.
+        SerializationError: an argument cannot be sent.
+        NotInitializedError: there is no agent.
+
+    Example::
+
+        rref = rpc.remote("worker1", torch.nn.Linear, args=(4, 2))
+        output = rref.rpc_sync().forward(torch.ones(1, 4))
+    """
+    shell = references()
+    if not callable(func):
+        raise TypeError(f"function should be callable, not {type(func).__name__} {func!r}")
+    agent = shell.agent
+    peer = agent.peer(to)
+    payload = agent.dump_call(func, tuple(args) if args else (), dict(kwargs) if kwargs else {}, peer)
+    return RRef._of(shell, peer, *shell.create(peer, {}, payload, timeout, func))

@@ -1,0 +1,93 @@
+"""An object that lives on this worker and others refer to: there already, or still being made."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rpc.errors import RpcTimeoutError
+from rpc.futures import check_may_block
+
+__all__ = ["Value"]
+
+
+class Value:
+    """What a remote reference refers to, on its owner. From any thread.
+
+    It is set once, to a value or to the error of making it; then those who wait are told, on the thread
+    that sets it.
+    """
+
+    __slots__ = ("_content", "_error", "_lock", "_ready", "_waiting")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ready = False
+        self._content: Any = None
+        self._error: BaseException | None = None
+        self._waiting: list[Callable[[], object]] = []
+
+    @classmethod
+    def of(cls, content: Any) -> Value:
+        """One that is there already."""
+        value = cls()
+        value._content = content
+        value._ready = True
+        return value
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready
+
+    def set(self, content: Any) -> None:
+        """The object is there."""
+        self._finish(content, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Making the object failed: whoever asks for it gets ``error``."""
+        self._finish(None, error)
+
+    def _finish(self, content: Any, error: BaseException | None) -> None:
+        with self._lock:
+            self._content, self._error, self._ready = content, error, True
+            waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
+
+    def when_ready(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` once the object is there or failed: at once if it is."""
+        with self._lock:
+            if not self._ready:
+                self._waiting.append(callback)
+                return
+        callback()
+
+    def get(self) -> Any:
+        """The object; raises the error of making it. Only once it ``is_ready``."""
+        if self._error is not None:
+            raise self._error
+        return self._content
+
+    def wait(self, timeout: float, what: str) -> Any:
+        """Wait for the object and return it.
+
+        Args:
+            timeout: seconds, 0 for no limit.
+            what: what is waited for, for the error.
+
+        Raises:
+            RpcTimeoutError: it is not there in time.
+            Exception: the error of making it.
+        """
+        if not self._ready:
+            check_may_block()
+            done = threading.Lock()
+            done.acquire()
+            self.when_ready(done.release)
+            began = time.monotonic()
+            if not done.acquire(timeout=timeout or -1):
+                waited = (time.monotonic() - began) * 1000
+                raise RpcTimeoutError(f"RPC ran for more than its timeout: {what}, waited {waited:.0f} ms")
+        return self.get()

@@ -1,0 +1,1 @@
+"""The tests of farcall; they mirror the packages that they test."""

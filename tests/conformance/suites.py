@@ -1,0 +1,81 @@
+"""The suites themselves, as classes that the harness can run and that pickle by reference.
+
+Importing this module imports PyTorch's test code, which binds names of ``torch.distributed.rpc`` as it is
+at that moment: install ``farcall.compat`` first.
+"""
+
+from __future__ import annotations
+
+import unittest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import TEST_SKIPS
+from torch.testing._internal.common_utils import TestCase, set_rng_seed
+from torch.testing._internal.distributed.rpc.rpc_test import RpcTest, TensorPipeAgentRpcTest
+from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
+    TensorPipeRpcAgentTestFixture,
+)
+
+__all__ = ["SUITES", "WORKERS", "Test", "run_rank", "tests"]
+
+WORKERS = 4
+
+
+class RpcSuite(RpcTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """What every backend must do."""
+
+
+class TensorPipeSuite(TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """What PyTorch's default backend does besides."""
+
+
+SUITES: dict[str, Any] = {"RpcTest": RpcSuite, "TensorPipeAgentRpcTest": TensorPipeSuite}
+
+
+class Test(NamedTuple):
+    """One test of one suite."""
+
+    suite: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.suite}.{self.name}"
+
+
+def tests() -> list[Test]:
+    """All tests of all suites, in the order of their names."""
+    return [
+        Test(suite, name)
+        for suite, cls in SUITES.items()
+        for name in unittest.TestLoader().getTestCaseNames(cls)
+    ]
+
+
+def run_rank(test: Test, rank: int, folder: Path) -> None:
+    """Runs one worker's part of a test, in a process of its own.
+
+    Args:
+        test: which one.
+        rank: which worker this is.
+        folder: the test's own, shared by its workers.
+
+    Raises:
+        unittest.SkipTest: PyTorch skips the test on this machine.
+        Exception: what the test raises.
+    """
+    set_rng_seed(1234)  # type: ignore[no-untyped-call]
+    case = SUITES[test.suite](test.name)
+    case.rank = rank
+    case.file_name = str(folder / "store")
+    try:
+        getattr(case, test.name)()
+    except SystemExit as end:
+        for skip in TEST_SKIPS.values():
+            if skip.exit_code == end.code:
+                raise unittest.SkipTest(skip.message) from None
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""What the whole session needs: the fork server, a temporary folder of its own, the check for leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+# One thread per process: dozens of workers share few cores, and a process with threads cannot be forked.
+# NumPy and PyTorch read these when they are first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_name, None)  # a test that wants them sets them
+
+import pytest
+
+from tests import leftovers, workers
+from tests.fork_server import ForkServer, become_subreaper
+
+run_workers = workers.run_workers
+
+_snapshot_key = pytest.StashKey[leftovers.Snapshot]()
+_found_key = pytest.StashKey[list[str]]()
+_temporary_key = pytest.StashKey[Path]()
+_FIXTURE = "run_workers"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Forks the fork server while this process is one bare thread, and moves temporary files aside."""
+    become_subreaper()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where tmp_path goes, as ever
+    folder = Path(tempfile.mkdtemp(prefix="farcall-tests-"))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    config.stash[_temporary_key] = folder
+    config.stash[workers.fork_server_key] = ForkServer.start(workers.worker_main)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what forks workers with ``processes``, so that ``make test-fast`` can leave it out."""
+    for item in items:
+        if _FIXTURE in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Lets the fork server import PyTorch while the first tests run, if it will be needed."""
+    if any(_FIXTURE in getattr(item, "fixturenames", ()) for item in session.items):
+        session.config.stash[workers.fork_server_key].warm_up(workers.PRELOADED)
+    session.config.stash[_snapshot_key] = leftovers.Snapshot()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails the run if a test has left something behind."""
+    snapshot = session.config.stash.get(_snapshot_key, None)
+    if snapshot is None:
+        return
+    found = session.config.stash[_found_key] = snapshot.leftovers()
+    if found and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says what was left behind."""
+    if found := config.stash.get(_found_key, []):
+        terminalreporter.section("left behind by the tests", red=True, bold=True)
+        for line in found:
+            terminalreporter.write_line(line)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the fork server and removes the session's temporary folder."""
+    if server := config.stash.get(workers.fork_server_key, None):
+        with contextlib.suppress(OSError):
+            server.stop()
+    if folder := config.stash.get(_temporary_key, None):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""Another module that has the name of one of farcall's packages is named, with what to do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from farcall import neighbours
+from farcall.neighbours import HiddenPackageError, check, namesakes
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has imported none of farcall's packages."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in neighbours.PACKAGES:
+            monkeypatch.delitem(sys.modules, name)
+
+
+def test_our_own_packages_pass() -> None:
+    check()
+
+
+def test_a_file_that_comes_first_on_the_path_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rpc.py").write_text("")
+    forget(monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(HiddenPackageError, match="Rename that file") as caught:
+        check()
+    assert caught.value.path == str(tmp_path / "rpc.py")
+    assert str(tmp_path / "rpc.py") in str(caught.value)
+    assert "sys.path" in str(caught.value)
+
+
+def test_a_package_that_comes_first_on_the_path_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rref").mkdir()
+    (tmp_path / "rref" / "__init__.py").write_text("")
+    forget(monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(HiddenPackageError) as caught:
+        check()
+    assert caught.value.name == "rref"
+    assert caught.value.path == str(tmp_path / "rref")
+
+
+def test_a_module_that_was_imported_before_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ModuleType("rpc")
+    other.__file__ = str(tmp_path / "rpc.py")
+    monkeypatch.setitem(sys.modules, "rpc", other)
+    with pytest.raises(HiddenPackageError, match="imported before farcall") as caught:
+        check()
+    assert caught.value.path == str(tmp_path / "rpc.py")
+
+
+def test_importing_farcall_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rpc.py").write_text("")
+    forget(monkeypatch)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "farcall":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"rpc\.py"):
+        __import__("farcall")
+
+
+def test_namesakes_finds_what_farcall_would_hide(tmp_path: Path) -> None:
+    assert namesakes(str(tmp_path)) == {}
+    (tmp_path / "rpc.py").write_text("")
+    assert namesakes(str(tmp_path)) == {"rpc": tmp_path / "rpc.py"}
+
+
+def test_our_own_folder_has_no_namesakes() -> None:
+    home = Path(neighbours.__file__).resolve().parent.parent
+    assert namesakes(str(home)) == {}

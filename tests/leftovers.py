@@ -1,0 +1,195 @@
+"""What tests must not leave behind: processes, threads, listening sockets, segments, temporary files.
+
+The session takes a :class:`Snapshot` before its first test and fails if there is anything more after its
+last one (see ``conftest.py``). Around a single piece of work the same check reads::
+
+    with leftovers.nothing_left():
+        rpc.init_rpc(...)
+        rpc.shutdown()
+
+Processes count if they descend from pytest's own: it is their subreaper, so an orphan is still found.
+Temporary files count if they lie in ``TMPDIR``, which is the session's own. All of this reads ``/proc``, so
+elsewhere than on Linux only threads and files are looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["LeftBehind", "Process", "Snapshot", "descendants", "nothing_left", "process_state", "processes"]
+
+_PATIENCE = 3.0  # seconds that things may take to vanish after they were told to
+_PAUSE = 0.02
+_PROC = Path("/proc")
+_SHARED_MEMORY = Path("/dev/shm")
+_OUR_SEGMENTS = re.compile(r"farcall|torch_|psm_")
+_PYTORCHS_CACHE = "torchinductor_"  # made, empty, by whatever makes an optimizer
+_LISTEN_TCP = "0A"
+_LISTEN_UNIX = 0x10000  # __SO_ACCEPTCON
+
+
+class LeftBehind(AssertionError):
+    """Something was left behind; the message has one line for each."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running process; the start time tells it from a later one with the same id."""
+
+    pid: int
+    started: int
+    command: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"process {self.pid}: {self.command}"
+
+    def kill(self) -> None:
+        """``SIGKILL``, unless it has ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Snapshot:
+    """What is there now; :meth:`leftovers` says later what has come since."""
+
+    def __init__(self) -> None:
+        self._processes = set(descendants())
+        self._threads = set(threading.enumerate())
+        self._sockets = _listening_sockets()
+        self._segments = _segments()
+        self._files = _files()
+
+    def leftovers(self, patience: float = _PATIENCE) -> list[str]:
+        """One line for each thing that is there now and was not then.
+
+        Args:
+            patience: seconds to wait for what is still about to vanish.
+        """
+        until = time.monotonic() + patience
+        while (found := self._new()) and time.monotonic() < until:
+            time.sleep(_PAUSE)
+        return found
+
+    def _new(self) -> list[str]:
+        return [
+            *map(str, set(descendants()) - self._processes),
+            *(f"thread {thread.name!r}" for thread in set(threading.enumerate()) - self._threads),
+            *(f"listening socket {name}" for name in _listening_sockets() - self._sockets),
+            *(f"segment {name}" for name in _segments() - self._segments),
+            *(f"temporary file {path}" for path in _files() - self._files),
+        ]
+
+
+@contextlib.contextmanager
+def nothing_left(patience: float = _PATIENCE) -> Iterator[None]:
+    """Checks that a piece of work leaves nothing of what this module looks at.
+
+    Args:
+        patience: seconds to wait for what is still about to vanish.
+
+    Raises:
+        LeftBehind: something is left then.
+    """
+    before = Snapshot()
+    yield
+    if found := before.leftovers(patience):
+        raise LeftBehind("left behind:\n" + "\n".join(found))
+
+
+def processes(excluding: Collection[int] = (), patience: float = _PATIENCE) -> list[Process]:
+    """Descendants of this process that run on, however long one waits."""
+    until = time.monotonic() + patience
+    while True:
+        found = [process for process in descendants() if process.pid not in excluding]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(_PAUSE)
+
+
+def descendants() -> list[Process]:
+    """Every living process that descends from this one."""
+    children: dict[int, list[Process]] = {}
+    for entry in _PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            fields = _status(int(entry.name))
+            state, parent, started = fields[0], int(fields[1]), int(fields[19])
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if state not in "ZX":
+                children.setdefault(parent, []).append(Process(int(entry.name), started, command[:200]))
+    found: list[Process] = []
+    parents = [os.getpid()]
+    while parents:
+        generation = children.get(parents.pop(), [])
+        found += generation
+        parents += [process.pid for process in generation]
+    return found
+
+
+def process_state(pid: int) -> str:
+    """The letter that ``ps`` shows: ``S`` asleep, ``T`` stopped, ``Z`` ended; ``X`` if there is none."""
+    try:
+        return _status(pid)[0]
+    except OSError:
+        return "X"
+
+
+def _status(pid: int) -> list[str]:
+    """The fields of ``/proc/<pid>/stat`` after the command, which may contain anything."""
+    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+
+
+def _listening_sockets() -> set[str]:
+    """Sockets of this very process that listen, Unix (abstract ones begin with ``@``) and TCP."""
+    own = {target for target in _open_descriptors() if target.startswith("socket:[")}
+    names = set()
+    for table, kind in (("tcp", "TCP"), ("tcp6", "TCP6")):
+        for fields in _table(_PROC / "self/net" / table):
+            if fields[3] == _LISTEN_TCP and f"socket:[{fields[9]}]" in own:
+                names.add(f"{kind} port {int(fields[1].rpartition(':')[2], 16)} (inode {fields[9]})")
+    for fields in _table(_PROC / "self/net/unix"):
+        if int(fields[3], 16) & _LISTEN_UNIX and f"socket:[{fields[6]}]" in own:
+            names.add(f"Unix {fields[7] if len(fields) > 7 else ''} (inode {fields[6]})")
+    return names
+
+
+def _segments() -> set[str]:
+    """Shared memory: named segments of this kind of program, and memfds that this process holds."""
+    names = set()
+    if _SHARED_MEMORY.is_dir():
+        names = {str(path) for path in _SHARED_MEMORY.iterdir() if _OUR_SEGMENTS.match(path.name)}
+    names |= {target for target in _open_descriptors() if target.startswith("/memfd:")}
+    with contextlib.suppress(OSError):
+        lines = (_PROC / "self/maps").read_text().splitlines()
+        names |= {line[line.index("/memfd:") :] for line in lines if "/memfd:" in line}
+    return names
+
+
+def _files() -> set[str]:
+    folder = Path(tempfile.gettempdir())
+    if not folder.is_dir():
+        return set()
+    return {str(path) for path in folder.iterdir() if not path.name.startswith(_PYTORCHS_CACHE)}
+
+
+def _open_descriptors() -> list[str]:
+    targets = []
+    with contextlib.suppress(OSError):
+        for entry in (_PROC / "self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                targets.append(os.readlink(entry))
+    return targets
+
+
+def _table(path: Path) -> list[list[str]]:
+    with contextlib.suppress(OSError):
+        return [line.split() for line in path.read_text().splitlines()[1:]]
+    return []

@@ -1,0 +1,157 @@
+"""The worker's side of the ``run_workers`` fixture: what a function running in a worker is given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle
+
+__all__ = ["Worker", "WorkerSpec", "current_worker", "worker_main"]
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Who a worker is; see :class:`Worker` for what the fields mean."""
+
+    name: str
+    rank: int
+    world_size: int
+    init_method: str
+    folder: Path
+
+
+class Worker:
+    """One worker, as the function running in it sees it: who it is, and its line to the test.
+
+    Attributes:
+        name: ``"worker0"``, ``"worker1"`` and so on, unless the test chose another.
+        rank: from 0.
+        world_size: how many workers the run was started with.
+        init_method: a ``file://`` rendezvous of this run alone, in the test's folder.
+        folder: the test's ``tmp_path``, also the current directory.
+
+    Any thread may report. One thread at a time waits.
+    """
+
+    def __init__(self, spec: WorkerSpec, channel: Connection[Any, Any]) -> None:
+        self.name = spec.name
+        self.rank = spec.rank
+        self.world_size = spec.world_size
+        self.init_method = spec.init_method
+        self.folder = spec.folder
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._arrived: defaultdict[str, deque[Any]] = defaultdict(deque)
+
+    def report(self, event: str, value: object = None) -> None:
+        """Tells the test that something happened; the test gets it with ``workers[i].wait_for(event)``."""
+        self.post(("event", event, value))
+
+    def wait_for(self, event: str) -> Any:
+        """Waits until the test does ``workers[i].tell(event, value)`` and returns that value."""
+        while not self._arrived[event]:
+            name, value = cloudpickle.loads(self._channel.recv_bytes())
+            self._arrived[name].append(value)
+        return self._arrived[event].popleft()
+
+    def die(self) -> NoReturn:
+        """Kills this process with ``SIGKILL``; the test takes this death as intended."""
+        self.post(("dying",))
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    @contextlib.contextmanager
+    def group(self, **options: Any) -> Iterator[None]:
+        """Joins the run's RPC group under this worker's name, and leaves it gracefully at the end.
+
+        Args:
+            **options: of ``rpc.options.AgentOptions``, other than the init method; ``dynamic=True`` asks for
+                a group without a fixed size.
+
+        If the body raises, the worker leaves at once instead, so that the others notice.
+        """
+        import rpc
+        from rpc.options import AgentOptions
+
+        options.setdefault("rendezvous_timeout", 15.0)  # within the time limit: the error says more
+        rpc.init_rpc(
+            self.name,
+            rank=self.rank,
+            world_size=None if options.get("dynamic") else self.world_size,
+            rpc_backend_options=AgentOptions(init_method=self.init_method, **options),
+        )
+        try:
+            yield
+        except BaseException:
+            rpc.shutdown(graceful=False)
+            raise
+        rpc.shutdown()
+
+    def post(self, message: tuple[Any, ...]) -> None:
+        """Sends one message of the fixture's own protocol."""
+        data = cloudpickle.dumps(message)
+        with self._sending:
+            self._channel.send_bytes(data)
+
+
+_current: Worker | None = None
+
+
+def current_worker() -> Worker:
+    """The worker that this process is; for functions that are called remotely and want to report.
+
+    Raises:
+        RuntimeError: this process is not a worker that ``run_workers`` made.
+    """
+    if _current is None:
+        raise RuntimeError("this process was not made by run_workers")
+    return _current
+
+
+def worker_main(descriptor: int) -> int:
+    """Receives a function over the channel, runs it, and sends back how it went."""
+    global _current
+    channel: Connection[Any, Any] = Connection(descriptor)
+    task = channel.recv_bytes()
+    spec: WorkerSpec = cloudpickle.loads(channel.recv_bytes())
+    worker = _current = Worker(spec, channel)
+    os.chdir(spec.folder)
+    _seed(spec.rank)
+    try:
+        function: Callable[..., Any]
+        function, args, kwargs = cloudpickle.loads(task)
+        value = function(worker, *args, **kwargs)
+        worker.post(("returned", value))
+    except BaseException as error:
+        _send_error(worker, error)
+        return 1
+    return 0
+
+
+def _send_error(worker: Worker, error: BaseException) -> None:
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the fixture's own
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    try:
+        worker.post(("raised", error, text))
+    except BrokenPipeError:
+        raise error from None
+    except Exception:  # the exception cannot be pickled: its text will have to do
+        worker.post(("raised", None, text))
+
+
+def _seed(rank: int) -> None:
+    random.seed(rank)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(rank)
