@@ -28,7 +28,9 @@ through a reference, and a function that answers later.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import queue
 import socket
 import sys
 import threading
@@ -134,7 +136,8 @@ class ParameterServer:
     def accuracy(self, images: Images) -> float:
         """The share of images whose digit the model names."""
         with self._lock, torch.no_grad():
-            return (self._model(images.pixels).argmax(1) == images.labels).float().mean().item()
+            right = self._model(images.pixels).argmax(1) == images.labels
+        return right.sum().item() / len(images)
 
     def _copy(self) -> Weights:
         return [parameter.detach().clone() for parameter in self._model.parameters()]
@@ -187,8 +190,8 @@ def run_worker(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # there are as many processes as this machine can feed
     torch.manual_seed(options.seed)
     # (1) A group: every process gives its name and rank and meets the others at one address. Rank 0
-    # directs. The others need not say what they do: they serve calls until all are done, which is
-    # what shutdown() waits for.
+    # directs. The others have nothing to do but answer calls, until all have come to the barrier. If a
+    # worker is lost, the barrier raises, on all of them.
     rpc.init_rpc(
         worker_name(options.rank),
         rank=options.rank,
@@ -196,12 +199,14 @@ def run_worker(options: argparse.Namespace) -> None:
         rpc_backend_options=rpc.AgentOptions(init_method=options.init_method),
     )
     try:
-        if options.rank == 0:
-            direct(options)
+        accuracy = direct(options) if options.rank == 0 else TARGET
+        rpc.barrier()
     except BaseException:
         rpc.shutdown(graceful=False)  # the others notice at once
         raise
     rpc.shutdown()
+    if accuracy < TARGET:
+        sys.exit(f"The accuracy is {accuracy:.3f}; it should be {TARGET} at least.")
 
 
 def worker_name(rank: int) -> str:
@@ -209,8 +214,8 @@ def worker_name(rank: int) -> str:
     return "server" if rank == 0 else f"trainer{rank - 1}"
 
 
-def direct(options: argparse.Namespace) -> None:
-    """The server's part: makes the objects, has the trainers train, looks at the result."""
+def direct(options: argparse.Namespace) -> float:
+    """The server's part: makes the objects, has the trainers train, returns the accuracy reached."""
     names = [worker_name(rank) for rank in range(1, options.world_size)]
     local = ParameterServer(len(names), options.learning_rate, options.max_lead)
     # (2) Remote objects: rpc.remote makes one on another worker and returns a reference at once.
@@ -224,15 +229,16 @@ def direct(options: argparse.Namespace) -> None:
     places = [trainer.rpc_sync().where() for trainer in trainers]
     began = time.perf_counter()
     runs = [trainer.rpc_async(timeout=0).train(options.steps) for trainer in trainers]
+    finished: queue.SimpleQueue[torch.futures.Future[None]] = queue.SimpleQueue()
+    for run in runs:
+        run.add_done_callback(finished.put)  # in this order: what failed first is what is reported
     with training_display(names, places, options.steps, plain=options.plain) as display:
-        finished = False
-        while not finished:
-            finished = all(run.done() for run in runs)
-            for run in runs:
-                if run.done():
-                    run.wait()  # raises what went wrong, a lost trainer for one
+        running = len(runs)
+        while running:
+            with contextlib.suppress(queue.Empty):
+                finished.get(timeout=0.05).wait()  # raises what went wrong, a lost trainer for one
+                running -= 1
             display.show([TrainerProgress(steps, loss) for steps, loss in local.progress()])
-            time.sleep(0.05)
     seconds = time.perf_counter() - began
     accuracy = local.accuracy(held_out)
     display.summary(
@@ -244,8 +250,7 @@ def direct(options: argparse.Namespace) -> None:
             "updates per second": f"{len(names) * options.steps / seconds:,.0f}",
         },
     )
-    if accuracy < TARGET:
-        raise SystemExit(f"The accuracy is {accuracy:.3f}; it should be {TARGET} at least.")
+    return accuracy
 
 
 # ---------------------------------------------------------------- the command line

@@ -24,6 +24,7 @@ from rpc import serialization
 from rpc.callee import Callee, Interceptor, Request
 from rpc.calls import CallTable
 from rpc.control import Control
+from rpc.departure import Departure
 from rpc.errors import ForkedProcessError, NotInitializedError, RpcError, WorkerLostError
 from rpc.executor import Executor, Task
 from rpc.futures import Future, PendingCall
@@ -34,6 +35,7 @@ from rpc.membership import Callee as CalleeName
 from rpc.membership import Membership
 from rpc.options import AgentOptions
 from rpc.peer import Peer
+from rpc.pickling import replacement
 from rpc.serialization import Payload
 from rpc.transport import transports
 from rpc.wire import Frame, Kind, encode, encode_small
@@ -82,19 +84,19 @@ class Agent:
             self.loop, transports(self.loop, options.send_queue_bytes), self, options.max_message_bytes
         )
         self._handlers: dict[int, KindHandler] = {Kind.CONTROL: self.control.received}
+        self.executor.when_idle(self.something_ended)
         self._gone_handlers: list[Callable[[Peer, str], None]] = []
         self._close_handlers: list[Callable[[], object]] = []
         self._joined_handlers: list[Callable[[Peer], None]] = []
         self._deferred: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._deferred_wake_up = False
-        self.pickler: serialization.ReplacementPickler | None = None
         self.allow = serialization.allowed if options.deserialization == "safe" else None
         self.extensions: dict[str, Any] = {}
         """What stands on this agent, by name: each part's own object, where its code finds it again."""
         self._peers: dict[int, Peer] = {}
         self._routes: dict[CalleeName, Peer] = {}
         self._open_requests = _Counter()
-        self.requests_begun = 0
+        self.departure: Departure | None = None
         self.closed = False
         self._interval: float | None = None
         self.addresses = self._loop_thread.call(self.links.listen, listen_host, listen_port)
@@ -113,6 +115,8 @@ class Agent:
         self.info = me.info
         self.view = Membership(me, static=static)
         self._peers[me.incarnation] = self.own_peer = LocalPeer(me, self)
+        self.departure = Departure(self, members if static else None)
+        self._handlers[Kind.SHUTDOWN] = self.departure.received
         if self.options.switch_interval is not None:
             self._interval = sys.getswitchinterval()
             sys.setswitchinterval(min(self._interval, self.options.switch_interval))
@@ -157,12 +161,12 @@ class Agent:
     def _connect(self, peer: Peer) -> None:
         self._call_on_loop(self.links.connect, peer)
 
-    def introduce(self, members: Sequence[Member], timeout: float) -> None:
+    def introduce(self, members: Sequence[Member]) -> None:
         """Connect to the given members, so that they know this worker; those that are gone are left out."""
         for member in members:
             peer = self._peers[member.incarnation]
             try:
-                self.request(peer, Kind.CALL, _noop_payload(peer), timeout, "introduction").result()
+                self.request(peer, Kind.CALL, _noop_payload(peer), UNSET_TIMEOUT, "introduction").result()
             except WorkerLostError as error:
                 logger.info("left out of the group: %s", error)
 
@@ -170,6 +174,7 @@ class Agent:
         self.view.leave(peer.incarnation, reason)
         self._routes.clear()
         self.control.forget(peer)
+        assert self.departure is not None
         error = peer.lost_error()
         unattended = [
             call.future
@@ -179,6 +184,7 @@ class Agent:
         self._complete_all(unattended)
         for handler in self._gone_handlers:
             handler(peer, reason)
+        self.departure.worker_gone(peer)
 
     def on_gone(self, handler: Callable[[Peer, str], None]) -> None:
         """Have ``handler`` called, on the loop's thread, when a worker is gone for good."""
@@ -217,7 +223,7 @@ class Agent:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
     ) -> Payload:
         """Serialize a call, with the pickler that the user has put in place of ours, if there is one."""
-        return serialization.dump_call(function, args, kwargs, peer, pickler=self.pickler)
+        return serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
 
     def attach(self, header: dict[str, Any], peer: Peer) -> None:
         """Let every interceptor add to the header of a call that is about to be sent."""
@@ -303,6 +309,7 @@ class Agent:
             self.fail(peer, call_id, error)
         finally:
             self._open_requests.subtract(1)
+            self.something_ended()
 
     # ---- what comes in, on the loop's thread (for calls to oneself: on the sender's)
 
@@ -331,6 +338,7 @@ class Agent:
                 break
         if tasks:
             self.executor.submit_batch(tasks)
+        self.something_ended()
 
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
         """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
@@ -340,7 +348,6 @@ class Agent:
             tasks: where to put it if it can run now.
         """
         self._open_requests.add(1)
-        self.requests_begun += 1
         task = (run, request)
         if request.arrivals is None or serialization.ready(
             request.arrivals, functools.partial(self.executor.submit, task)
@@ -410,13 +417,26 @@ class Agent:
 
     # ---- looking in
 
-    def open_requests(self) -> int:
-        """Requests that have arrived and are not answered yet."""
-        return self._open_requests.value
+    def under_way(self) -> int:
+        """How much is under way here: calls not answered yet, requests not answered yet, tasks, callbacks,
+        and control messages not acknowledged.
+        """
+        return (
+            len(self.calls)
+            + self._open_requests.value
+            + self.executor.active()
+            + self.control.unacknowledged()
+            + (not self._deferred.empty())
+        )
 
-    def is_idle(self) -> bool:
-        """Whether this worker neither waits for an answer nor has anything left to do or to answer."""
-        return not len(self.calls) and not self._open_requests.value and not self.executor.active()
+    def begun(self) -> int:
+        """How many calls, requests and control messages have ever begun here: grows with each."""
+        return self.calls.opened + self._open_requests.ever + self.control.posted
+
+    def something_ended(self) -> None:
+        """This worker may have become idle, which interests who waits to leave."""
+        if self.departure is not None and self.departure.under_way:
+            self.defer(self.departure.look, None)
 
     @property
     def is_static_group(self) -> bool:
@@ -452,7 +472,7 @@ class Agent:
         for handler in self._close_handlers:
             handler()
         if not self._loop_thread.is_current():
-            self._loop_thread.call(self.links.close, list(self._peers.values()), reason)
+            self._loop_thread.wait_for(self.links.close(list(self._peers.values()), reason))
         for call in list(self.calls.waiting()):
             if self.calls.take(call.call_id) is not None:
                 error = NotInitializedError(f"RPC has been shut down: {call.what} was not answered before")
@@ -488,15 +508,17 @@ _inherited: Final[list[Agent]] = []
 class _Counter:
     """A count that several threads change."""
 
-    __slots__ = ("_lock", "value")
+    __slots__ = ("_lock", "ever", "value")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.value = 0
+        self.ever = 0
 
     def add(self, amount: int) -> None:
         with self._lock:
             self.value += amount
+            self.ever += amount
 
     def subtract(self, amount: int) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from rpc.errors import RpcError
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.loop import LoopThread
 from rpc.peer import Peer
+from rpc.pickling import replacement
 from rpc.wire import Frame
 from rpc.workers import WorkerInfo
 
@@ -99,7 +100,7 @@ class Callee:
         peer, frame, arrivals = request
         agent = self._agent
         return serialization.load_call(
-            frame.header, frame.segments, arrivals, peer, allow=agent.allow, pickler=agent.pickler
+            frame.header, frame.segments, arrivals, peer, allow=agent.allow, pickler=replacement.pickler
         )
 
     def start(

@@ -37,6 +37,8 @@ class CallTable:
         self._settled = settled
         self._pending: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
+        self.opened = 0
+        """How many calls were ever entered (threads may count one of several simultaneous ones late)."""
         self._alarm_at = float("inf")
         self._timer: asyncio.TimerHandle | None = None
 
@@ -47,6 +49,7 @@ class CallTable:
         """Enter a call of a kind, so that its reply will be found."""
         call = kind(self._owner, next(self._ids), peer, what, timeout)
         self._pending[call.call_id] = call
+        self.opened = max(self.opened, call.call_id)
         return call
 
     def watch(self, call: PendingCall) -> None:

@@ -38,6 +38,8 @@ class Control:
         self._to_flush: set[Peer] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = float("inf")
+        self.posted = 0
+        """How many messages were ever sent."""
 
     def on(self, topic: str, handler: TopicHandler) -> None:
         """Have the messages of a topic passed to ``handler``, on the loop's thread."""
@@ -60,6 +62,7 @@ class Control:
         if delivery is None:
             delivery = self._links[peer] = Delivery()
         delivery.send([topic, body])
+        self.posted += 1
         if not self._to_flush:
             self._agent.loop.call_soon(self._flush)
         self._to_flush.add(peer)

@@ -3,12 +3,14 @@
 A task goes straight to an idle thread where there is one, and else into a backlog. Up to ``workers``
 threads are started as tasks come. They may all be blocked — in locks, in ``Future.wait``, in calls that
 wait for calls — where nobody can see it, so a monitor looks at the backlog once a tick: if tasks wait and
-none was finished or begun since the last look, it starts more threads, twice as many each time. Threads
+none was begun or finished since the last look, it starts more threads, doubling what is above the base
+number each time: calls that nest 200 deep, each waiting for the next, get there in a few ticks. Threads
 above the base number retire when they have been idle for a while.
 
 Waking a thread costs two switches of the interpreter, so a batch of tasks wakes one thread only, and
 each thread that takes a task while others wait wakes the next: quick tasks are all done by the first
-thread before the second has the interpreter, slow or blocking ones spread at once.
+thread before the second has the interpreter, slow or blocking ones spread at once. So while there is a
+backlog, some thread that was woken or started is about to look at it, or the monitor ticks.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class _Thread:
 
     __slots__ = ("task", "wake")
 
-    def __init__(self, task: Task | None) -> None:
-        self.task = task
+    def __init__(self) -> None:
+        self.task: Task | None = None
         self.wake = threading.Lock()
         self.wake.acquire()
 
@@ -69,7 +71,6 @@ class Executor:
         self._running = 0
         self._begun = 0
         self._finished = 0
-        self._surge = 1
         self._stopped = False
         self._starved = threading.Event()
         self._on_idle: Callable[[], None] | None = None
@@ -82,9 +83,8 @@ class Executor:
 
     def submit_batch(self, tasks: Sequence[Task]) -> None:
         """Run several tasks soon, waking one thread, which wakes others as needed."""
-        watch = False
         with self._lock:
-            if self._stopped:
+            if self._stopped or not tasks:
                 return
             self._running += len(tasks)
             if self._idle and not self._backlog:
@@ -96,9 +96,6 @@ class Executor:
             else:
                 self._backlog.extend(tasks)
                 self._wake_another()
-            watch = bool(self._backlog) and not self._idle and not self._starved.is_set()
-        if watch:
-            self._starved.set()
 
     def active(self) -> int:
         """Tasks submitted and not yet finished."""
@@ -151,28 +148,33 @@ class Executor:
         return ended
 
     def _wake_another(self) -> None:
-        """With the lock held and a backlog: let one more thread take from it."""
+        """With the lock held and a backlog: let one more thread take from it, or the monitor see to it."""
         if self._idle:
             thread = self._idle.pop()
             thread.task = self._backlog.popleft()
             self._begun += 1
             thread.wake.release()
-        elif len(self._threads) < self._workers:
-            self._start_thread()
+        elif (len(self._threads) >= self._workers or not self._start_thread()) and not self._starved.is_set():
+            self._starved.set()
 
-    def _start_thread(self) -> None:
-        mailbox = _Thread(None)
-        self._started += 1
+    def _start_thread(self) -> bool:
+        """With the lock held; returns whether the system gave a thread."""
         worker = threading.Thread(
-            target=self._run, args=(mailbox,), name=f"{self._name}-{self._started}", daemon=True
+            target=self._run, args=(_Thread(),), name=f"{self._name}-{self._started + 1}", daemon=True
         )
         self._threads.add(worker)
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError:
+            self._threads.discard(worker)
+            return False
+        self._started += 1
+        return True
 
     def _run(self, mailbox: _Thread) -> None:
-        task: Task | None = None
+        finished = False
         while True:
-            task = self._next(mailbox, finished=task is not None)
+            task = self._next(mailbox, finished)
             if task is None:
                 return
             function, argument = task
@@ -181,9 +183,11 @@ class Executor:
             except BaseException:
                 # A task answers its caller itself: what escapes is a defect, and must not end the thread.
                 logger.exception("an internal task failed")
-            function = argument = None  # type: ignore[assignment]  # keep nothing alive while idle
+            del task, function, argument  # an idle thread keeps nothing alive
+            finished = True
 
     def _next(self, mailbox: _Thread, finished: bool) -> Task | None:
+        """The next task, as soon as there is one; None when the thread is to end."""
         idle_callback: Callable[[], None] | None = None
         with self._lock:
             if finished:
@@ -196,28 +200,15 @@ class Executor:
                 if task is not None:
                     return task
         if idle_callback is not None:
-            idle_callback()
+            try:
+                idle_callback()
+            except Exception:
+                logger.exception("what was to be told that no task is left failed")
             with self._lock:
                 task = self._take(mailbox)
                 if task is not None:
                     return task
-        while True:
-            timeout = _IDLE_SECONDS if len(self._threads) > self._workers else -1.0
-            if mailbox.wake.acquire(timeout=timeout):
-                task, mailbox.task = mailbox.task, None
-                if task is None:
-                    self._threads.discard(threading.current_thread())
-                    return None
-                if self._backlog:
-                    with self._lock:
-                        if self._backlog and self._idle:
-                            self._wake_another()
-                return task
-            with self._lock:
-                if mailbox in self._idle:
-                    self._idle.remove(mailbox)
-                    self._threads.discard(threading.current_thread())
-                    return None
+        return self._wait(mailbox)
 
     def _take(self, mailbox: _Thread) -> Task | None:
         """With the lock held: the next task of the backlog; none puts the thread among the idle."""
@@ -234,25 +225,51 @@ class Executor:
             self._wake_another()
         return task
 
+    def _wait(self, mailbox: _Thread) -> Task | None:
+        """Among the idle: wait for a task. Too many idle threads retire."""
+        while True:
+            timeout = _IDLE_SECONDS if len(self._threads) > self._workers else -1.0
+            if mailbox.wake.acquire(timeout=timeout):
+                task, mailbox.task = mailbox.task, None
+                if task is None:
+                    self._threads.discard(threading.current_thread())
+                    return None
+                if self._backlog:
+                    with self._lock:
+                        if self._backlog:
+                            self._wake_another()
+                return task
+            with self._lock:
+                if mailbox in self._idle and len(self._threads) > self._workers:
+                    self._idle.remove(mailbox)
+                    self._threads.discard(threading.current_thread())
+                    return None
+
     def _watch(self) -> None:
-        """The monitor: sleeps until there is a backlog, then ticks until there is none."""
+        """The monitor: sleeps until a task finds no thread, then ticks until there is no backlog."""
         while True:
             self._starved.wait()
-            progress = -1
+            progress = self._begun + self._finished
+            warned = False
             while not self._stopped:
                 time.sleep(_TICK)
                 with self._lock:
                     if not self._backlog:
-                        self._surge = 1
                         self._starved.clear()
                         break
-                    now = self._begun + self._finished
-                    if now == progress:
-                        for _ in range(min(self._surge, len(self._backlog))):
-                            self._start_thread()
-                        self._surge *= 2
-                    else:
-                        self._surge = 1
-                    progress = self._begun + self._finished
+                    before, progress = progress, self._begun + self._finished
+                if before == progress and not self._grow() and not warned:
+                    warned = True
+                    logger.warning("%d tasks wait, but the system gives no more threads", len(self._backlog))
             if self._stopped:
                 return
+
+    def _grow(self) -> bool:
+        """Double the threads above the base number; returns whether there is at least one more now."""
+        grown = False
+        for _ in range(max(1, len(self._threads) - self._workers)):
+            with self._lock:
+                if self._stopped or not self._start_thread():
+                    break
+                grown = True
+        return grown

@@ -9,6 +9,7 @@ which of the messages on it have arrived.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
@@ -17,9 +18,12 @@ from rpc.errors import ProtocolError
 from rpc.handshake import CROSSED, Hello, judge, parse_refusal
 from rpc.membership import Membership
 from rpc.peer import Peer
-from rpc.transport import Connection, Listener, Transport
+from rpc.transport import Connection, ConnectionClosed, Listener, Transport
 from rpc.wire import Frame, Kind, encode
 from rpc.workers import Member
+
+FAREWELL_SECONDS: Final = 5.0
+"""How long what is queued for peers may take to be sent when this worker leaves."""
 
 __all__ = ["LinkEvents", "Links"]
 
@@ -192,7 +196,7 @@ class Links:
             listener.close()
         self._listeners.clear()
 
-    def close(self, peers: list[Peer], reason: str) -> None:
+    async def close(self, peers: list[Peer], reason: str) -> None:
         """Say goodbye to all peers, and close everything once what is queued is sent."""
         self._closed = True
         self.stop_listening()
@@ -200,15 +204,32 @@ class Links:
             task.cancel()
         for handshake in list(self._handshakes):
             handshake.connection.close("shutting down")
+        farewells: list[_Farewell] = []
         for peer in peers:
             connection = peer.gone("this worker has shut down")
             if connection is not None:
                 buffers, size = encode(Kind.GOODBYE, 0, {"reason": reason}, ())
-                connection.owner = _Closing()
-                try:
+                connection.owner = farewell = _Farewell(self._loop)
+                farewells.append(farewell)
+                with contextlib.suppress(ConnectionClosed):
                     connection.send(buffers, size, wait=False)
-                finally:
-                    connection.close("shut down", flush=True)
+                connection.close("shut down", flush=True)
+        if farewells:
+            await asyncio.wait([farewell.sent for farewell in farewells], timeout=FAREWELL_SECONDS)
+
+
+class _Farewell:
+    """Owner of a connection that closes when the last of what is queued is sent."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.sent: asyncio.Future[None] = loop.create_future()
+
+    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
+        pass
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        if not self.sent.done():
+            self.sent.set_result(None)
 
 
 class _Closing:

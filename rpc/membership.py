@@ -101,7 +101,7 @@ class Membership:
 
         Raises:
             UnknownWorkerError: nobody of that name or id was ever in the group.
-            TypeError: ``callee`` is neither str, int nor ``WorkerInfo``.
+            ValueError: ``callee`` is neither str, int nor ``WorkerInfo``.
         """
         member: Member | None
         if isinstance(callee, str):
@@ -113,10 +113,10 @@ class Membership:
         elif isinstance(callee, int) and not isinstance(callee, bool):
             member = self._by_id.get(callee)
         else:
-            raise TypeError(f"a callee is a name, an id or a WorkerInfo, not {type(callee).__name__}")
+            raise ValueError(f"a callee is a name, an id or a WorkerInfo, not {type(callee).__name__}")
         if member is None:
             raise UnknownWorkerError(
-                f"Unknown destination worker {callee!r}. The group of '{self.me.name}' has "
+                f"Unknown destination worker: could not find destination {callee!r}. The group of '{self.me.name}' has "
                 + ", ".join(f"'{info.name}' (id {info.id})" for info in self.infos())
                 + "."
             )

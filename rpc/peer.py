@@ -24,7 +24,8 @@ class Peer:
     Args:
         member: the worker.
         agent: of this worker.
-        connect: called on the sender's thread, once, when the first frame waits for a connection.
+        connect: called on the sender's thread when the first frame waits for a connection; it must not
+            block, and calling it twice must do no harm.
     """
 
     __slots__ = (
@@ -48,7 +49,7 @@ class Peer:
         """An attempt of ours is under way; read and set on the loop's thread."""
         self._connect = connect
         self._connection: Connection | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._waiting: list[tuple[list[bytes], int]] = []
         self._requested = False
         self._lost: str | None = None
@@ -117,9 +118,9 @@ class Peer:
             if self._lost is not None:
                 raise self.lost_error()
             self._waiting.append((copied, size))
-            first, self._requested = not self._requested, True
-        if first:
-            self._connect(self)
+            if not self._requested:
+                self._connect(self)
+                self._requested = True
         return None
 
     def established(self, connection: Connection) -> None:

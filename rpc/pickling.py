@@ -5,10 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from rpc.current import current_agent
 from rpc.serialization import ReplacementPickler, allow_class, allow_function
 
-__all__ = ["allow_class", "allow_function", "use_pickler"]
+__all__ = ["allow_class", "allow_function", "replacement", "use_pickler"]
+
+
+class _Replacement:
+    """The pickler that the user has put in place of ours, process-wide; None while there is none."""
+
+    pickler: ReplacementPickler | None = None
+
+
+replacement = _Replacement()
 
 
 @contextlib.contextmanager
@@ -25,9 +33,8 @@ def use_pickler(pickler: ReplacementPickler) -> Iterator[None]:
         with rpc.use_pickler(MyPickler()):
             rpc.rpc_sync("worker1", evaluate, args=(batch,))
     """
-    agent = current_agent()
-    before, agent.pickler = agent.pickler, pickler
+    before, replacement.pickler = replacement.pickler, pickler
     try:
         yield
     finally:
-        agent.pickler = before
+        replacement.pickler = before

@@ -1,29 +1,60 @@
-"""``shutdown``: leave the group, after all work everywhere is done or at once."""
+"""``shutdown``: leave the group, when all work is done or at once."""
 
 from __future__ import annotations
 
-import time
-
 from rpc.agent import Agent
-from rpc.api import all_gather
 from rpc.current import clear_current_agent, current_agent
 
 __all__ = ["shutdown"]
 
 
-def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
+def shutdown(
+    graceful: bool = True,
+    timeout: float = 0.0,
+    *,
+    release_references: bool = True,
+    raise_on_leaks: bool = False,
+) -> None:
+    """Leave the group and end this process's agent.
+
+    Args:
+        graceful: wait first: in a static group until all workers have called ``shutdown`` and no call is
+            under way anywhere, calls made by calls included; in a dynamic one until this worker's own work
+            is done. Otherwise leave at once; calls under way fail, here and at the other workers.
+        timeout: seconds to wait for that; 0 for no limit.
+        release_references: give back all references to objects of others before leaving, so that their
+            owners free them.
+        raise_on_leaks: raise if others still hold references to objects of this worker at the end.
+
+    Raises:
+        NotInitializedError: there is no agent.
+        RpcTimeoutError: not all work ended in time; names who is not in shutdown or still busy. This worker
+            has left all the same.
+        RRefError: others hold references, if asked to raise. This worker has left all the same.
+
+    Example::
+
+        rpc.init_rpc("worker0", rank=0, world_size=2)
+        ...
+        rpc.shutdown()
+    """
     agent = current_agent()
     if not isinstance(agent, Agent):
         clear_current_agent()
+        leave = getattr(agent, "shutdown", None)  # made by a registered backend
+        if leave is not None:
+            leave()
         return
+    references = agent.extensions["rref"]
     try:
-        if graceful and agent.is_static_group:
-            while not agent.is_idle():
-                time.sleep(0.002)
-            all_gather(None, timeout=timeout)
-            agent.extensions["rref"].release_all()
-            agent.extensions["rref"].wait_released(2)
-            all_gather(None, timeout=timeout)
+        if graceful:
+            agent.departure.wait(timeout)
+            if release_references:
+                references.release_all()
+            agent.departure.wait(timeout)
+            if raise_on_leaks:
+                references.check_leaks()
     finally:
+        references.released = True
         clear_current_agent()
-        agent.close("it has shut down")
+        agent.close("it has shut down" if graceful else "it has shut down without waiting")

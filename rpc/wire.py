@@ -70,6 +70,7 @@ class Kind(IntEnum):
     REPLY = 6
     FAILURE = 7
     CONTROL = 8
+    SHUTDOWN = 9
     EXTENSION = 32
 
 

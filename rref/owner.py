@@ -36,7 +36,7 @@ class _Object(_Forks):
     __slots__ = ("running",)
 
     def __init__(self, forks: dict[ForkId, Peer], running: bool) -> None:
-        self.forks = forks
+        super().__init__(forks)
         self.running = running
 
 

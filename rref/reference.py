@@ -125,7 +125,7 @@ class RRef(Generic[T]):
         if not self.is_owner():
             me = self._references.agent.info
             raise RRefError(
-                f"For {self!r}, can't call localValue() on user {me}. Call it on owner {self.owner()}, "
+                f"For {self._full_name()}, can't call localValue() on user {me}. Call it on owner {self.owner()}, "
                 "or fetch the object with to_here()."
             )
         value: T = self._value("local_value").wait(0, f"{self!r} is still being made")
@@ -255,6 +255,10 @@ class RRef(Generic[T]):
         if self.is_owner():
             return f"OwnerRRef({rref})"
         return f"UserRRef(RRefId = {rref}, ForkId = {shell.id_text(self._ref)})"
+
+    def _full_name(self) -> str:
+        shell = self._references
+        return f"UserRRef(rref_id={shell.id_text(self._rref)}, fork_id={shell.id_text(self._ref)})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RRefError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -371,25 +370,15 @@ class References:
             ),
         }
 
-    def held_elsewhere(self) -> int:
-        """How many references this worker holds to objects of others."""
+    def check_leaks(self) -> None:
+        """Raise ``RRefError`` if other workers still refer to objects of this one."""
         with self._lock:
-            return self._protocol.counts()["users"]
-
-    def leaks(self) -> dict[RRefId, tuple[int, int]]:
-        """Objects of this worker that others still refer to: forks elsewhere, references here."""
-        with self._lock:
-            found = self._protocol.leaks()
-        return {rref: counts for rref, counts in found.items() if counts[0]}
-
-    def wait_released(self, timeout: float) -> bool:
-        """After ``release_all``: wait until the owners know. Whether they all do in time."""
-        deadline = time.monotonic() + timeout
-        while self.held_elsewhere() or self.agent.control.unacknowledged():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.002)
-        return True
+            found = {rref: elsewhere for rref, (elsewhere, _) in self._protocol.leaks().items() if elsewhere}
+        if found:
+            listed = ", ".join(f"{self.id_text(rref)} ({count} forks)" for rref, count in found.items())
+            raise RRefError(
+                f"Leaking RRef: other workers still refer to objects of '{self.agent.info.name}': {listed}"
+            )
 
     def id_text(self, id_: tuple[int, int]) -> str:
         """An id as people read it, in PyTorch's words."""

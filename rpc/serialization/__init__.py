@@ -17,7 +17,13 @@ from rpc.serialization.exceptions import dump_exception, load_exception
 from rpc.serialization.functions import main_identity
 from rpc.serialization.payload import Arrivals, Buffer, Destination, Payload, Source
 from rpc.serialization.pickler import register_carrier, register_reducer
-from rpc.serialization.portable import PortablePickler, PythonUDF, ReplacementPickler
+from rpc.serialization.portable import (
+    PortablePickler,
+    PythonUDF,
+    ReplacementPickler,
+    dumps_with_tensors,
+    loads_with_tensors,
+)
 from rpc.serialization.safe import AllowList, allow_class, allow_function, allowed
 
 __all__ = [
@@ -39,9 +45,11 @@ __all__ = [
     "dump_call",
     "dump_exception",
     "dumps",
+    "dumps_with_tensors",
     "load_call",
     "load_exception",
     "loads",
+    "loads_with_tensors",
     "main_identity",
     "ready",
     "register_carrier",

@@ -43,6 +43,9 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _SCALARS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
 
+_SEQUENCES: Final = frozenset((list, tuple))
+_SHORT: Final = 64
+
 _modules = sys.modules
 _pickle = pickle.dumps
 _registered_by_value = cloudpickle.list_registry_pickle_by_value
@@ -75,7 +78,7 @@ def dump_call(
     try:
         module = func.__module__
         name = func.__qualname__
-        found = _modules[module].__dict__[name] is func and module not in MAIN_NAMES
+        found = _modules[module].__dict__.get(name) is func and module not in MAIN_NAMES
     except (AttributeError, KeyError, TypeError):
         found = False
     if not found or _registered_by_value():
@@ -124,7 +127,9 @@ def _take_tensors(
             seen.append(value)
             places[place] = None
             tensors.append((place, usual))
-        elif kind not in _SCALARS:
+        elif kind not in _SCALARS and not (
+            kind in _SEQUENCES and len(value) <= _SHORT and _SCALARS.issuperset(map(type, value))
+        ):
             return None
     if kwargs:
         for word, value in kwargs.items():

@@ -8,7 +8,7 @@ what describes the object goes into the message's header, where the receiver ado
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rpc.errors import SerializationError
@@ -106,11 +106,11 @@ def ready(arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:
     return _ready(list(arrivals.items()), when_ready)
 
 
-def _ready(arrivals: list[tuple[str, list[Any]]], when_ready: Callable[[], object]) -> bool:
+def _ready(arrivals: list[tuple[str, Sequence[Any]]], when_ready: Callable[[], object]) -> bool:
     for position, (kind, objects) in enumerate(arrivals):
         rest = arrivals[position + 1 :]
 
-        def go_on(rest: list[tuple[str, list[Any]]] = rest) -> None:
+        def go_on(rest: list[tuple[str, Sequence[Any]]] = rest) -> None:
             if _ready(rest, when_ready):
                 when_ready()
 

@@ -143,7 +143,7 @@ def _traceback(error: BaseException) -> str:
     try:
         described = traceback.TracebackException(type(error), error, _below_us(error.__traceback__))
         # Notes travel with the exception; those from workers further on would else be printed twice.
-        described.__notes__ = None  # type: ignore[attr-defined]  # missing in the stubs of 3.11
+        described.__notes__ = None
         text = "".join(described.format()).rstrip()
     except Exception:
         return f"{type_name(type(error))} (its traceback cannot be formatted)"

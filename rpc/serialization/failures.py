@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from types import CellType, FunctionType
 from typing import Any, Final
 
 from rpc.errors import RpcError, SerializationError
@@ -12,10 +12,11 @@ from rpc.serialization.functions import not_found
 from rpc.serialization.payload import Destination
 from rpc.serialization.pickler import dump
 
-__all__ = ["cannot_call", "cannot_send", "describe", "reading"]
+__all__ = ["cannot_call", "cannot_send", "describe", "type_name", "unreadable"]
 
 _MAX_DEPTH: Final = 12
 _MAX_TRIALS: Final = 1000
+_STATE_METHODS: Final = ("__getstate__", "__reduce__", "__reduce_ex__")
 _MISSING: Final = re.compile(r"Can't get attribute '(?P<name>[^']*)' on <module '(?P<module>[^']*)'")
 
 
@@ -66,8 +67,10 @@ def _speaks_for_itself(error: Exception) -> bool:
 
 
 def _explained(headline: str, what: str, value: Any, cause: Exception, to: Destination | None) -> Exception:
-    path, culprit, cause = _locate(value, cause, to)
-    inner = f", because of {path} in it, of type {type_name(type(culprit))}:" if path else ":"
+    path, culprit = "", value
+    if not isinstance(cause, RecursionError):
+        path, culprit, cause = _locate(value, cause, to)
+    inner = f", because of {path.lstrip()} in it, of type {type_name(type(culprit))}:" if path else ":"
     error = SerializationError(
         f"{headline}: {what}, of type {type_name(type(value))}, cannot be sent{inner} {_reason(cause)}"
     )
@@ -114,26 +117,20 @@ def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
         return ((f"[{index}]", part) for index, part in enumerate(obj))
     if isinstance(obj, dict):
         return ((f"[{key!r:.60}]", part) for key, part in list(obj.items()))
-    state = getattr(obj, "__dict__", None)
-    if isinstance(state, dict) and not isinstance(obj, type) and not callable(obj):
-        return ((f".{name}", part) for name, part in list(state.items()))
+    if isinstance(obj, FunctionType):
+        cells = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
+        return ((f" its variable '{name}'", _content(cell)) for name, cell in cells)
+    kind = type(obj)
+    if all(getattr(kind, name) is getattr(object, name) for name in _STATE_METHODS):
+        return ((f".{name}", part) for name, part in list(getattr(obj, "__dict__", {}).items()))
     return ()
 
 
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Turn whatever unpickling raises into an error that says what could not be read.
-
-    Raises:
-        FunctionNotFoundError: the pickle names something that cannot be imported here.
-        SerializationError: anything else.
-    """
+def _content(cell: CellType) -> Any:
     try:
-        yield
-    except RpcError:
-        raise
-    except Exception as error:
-        raise unreadable(error, what) from error
+        return cell.cell_contents
+    except ValueError:
+        return None  # nothing has been assigned to the variable yet
 
 
 def unreadable(error: Exception, what: str) -> RpcError:
@@ -142,5 +139,5 @@ def unreadable(error: Exception, what: str) -> RpcError:
         module, name = missing["module"], missing["name"]
         return not_found(module, name, f"module '{module}' has no '{name}'")
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return not_found(error.name, "*", f"there is no module named '{error.name}'")
+        return not_found(error.name, "", f"there is no module named '{error.name}'")
     return SerializationError(f"{what} cannot be unpickled here: {type(error).__name__}: {error}")

@@ -25,7 +25,7 @@ import io
 import os
 import sys
 import uuid
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, Protocol
 
 import cloudpickle
@@ -102,7 +102,8 @@ def _read_main_identity() -> str:
 
 # ---- names
 
-_operator_names: dict[Any, tuple[str, str]] = {}
+_builtin_names: dict[BuiltinFunctionType, tuple[str, str]] = {}
+"""Where builtin functions have been found: their own names often say something else."""
 
 
 def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
@@ -114,7 +115,7 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
     """
     if cloudpickle.list_registry_pickle_by_value():
         return None
-    known = _operator_names.get(obj) if type(obj) is BuiltinFunctionType else None
+    known = _builtin_names.get(obj) if type(obj) is BuiltinFunctionType else None
     if known is not None and _find(*known) is obj:
         return known
     module = getattr(obj, "__module__", None)
@@ -128,8 +129,8 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
             continue
         if module in MAIN_NAMES:
             return ("__main__", name) if _shares_main(to) else None
-        if type(obj) is BuiltinFunctionType and isinstance(obj.__self__, (type, ModuleType)):
-            _operator_names[obj] = module, name
+        if type(obj) is BuiltinFunctionType:
+            _builtin_names[obj] = module, name
         return module, name
     return None
 
@@ -183,7 +184,8 @@ def not_found(module: str, name: str, why: str) -> FunctionNotFoundError:
         else "The RPC pickler does not serialize the code of what can be imported: install the same module "
         "on both workers, or name it to cloudpickle.register_pickle_by_value() on the sender"
     )
-    return FunctionNotFoundError(f"cannot find '{module}.{name}' on this worker: {why}. {hint}")
+    what = f"{module}.{name}" if name else module
+    return FunctionNotFoundError(f"cannot find '{what}' on this worker: {why}. {hint}")
 
 
 # ---- reducing

@@ -10,7 +10,7 @@ __all__ = ["Arrivals", "Buffer", "Destination", "Payload", "Source"]
 Buffer = bytes | bytearray | memoryview
 """A contiguous run of bytes: ``len()`` is their number."""
 
-Arrivals = dict[str, list[Any]]
+Arrivals = dict[str, Sequence[Any]]
 """What travelled beside a pickle and has been adopted: the objects, by the kind of their carrier."""
 
 

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
+from rpc.errors import RpcError
 from rpc.serialization import pickler as messages
+from rpc.serialization.failures import unreadable
 
-__all__ = ["PortablePickler", "PythonUDF", "ReplacementPickler", "received"]
+__all__ = [
+    "PortablePickler",
+    "PythonUDF",
+    "ReplacementPickler",
+    "dumps_with_tensors",
+    "loads_with_tensors",
+    "received",
+]
 
 
 class PythonUDF(NamedTuple):
@@ -46,8 +55,12 @@ class _TablePickler(messages.Pickler):
 
     host: messages.Pickler | None = None
     table: list[torch.Tensor]
+    reducers: Mapping[type, Callable[[Any], Any]]
 
     def reducer_override(self, obj: Any) -> Any:
+        reduce = self.reducers.get(type(obj))
+        if reduce is not None:
+            return reduce(obj)
         if isinstance(obj, torch.Tensor):
             self.table.append(obj)
             return received, (pickle.PickleBuffer(_PLACE),)
@@ -68,11 +81,50 @@ def received(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def dumps_with_tensors(
+    obj: Any, reducers: Mapping[type, Callable[[Any], Any]] | None = None
+) -> tuple[bytes, list[torch.Tensor]]:
+    """Pickle an object, leaving out its tensors. Needs no running agent.
+
+    Used inside ``__getstate__`` while a message is pickled, what travels beside the pickle (remote
+    references) travels with that message; elsewhere it is refused.
+
+    Args:
+        obj: the object.
+        reducers: how objects of exactly these classes are reduced: functions that take the object and
+            return what ``__reduce_ex__`` may return.
+
+    Returns:
+        The bytes, and the tensors that they refer to.
+    """
+    stream = io.BytesIO()
+    pickler = _TablePickler(stream, messages.PROTOCOL, buffer_callback=_stays)
+    host = messages.sending.pickler
+    if host is not None:
+        pickler.host, pickler.to, pickler.trial = host, host.to, host.trial
+    pickler.table = []
+    pickler.reducers = reducers or {}
+    pickler.dump(obj)
+    return stream.getvalue(), pickler.table
+
+
+def loads_with_tensors(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Unpickle what ``dumps_with_tensors`` made. The tensors become part of the object.
+
+    Raises:
+        FunctionNotFoundError: the bytes name a function or class that cannot be imported here.
+        SerializationError: they cannot be unpickled for another reason.
+    """
+    try:
+        return pickle.loads(data, buffers=tensors)
+    except RpcError:
+        raise
+    except Exception as error:
+        raise unreadable(error, "what was serialized") from error
+
+
 class PortablePickler:
     """Pickles by the rules of this package, into bytes and a list of tensors.
-
-    It needs no running agent. Used inside ``__getstate__`` while a message is pickled, remote references
-    travel with that message; used by itself, it refuses them.
 
     Example::
 
@@ -82,28 +134,9 @@ class PortablePickler:
     """
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        """Pickle ``obj``, leaving out its tensors.
-
-        Returns:
-            The bytes, and the tensors that belong to them.
-        """
-        stream = io.BytesIO()
-        pickler = _TablePickler(stream, messages.PROTOCOL, buffer_callback=_stays)
-        host = messages.sending.pickler
-        if host is not None:
-            pickler.host, pickler.to, pickler.trial = host, host.to, host.trial
-        pickler.table = []
-        pickler.dump(obj)
-        return stream.getvalue(), pickler.table
+        """As ``dumps_with_tensors``."""
+        return dumps_with_tensors(obj)
 
     def deserialize(self, data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-        """Unpickle what ``serialize`` made. The tensors become part of the object.
-
-        Raises:
-            FunctionNotFoundError: the bytes name a function or class that cannot be imported here.
-            SerializationError: they cannot be unpickled for another reason.
-        """
-        from rpc.serialization.failures import reading
-
-        with reading("what was serialized"):
-            return pickle.loads(data, buffers=tensors)
+        """As ``loads_with_tensors``."""
+        return loads_with_tensors(data, tensors)

@@ -26,6 +26,8 @@ __all__ = [
     "nested",
     "on_meta",
     "parameter",
+    "per_channel_quantized",
+    "per_tensor_quantized",
     "reduce_constant",
     "reduce_storage",
     "reduce_tensor",
@@ -40,6 +42,7 @@ __all__ = [
 
 _COMPRESSED_BY_ROW: Final = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
+_WHOLE_BYTES: Final = (torch.quint8, torch.qint8, torch.qint32)
 _OWN_REDUCE: Final = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
 
@@ -110,12 +113,22 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.is_mkldnn:
         return mkldnn, (tensor.to_dense(), requires_grad)
     if tensor.is_quantized:
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            tensor = tensor.clone()
-        # PyTorch's own reduction names the quantizer's parameters; the storage leaves the pickle here.
-        reduced: tuple[Any, ...] = Tensor.__reduce_ex__(tensor, 5)  # type: ignore[no-untyped-call]  # untyped in torch
-        return reduced
+        return _reduce_quantized(tensor)
     return reduce_strided(tensor, requires_grad)
+
+
+def _reduce_quantized(tensor: Tensor) -> tuple[Any, ...]:
+    scheme = tensor.qscheme()
+    if tensor.dtype in _WHOLE_BYTES and scheme is torch.per_tensor_affine:
+        return per_tensor_quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+    if tensor.dtype in _WHOLE_BYTES and scheme is torch.per_channel_affine:
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return per_channel_quantized, (tensor.int_repr(), scales, zero_points, tensor.q_per_channel_axis())
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        tensor = tensor.clone()
+    # PyTorch's own reduction knows the other schemes; the storage leaves the pickle here.
+    reduced: tuple[Any, ...] = Tensor.__reduce_ex__(tensor, 5)  # type: ignore[no-untyped-call]  # untyped in torch
+    return reduced
 
 
 def _is_wrapper(tensor: object) -> bool:
@@ -193,6 +206,18 @@ def nested(values: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, requ
     """Rebuild a nested tensor in strided layout."""
     rebuilt: Tensor = torch._nested_view_from_buffer_copy(values, sizes, strides, offsets)
     return rebuilt.requires_grad_(requires_grad)
+
+
+def per_tensor_quantized(integers: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Rebuild a tensor that is quantized with one scale; the integers' type tells the tensor's."""
+    rebuilt: Tensor = torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
+    return rebuilt
+
+
+def per_channel_quantized(integers: Tensor, scales: Tensor, zero_points: Tensor, axis: int) -> Tensor:
+    """Rebuild a tensor that is quantized with a scale per channel."""
+    rebuilt: Tensor = torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
+    return rebuilt
 
 
 def mkldnn(tensor: Tensor, requires_grad: bool) -> Tensor:

@@ -14,6 +14,7 @@ A tensor is reduced to ``(rebuild, arguments)``; the rebuilding functions below 
 
 from __future__ import annotations
 
+from ctypes import string_at
 from math import prod
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rpc.errors import SerializationError
-from rpc.serialization.memory import layout_of, memory_at, over
+from rpc.serialization.memory import INLINE_BYTES, layout_of, memory_at, over
 
 __all__ = ["conjugated", "dense", "negated", "placed", "plain", "reduce_strided", "spread"]
 
@@ -80,7 +81,7 @@ def plain(tensor: Tensor) -> tuple[Any, ...] | None:
     size = tensor.nbytes
     if not address and size:
         return None
-    data = memory_at(address, size, tensor)
+    data = string_at(address, size) if size <= INLINE_BYTES else memory_at(address, size, tensor)
     if tensor.requires_grad:
         return code, (*tensor.shape,), data, True
     return code, (*tensor.shape,), data
@@ -111,9 +112,11 @@ def reduce_strided(tensor: Tensor, requires_grad: bool) -> tuple[Any, ...]:
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
     shape, stride = (*tensor.shape,), tensor.stride()
     layout = layout_of(shape, stride)
+    _check_memory(tensor, layout.span)
     name = str(tensor.dtype).removeprefix("torch.")
     if layout.dense or (layout.overlapping and layout.span <= layout.distinct):
-        return placed, (name, shape, stride, _elements(tensor, layout.span), requires_grad)
+        data = memory_at(tensor.data_ptr(), layout.span * tensor.itemsize, tensor)
+        return placed, (name, shape, stride, data, requires_grad)
     core = _copy_without_gaps(tensor)
     data = memory_at(core.data_ptr(), core.nbytes, core, fresh=True)
     gaps = (layout.span - layout.distinct) * tensor.itemsize
@@ -123,15 +126,13 @@ def reduce_strided(tensor: Tensor, requires_grad: bool) -> tuple[Any, ...]:
     return spread, (name, shape, stride, data, requires_grad)
 
 
-def _elements(tensor: Tensor, span: int) -> Any:
-    """The memory of a tensor from its first element on."""
-    size = span * tensor.itemsize
-    storage = tensor.untyped_storage()
-    if tensor.storage_offset() * tensor.itemsize + size > storage.nbytes():
+def _check_memory(tensor: Tensor, span: int) -> None:
+    needed = (tensor.storage_offset() + span) * tensor.itemsize
+    size = tensor.untyped_storage().nbytes()
+    if span and needed > size:
         raise SerializationError(
-            f"its memory was freed or cut short: it needs {size} bytes of a storage of {storage.nbytes()}"
+            f"its memory was freed or cut short: it needs {needed} bytes of a storage of {size}"
         )
-    return memory_at(tensor.data_ptr(), size, tensor)
 
 
 def _copy_without_gaps(tensor: Tensor) -> Tensor:

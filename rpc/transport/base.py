@@ -57,7 +57,6 @@ class Connection(Protocol):
     def close(self, reason: str, *, flush: bool = False) -> None:
         """Close, telling the owner. On the loop's thread; with ``flush`` once the queue is sent."""
 
-
     def abandon(self) -> None:
         """In a forked child: let go of the descriptor, which the parent goes on using."""
 

@@ -54,7 +54,11 @@ class SocketListener:
                 self._loop.remove_reader(self._socket.fileno())
                 self._loop.call_later(_RETRY_SECONDS, self._resume)
                 return
-            self._accepted(accepted)
+            try:
+                self._accepted(accepted)
+            except OSError as error:  # it broke at once
+                logger.info("a connection on %s is gone already: %s", self.address, error)
+                accepted.close()
 
     def _resume(self) -> None:
         if self._open:
@@ -70,4 +74,6 @@ class SocketListener:
     def abandon(self) -> None:
         """In a forked child: let go of the descriptor, which the parent goes on using."""
         self._open = False
-        os.close(self._socket.detach())
+        descriptor = self._socket.detach()
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -8,6 +8,10 @@ the GIL (see ``syscalls``).
 
 The queue has a limit in bytes: beyond it, callers wait for room in ``send``; the loop never does.
 
+An exception may hit a thread between a write and the account of it: Ctrl-C can come after any call. Then
+nobody knows how much of the frame is out. While that may be, the stream is *in doubt*, and who finds it so
+when the lock is free writes no more: the connection breaks, and no other frame lands inside a frame.
+
 The socket is closed under the send lock and after its reader is removed, so that no thread can write to a
 descriptor number that already belongs to somebody else's file.
 """
@@ -15,11 +19,13 @@ descriptor number that already belongs to somebody else's file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from rpc.errors import ProtocolError
@@ -33,6 +39,8 @@ _SMALL_BYTES: Final = 64 << 10
 _PIECES_PER_WRITE: Final = 64
 _READS_PER_WAKE_UP: Final = 16
 _HANDSHAKE_FRAME_BYTES: Final = 64 << 10
+_LOCK_SECONDS: Final = 1.0
+"""Longer than anybody who is still there holds the send lock."""
 
 
 class StreamConnection:
@@ -65,12 +73,13 @@ class StreamConnection:
         self._scratch = syscalls.ReceiveBuffer(self._decoder.scratch) if syscalls.AVAILABLE else None
         self._send_lock = threading.Lock()
         self._queue: deque[Any] = deque()
-        self._count_lock = threading.Lock()
+        self._count_lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._queued_bytes = 0
         self._queue_limit = send_queue_bytes
         self._room = threading.Condition(self._count_lock)
         self._waiting_for_room = 0
         self._stalled = False
+        self._in_doubt = False
         self._open = True
         self._write_error: OSError | None = None
         self._closing: str | None = None
@@ -87,41 +96,48 @@ class StreamConnection:
     # ---- sending: any thread
 
     def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
+        if wait and self._queued_bytes > self._queue_limit:
+            self._wait_for_room()
         if not self._open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         if self._write_error is not None:
             return  # about to be closed: what was received before is still being read
         if size <= _SMALL_BYTES:
             frame = buffers[0] if len(buffers) == 1 and type(buffers[0]) is bytes else b"".join(buffers)
-            if not self._send_now(frame):
-                self._enqueue([frame], size)
+            try:
+                if not self._send_now(frame):
+                    self._enqueue([frame], size)
+                if self._queue:
+                    self._drain()
+            except BaseException:
+                self._interrupted()
+                raise
         else:
             pieces = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in buffers]
-            if not self._send_large(pieces, aliased):
-                self._enqueue(_captured(pieces) if aliased else pieces, size)
-        if self._queue:
-            self._drain()
-            if wait and self._queued_bytes > self._queue_limit:
-                self._wait_for_room()
+            try:
+                if not self._send_large(pieces, aliased):
+                    self._enqueue(_captured(pieces) if aliased else pieces, size)
+                if self._queue:
+                    self._drain()
+            except BaseException:
+                self._interrupted()
+                raise
 
     def _send_now(self, frame: bytes) -> bool:
         """Whether the frame is out of the caller's hands: written, or its rest queued in its place."""
         if self._queue or not self._send_lock.acquire(False):
             return False
         try:
-            if self._queue or not self._open:
+            if self._queue or not self._open or self._in_doubt:
                 return False
-            if syscalls.AVAILABLE:
-                count = syscalls.send_bytes(self._descriptor, frame)
-                if count == len(frame):
-                    return True
-                if count < 0:
-                    return False
-            else:
-                count = self._write([frame])
-            if count < len(frame):
+            self._in_doubt = True
+            count = (
+                syscalls.send_bytes(self._descriptor, frame) if syscalls.AVAILABLE else self._write([frame])
+            )
+            if 0 <= count < len(frame):
                 self._put_back([frame[count:]], len(frame) - count)
-            return True
+            self._in_doubt = False
+            return count >= 0
         finally:
             self._send_lock.release()
 
@@ -130,16 +146,18 @@ class StreamConnection:
         if self._queue or not self._send_lock.acquire(False):
             return False
         try:
-            if self._queue or not self._open:
+            if self._queue or not self._open or self._in_doubt:
                 return False
+            self._in_doubt = True
             left = deque(buffers)
-            while left:
+            while left and self._write_error is None:
                 count = self._write([left[index] for index in range(min(len(left), _PIECES_PER_WRITE))])
                 if not count:
                     break
                 _discard(left, count)
-            if left:
+            if left and self._write_error is None:
                 self._put_back(_captured(left) if aliased else list(left), sum(map(len, left)))
+            self._in_doubt = False
             return True
         finally:
             self._send_lock.release()
@@ -167,22 +185,27 @@ class StreamConnection:
     def _write_queue(self) -> None:
         """With the send lock: write until the queue is empty or the kernel takes no more."""
         queue = self._queue
-        while queue and self._open:
+        if self._in_doubt:
+            self._fail(OSError(errno.EINTR, "a thread was interrupted while it was writing"))
+        elif self._write_error is not None:
+            self._forget_queue()
+        while queue and self._open and self._write_error is None:
             batch = [queue[index] for index in range(min(len(queue), _PIECES_PER_WRITE))]
             size = sum(map(len, batch))
+            self._in_doubt = True
             count = self._write(batch)
-            if self._write_error is not None:
-                return
+            if self._write_error is None and (count or not size):
+                _discard(queue, count)
+                with self._count_lock:
+                    self._queued_bytes -= count
+                    if self._waiting_for_room and self._queued_bytes <= self._queue_limit:
+                        self._room.notify_all()
+            self._in_doubt = False
             if size and not count:
                 if not self._stalled:
                     self._stalled = True
-                    self._loop.call_soon_threadsafe(self._watch_writable)
+                    self._tell_loop(self._watch_writable)
                 return
-            _discard(queue, count)
-            with self._count_lock:
-                self._queued_bytes -= count
-                if self._waiting_for_room and self._queued_bytes <= self._queue_limit:
-                    self._room.notify_all()
 
     def _write(self, batch: list[Any]) -> int:
         """With the send lock: one system call; 0 when the kernel takes nothing now."""
@@ -191,11 +214,33 @@ class StreamConnection:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
-            # What the peer sent before it broke off is still to be read: the reader finds the end.
-            self._write_error = error
-            self._forget_queue()
-            self._loop.call_soon_threadsafe(self._write_failed)
+            self._fail(error)
             return sum(map(len, batch))
+
+    def _fail(self, error: OSError) -> None:
+        """Send no more. What the peer sent before it broke off is still to be read, so the loop closes."""
+        self._write_error = error
+        self._forget_queue()
+        self._tell_loop(self._write_failed)
+
+    def _interrupted(self) -> None:
+        """An exception hit this thread in the middle of ``send``: leave nothing half done."""
+        # If the lock cannot be had, it was acquired by this thread right before the exception.
+        self._send_lock.acquire(timeout=_LOCK_SECONDS)
+        self._send_lock.release()
+        if self._stalled:
+            self._tell_loop(self._watch_writable)
+        if self._write_error is not None:
+            self._tell_loop(self._write_failed)
+        elif self._in_doubt:
+            with self._send_lock:
+                self._write_queue()
+        else:
+            self._drain()
+
+    def _tell_loop(self, callback: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
+            self._loop.call_soon_threadsafe(callback)
 
     def _forget_queue(self) -> None:
         with self._count_lock:
@@ -233,31 +278,33 @@ class StreamConnection:
         elif self._closing is not None:
             self.close(self._closing)
 
-    def _readable(self) -> None:
+    def _readable(self) -> bool:
+        """Receive what there is; returns whether there may be more, which is left for the next time."""
         for _ in range(_READS_PER_WAKE_UP):
             if not self._open:
-                return
+                return False
             offset = self._decoder.scratch_offset
             if offset >= 0 and self._scratch is not None:
                 capacity = len(self._decoder.scratch) - offset
                 count = self._scratch.receive(self._descriptor, offset)
-                if count < 0:
+                if count <= 0:
                     count = self._receive(self._decoder.buffer())
             else:
                 buffer = self._decoder.buffer()
                 capacity = len(buffer)
                 count = self._receive(buffer)
             if count <= 0:
-                return
+                return False
             try:
                 frames = self._decoder.received(count)
             except ProtocolError as error:
                 self.close(str(error))
-                return
+                return False
             if frames:
                 self.owner.frames_received(self, frames)
             if count < capacity:
-                return
+                return False
+        return self._open
 
     def _receive(self, buffer: memoryview) -> int:
         """Receive through the socket; at the end of the stream closes and returns 0."""
@@ -273,8 +320,9 @@ class StreamConnection:
         return count
 
     def _write_failed(self) -> None:
-        self._readable()
-        if self._open:
+        if self._readable() and not self._in_doubt:
+            self._loop.call_soon(self._write_failed)  # once what came meanwhile is dealt with
+        elif self._open:
             error = self._write_error
             self.close(f"the connection broke: {error.strerror if error else 'unknown'}")
 
@@ -283,9 +331,9 @@ class StreamConnection:
             return
         if flush and self._queue and self._write_error is None:
             self._closing = reason
-            self._drain()
-            if self._queue:
-                return
+            # Whoever empties the queue, the loop looks again when the socket is writable.
+            self._loop.add_writer(self._descriptor, self._writable)
+            return
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
         with self._send_lock:
@@ -296,7 +344,9 @@ class StreamConnection:
 
     def abandon(self) -> None:
         self._open = False
-        os.close(self._socket.detach())
+        descriptor = self._socket.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _captured(pieces: Iterable[Any]) -> list[Any]:

@@ -416,7 +416,7 @@ class Simulation:
                 state = worker.protocol.state(ref)
                 if state is State.PENDING and not truth.given_up:
                     raise Violation(f"worker {peer} waits for an answer for {ref} for ever: {truth}")
-                if state is State.CONFIRMED and truth.freed:
+                if state is State.CONFIRMED and truth.freed and not truth.given_up:
                     raise Violation(f"worker {peer} has {ref} to an object that is freed: {truth}")
 
     # What the shells do

@@ -106,16 +106,23 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         graceful: wait for all work everywhere first.
         timeout: for how long, in seconds; 0 for ever.
     """
-    agent = _get_current_rpc_agent()
-    if graceful:
+    _get_current_rpc_agent()
+    if graceful and _wait_all_workers is not _wait_all_workers_of_ours:
         try:
-            if agent.is_static_group:
-                _wait_all_workers(timeout)
-            _delete_all_user_and_unforked_owner_rrefs()
+            _wait_all_workers(timeout)  # put in its place by somebody, who wants it to be used
         except BaseException:
             rpc.shutdown(graceful=False)
             raise
-    rpc.shutdown(graceful=graceful, timeout=timeout)
+    rpc.shutdown(
+        graceful=graceful,
+        timeout=timeout,
+        release_references=_delete_all_user_and_unforked_owner_rrefs is _delete_ours,
+        raise_on_leaks=graceful and not _ignore_rref_leak,
+    )
+
+
+_wait_all_workers_of_ours = _wait_all_workers
+_delete_ours = _delete_all_user_and_unforked_owner_rrefs
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

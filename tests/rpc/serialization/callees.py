@@ -2,11 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+import enum
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
 
 
 def null(*args: Any, **kwargs: Any) -> None:
     """Takes anything and returns nothing."""
+
+
+def add(a: Any, b: Any) -> Any:
+    """The sum."""
+    return a + b
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that keeps the name."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@logged
+def decorated(a: int) -> int:
+    """One more."""
+    return a + 1
+
+
+double = lambda a: 2 * a  # noqa: E731
+
+
+def make_adder(amount: Any) -> Callable[[Any], Any]:
+    """A closure over ``amount``."""
+
+    def adder(value: Any) -> Any:
+        return value + amount
+
+    return adder
 
 
 class Plain:
@@ -14,3 +55,129 @@ class Plain:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    def get(self) -> Any:
+        """The value."""
+        return self.value
+
+    @classmethod
+    def make(cls, value: Any) -> Plain:
+        """Another constructor."""
+        return cls(value)
+
+    @staticmethod
+    def triple(value: Any) -> Any:
+        """Three times the value."""
+        return 3 * value
+
+    class Inner:
+        """A nested class."""
+
+
+class Slotted:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Color(enum.Enum):
+    """An enumeration."""
+
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Point:
+    """A dataclass."""
+
+    x: Any
+    y: Any = 0
+    tags: list[str] = field(default_factory=list)
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    left: Any
+    right: Any
+
+
+class Locked:
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.name = "locked"
+        self.lock = threading.Lock()
+
+
+class DropsLock(Locked):
+    """Can be pickled all the same."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+
+class FailsToLoad:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return fail, ("cannot be rebuilt",)
+
+
+def fail(text: str) -> None:
+    """Raises."""
+    raise ValueError(text)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+    @torch.jit.script
+    def scripted(x: torch.Tensor, k: int) -> torch.Tensor:
+        """A TorchScript function."""
+        return x + k
+
+
+class OddError(Exception):
+    """Does not take the arguments that it leaves in ``args``."""
+
+    def __init__(self, flag: bool, text: str) -> None:
+        self.flag = flag
+        super().__init__(text)
+
+
+class DetailedError(Exception):
+    """Has attributes."""
+
+    def __init__(self, text: str, detail: Any = None) -> None:
+        super().__init__(text)
+        self.detail = detail
+
+
+class RefusingError(Exception):
+    """Cannot be pickled at all."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("not this one")
+
+
+class MutedError(Exception):
+    """Cannot even be turned into text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def trouble(depth: int) -> None:
+    """Raises with a traceback of several frames."""
+    if depth:
+        trouble(depth - 1)
+    raise ValueError("trouble")
+
+
+class Tagged(torch.Tensor):
+    """A subclass of Tensor that is no wrapper."""

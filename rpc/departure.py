@@ -1,0 +1,156 @@
+"""Waiting for the end of all work, everywhere or here: the shell round ``termination``.
+
+Everything but ``wait`` runs on the loop's thread. What may have become idle is looked at when something
+ended: a task, a call, a request, or a control message that was acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
+from rpc.peer import Peer
+from rpc.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination
+from rpc.wire import Frame, Kind, encode
+from rpc.workers import Member
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+__all__ = ["Departure"]
+
+ROUNDS: Final = 2
+"""The first ends when no call is under way anywhere, the second when all references are given back."""
+
+
+class Departure:
+    """One agent's way out of its group.
+
+    Args:
+        agent: of this worker.
+        members: of a static group; None in a dynamic one, where each leaves when its own work is done.
+    """
+
+    def __init__(self, agent: Agent, members: Sequence[Member] | None) -> None:
+        self._agent = agent
+        self._termination = (
+            None if members is None else Termination(agent.own_peer.member, members, ROUNDS)
+        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: Callable[[str | None], None] | None = None
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end of a round (in a dynamic group: of this worker's own work). Ctrl-C interrupts.
+
+        Args:
+            timeout: seconds; 0 for no limit.
+
+        Raises:
+            RpcTimeoutError: it took longer; says who is not in shutdown, or who is still busy.
+        """
+        ended = threading.Event()
+        failure: list[str | None] = [None]
+
+        def end(reason: str | None) -> None:
+            failure[0] = reason
+            ended.set()
+
+        self._agent.on_loop(self._begin, end, timeout)
+        if self._termination is not None:
+            ended.wait()
+        elif not ended.wait(timeout or None):
+            failure[0] = f"this worker still has {self._report().active} calls or tasks under way"
+        if failure[0] is not None:
+            raise RpcTimeoutError(f"worker '{self._agent.info.name}' gave up leaving: {failure[0]}")
+
+    @property
+    def under_way(self) -> bool:
+        """Whether somebody waits, and wants to know when this worker may have become idle."""
+        return self._waiting is not None
+
+    def look(self, _: object = None) -> None:
+        """This worker may have become idle."""
+        if self._termination is not None:
+            self._act(self._termination.became_idle(time.monotonic(), self._report()))
+        elif self._waiting is not None and not self._report().active:
+            self._end(None)
+
+    def received(self, peer: Peer, frame: Frame) -> None:
+        """A frame of kind ``SHUTDOWN``."""
+        if self._termination is None:
+            raise ProtocolError("a shutdown message in a dynamic group, whose members leave one by one")
+        message = frame.header.get("message")
+        self._act(
+            self._termination.receive(peer.incarnation, message, time.monotonic(), self._report())
+        )
+
+    def worker_gone(self, peer: Peer) -> None:
+        """A worker is gone, for whatever reason."""
+        if self._termination is not None:
+            self._act(self._termination.lost(peer.incarnation, time.monotonic(), self._report()))
+
+    def _begin(self, end: Callable[[str | None], None], timeout: float) -> None:
+        self._waiting = end
+        if self._termination is not None:
+            self._act(self._termination.enter(time.monotonic(), self._report(), timeout))
+        else:
+            self.look()
+
+    def _report(self) -> Report:
+        """What is under way here. Nothing can be on its way that is not under way at its sender: a call is
+        until it is answered, a control message until it is acknowledged. So no message needs to be counted
+        against another; a count of all that ever began shows whether anything happened between two looks.
+        """
+        agent = self._agent
+        me = agent.incarnation
+        begun = {me: agent.begun()}
+        return Report(agent.under_way(), begun, begun)
+
+    def _act(self, actions: Sequence[Any]) -> None:
+        agent = self._agent
+        for action in actions:
+            match action:
+                case Send(incarnation, message):
+                    peer = agent.peer_by_incarnation(incarnation)
+                    if peer is not None:
+                        _send(peer, message)
+                case CutOff(incarnation):
+                    peer = agent.peer_by_incarnation(incarnation)
+                    if peer is not None:
+                        agent.links.lose(peer, "the worker that leads the shutdown found it gone")
+                case Quiescent() | Leave():
+                    self._end(None)
+                case Failed(reason):
+                    self._end(reason)
+        self._set_timer()
+
+    def _end(self, reason: str | None) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting(reason)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        assert self._termination is not None
+        due = self._termination.next_tick
+        if due is not None:
+            self._timer = self._agent.loop.call_later(max(0.0, due - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        assert self._termination is not None
+        self._act(self._termination.tick(time.monotonic(), self._report()))
+
+
+def _send(peer: Peer, message: list[Any]) -> None:
+    buffers, size = encode(Kind.SHUTDOWN, 0, {"message": message}, ())
+    try:
+        peer.send(buffers, size, wait=False)
+    except WorkerLostError:
+        pass  # ``worker_gone`` is on its way

@@ -1,0 +1,397 @@
+"""The wire format: every frame comes back as it was, however the bytes arrive; all else is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from struct import Struct
+from typing import Any, NoReturn
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpc import wire
+from rpc.errors import ProtocolError
+from rpc.wire import Decoder, Frame, decode_one, encode, encode_small
+
+LIMIT = 8 << 20
+BUFFER = len(Decoder(LIMIT).scratch)
+PREFIX = Struct("<QQIIB3x")
+
+Message = tuple[int, int, dict[str, Any], list[bytes]]
+"""Kind, call id, header and segments: what ``encode`` is given."""
+
+
+def encoded(message: Message) -> bytes:
+    buffers, size = encode(*message)
+    data = b"".join(buffers)
+    assert len(data) == size
+    return data
+
+
+def stream_of(messages: list[Message]) -> bytes:
+    return wire.PREAMBLE + b"".join(encoded(message) for message in messages)
+
+
+def feed(decoder: Decoder, data: bytes, chunks: Iterator[int] | None = None) -> list[Frame]:
+    """Passes ``data`` to the decoder as a socket would, at most ``next(chunks)`` bytes at a time."""
+    frames: list[Frame] = []
+    view = memoryview(data)
+    while view:
+        buffer = decoder.buffer()
+        assert len(buffer) > 0
+        if decoder.scratch_offset >= 0:
+            assert len(buffer) == len(decoder.scratch) - decoder.scratch_offset
+        count = min(len(buffer), len(view), next(chunks) if chunks else len(view))
+        buffer[:count] = view[:count]
+        frames += decoder.received(count)
+        view = view[count:]
+    return frames
+
+
+def greeted(max_frame_bytes: int = LIMIT) -> Decoder:
+    decoder = Decoder(max_frame_bytes)
+    assert feed(decoder, wire.PREAMBLE) == []
+    return decoder
+
+
+def as_messages(frames: list[Frame]) -> list[Message]:
+    return [
+        (frame.kind, frame.call_id, frame.header, [bytes(segment) for segment in frame.segments])
+        for frame in frames
+    ]
+
+
+def prefix(body: int = 0, *, call_id: int = 0, header: int = 0, segments: int = 0, kind: int = 5) -> bytes:
+    return PREFIX.pack(body, call_id, header, segments, kind)
+
+
+u64 = st.integers(0, 2**64 - 1)
+texts = st.text(max_size=4)
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | texts
+values = (
+    scalars
+    | st.binary(max_size=4)
+    | st.lists(scalars, max_size=3)
+    | st.dictionaries(texts, scalars, max_size=2)
+)
+headers: st.SearchStrategy[dict[str, Any]] = st.just({}) | st.dictionaries(texts, values, max_size=3)
+segment_lists = st.lists(st.binary(max_size=80), max_size=6)
+small_messages = st.tuples(st.integers(0, 255), u64, headers, segment_lists)
+sizes_round_the_buffer = st.sampled_from(
+    [BUFFER - 28 - 1, BUFFER - 28, BUFFER - 28 + 1, BUFFER, BUFFER + 1, 2 * BUFFER, (1 << 20) - 1, 1 << 20]
+)
+large_messages = st.tuples(
+    st.just(int(wire.Kind.CALL)),
+    u64,
+    st.sampled_from([{}, {"dtype": "float32"}]),
+    st.lists(sizes_round_the_buffer.map(lambda size: bytes([size % 251]) * size), min_size=1, max_size=3),
+)
+chunkings = st.lists(st.integers(1, 200), min_size=1, max_size=50)
+
+
+def endless(sizes: list[int]) -> Iterator[int]:
+    while True:
+        yield from sizes
+
+
+@settings(deadline=None)
+@given(messages=st.lists(small_messages, max_size=4), sizes=chunkings)
+def test_frames_arrive_as_sent_however_the_stream_is_cut(messages: list[Message], sizes: list[int]) -> None:
+    decoder = Decoder(LIMIT)
+    assert as_messages(feed(decoder, stream_of(messages), endless(sizes))) == messages
+
+
+def test_frames_arrive_as_sent_one_byte_at_a_time() -> None:
+    messages: list[Message] = [(5, 1, {"a": [1]}, [b"pickle", b"", b"tensor"]), (6, 2**64 - 1, {}, [])]
+    assert as_messages(feed(Decoder(LIMIT), stream_of(messages), endless([1]))) == messages
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    messages=st.lists(large_messages | small_messages, min_size=1, max_size=4),
+    sizes=st.lists(
+        st.sampled_from([1, 27, 4096, BUFFER - 1, BUFFER, 1 << 20]), min_size=1, max_size=8
+    ).filter(lambda sizes: max(sizes) >= 4096),
+)
+def test_frames_larger_than_the_receive_buffer_arrive_as_sent(
+    messages: list[Message], sizes: list[int]
+) -> None:
+    assert as_messages(feed(Decoder(LIMIT), stream_of(messages), endless(sizes))) == messages
+
+
+@pytest.mark.parametrize("count", [2, 3, 1000, 20_000])
+def test_a_frame_may_have_many_segments(count: int) -> None:
+    segments = [bytes([index % 256]) * (index % 7) for index in range(count)]
+    message: Message = (5, 7, {"tensors": count}, segments)
+    assert as_messages(feed(Decoder(LIMIT), stream_of([message]))) == [message]
+
+
+@pytest.mark.parametrize("segments", [[], [b""], [b"", b""], [b"", b"", b"x"], [b"x", b"", b""]])
+@pytest.mark.parametrize("header", [{}, {"a": 1}])
+def test_segments_may_be_empty(header: dict[str, Any], segments: list[bytes]) -> None:
+    message: Message = (5, 7, header, segments)
+    assert as_messages(feed(Decoder(LIMIT), stream_of([message, message]))) == [message, message]
+
+
+@given(segments=st.lists(st.binary(max_size=40), min_size=2, max_size=6), header=headers)
+def test_tensors_start_at_multiples_of_16_within_the_body(
+    segments: list[bytes], header: dict[str, Any]
+) -> None:
+    (frame,) = feed(greeted(), encoded((5, 0, header, segments)))
+    for segment in frame.segments[1:]:
+        if len(segment):
+            body = segment.obj
+            offset = _address(segment) - _address(memoryview(body))
+            assert offset % wire.ALIGNMENT == 0
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def test_segments_are_sent_without_being_copied() -> None:
+    pickled, tensor = bytearray(100), bytearray(1000)
+    buffers, _ = encode(5, 0, {}, [pickled, tensor])
+    assert [buffer for buffer in buffers if buffer is pickled or buffer is tensor] == [pickled, tensor]
+
+
+def test_the_short_form_of_a_call_is_the_same_frame() -> None:
+    assert encode_small(5, 77, b"pickle") == encoded((5, 77, {}, [b"pickle"]))
+
+
+@pytest.mark.parametrize("size", [10, BUFFER, 2 << 20])
+def test_segments_are_writable_and_belong_to_their_receiver(size: int) -> None:
+    decoder = greeted()
+    message: Message = (5, 0, {}, [b"a" * size, b"b" * size])
+    (first,) = feed(decoder, encoded(message))
+    (second,) = feed(decoder, encoded(message))
+    for segment in second.segments:
+        segment[:] = b"c" * size
+    assert as_messages([first]) == [message]
+
+
+@pytest.mark.parametrize("size", [10, 2 << 20])
+def test_a_forked_child_has_received_tensors_to_itself(size: int) -> None:
+    (frame,) = feed(greeted(), encoded((5, 0, {}, [b"a" * size])))
+    child = os.fork()
+    if not child:
+        frame.segments[0][:1] = b"b"
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert bytes(frame.segments[0][:1]) == b"a"
+
+
+@given(message=small_messages)
+def test_one_frame_is_decoded_in_place(message: Message) -> None:
+    data = bytearray(encoded(message))
+    frame = decode_one(data)
+    assert as_messages([frame]) == [message]
+    assert all(segment.obj is data for segment in frame.segments)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("greeting", "complaint"),
+    [
+        (b"GET / HTTP/1.1\r\n", r"does not speak farcall's protocol \(it began with b'GET / HT'\)"),
+        (b"\x16\x03\x01", r"does not speak farcall's protocol \(it began with b'\\x16\\x03\\x01'\)"),
+        (b"farcalX", "does not speak farcall's protocol"),
+        (b"farcall\x09", "the peer speaks version 9 of farcall's protocol, this worker version 1"),
+    ],
+)
+def test_a_peer_that_speaks_another_protocol_or_version_is_refused(greeting: bytes, complaint: str) -> None:
+    with pytest.raises(ProtocolError, match=complaint):
+        feed(Decoder(LIMIT), greeting)
+
+
+def test_a_wrong_first_byte_is_refused_without_waiting_for_more() -> None:
+    with pytest.raises(ProtocolError, match="does not speak"):
+        feed(Decoder(LIMIT), b"G")
+
+
+def packed(value: object) -> bytes:
+    data: bytes = msgpack.packb(value)
+    return data
+
+
+MALFORMED = {
+    "over the frame limit": (prefix(LIMIT + 1), f"frame of {LIMIT + 1} bytes is over the limit of {LIMIT}"),
+    "absurdly long": (prefix(2**64 - 1), "is over the limit"),
+    "header over its limit": (
+        prefix(LIMIT, header=wire.MAX_HEADER_BYTES + 1),
+        r"a header of \d+ bytes is over the limits",
+    ),
+    "header longer than the body": (prefix(10, header=11), "cannot hold 0 segments and a header of 11 bytes"),
+    "too many segments": (prefix(LIMIT, segments=wire.MAX_SEGMENTS + 1), r"of 1048577 segments .* is over"),
+    "table longer than the body": (prefix(15, segments=3), "cannot hold 3 segments"),
+    "table and header longer than the body": (prefix(16, segments=2, header=9), "cannot hold 2 segments"),
+    "bytes of no segment": (prefix(4) + b"left", "4 bytes of a frame belong to no segment"),
+    "bytes after the header": (prefix(2, header=1) + packed({}) + b"x", "1 bytes of a frame belong to no"),
+    "segment longer than the body": (
+        prefix(8 + 4, segments=2) + Struct("<Q").pack(5) + b"four",
+        "segment 0 of 2 ends beyond its frame of 12 bytes",
+    ),
+    "segment absurdly long": (
+        prefix(8 + 4, segments=2) + Struct("<Q").pack(2**64 - 1) + b"four",
+        "segment 0 of 2 ends beyond",
+    ),
+    "no room for the padding": (
+        prefix(8 + 4, segments=2) + Struct("<Q").pack(4) + b"four",
+        "segment 1 of 2 ends beyond",
+    ),
+    "header not msgpack": (prefix(1, header=1) + b"\xc1", "header is not msgpack"),
+    "header with something after it": (prefix(2, header=2) + packed({}) + b"\0", "header is not msgpack"),
+    "header cut off": (prefix(1, header=1) + b"\x81", "header is not msgpack"),
+    "header not a map": (prefix(3, header=3) + packed([1, 2]), "header is a list, not a map"),
+    "header with text that is not UTF-8": (
+        prefix(4, header=4) + b"\x81\xa1\xff\x01",
+        "header is not msgpack",
+    ),
+    "header with a list for a key": (prefix(3, header=3) + b"\x81\x90\x01", "header is not msgpack"),
+    "header nested without end": (prefix(4000, header=4000) + b"\x91" * 4000, "header is not msgpack"),
+    "header that announces more than there is": (
+        prefix(6, header=6) + b"\x81\xdd\xff\xff\xff\xff",
+        "header is not msgpack",
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "complaint"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_frame_is_refused(data: bytes, complaint: str) -> None:
+    with pytest.raises(ProtocolError, match=complaint):
+        feed(greeted(), data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [data for name, (data, _) in MALFORMED.items() if "frame limit" not in name and "absurdly" not in name]
+    + [b"", b"short", prefix(1), prefix(0) + b"more"],
+)
+def test_one_malformed_frame_in_memory_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_one(bytearray(data))
+
+
+def test_frames_before_a_malformed_one_were_handed_over_if_they_came_earlier() -> None:
+    decoder = greeted()
+    assert len(feed(decoder, encode_small(5, 1, b"fine"))) == 1
+    with pytest.raises(ProtocolError):
+        feed(decoder, prefix(4) + b"left")
+
+
+def test_the_limit_on_frames_can_be_raised_when_the_peer_is_known() -> None:
+    decoder = greeted(max_frame_bytes=10)
+    assert len(feed(decoder, encode_small(5, 1, b"0123456789"))) == 1
+    decoder.max_frame_bytes = 11
+    assert len(feed(decoder, encode_small(5, 1, b"0123456789a"))) == 1
+    with pytest.raises(ProtocolError, match="over the limit of 11"):
+        feed(decoder, encode_small(5, 1, b"0123456789ab"))
+
+
+def test_a_header_over_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_HEADER_BYTES", 10)
+    with pytest.raises(ProtocolError, match="a header of 15 bytes is over the limit of 10"):
+        encode(5, 0, {"key": "123456789"}, ())
+
+
+def test_more_segments_than_the_limit_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_SEGMENTS", 2)
+    encode(5, 0, {}, [b"", b""])
+    with pytest.raises(ProtocolError, match="a frame of 3 segments is over the limit of 2"):
+        encode(5, 0, {}, [b"", b"", b""])
+
+
+def test_a_frame_that_finds_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*args: object, **kwargs: object) -> NoReturn:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", out_of_memory)
+    with pytest.raises(ProtocolError, match="there is no memory for a frame of 4194304 bytes"):
+        feed(greeted(), prefix(4 << 20, segments=1))
+
+
+# ---- fuzzing: nothing but ``ProtocolError``, and no allocation beyond the limit
+
+FUZZ_LIMIT = 300_000
+
+
+@pytest.fixture(scope="module")
+def allocations() -> Iterator[list[int]]:
+    """The sizes of what the decoder allocates for bodies that don't fit its buffer."""
+    sizes: list[int] = []
+    allocate = wire._allocate
+
+    def noting(length: int) -> memoryview:
+        sizes.append(length)
+        return allocate(length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "_allocate", noting)
+        yield sizes
+
+
+def survives(data: bytes, sizes: list[int], allocations: list[int]) -> None:
+    allocations.clear()
+    decoder = Decoder(FUZZ_LIMIT)
+    try:
+        for frame in feed(decoder, data, endless(sizes)):
+            assert isinstance(frame.header, dict)
+            assert sum(map(len, frame.segments)) <= FUZZ_LIMIT
+    except ProtocolError:
+        pass
+    assert all(size <= FUZZ_LIMIT for size in allocations)
+
+
+@given(data=st.binary(max_size=400), sizes=chunkings)
+def test_random_bytes_do_no_harm(allocations: list[int], data: bytes, sizes: list[int]) -> None:
+    survives(data, sizes, allocations)
+    survives(wire.PREAMBLE + data, sizes, allocations)
+
+
+near_limits = st.sampled_from([0, 1, 7, 8, 9, 16, 27, 28, 29, FUZZ_LIMIT - 1, FUZZ_LIMIT, FUZZ_LIMIT + 1])
+lengths = near_limits | st.integers(0, 2**32 - 1)
+
+
+@given(
+    body=lengths | u64,
+    header=lengths,
+    segments=lengths,
+    rest=st.binary(max_size=200) | segment_lists.map(packed),
+    sizes=chunkings,
+)
+def test_random_prefixes_do_no_harm(
+    allocations: list[int], body: int, header: int, segments: int, rest: bytes, sizes: list[int]
+) -> None:
+    data = wire.PREAMBLE + prefix(body, header=header, segments=segments) + rest
+    survives(data, sizes, allocations)
+    # A body as long as announced gets past the first checks.
+    exact = wire.PREAMBLE + prefix(len(rest), header=header % (len(rest) + 1), segments=segments % 30) + rest
+    survives(exact + exact[len(wire.PREAMBLE) :], sizes, allocations)
+
+
+@settings(deadline=None)
+@given(
+    messages=st.lists(small_messages, min_size=1, max_size=3),
+    changes=st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4),
+    cut=st.integers(0, 2**16),
+    sizes=chunkings,
+)
+def test_valid_streams_with_a_few_bytes_changed_do_no_harm(
+    allocations: list[int],
+    messages: list[Message],
+    changes: list[tuple[int, int]],
+    cut: int,
+    sizes: list[int],
+) -> None:
+    data = bytearray(stream_of(messages))
+    for position, value in changes:
+        data[position % len(data)] = value
+    survives(bytes(data), sizes, allocations)
+    survives(bytes(data[: cut % len(data)]), sizes, allocations)
