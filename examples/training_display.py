@@ -101,7 +101,7 @@ class _Lines(TrainingDisplay):
 
     def show(self, trainers: Sequence[TrainerProgress]) -> None:
         finished = all(trainer.steps == self._steps for trainer in trainers)
-        started = any(trainer.steps for trainer in trainers)
+        started = all(trainer.steps for trainer in trainers)
         if not finished and (not started or time.monotonic() < self._next):
             return
         self._next = time.monotonic() + self._EVERY

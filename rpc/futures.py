@@ -2,8 +2,8 @@
 
 When a reply arrives, the loop only stores it. If a thread waits for it, that thread is woken, decodes it and
 completes the future, at no cost of a further hand-over; where nobody waits, an executor thread does it.
-Both may try: who takes the claim wins. A waiting thread waits on a lock of its own, which Ctrl-C
-interrupts.
+Both may try: the second waits for the first to have decoded. A waiting thread waits on a lock of its own,
+which Ctrl-C interrupts; what it was about to do is then done by an executor thread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from threading import TIMEOUT_MAX
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
@@ -25,6 +27,8 @@ __all__ = ["Future", "PendingCall", "check_may_block", "collected_futures", "for
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+_NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 
 _thread_state: Final = threading.local()
 
@@ -101,11 +105,19 @@ class PendingCall:
         self.watched = False
         self._waiters: list[threading.Lock] = []
 
+    @property
+    def asked(self) -> str:
+        """What was asked, for people; made without running code of the user's, such as a ``__repr__``."""
+        what = self.what
+        if isinstance(what, str):
+            return what
+        named = what if isinstance(what, _NAMED_CALLABLES) else type(what)
+        return str(named.__qualname__)
+
     def timeout_error(self) -> RpcTimeoutError:
         """The error of this call when its time is over."""
-        what = getattr(self.what, "__qualname__", self.what)
         return RpcTimeoutError(
-            f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {what} on worker "
+            f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {self.asked} on worker "
             f"'{self.peer.name}' has not answered. Pass a larger timeout= (0 for none), or set_rpc_timeout()."
         )
 
@@ -127,31 +139,34 @@ class PendingCall:
             waiter.release()
         return False
 
+    def settled(self) -> bool:
+        """Whether the call has ended."""
+        return self.outcome is not None
+
     def wait_settled(self) -> None:
         """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
-        if self.outcome is not None:
+        if self.settled():
             return
         check_may_block()
         lock = threading.Lock()
         lock.acquire()
-        self._waiters.append(lock)
-        if self.outcome is not None:
-            return
         try:
+            self._waiters.append(lock)
+            if self.settled():
+                return
             if self.watched or self.deadline == float("inf"):
                 lock.acquire()
-            elif not lock.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
+            elif not lock.acquire(timeout=min(max(0.0, self.deadline - time.monotonic()), TIMEOUT_MAX)):
                 error = self.owner.expire(self)
                 if error is not None:
                     self.outcome = error
                 else:
                     lock.acquire()
         except BaseException:
-            self._waiters.remove(lock)
+            if lock in self._waiters:
+                self._waiters.remove(lock)
             if self.future is None:
                 self.owner.expire(self)
-            elif self.outcome is not None:
-                self.owner.complete_soon(self.future)
             raise
 
     def result(self) -> Any:
@@ -178,6 +193,7 @@ class Future(torch.futures.Future[T]):
 
     _call: PendingCall | None = None
     _claim: threading.Lock | None = None
+    _ending: tuple[Any, BaseException | None] | None = None
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
@@ -191,21 +207,24 @@ class Future(torch.futures.Future[T]):
         return future
 
     def complete(self, _: object = None) -> None:
-        """Decode the reply, which has arrived, and complete the future, unless somebody else does."""
+        """Decode the reply, which has arrived, and complete the future, unless somebody else has.
+
+        Every step is safe to repeat, since Ctrl-C may come between any two of them.
+        """
         call, claim = self._call, self._claim
-        if call is None or claim is None or not claim.acquire(False):
+        if call is None or claim is None:
             return
-        outcome = call.outcome
-        assert outcome is not None
-        try:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            value = call.owner.decode(call, outcome)
-        except BaseException as error:
-            _fail(self, error)
-        else:
-            self.set_result(value)
+        interruption: KeyboardInterrupt | None = None
+        with claim:
+            ending = self._ending
+            if ending is None:
+                ending = self._ending = _decoded(call)
+                if isinstance(ending[1], KeyboardInterrupt):
+                    interruption = ending[1]
+        _end(self, *ending)
         self._call = None
+        if interruption is not None:
+            raise interruption
 
     def wait(self) -> T:
         """Block until the future is completed.
@@ -221,8 +240,14 @@ class Future(torch.futures.Future[T]):
             check_may_block()
             call = self._call
             if call is not None:
-                call.wait_settled()
-                self.complete()
+                try:
+                    call.wait_settled()
+                    self.complete()
+                except BaseException:
+                    if call.settled():
+                        call.owner.complete_soon(self)
+                    raise
+                _raise_interruption()
             elif self._claim is None:
                 done = threading.Lock()
                 done.acquire()
@@ -237,7 +262,7 @@ class Future(torch.futures.Future[T]):
         the agent's loop, so it may make blocking calls.
         """
         if not callable(callback):
-            super().then(callback)  # PyTorch's own error
+            super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
         following: Future[S] = Future()
 
         def run(_: object) -> None:
@@ -245,6 +270,8 @@ class Future(torch.futures.Future[T]):
                 value = callback(self)
             except BaseException as error:
                 _fail(following, RuntimeError(f"{type(error).__name__}: {error}"), error)
+                if isinstance(error, KeyboardInterrupt):
+                    _thread_state.interruption = error  # raised here, it would only be printed
             else:
                 following.set_result(value)
 
@@ -269,7 +296,42 @@ class Future(torch.futures.Future[T]):
         return super().wait()
 
 
-def _fail(future: torch.futures.Future[Any], error: BaseException, cause: BaseException | None = None) -> None:
+def _raise_interruption() -> None:
+    """Raise the Ctrl-C that hit a callback on this thread."""
+    interruption: KeyboardInterrupt | None = getattr(_thread_state, "interruption", None)
+    if interruption is not None:
+        _thread_state.interruption = None
+        raise interruption
+
+
+def _decoded(call: PendingCall) -> tuple[Any, BaseException | None]:
+    """How a settled call ended: a value or an error."""
+    outcome = call.outcome
+    assert outcome is not None
+    if isinstance(outcome, BaseException):
+        return None, outcome
+    try:
+        return call.owner.decode(call, outcome), None
+    except BaseException as error:
+        return None, error
+
+
+def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | None) -> None:
+    """Complete a future, unless another thread has just done so."""
+    try:
+        if error is None:
+            future.set_result(value)
+        else:
+            _fail(future, error)
+    except Exception as refusal:
+        if not future.done():  # PyTorch does not take this value
+            with contextlib.suppress(RuntimeError):
+                _fail(future, refusal)
+
+
+def _fail(
+    future: torch.futures.Future[Any], error: BaseException, cause: BaseException | None = None
+) -> None:
     if cause is not None:
         error.__cause__ = cause
     if not isinstance(error, Exception):
@@ -294,12 +356,16 @@ def wait_all() -> Iterator[None]:
                 rpc.rpc_async(worker, evaluate)
     """
     futures: list[Future[Any]] = []
+    outer = getattr(collected_futures, "future_list", None)
     collected_futures.future_list = futures
     try:
         yield
         wait_futures(futures)
     finally:
-        del collected_futures.future_list
+        if outer is None:
+            del collected_futures.future_list
+        else:
+            collected_futures.future_list = outer
 
 
 def wait_futures(futures: list[Any]) -> list[Any]:

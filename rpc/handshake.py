@@ -88,6 +88,8 @@ def judge(hello: Hello, view: Membership, group: str, *, connected: bool, connec
         return Refusal(
             MISTAKEN, f"{sides}, but wanted incarnation {hello.wanted:x}, which is no longer at this address"
         )
+    if other.incarnation == me.incarnation:
+        return Refusal(STRANGER, f"{sides}, but claims to be that very worker")
     gone = view.gone_reason(other.incarnation)
     if gone is not None:
         return Refusal(GONE, f"{sides}, which has given it up ({gone})")

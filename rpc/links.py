@@ -75,8 +75,12 @@ class Links:
 
     def listen(self, host: str, port: int) -> list[str]:
         """Listen with every transport; returns the addresses, best first."""
-        for transport in self._transports.values():
-            self._listeners.append(transport.listen(host, port, self._accepted))
+        try:
+            for transport in self._transports.values():
+                self._listeners.append(transport.listen(host, port, self._accepted))
+        except BaseException:
+            self.stop_listening()
+            raise
         return [listener.address for listener in self._listeners]
 
     def join_group(self, view: Membership, group: str) -> None:
@@ -106,10 +110,10 @@ class Links:
                     connection = await transport.connect(address)
             except TimeoutError:
                 failures.append(f"{address}: no answer within {CONNECT_SECONDS:.0f} s")
-            except OSError as error:
-                failures.append(f"{address}: {error.strerror or error}")
+            except Exception as error:  # unreachable, or an address that makes no sense
+                failures.append(f"{address}: {getattr(error, 'strerror', None) or error}")
             else:
-                if peer.connected or peer.lost is not None or self._closed:
+                if peer.lost is not None or self._closed:
                     connection.start(_Closing())
                     connection.close("not needed any more")
                     return
@@ -334,8 +338,8 @@ class _Handshake:
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self.finish()
         if self._peer is None:
-            if self._heard:
-                return
-            logger.warning("refused %s: %s", connection.description, reason)
+            if not self._heard:
+                level = logging.WARNING if connection.received_anything else logging.DEBUG
+                logger.log(level, "refused %s: %s", connection.description, reason)
         elif not self._peer.connected and self._peer.lost is None:
             self._links.lose(self._peer, f"the handshake with it failed: {reason}")

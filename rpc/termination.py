@@ -14,7 +14,8 @@ nobody could and nothing was on its way. Then the leader says *quiescent*, and e
 
 *Deaths.* Counts towards and from the dead are left out. A message of a dead worker could still arrive
 somewhere; so a probe names the dead, and who still has a connection to one of them is not clean: it cuts it
-off, which throws away what was unread, and reports again. If the leader dies, all announce themselves to the
+off, which throws away what was unread, and reports again. Where only the connection between two living
+workers broke, both must have noticed. If the leader dies, all announce themselves to the
 next one. A worker that leaves ungracefully is one more dead.
 
 *Quiet.* No wave starts before all have entered, and none after an unclean one before somebody has become
@@ -30,7 +31,7 @@ Messages must arrive, in any order, unless their sender or receiver dies; double
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,8 +133,8 @@ class Termination:
         self._owes: tuple[Peer, frozenset[Peer]] | None = None
         # As leader.
         self._wave = 0
-        self._reports: dict[Peer, tuple[bool, Report]] | None = None
-        self._proof: dict[Peer, tuple[bool, Report]] | None = None
+        self._reports: dict[Peer, tuple[frozenset[Peer], Report]] | None = None
+        self._proof: dict[Peer, tuple[frozenset[Peer], Report]] | None = None
         self._busy: dict[Peer, int] = {}
         self._wanted = False
         self._not_before = 0.0
@@ -272,9 +273,9 @@ class Termination:
                 self._wanted = True
             case "probe", [int(wave), list(dead)]:
                 self._answer(sender, wave, frozenset(dead), report)
-            case "report", [int(wave), bool(fenced), int(active), sent, received]:
+            case "report", [int(wave), list(lost), int(active), sent, received]:
                 if self._reports is not None and wave == self._wave:
-                    self._reports[sender] = fenced, Report(active, dict(sent), dict(received))
+                    self._reports[sender] = frozenset(lost), Report(active, dict(sent), dict(received))
             case "quiescent", []:
                 if self._has_entered:
                     self._finish_round()
@@ -290,15 +291,16 @@ class Termination:
     def _answer(self, leader: Peer, wave: int, dead: frozenset[Peer], report: Report) -> None:
         unfenced = dead & self._alive - {self._me}
         self._actions.extend(CutOff(peer) for peer in sorted(unfenced))
-        self._owes = (leader, dead) if unfenced or report.active else None
+        if unfenced or report.active:
+            self._owes = leader, dead
         self._send(
             leader,
             "report",
             wave,
-            not unfenced,
+            sorted(self._lost),
             report.active,
-            [[peer, count] for peer, count in report.sent.items() if peer in self._alive],
-            [[peer, count] for peer, count in report.received.items() if peer in self._alive],
+            [[peer, count] for peer, count in report.sent.items()],
+            [[peer, count] for peer, count in report.received.items()],
         )
 
     def _tell_if_clean(self, report: Report) -> None:
@@ -312,6 +314,11 @@ class Termination:
             self._owes = None
 
     def _finish_round(self) -> None:
+        # Who has announced itself here waits for us to say so, also if we have it from another ourselves:
+        # the leader died when it had told some.
+        listeners = self._alive if self._leads else self._entered[self._round]
+        for peer in sorted(listeners - {self._me}):
+            self._send(peer, "quiescent")
         self._round += 1
         self._deadline = self._answer_by = self._owes = None
         self._reports = self._proof = None
@@ -323,6 +330,10 @@ class Termination:
         self._actions.append(Leave() if self._over else Quiescent())
 
     # The leader.
+
+    @property
+    def _lost(self) -> frozenset[Peer]:
+        return frozenset(self._members.keys() - self._alive)
 
     @property
     def _leads(self) -> bool:
@@ -348,24 +359,20 @@ class Termination:
     def _start_wave(self, report: Report) -> None:
         self._wanted = False
         self._wave += 1
-        self._reports = {self._me: (True, report)}
-        dead = sorted(self._members.keys() - self._alive)
+        self._reports = {self._me: (self._lost, report)}
         for peer in sorted(self._alive - {self._me}):
-            self._send(peer, "probe", self._wave, dead)
+            self._send(peer, "probe", self._wave, sorted(self._lost))
 
     def _judge_wave(self, now: float) -> None:
         assert self._reports is not None
         reports, self._reports = self._reports, None
         self._busy = {peer: report.active for peer, (_, report) in reports.items() if report.active}
-        clean = not self._busy and all(fenced for fenced, _ in reports.values())
+        clean = not self._busy and all(self._lost <= lost for lost, _ in reports.values())
         if clean and self._is_balanced(reports):
             if reports == self._proof:
-                for peer in sorted(self._alive - {self._me}):
-                    self._send(peer, "quiescent")
                 self._finish_round()
                 return
-            self._proof = reports
-            self._wanted = True  # at once
+            self._proof, self._wanted, self._not_before = reports, True, now
             return
         self._proof = None
         self._not_before = now + self._pause
@@ -373,12 +380,17 @@ class Termination:
         if clean:
             self._wanted = True  # something is on its way, and nobody will tell when it has arrived
 
-    def _is_balanced(self, reports: Mapping[Peer, tuple[bool, Report]]) -> bool:
-        return all(
-            sender_report.sent.get(receiver, 0) == receiver_report.received.get(sender, 0)
-            for sender, (_, sender_report) in reports.items()
-            for receiver, (_, receiver_report) in reports.items()
-        )
+    def _is_balanced(self, reports: Mapping[Peer, tuple[frozenset[Peer], Report]]) -> bool:
+        """Whether all that was sent was received, or both sides know that their connection is broken."""
+        for sender, (lost_by_sender, sender_report) in reports.items():
+            for receiver, (lost_by_receiver, receiver_report) in reports.items():
+                if receiver in lost_by_sender and sender in lost_by_receiver:
+                    continue
+                if receiver in lost_by_sender or sender in lost_by_receiver:
+                    return False
+                if sender_report.sent.get(receiver, 0) != receiver_report.received.get(sender, 0):
+                    return False
+        return True
 
     # Words.
 
@@ -390,21 +402,14 @@ class Termination:
         self._over = True
         self._actions.append(Failed(f"shutdown timed out: {why}"))
 
-    def _standing(self, missing: Iterable[Peer], busy: Mapping[Peer, int]) -> str:
+    def _standing(self, missing: Collection[Peer], busy: Mapping[Peer, int]) -> str:
         """What the round waits for."""
-        parts = []
-        if missing:
-            parts.append(f"not in shutdown: {', '.join(self._name(peer) for peer in self._by_rank(missing))}")
-        if busy:
-            parts.append(
-                "still busy: "
-                + ", ".join(f"{self._name(peer)} ({busy[peer]} under way)" for peer in self._by_rank(busy))
-            )
+        by_rank = sorted(self._members, key=lambda peer: self._members[peer].id)
+        absent = [self._name(peer) for peer in by_rank if peer in missing]
+        working = [f"{self._name(peer)} ({busy[peer]} under way)" for peer in by_rank if peer in busy]
+        parts = [f"not in shutdown: {', '.join(absent)}"] if absent else []
+        parts += [f"still busy: {', '.join(working)}"] if working else []
         return "; ".join(parts) or "messages are still on their way"
-
-    def _by_rank(self, peers: Iterable[Peer]) -> list[Peer]:
-        known = [peer for peer in peers if peer in self._members]
-        return sorted(known, key=lambda peer: self._members[peer].id)
 
     def _name(self, peer: Peer) -> str:
         return f"worker '{self._members[peer].name}'"

@@ -34,12 +34,11 @@ class Fences:
         over: called with the dead whose forks may now be dropped.
     """
 
-    __slots__ = ("_bereaved", "_fenced", "_over", "_peers", "_unfenced", "_waiting")
+    __slots__ = ("_bereaved", "_fenced", "_over", "_peers", "_waiting")
 
     def __init__(self, peers: Peers, over: Callable[[set[Peer]], None]) -> None:
         self._peers = peers
         self._over = over
-        self._unfenced: set[Peer] = set()  # dead, and no fence begun after their death is over
         self._fenced: set[Peer] = set()  # those whom the fence now up is about
         self._waiting: dict[Peer, set[Peer]] = {}  # living -> the dead it has not yet answered for
         self._bereaved: dict[Peer, set[Peer]] = {}  # dead -> the living who asked to be told
@@ -49,7 +48,6 @@ class Fences:
 
     def lost(self, peer: Peer, has_forks: bool) -> None:
         """``peer`` is dead, and cut off from this worker."""
-        self._unfenced.add(peer)
         self._waiting.pop(peer, None)
         for asking in self._bereaved.values():
             asking.discard(peer)
@@ -58,7 +56,7 @@ class Fences:
 
     def bereaved(self, peer: Peer, dead: Peer) -> None:
         """``peer`` holds a child that was at ``dead`` and wants to know when it may let go."""
-        if dead in self._peers.dead and dead not in self._unfenced:
+        if dead in self._peers.dead and dead not in self._peers.unfenced:
             self._peers.send(peer, ["cleared", dead])
             return
         self._bereaved.setdefault(dead, set()).add(peer)
@@ -82,7 +80,7 @@ class Fences:
                 self._finish_if_answered()
 
     def _raise(self) -> None:
-        for dead in self._unfenced - self._fenced:
+        for dead in self._peers.unfenced - self._fenced:
             self._fenced.add(dead)
             for peer in self._peers.living:
                 self._ask(peer, dead)
@@ -96,7 +94,7 @@ class Fences:
         if self._waiting or not self._fenced:
             return
         over, self._fenced = self._fenced, set()
-        self._unfenced -= over
+        self._peers.unfenced -= over
         self._over(over)
         for dead in over:
             for peer in self._bereaved.pop(dead, ()):

@@ -203,7 +203,8 @@ class Owner:
         if reason is not None:
             self._peers.send(peer, ["refused", fork, reason])
             return
-        self._forks_of(rref)[fork] = peer
+        if self._forks_of(rref).setdefault(fork, peer) != peer:
+            raise ProtocolError(f"worker {peer} has another's fork confirmed: {fork} of reference {rref}")
         if rref in self._owned:
             self._peers.send(peer, ["confirmed", fork])
 

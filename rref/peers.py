@@ -19,12 +19,13 @@ class Peers:
     transport no longer lets in.
     """
 
-    __slots__ = ("_number", "_suspects", "actions", "dead", "living", "me")
+    __slots__ = ("_number", "_suspects", "actions", "dead", "living", "me", "unfenced")
 
     def __init__(self, me: Peer) -> None:
         self.me = me
         self.living: set[Peer] = set()
-        self.dead: dict[Peer, str] = {}
+        self.dead: dict[Peer, str] = {}  # and why
+        self.unfenced: set[Peer] = set()  # the dead about whom no fence has been up since; see rref.fence
         self.actions: list[Action] = []
         self._suspects: set[Peer] = set()
         self._number = 0
@@ -53,8 +54,11 @@ class Peers:
         self.living.discard(peer)
         self._suspects.discard(peer)
         self.dead[peer] = reason
+        self.unfenced.add(peer)
         if len(self.dead) > DEAD_MOST:
-            del self.dead[next(iter(self.dead))]
+            oldest = next(iter(self.dead))
+            del self.dead[oldest]
+            self.unfenced.discard(oldest)
         return True
 
     def suspect(self, peer: Peer, reason: str) -> None:

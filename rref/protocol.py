@@ -69,8 +69,8 @@ A user's fork
 
 *Granted*: the owner's "confirmed", or its answer to the creation. *Failed*: its "refused", its death, a
 failed creation; the children are let go then. *Held once more*: another fork joins it (R3). A fork enters
-as PENDING when created or received, as CONFIRMED when received from the owner (R1). ``rref.user`` holds
-this table as data.
+as PENDING when created or received, as CONFIRMED when received from the owner (R1). ``rref.user.TRANSITIONS``
+is this table.
 
 An object at its owner
 ======================
@@ -95,16 +95,8 @@ An object at its owner
 [1] refused at once if the creator is this worker or is dead: the object existed and is no more, or never
     will. A local reference of the owner is a fork like others, whose user is the owner.
 
-Messages, who says them to whom
-===============================
-
-    confirm, delete, abandon            user to owner          withdraw      sender of a fork to receiver
-    confirmed, refused                  owner to user          accepted      receiver of a fork to sender
-    bereaved                            user to owner          fence         owner to all
-    cleared                             owner to user          fenced        all to owner
-
-They must be delivered exactly once between any two that live, in any order (``rpc.delivery`` does this).
-Calls, answers to calls, and creations go their own way, and may be late, or lost with their connection.
+The messages must be delivered exactly once between any two that live, in any order (``rpc.delivery`` does
+this). Calls, creations and answers go their own way, and may be late, or lost with their connection.
 
 How a shell uses it
 ===================
@@ -124,7 +116,7 @@ released exactly once, whatever its state.
   ``finished`` when the value is there, or the exception that stands for it.
 * A reference is pickled toward a peer: ``fork``, its descriptor into the header. If the message was never
   written: ``take_back`` for each descriptor. If the connection breaks and the peer lives: ``link_lost``, on
-  both sides, before a new one is used.
+  both sides, before a new one is used; descriptors in messages that wait for it are to be ``kept``.
 * A header with descriptors is read: ``adopt`` each, before the pickle and whether or not it will be read;
   each gives one local reference. User code waits while ``state`` is ``PENDING``, for ``Confirmed`` or
   ``Failed``. A reference that no Python object took over is released by the shell.
@@ -138,24 +130,15 @@ released exactly once, whatever its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Final
 
 from rpc.errors import ProtocolError, RRefError
-from rref.messages import (
-    Action,
-    Descriptor,
-    ForkId,
-    Peer,
-    Ref,
-    RRefId,
-    State,
-    parse,
-    parse_descriptor,
-)
+from rref.messages import Action, Descriptor, ForkId, Peer, Ref, RRefId, State, parse, parse_descriptor
 from rref.owner import Owner
 from rref.peers import Peers
 from rref.user import Users
+from rref.void import Void
 
 __all__ = ["Protocol"]
 
@@ -181,27 +164,14 @@ class Protocol:
         assert owner.take_actions() == [Free(rref)]
     """
 
-    __slots__ = ("_handlers", "_owner", "_peers", "_users", "_void", "me")
+    __slots__ = ("_owner", "_peers", "_users", "_void", "me")
 
     def __init__(self, me: Peer) -> None:
         self.me: Final = me
         self._peers = Peers(me)
         self._owner = Owner(self._peers)
         self._users = Users(self._peers)
-        self._void: dict[ForkId, tuple[str, bool]] = {}  # forks never to be taken: why, and seen by a sweep
-        self._handlers: Final[dict[str, Callable[..., None]]] = {
-            "confirm": self._owner.on_confirm,
-            "delete": self._owner.on_delete,
-            "abandon": self._owner.on_abandon,
-            "confirmed": self._users.on_confirmed,
-            "refused": self._on_refused,
-            "accepted": self._users.on_accepted,
-            "withdraw": self._on_withdraw,
-            "bereaved": self._owner.fences.bereaved,
-            "fence": self._users.on_fence,
-            "fenced": self._owner.fences.answered,
-            "cleared": self._users.on_cleared,
-        }
+        self._void = Void()
 
     def take_actions(self) -> list[Action]:
         """What the shell is to do, in order; each is given once."""
@@ -216,8 +186,30 @@ class Protocol:
         """
         if self._is_dead(peer):
             return
-        kind, fields = parse(message)
-        self._handlers[kind](peer, *fields)
+        owner, users = self._owner, self._users
+        match parse(message):
+            case "delete", (rref, fork):
+                owner.on_delete(peer, rref, fork)
+            case "accepted", (fork,):
+                users.on_accepted(peer, fork)
+            case "confirm", (rref, fork):
+                owner.on_confirm(peer, rref, fork)
+            case "confirmed", (fork,):
+                users.on_confirmed(peer, fork)
+            case "refused", (fork, reason):
+                self._refused(peer, fork, reason)
+            case "abandon", (rref, reason):
+                owner.on_abandon(peer, rref, reason)
+            case "withdraw", (of, rref, fork):
+                self._withdraw(peer, of, rref, fork)
+            case "bereaved", (dead,):
+                owner.fences.bereaved(peer, dead)
+            case "fence", (dead, reason):
+                users.on_fence(peer, dead, reason)
+            case "fenced", (dead,):
+                owner.fences.answered(peer, dead)
+            case "cleared", (dead,):
+                users.on_cleared(peer, dead)
 
     # The group
 
@@ -227,25 +219,14 @@ class Protocol:
             self._owner.fences.joined(peer)
 
     def peer_lost(self, peer: Peer, reason: str) -> None:
-        """``peer`` is dead or has left; the link to it is closed and nothing of it will be handed in again.
-
-        Args:
-            peer: its incarnation.
-            reason: why; part of the reason of what fails by it.
-        """
+        """``peer`` is dead, for this ``reason``; the link is closed, nothing of it will be handed in again."""
         if self._peers.lost(peer, reason):
             self._users.lost(peer, reason)
             self._owner.lost(peer, reason)
-            for fork in [fork for fork in self._void if fork[0] == peer]:
-                del self._void[fork]
+            self._void.lost(peer)
 
     def link_lost(self, peer: Peer, kept: Container[ForkId] = ()) -> None:
-        """The connection to ``peer``, which lives, broke: calls on it may be lost.
-
-        Args:
-            peer: its incarnation.
-            kept: forks in messages not yet written, which will go out on the next connection.
-        """
+        """The connection to ``peer``, which lives, broke: calls on it may be lost, but not forks ``kept``."""
         if peer not in self._peers.dead:
             self._users.link_lost(peer, kept)
             self._owner.link_lost(peer, kept)
@@ -333,10 +314,8 @@ class Protocol:
         owner, rref, fork = parse_descriptor(descriptor)
         if fork[0] != sender:
             raise ProtocolError(f"worker {sender} sent a fork in another's name: {fork}")
-        why_not = None
-        if fork in self._void:
-            why_not, _ = self._void.pop(fork)
-        elif self._is_dead(sender):
+        why_not = self._void.pop(fork)
+        if self._is_dead(sender):
             why_not = self._peers.dead[sender]
         if owner == self.me:
             self._owner.adopt(rref, fork, sender, why_not)
@@ -360,11 +339,7 @@ class Protocol:
     def sweep(self) -> None:
         """Give up what was waiting for a late message at the last sweep, and still is."""
         self._owner.sweep()
-        for fork, (reason, seen) in list(self._void.items()):
-            if seen:
-                del self._void[fork]
-            else:
-                self._void[fork] = (reason, True)
+        self._void.sweep()
 
     # What can be asked
 
@@ -404,13 +379,13 @@ class Protocol:
 
     # The machine
 
-    def _on_refused(self, peer: Peer, fork: ForkId, reason: str) -> None:
+    def _refused(self, peer: Peer, fork: ForkId, reason: str) -> None:
         if not self._users.on_refused(peer, fork, reason) and fork[0] == peer:
-            self._void[fork] = (reason, False)  # it has overtaken the message that brings the fork
+            self._void.add(fork, reason)  # it has overtaken the message that brings the fork
 
-    def _on_withdraw(self, peer: Peer, owner: Peer, rref: RRefId, fork: ForkId) -> None:
+    def _withdraw(self, peer: Peer, owner: Peer, rref: RRefId, fork: ForkId) -> None:
         if not self._users.knows(fork) and fork not in self._owner:
-            self._void[fork] = ("its sender lost the connection and took the message back", False)
+            self._void.add(fork, "its sender lost the connection and took the message back")
             self._peers.send(peer, ["delete", rref, fork] if peer == owner else ["accepted", fork])
 
     def _is_dead(self, peer: Peer) -> bool:

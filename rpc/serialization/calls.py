@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import cloudpickle
+import torch
 from torch import Tensor
 
 from rpc.errors import RpcError
@@ -46,6 +47,7 @@ _SCALARS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
 _SEQUENCES: Final = frozenset((list, tuple))
 _SHORT: Final = 64
 
+_inference = torch.is_inference_mode_enabled
 _modules = sys.modules
 _pickle = pickle.dumps
 _registered_by_value = cloudpickle.list_registry_pickle_by_value
@@ -72,6 +74,13 @@ def dump_call(
         SerializationError: something cannot be sent; names which argument, its type and why. Nothing has
             departed then.
         RpcError: an argument travels beside the pickle and refuses, for a reason of its own.
+
+    Example::
+
+        payload = dump_call(torch.add, (x, 1), {}, peer)
+        ...  # payload.header and payload.segments reach the other side
+        arrivals = adopt(header, peer)
+        func, args, kwargs = load_call(header, segments, arrivals, peer)
     """
     if pickler is not None:
         return _dump_replaced(func, args, kwargs, to, pickler)
@@ -79,7 +88,7 @@ def dump_call(
         module = func.__module__
         name = func.__qualname__
         found = _modules[module].__dict__.get(name) is func and module not in MAIN_NAMES
-    except (AttributeError, KeyError, TypeError):
+    except Exception:  # an object may do anything when it is asked for its name
         found = False
     if not found or _registered_by_value():
         named = name_of(func, to)
@@ -127,9 +136,7 @@ def _take_tensors(
             seen.append(value)
             places[place] = None
             tensors.append((place, usual))
-        elif kind not in _SCALARS and not (
-            kind in _SEQUENCES and len(value) <= _SHORT and _SCALARS.issuperset(map(type, value))
-        ):
+        elif kind not in _SCALARS and not _is_short_sequence(kind, value):
             return None
     if kwargs:
         for word, value in kwargs.items():
@@ -145,9 +152,14 @@ def _take_tensors(
                     words = dict(kwargs)
                 words[word] = None
                 tensors.append((word, usual))
-            elif kind not in _SCALARS:
+            elif kind not in _SCALARS and not _is_short_sequence(kind, value):
                 return None
     return places, words, tensors
+
+
+def _is_short_sequence(kind: type, value: Any) -> bool:
+    """Whether it is a list or tuple of scalars so short that a look at each costs less than a pickler."""
+    return kind in _SEQUENCES and len(value) <= _SHORT and _SCALARS.issuperset(map(type, value))
 
 
 def _with_buffers(record: tuple[Any, ...]) -> Payload:
@@ -211,6 +223,9 @@ def load_call(
         FunctionNotFoundError: the function, or a class among the arguments, cannot be imported here.
         SerializationError: the pickle cannot be read, or the allow-list does not admit something in it.
     """
+    if _inference():
+        with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
+            return load_call(header, segments, arrivals, source, allow=allow, pickler=pickler)
     try:
         if allow is not None:
             return allow.load_call(segments, arrivals)
@@ -234,14 +249,20 @@ def load_call(
         raise unreadable(error, f"a call from worker '{source.name}'") from error
 
 
-def fill_in(func: Any, places: Any, kwargs: dict[str, Any], tensors: Sequence[Any]) -> Call:
+def fill_in(
+    func: Any,
+    places: Any,
+    kwargs: dict[str, Any],
+    tensors: Sequence[Any],
+    rebuild: Callable[..., Tensor] = dense,
+) -> Call:
     """Put tensors back where ``_take_tensors`` took them from."""
     args = list(places)
     for place, usual in tensors:
         if type(place) is int:
-            args[place] = dense(*usual)
+            args[place] = rebuild(*usual)
         else:
-            kwargs[place] = dense(*usual)
+            kwargs[place] = rebuild(*usual)
     return func, tuple(args), kwargs
 
 
@@ -262,7 +283,7 @@ def dumps(obj: Any, to: Destination | None, *, what: str = "the result") -> Payl
         RpcError: a part of it travels beside the pickle and refuses, for a reason of its own.
     """
     kind = type(obj)
-    if kind in _SCALARS:
+    if kind in _SCALARS or _is_short_sequence(kind, obj):
         return Payload({}, [_NONE if obj is None else _pickle((obj,), PROTOCOL)])
     try:
         if kind is Tensor and not obj.__dict__:
@@ -284,8 +305,13 @@ def loads(
     allow: AllowList | None = None,
 ) -> Any:
     """Rebuild what ``dumps`` serialized; arguments and errors as for ``load_call``."""
+    if _inference():
+        with torch.inference_mode(False):
+            return loads(header, segments, arrivals, source, allow=allow)
     try:
-        record = load(segments, arrivals) if allow is None else allow.load(segments, arrivals)
+        if allow is not None:
+            return allow.load(segments, arrivals)
+        record = load(segments, arrivals)
         return record[0] if len(record) == 1 else dense(*record)
     except RpcError:
         raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any, Final
 
 from rpc.errors import RpcError, SerializationError
@@ -118,19 +119,21 @@ def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(obj, dict):
         return ((f"[{key!r:.60}]", part) for key, part in list(obj.items()))
     if isinstance(obj, FunctionType):
-        cells = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
-        return ((f" its variable '{name}'", _content(cell)) for name, cell in cells)
+        return ((f" its variable '{name}'", value) for name, value in _variables(obj).items())
     kind = type(obj)
     if all(getattr(kind, name) is getattr(object, name) for name in _STATE_METHODS):
         return ((f".{name}", part) for name, part in list(getattr(obj, "__dict__", {}).items()))
     return ()
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None  # nothing has been assigned to the variable yet
+def _variables(function: FunctionType) -> dict[str, Any]:
+    """What a function by value takes along: the variables of its closure, and the globals that it uses."""
+    code, known = function.__code__, function.__globals__
+    variables = {name: known[name] for name in code.co_names if name in known}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing has been assigned to it yet
+            variables[name] = cell.cell_contents
+    return variables
 
 
 def unreadable(error: Exception, what: str) -> RpcError:

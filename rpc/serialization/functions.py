@@ -185,7 +185,7 @@ def not_found(module: str, name: str, why: str) -> FunctionNotFoundError:
         "on both workers, or name it to cloudpickle.register_pickle_by_value() on the sender"
     )
     what = f"{module}.{name}" if name else module
-    return FunctionNotFoundError(f"cannot find '{what}' on this worker: {why}. {hint}")
+    return FunctionNotFoundError(f"cannot find '{what}' on the receiving worker: {why}. {hint}")
 
 
 # ---- reducing
@@ -194,8 +194,20 @@ _BUILTIN_REDUCTION: Final = NotImplemented
 """Tells pickle to do what it always does, which is to save the name."""
 
 
+def _plainly_importable(obj: Any) -> bool:
+    """Quickly: whether ``obj`` goes by name, for the usual case; False if that takes a closer look."""
+    try:
+        module = obj.__module__
+        found = sys.modules[module].__dict__.get(obj.__qualname__) is obj
+    except (AttributeError, KeyError, TypeError):
+        return False
+    return found and module not in MAIN_NAMES and not cloudpickle.list_registry_pickle_by_value()
+
+
 def reduce_function(function: FunctionType, pickler: ByValue) -> Any:
     """Reduce a Python function."""
+    if _plainly_importable(function):
+        return _BUILTIN_REDUCTION
     name = name_of(function, pickler.to)
     if name is None:
         return pickler.by_value.reducer_override(function)
@@ -206,6 +218,8 @@ def reduce_function(function: FunctionType, pickler: ByValue) -> Any:
 
 def reduce_class(cls: type, pickler: ByValue) -> Any:
     """Reduce a class."""
+    if _plainly_importable(cls):
+        return _BUILTIN_REDUCTION
     name = name_of(cls, pickler.to)
     if name is None:
         # For classes such as NoneType, which no module holds, this is the builtin reduction too.

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Machine"]
 
 _MAX_TUPLE_DEPTH: Final = 100
-_MAX_TUPLE_WEIGHT: Final = 1 << 20
+_MIN_TUPLE_WEIGHT: Final = 1 << 16
+_HASHED_IN_DEPTH: Final = (tuple, frozenset)
 _MARK: Final = object()
 
 _u16: Final = struct.Struct("<H").unpack_from
@@ -52,6 +53,8 @@ class Machine:
         self._memo: list[Any] = []
         self._made: dict[int, Any] = {}
         """Instances made here, which may still be given a state: kept, so that ids are unique."""
+        self._max_weight = max(_MIN_TUPLE_WEIGHT, 2 * len(data))
+        """More parts than a tuple can have unless the same parts occur in it many times."""
         self._nested: dict[int, tuple[int, int, object]] = {}
         """Depth and weight of tuples that hold tuples, and the tuple itself."""
 
@@ -69,11 +72,12 @@ class Machine:
                 if code == _STOP:
                     (result,) = stack
                     return result
-                _INSTRUCTIONS[code](self)
+                instruction = _INSTRUCTIONS.get(code)
+                if instruction is None:
+                    raise SerializationError(f"a pickle has an instruction that is refused ({code:#x})")
+                instruction(self)
         except SerializationError:
             raise
-        except KeyError as error:
-            raise SerializationError(f"a pickle has an instruction that is refused ({error})") from error
         except Exception as error:
             raise SerializationError(f"a pickle is malformed: {type(error).__name__}: {error}") from error
 
@@ -163,7 +167,10 @@ class Machine:
         self._stack.append(next(self._buffers, None))
 
     def _readonly(self) -> None:
-        self._stack[-1] = bytes(self._stack[-1])
+        buffer = self._stack[-1]
+        if type(buffer) is not bytearray and type(buffer) is not memoryview:
+            raise SerializationError(f"a pickle has a {type(buffer).__name__} where a buffer belongs")
+        self._stack[-1] = bytes(buffer)
 
     def _global(self) -> None:
         name = self._stack.pop()
@@ -186,19 +193,19 @@ class Machine:
         self._make(self._stack.pop(), arguments, keywords)
 
     def _construct(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if not self._allow.may_construct(function):
-            raise SerializationError(f"a pickle calls {function!r:.200}, which is not for pickles to call")
+        if not callable(function) or not self._allow.may_construct(function):
+            raise SerializationError(f"a pickle calls {_called(function)}, which is not for pickles to call")
         made = function(*arguments, **keywords)
         if isinstance(made, BaseException):  # its attributes follow
             self._made[id(made)] = made
-        self._stack.append(made)
+        self._stack.append(self._weighed(made) if isinstance(made, _HASHED_IN_DEPTH) else made)
 
     def _make(self, kind: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if not isinstance(kind, type) or not self._allow.may_have_state(kind):
-            raise SerializationError(f"a pickle makes an instance of {kind!r:.200}, which is not admitted")
+            raise SerializationError(f"a pickle makes an instance of {_called(kind)}, which is not admitted")
         made = kind.__new__(kind, *arguments, **keywords)
         self._made[id(made)] = made
-        self._stack.append(made)
+        self._stack.append(self._weighed(made) if isinstance(made, _HASHED_IN_DEPTH) else made)
 
     def _build(self) -> None:
         state = self._stack.pop()
@@ -236,17 +243,21 @@ class Machine:
 
     def _weighed(self, made: Any) -> Any:
         depth, weight = 1, 1
-        for item in made:
-            kind = type(item)
-            if kind is tuple or kind is frozenset:
+        for item in tuple.__iter__(made) if isinstance(made, tuple) else frozenset.__iter__(made):
+            if isinstance(item, _HASHED_IN_DEPTH):
                 inner_depth, inner_weight, _ = self._nested.get(id(item), (1, len(item), None))
                 depth = max(depth, inner_depth + 1)
                 weight += inner_weight
-            if depth > _MAX_TUPLE_DEPTH or weight > _MAX_TUPLE_WEIGHT:
+            if depth > _MAX_TUPLE_DEPTH or weight > self._max_weight:
                 raise SerializationError("a pickle nests tuples too deeply, or in too many ways")
         if depth > 1:
             self._nested[id(made)] = depth, weight + len(made), made
         return made
+
+
+def _called(obj: Any) -> str:
+    """The name of something, in an error message. Never its ``repr``, which can take for ever."""
+    return str(getattr(obj, "__qualname__", None) or f"a {type(obj).__name__}")
 
 
 def _push(value: Callable[[], Any]) -> Callable[[Machine], None]:

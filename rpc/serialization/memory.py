@@ -87,7 +87,7 @@ def over(data: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[i
     if type(data) is bytes:
         data = bytearray(data)
     memory = torch.from_numpy(np.ndarray((len(data),), "B", data)).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(memory, 0, shape, stride)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, shape, stride)
 
 
 class Layout(NamedTuple):

@@ -40,7 +40,8 @@ class Payload:
     Attributes:
         header: what must be known before the pickle is read, as msgpack can encode it; mostly empty. Its
             keys are the kinds of carriers, and ``"!"`` for an exception; the agent may add its own.
-        segments: the pickle first, then the memory of tensors and other large buffers.
+        segments: buffers: the pickle first, always ``bytes``; then the memory of tensors and other large
+            buffers.
         borrowed: indices of those segments that *are* the memory of the caller's tensors or arrays. They
             change when the caller changes these, until they are sent or ``capture`` has copied them.
             The segments keep that memory alive.
@@ -48,7 +49,7 @@ class Payload:
 
     __slots__ = ("borrowed", "header", "segments")
 
-    def __init__(self, header: dict[str, Any], segments: list[Buffer], borrowed: Sequence[int] = ()) -> None:
+    def __init__(self, header: dict[str, Any], segments: list[Any], borrowed: Sequence[int] = ()) -> None:
         self.header = header
         self.segments = segments
         self.borrowed = borrowed

@@ -16,9 +16,11 @@ the rebuilding functions of this package are called while a pickle is read, neve
 
 What it does not protect from: what allowed functions and classes do with hostile arguments (attributes of
 an instance are set without its constructor being run; a tensor may have any shape and any values, also
-where the function expects indices); dictionary keys chosen to collide; memory of some 200 times the size
-of a message; floods of messages. NumPy arrays, quantized, nested and subclassed tensors, attributes of
-tensors, lambdas and TorchScript are refused.
+where the function expects indices); what it takes to print or compare what arrived; dictionary keys chosen
+to collide; memory of some 200 times the size of a message; floods of messages.
+
+NumPy arrays, quantized, nested and subclassed tensors, attributes of tensors, lambdas and TorchScript are
+refused.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import builtins
 import collections
 import datetime as dt
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -58,6 +61,7 @@ class AllowList:
     def __init__(self) -> None:
         self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
         self._constructors: dict[tuple[str, str], Callable[..., Any]] = dict(_CONSTRUCTORS)
+        self._callable: set[Any] = set(_CONSTRUCTORS.values())
         self._classes = {kind for kind in _CONSTRUCTORS.values() if _is_exception(kind)}
 
     def function(self, function: Callable[..., Any]) -> None:
@@ -78,6 +82,7 @@ class AllowList:
         """
         name = _name(kind)
         self._constructors[name] = kind
+        self._callable.add(kind)
         self._functions[name] = kind
         self._classes.add(kind)
 
@@ -98,18 +103,22 @@ class AllowList:
 
     def may_construct(self, function: Any) -> bool:
         """Whether a pickle may call this: an admitted class, or one of our rebuilding functions."""
-        return any(function is known for known in self._constructors.values())
+        return function in self._callable
 
     def may_have_state(self, kind: type) -> bool:
         """Whether a pickle may set attributes of new instances of this class."""
         return kind in self._classes
 
     def load(self, segments: Sequence[Any], arrivals: Arrivals | None) -> Any:
-        """Read the record of a message; its fields may still have any of the admitted types.
+        """Read an object.
 
         Raises:
             SerializationError: it holds what is not admitted, or it is malformed.
         """
+        record = self._record(segments, arrivals)
+        return record[0] if len(record) == 1 else _dense(*record)
+
+    def _record(self, segments: Sequence[Any], arrivals: Arrivals | None) -> Any:
         outer, carriers.receiving.arrivals = carriers.receiving.arrivals, arrivals
         try:
             record = Machine(self, bytes(segments[0]), [settle(segment) for segment in segments[1:]]).run()
@@ -120,10 +129,10 @@ class AllowList:
         return record
 
     def load_call(self, segments: Sequence[Any], arrivals: Arrivals | None) -> tuple[Any, Any, Any]:
-        """Read a call, whose function must be admitted."""
+        """Read a call, whose function must be admitted; raises as ``load`` does."""
         from rpc.serialization.calls import fill_in
 
-        record = self.load(segments, arrivals)
+        record = self._record(segments, arrivals)
         if len(record) == 3:
             func, args, kwargs = record
         elif len(record) in (4, 5) and type(record[0]) is str and type(record[1]) is str:
@@ -131,11 +140,12 @@ class AllowList:
         else:
             raise SerializationError("the call is of a kind that safe mode does not read")
         if not any(func is known for known in self._functions.values()):
-            raise SerializationError(f"{func!r:.200} is not a function on this worker's allow-list")
+            name = getattr(func, "__qualname__", type(func).__name__)
+            raise SerializationError(f"'{name}' is not a function on this worker's allow-list")
         if type(args) not in (tuple, list) or type(kwargs) is not dict:
             raise SerializationError("the arguments of the call are malformed")
         if len(record) == 5:
-            return fill_in(func, args, kwargs, record[4])
+            return fill_in(func, args, kwargs, record[4], _dense)
         return func, tuple(args), kwargs
 
 
@@ -173,6 +183,14 @@ def _check_shape(shape: Any, stride: Any) -> None:
         raise SerializationError("a tensor has a malformed shape")
 
 
+def _dense(code: Any, shape: Any, data: Any, requires_grad: Any = False) -> torch.Tensor:
+    _check_shape(shape, shape)
+    size = tensors.ITEM_SIZES.get(code)
+    if size is None or math.prod(shape) * size != len(data):
+        raise SerializationError("a tensor does not fit the memory that came with it")
+    return tensors.dense(code, shape, data, bool(requires_grad))
+
+
 def _placed(dtype: Any, shape: Any, stride: Any, data: Any, requires_grad: Any) -> torch.Tensor:
     _check_shape(shape, stride)
     if layout_of(shape, stride).span * _item_size(dtype) > len(data):
@@ -204,7 +222,7 @@ def _ordered_dict() -> Any:
 def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
     """What may be called while a pickle is read, by the name that pickles use."""
     checked: dict[Callable[..., Any], Callable[..., Any]] = {
-        tensors.dense: tensors.dense,
+        tensors.dense: _dense,
         tensors.placed: _placed,
         tensors.spread: _spread,
         tensors.conjugated: tensors.conjugated,

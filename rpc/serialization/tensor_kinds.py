@@ -174,6 +174,7 @@ def sparse_coo(
         indices,
         values,
         shape,
+        device="cpu",
         requires_grad=requires_grad,
         is_coalesced=coalesced,
         check_invariants=check,
@@ -197,6 +198,7 @@ def sparse_compressed(
         values,
         shape,
         layout=layout,
+        device="cpu",
         requires_grad=requires_grad,
         check_invariants=check,
     )

@@ -25,7 +25,17 @@ from torch import Tensor
 from rpc.errors import SerializationError
 from rpc.serialization.memory import INLINE_BYTES, layout_of, memory_at, over
 
-__all__ = ["conjugated", "dense", "negated", "placed", "plain", "reduce_strided", "spread"]
+__all__ = [
+    "ITEM_SIZES",
+    "SMALL_GAPS_BYTES",
+    "conjugated",
+    "dense",
+    "negated",
+    "placed",
+    "plain",
+    "reduce_strided",
+    "spread",
+]
 
 _CODES: Final[dict[torch.dtype, str]] = {
     torch.float32: "f",
@@ -56,6 +66,9 @@ _from_numpy = torch.from_numpy
 _ndarray = np.ndarray
 
 _TYPES: Final = {code: np.dtype(code) for code in _CODES.values()}
+
+ITEM_SIZES: Final = {code: kind.itemsize for code, kind in _TYPES.items()}
+"""Bytes of an element, by the letter that ``dense`` takes."""
 
 
 def plain(tensor: Tensor) -> tuple[Any, ...] | None:
@@ -109,7 +122,7 @@ def reduce_strided(tensor: Tensor, requires_grad: bool) -> tuple[Any, ...]:
     if tensor.is_neg():
         return negated, (torch._neg_view(tensor), requires_grad)
     if tensor._is_zerotensor():
-        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     shape, stride = (*tensor.shape,), tensor.stride()
     layout = layout_of(shape, stride)
     _check_memory(tensor, layout.span)
@@ -159,9 +172,9 @@ def spread(
     integers = _INTEGERS[element.itemsize]
     core = tuple(n if step else 1 for n, step in zip(shape, stride, strict=True))
     contiguous = [prod(core[i + 1 :]) for i in range(len(core))]
-    loose = torch.empty_strided(core, stride, dtype=integers)
+    loose = torch.empty_strided(core, stride, dtype=integers, device="cpu")
     loose.copy_(over(data, integers, core, contiguous))
-    tensor = torch.empty(0, dtype=element).set_(loose.untyped_storage(), 0, shape, stride)
+    tensor = torch.empty(0, dtype=element, device="cpu").set_(loose.untyped_storage(), 0, shape, stride)
     return tensor.requires_grad_(requires_grad)
 
 

@@ -31,8 +31,14 @@ class ConnectionOwner(Protocol):
 class Connection(Protocol):
     """An ordered, reliable stream of frames between this process and one other."""
 
+    owner: ConnectionOwner
+    """Whom it reports to, once started; another takes over by being put here, on the loop's thread."""
+
     description: str
     """Names the other end in logs."""
+
+    received_anything: bool
+    """Whether a single byte has come from the other end; who only looks whether somebody listens sends none."""
 
     def start(self, owner: ConnectionOwner) -> None:
         """Begin to receive, reporting to ``owner``."""

@@ -83,6 +83,7 @@ class StreamConnection:
         self._open = True
         self._write_error: OSError | None = None
         self._closing: str | None = None
+        self.received_anything = False
 
     def start(self, owner: ConnectionOwner) -> None:
         """Begin to receive, and send the preamble."""
@@ -150,12 +151,11 @@ class StreamConnection:
                 return False
             self._in_doubt = True
             left = deque(buffers)
-            while left and self._write_error is None:
+            count = 1
+            while left and count > 0:
                 count = self._write([left[index] for index in range(min(len(left), _PIECES_PER_WRITE))])
-                if not count:
-                    break
-                _discard(left, count)
-            if left and self._write_error is None:
+                _discard(left, max(0, count))
+            if left and not count:
                 self._put_back(_captured(left) if aliased else list(left), sum(map(len, left)))
             self._in_doubt = False
             return True
@@ -194,7 +194,7 @@ class StreamConnection:
             size = sum(map(len, batch))
             self._in_doubt = True
             count = self._write(batch)
-            if self._write_error is None and (count or not size):
+            if count > 0 or count == size:
                 _discard(queue, count)
                 with self._count_lock:
                     self._queued_bytes -= count
@@ -208,14 +208,14 @@ class StreamConnection:
                 return
 
     def _write(self, batch: list[Any]) -> int:
-        """With the send lock: one system call; 0 when the kernel takes nothing now."""
+        """With the send lock: one system call; 0 when the kernel takes nothing now, -1 when it failed."""
         try:
             return self._socket.sendmsg(batch)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
             self._fail(error)
-            return sum(map(len, batch))
+            return -1
 
     def _fail(self, error: OSError) -> None:
         """Send no more. What the peer sent before it broke off is still to be read, so the loop closes."""
@@ -295,6 +295,7 @@ class StreamConnection:
                 count = self._receive(buffer)
             if count <= 0:
                 return False
+            self.received_anything = True
             try:
                 frames = self._decoder.received(count)
             except ProtocolError as error:

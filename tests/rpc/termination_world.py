@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -16,6 +17,8 @@ from rpc.termination import Action, CutOff, Failed, Leave, Quiescent, Report, Se
 from rpc.workers import Member, WorkerInfo
 
 ROUNDS = 2
+
+Step = Callable[[], object]
 
 
 def members(count: int) -> list[Member]:
@@ -78,6 +81,8 @@ class World:
         self.notices: list[tuple[int, int]] = []
         self.posted = 0
         self.undecided_rounds = set(range(ROUNDS))
+        paths = [(source, target) for source in self.workers for target in self.workers]
+        self.slow = set(chance.sample(paths, chance.randint(0, len(paths))))
 
     # What workers do.
 
@@ -131,6 +136,13 @@ class World:
     def kill(self, worker: Worker) -> None:
         worker.running = False
         self._gone(worker)
+
+    def kill_one(self) -> None:
+        """Kill one of several, preferably one whose calls are still on their way."""
+        alive = [worker for worker in self.workers.values() if worker.running]
+        calling = [w for w in alive if any(i.source == w.peer and i.kind == "call" for i in self.in_flight)]
+        if len(alive) > 1:
+            self.kill(self.chance.choice(calling or alive))
 
     def cut(self, one: Worker, other: Worker) -> None:
         """Their connection breaks; both live."""
@@ -190,7 +202,7 @@ class World:
     # What must hold.
 
     def check(self, decider: Worker, round_number: int) -> None:
-        """At the moment a round is declared over, nothing is or can come under way among those it is over for."""
+        """When a round is declared over, nothing is or can come under way among those it is over for."""
         if round_number not in self.undecided_rounds:
             return
         self.undecided_rounds.discard(round_number)
@@ -203,29 +215,34 @@ class World:
 
     # Chance.
 
-    def steps(self) -> list[Callable[[], object]]:
-        """Everything that can happen next."""
-        choices: list[Callable[[], object]] = []
+    def steps(self) -> tuple[list[Step], list[Step]]:
+        """Everything that can happen next, and what can happen but is on a slow path."""
+        quick: list[Step] = []
+        slow: list[Step] = []
         for item in self.in_flight:
-            choices.append(lambda item=item: self.deliver(item))
+            is_slow = item.kind != "termination" and (item.source, item.target) in self.slow
+            (slow if is_slow else quick).append(partial(self.deliver, item))
         for observer, gone in self.notices:
-            choices.append(lambda observer=observer, gone=gone: self.notice(observer, gone))
+            is_slow = (gone, observer) in self.slow
+            (slow if is_slow else quick).append(partial(self.notice, observer, gone))
         for worker in self.workers.values():
             if not worker.running:
                 continue
-            for task in worker.tasks:
-                choices.append(lambda worker=worker, task=task: self.run_task(worker, task))
+            quick += [partial(self.run_task, worker, task) for task in worker.tasks]
             if worker.wants_to_enter:
-                choices.append(lambda worker=worker: self.enter(worker))
+                quick.append(partial(self.enter, worker))
             due = worker.termination.next_tick
             if due is not None and due <= self.now:
-                choices.append(lambda worker=worker: self.tick(worker))
-        return choices
+                quick.append(partial(self.tick, worker))
+        return quick, slow
 
     def step(self) -> bool:
-        choices = self.steps()
-        if choices:
-            self.chance.choice(choices)()
+        """Let one thing happen; returns whether there was one."""
+        quick, slow = self.steps()
+        if slow and (not quick or self.chance.random() < 0.02):
+            quick = slow
+        if quick:
+            self.chance.choice(quick)()
             return True
         dues = [w.termination.next_tick for w in self.workers.values() if w.running]
         pending = [due for due in dues if due is not None]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.termination import Failed, Leave, Report, Send, Termination
+from rpc.termination import Failed, Leave, Quiescent, Report, Send, Termination
 from tests.rpc.termination_world import World, members
 
 IDLE = Report(0)
@@ -25,7 +25,7 @@ def entered(count: int, rounds: int = 1) -> tuple[Termination, list[int], list[o
 
 
 def report(leader: Termination, peer: int, wave: int, **kwargs: object) -> list[object]:
-    fields = {"fenced": True, "active": 0, "sent": [], "received": []} | kwargs
+    fields = {"lost": [], "active": 0, "sent": [], "received": []} | kwargs
     return list(leader.receive(peer, [0, "report", wave, *fields.values()], 0.0, IDLE))
 
 
@@ -53,9 +53,7 @@ def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> No
     for _ in range(chance.randint(1, count - 1)):
         for _ in range(chance.randint(0, 120)):
             world.step()
-        alive = [worker for worker in world.workers.values() if worker.running]
-        if len(alive) > 1:
-            world.kill(chance.choice(alive))
+        world.kill_one()
     world.run_to_end()
     assert all(worker.outcome in ("left", "") for worker in world.workers.values())
     assert not any(worker.running for worker in world.workers.values())
@@ -140,8 +138,8 @@ def test_a_call_on_its_way_is_waited_for_ever_more_slowly() -> None:
     pauses = []
     now = 0.0
     for wave in range(1, 10):
-        leader.receive(one, [0, "report", wave, True, 0, [[two, 1]], []], now, IDLE)
-        assert leader.receive(two, [0, "report", wave, True, 0, [], []], now, IDLE) == []
+        leader.receive(one, [0, "report", wave, [], 0, [[two, 1]], []], now, IDLE)
+        assert leader.receive(two, [0, "report", wave, [], 0, [], []], now, IDLE) == []
         due = leader.next_tick
         assert due is not None
         pauses.append(due - now)
@@ -182,24 +180,37 @@ def test_dead_worker_is_not_waited_for() -> None:
     report(leader, one, 1)
     actions = leader.lost(two, 0.0, IDLE)
     assert actions == [Send(one, [0, "probe", 2, [two]])]
-    report(leader, one, 2, sent=[[two, 5]])
-    assert Leave() in report(leader, one, 3, sent=[[two, 5]])
+    assert report(leader, one, 2, lost=[], sent=[[two, 5]]) == []  # still has a connection to the dead
+    leader.receive(one, [0, "idle"], 1.0, IDLE)
+    report(leader, one, 3, lost=[two], sent=[[two, 5]])
+    assert Leave() in report(leader, one, 4, lost=[two], sent=[[two, 5]])
+
+
+def test_connection_broken_between_two_others_must_be_known_to_both() -> None:
+    leader, (one, two), _ = entered(3)
+    report(leader, one, 1, lost=[two], sent=[[two, 1]])
+    assert report(leader, two, 1) == []
+    assert leader.tick(1.0, IDLE)
+    for wave in (2, 3):
+        report(leader, one, wave, lost=[two], sent=[[two, 1]])
+        actions = report(leader, two, wave, lost=[one])
+    assert Leave() in actions
 
 
 def test_worker_cuts_off_whom_the_leader_holds_dead_before_it_counts_as_clean() -> None:
     group = members(3)
-    leader, me, dead = (member.incarnation for member in group)
+    leader, _, dead = (member.incarnation for member in group)
     worker = Termination(group[1], group)
     worker.enter(0.0, IDLE)
     cut, answer = worker.receive(leader, [0, "probe", 1, [dead]], 0.0, IDLE)
     assert cut.peer == dead  # type: ignore[union-attr]
-    assert answer == Send(leader, [0, "report", 1, False, 0, [], []])
+    assert answer == Send(leader, [0, "report", 1, [], 0, [], []])
     assert worker.lost(dead, 0.0, IDLE) == [Send(leader, [0, "idle"])]
 
 
 def test_all_announce_themselves_to_the_next_leader() -> None:
     group = members(3)
-    first, second, third = (member.incarnation for member in group)
+    first, second, _ = (member.incarnation for member in group)
     worker = Termination(group[2], group)
     assert worker.enter(0.0, IDLE) == [Send(first, [0, "entered"])]
     assert worker.lost(first, 0.0, IDLE) == [Send(second, [0, "entered"])]
@@ -224,8 +235,8 @@ def test_message_of_the_next_round_proves_that_this_one_is_over() -> None:
     leader = Termination(group[0], group, rounds=2)
     leader.enter(0.0, IDLE)
     actions = leader.receive(group[1].incarnation, [1, "entered"], 0.0, IDLE)
-    assert [type(action).__name__ for action in actions] == ["Quiescent"]
-    assert [type(action).__name__ for action in leader.enter(0.0, IDLE)] == ["Send"]
+    assert actions == [Send(group[1].incarnation, [0, "quiescent"]), Quiescent()]
+    assert leader.enter(0.0, IDLE) == [Send(group[1].incarnation, [1, "probe", 1, []])]
 
 
 def test_timeout_names_who_has_not_entered_and_who_is_busy() -> None:
@@ -242,7 +253,9 @@ def test_timeout_names_who_has_not_entered_and_who_is_busy() -> None:
     leader._deadline = 5.0
     report(leader, one, 1, active=3)
     report(leader, two, 1)
-    assert leader.tick(5.0, IDLE) == [Failed("shutdown timed out: still busy: worker 'worker1' (3 under way)")]
+    assert leader.tick(5.0, IDLE) == [
+        Failed("shutdown timed out: still busy: worker 'worker1' (3 under way)")
+    ]
 
 
 def test_other_workers_ask_the_leader_what_the_timeout_was_for() -> None:
@@ -271,7 +284,8 @@ def test_leader_that_does_not_answer_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [None, [], [0], [0, 1], ["x", "entered"], [0, "what"], [0, "probe"], [0, "report", 1, True, 0, 5, 5]]
+    "message",
+    [None, [], [0], [0, 1], ["x", "entered"], [0, "what"], [0, "probe"], [0, "report", 1, [], 0, 5, 5]],
 )
 def test_malformed_message_is_refused(message: object) -> None:
     leader, (peer,), _ = entered(2)

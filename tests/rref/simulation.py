@@ -15,19 +15,15 @@ so whoever drives it decides everything. It raises ``Violation`` as soon as
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol as Interface
+from typing import Any
 
 import msgpack
 
-from rpc.delivery import Delivery
 from rref.messages import Confirmed, Descriptor, Failed, Fence, Free, Peer, Ref, RRefId, Send, State
 from rref.protocol import Protocol
+from tests.rref.networks import Network, Violation
 
-__all__ = ["Call", "ExactNetwork", "HostileNetwork", "Simulation", "Violation", "Worker"]
-
-
-class Violation(AssertionError):
-    """The protocol broke a promise."""
+__all__ = ["Call", "Simulation", "Worker"]
 
 
 @dataclass
@@ -68,107 +64,6 @@ class Worker:
     creating: dict[Ref, tuple[Peer, RRefId]] = field(default_factory=dict)
     running: dict[RRefId, tuple[Peer, Ref]] = field(default_factory=dict)
     lost: set[Peer] = field(default_factory=set)
-    told_to_fence: set[Peer] = field(default_factory=set)
-
-
-class Network(Interface):
-    """How control messages travel."""
-
-    def post(self, src: Peer, dst: Peer, message: Any) -> None:
-        """``src`` has something to say to ``dst``."""
-
-    def cut(self, src: Peer, dst: Peer) -> None:
-        """What is on its way from ``src`` to ``dst`` is lost for ever: one of them is dead."""
-
-    def interrupt(self, one: Peer, other: Peer) -> None:
-        """The connection between two living workers breaks, and is made anew."""
-
-    def deliver_all(self, simulation: Simulation) -> bool:
-        """Lose nothing from now on, and deliver what there is; false if there was nothing."""
-
-
-class ExactNetwork:
-    """Delivers each message once, in whatever order the driver likes."""
-
-    def __init__(self) -> None:
-        self.posted: list[tuple[Peer, Peer, Any]] = []
-
-    def post(self, src: Peer, dst: Peer, message: Any) -> None:
-        self.posted.append((src, dst, msgpack.unpackb(msgpack.packb(message))))
-
-    def deliver(self, simulation: Simulation, index: int) -> None:
-        """The message at ``index`` arrives."""
-        src, dst, message = self.posted.pop(index)
-        simulation.receive(src, dst, message)
-
-    def cut(self, src: Peer, dst: Peer) -> None:
-        self.posted = [each for each in self.posted if each[:2] != (src, dst)]
-
-    def interrupt(self, one: Peer, other: Peer) -> None:
-        pass
-
-    def deliver_all(self, simulation: Simulation) -> bool:
-        any_posted = bool(self.posted)
-        while self.posted:
-            self.deliver(simulation, 0)
-        return any_posted
-
-
-class HostileNetwork:
-    """Loses, doubles and reorders; ``rpc.delivery`` must make up for it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.ends: dict[tuple[Peer, Peer], Delivery] = {}
-        self.flying: list[tuple[Peer, Peer, bytes]] = []
-
-    def _end(self, here: Peer, there: Peer) -> Delivery:
-        return self.ends.setdefault((here, there), Delivery())
-
-    def post(self, src: Peer, dst: Peer, message: Any) -> None:
-        self._end(src, dst).send(message)
-
-    def tick(self, seconds: float) -> None:
-        """Time passes, and every end writes what is due."""
-        self.now += seconds
-        for (src, dst), end in list(self.ends.items()):
-            while (batch := end.outgoing(self.now)) is not None:
-                self.flying.append((src, dst, msgpack.packb(batch)))
-
-    def deliver(self, simulation: Simulation, index: int, keep: bool = False) -> None:
-        """The batch at ``index`` arrives; with ``keep``, it will once more."""
-        src, dst, batch = self.flying[index] if keep else self.flying.pop(index)
-        if not simulation.hears(dst, src):
-            return
-        for message in self._end(dst, src).received(msgpack.unpackb(batch), self.now):
-            simulation.receive(src, dst, message)
-
-    def lose(self, index: int) -> None:
-        """The batch at ``index`` never arrives."""
-        self.flying.pop(index)
-
-    def cut(self, src: Peer, dst: Peer) -> None:
-        self.flying = [each for each in self.flying if each[:2] != (src, dst)]
-        self.ends.pop((dst, src), None)
-
-    def interrupt(self, one: Peer, other: Peer) -> None:
-        self.flying = [each for each in self.flying if {*each[:2]} != {one, other}]
-        self._end(one, other).reconnected(self.now)
-        self._end(other, one).reconnected(self.now)
-
-    def deliver_all(self, simulation: Simulation) -> bool:
-        delivered = False
-        while True:
-            self.tick(0.0)
-            if not self.flying:
-                dues = [due for end in self.ends.values() if (due := end.next_due()) is not None]
-                if not dues:
-                    return delivered
-                self.now = max(self.now, min(dues))
-                continue
-            delivered = True
-            while self.flying:
-                self.deliver(simulation, 0)
 
 
 class Simulation:
@@ -209,7 +104,7 @@ class Simulation:
 
     def die(self, peer: Peer) -> None:
         """``peer`` dies. What it sent may still arrive, until the receiver notices."""
-        self.workers[peer].alive = False
+        self.workers[peer] = Worker(peer, Protocol(peer), alive=False)
         self.calls = [call for call in self.calls if call.dst != peer]
         for other in self.workers:
             self.network.cut(other, peer)
@@ -218,7 +113,6 @@ class Simulation:
         """``peer`` finds that ``dead`` is: closes the link, discards what is unread, fails its own calls."""
         worker = self.workers[peer]
         worker.lost.add(dead)
-        worker.told_to_fence.discard(dead)
         self.calls = [call for call in self.calls if (call.src, call.dst) != (dead, peer)]
         self.network.cut(dead, peer)
         self.network.cut(peer, dead)
@@ -445,7 +339,6 @@ class Simulation:
                 case Fence(peer, _):
                     if self.workers[peer].alive:
                         raise Violation(f"worker {worker.me} is to cut off {peer}, which lives")
-                    worker.told_to_fence.add(peer)
 
     def _check_free(self, worker: Worker, rref: RRefId) -> None:
         truth = self.objects[rref]

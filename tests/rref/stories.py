@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rref.messages import Peer, Ref, State
-from tests.rref.simulation import ExactNetwork, Simulation
+from tests.rref.networks import ExactNetwork
+from tests.rref.simulation import Simulation
 
 __all__ = ["Course", "Story", "explore", "wander"]
 
@@ -23,13 +24,15 @@ class Story:
 
     Attributes:
         programs: by worker, its steps. ``call`` and ``drop`` wait until there is a reference to use.
-        mortal: who may die, at any time.
+        prelude: choices that are taken first; what is explored begins after them.
+        mortal: who may die, at any time after.
         deaths: how many of them at most.
         joins: how many workers may join, at any time.
         breaks: pairs whose connection may break, once each.
     """
 
     programs: dict[Peer, tuple[Step, ...]]
+    prelude: tuple[Step, ...] = ()
     mortal: tuple[Peer, ...] = ()
     deaths: int = 0
     joins: int = 0
@@ -41,20 +44,21 @@ class Course:
 
     def __init__(self, story: Story) -> None:
         self.story = story
-        self.network = ExactNetwork()
-        self.simulation = Simulation(len(story.programs), self.network)
+        self.simulation = Simulation(len(story.programs), ExactNetwork())
         self.done = dict.fromkeys(story.programs, 0)
         self.deaths = story.deaths
         self.joins = story.joins
         self.breaks = list(story.breaks)
+        for choice in story.prelude:
+            self.take(choice)
 
     def choices(self) -> list[Step]:
         """All that can happen next; a death, a join or a broken connection need not happen at all."""
         return [*self._program_steps(), *self._events(), *self._misfortunes()]
 
-    def must_go_on(self) -> bool:
-        """Whether something is left that will happen in the end."""
-        return any(True for _ in self._program_steps()) or any(True for _ in self._events())
+    def has_ended(self) -> bool:
+        """Whether nothing is left that must happen."""
+        return not any(True for _ in self._program_steps()) and not any(True for _ in self._events())
 
     def take(self, choice: Step) -> None:
         """Let ``choice`` happen."""
@@ -66,7 +70,7 @@ class Course:
             case ("arrive", index):
                 simulation.arrive(index)
             case ("deliver", index):
-                self.network.deliver(simulation, index)
+                self._network.deliver(simulation, index)
             case ("finish", peer, rref):
                 simulation.finish(peer, rref)
             case ("notice", peer, dead):
@@ -83,9 +87,20 @@ class Course:
 
     def state(self) -> bytes:
         """All that decides about the rest of the course."""
-        self.network.posted.sort(key=repr)
+        self._network.posted.sort(key=repr)
         self.simulation.calls.sort(key=repr)
-        return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+        kept = (self.simulation, self.done, self.deaths, self.joins, self.breaks)
+        return pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)
+
+    def restore(self, state: bytes) -> None:
+        """Go back to an earlier ``state``."""
+        self.simulation, self.done, self.deaths, self.joins, self.breaks = pickle.loads(state)
+
+    @property
+    def _network(self) -> ExactNetwork:
+        network = self.simulation.network
+        assert isinstance(network, ExactNetwork)
+        return network
 
     def _run(self, peer: Peer, step: Step) -> None:
         simulation = self.simulation
@@ -117,15 +132,15 @@ class Course:
     def _program_steps(self) -> Iterator[Step]:
         for peer in self.simulation.living:
             program = self.story.programs.get(peer, ())
-            if self.done.get(peer, 0) < len(program):
-                if self._can_run(peer, program[self.done[peer]]):
-                    yield "program", peer
+            done = self.done.get(peer, 0)
+            if done < len(program) and self._can_run(peer, program[done]):
+                yield "program", peer
 
     def _events(self) -> Iterator[Step]:
         simulation = self.simulation
         for index in range(len(simulation.calls)):
             yield "arrive", index
-        for index in range(len(self.network.posted)):
+        for index in range(len(self._network.posted)):
             yield "deliver", index
         for peer in simulation.living:
             for rref in simulation.workers[peer].running:
@@ -147,40 +162,39 @@ class Course:
                 yield "break", pair, True
 
 
-def explore(story: Story, most: int, visit: Callable[[Course], None] | None = None) -> tuple[int, bool]:
-    """Run every course of ``story``, each to its end; equal states are gone into once.
+def explore(story: Story, most: int = 1_000_000) -> int:
+    """Run every course of ``story``, each to its end and the drain; equal states are gone into once.
 
     Args:
         story: what happens.
-        most: give up after this many states.
-        visit: called with each course that has ended, before it is drained.
+        most: fail if there are more states than this.
 
     Returns:
-        how many states there are, and whether that is all.
+        how many states there are.
 
     Raises:
         Violation: a course broke a promise of the protocol; the note says which course.
     """
-    start = Course(story).state()
+    course = Course(story)
+    start = course.state()
     seen = {start}
     waiting: list[tuple[bytes, tuple[Step, ...]]] = [(start, ())]
     while waiting:
         state, path = waiting.pop()
-        course: Course = pickle.loads(state)
+        course.restore(state)
         choices = course.choices()
+        if course.has_ended():
+            _drain(course, path)
+            course.restore(state)
         for choice in choices:
-            course = pickle.loads(state)
             _take(course, choice, path)
             after = course.state()
             if after not in seen:
-                if len(seen) >= most:
-                    return len(seen), False
                 seen.add(after)
                 waiting.append((after, (*path, choice)))
-        course = pickle.loads(state)
-        if not course.must_go_on():
-            _drain(course, path)
-    return len(seen), True
+            course.restore(state)
+        assert len(seen) <= most, f"more than {most} states"
+    return len(seen)
 
 
 def wander(story: Story, seed: int) -> None:
@@ -189,8 +203,10 @@ def wander(story: Story, seed: int) -> None:
     course = Course(story)
     path: tuple[Step, ...] = ()
     # What is unlikely to be chosen early makes the courses differ: each kind has a weight of its own.
-    weights = {kind: chance.choice((0.2, 1.0, 5.0)) for kind in ("program", "arrive", "deliver", "notice", "die")}
-    while course.must_go_on():
+    weights = {
+        kind: chance.choice((0.2, 1.0, 5.0)) for kind in ("program", "arrive", "deliver", "notice", "die")
+    }
+    while not course.has_ended():
         choices = course.choices()
         (choice,) = chance.choices(choices, [weights.get(choice[0], 1.0) for choice in choices])
         path = (*path, choice)

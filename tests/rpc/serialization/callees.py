@@ -38,6 +38,9 @@ def decorated(a: int) -> int:
     return a + 1
 
 
+undecorated: Callable[[int], int] = vars(decorated)["__wrapped__"]
+
+
 double = lambda a: 2 * a  # noqa: E731
 
 

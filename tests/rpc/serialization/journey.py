@@ -36,9 +36,7 @@ def deliver(payload: Payload) -> tuple[dict[str, Any], list[memoryview]]:
     return header, [memoryview(block)[start:end] for start, end in places]
 
 
-def send(
-    obj: Any, to: Worker = CALLEE, source: Worker = CALLER, *, allow: AllowList | None = None
-) -> Any:
+def send(obj: Any, to: Worker = CALLEE, source: Worker = CALLER, *, allow: AllowList | None = None) -> Any:
     """An object as it arrives."""
     header, segments = deliver(serialization.dumps(obj, to))
     arrivals = serialization.adopt(header, source)

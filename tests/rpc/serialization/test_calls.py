@@ -114,6 +114,13 @@ def test_error_names_the_variable_of_a_closure() -> None:
     assert "because of its variable 'lock' in it" in cannot_call(lambda: lock)
 
 
+def test_error_names_the_global_that_a_function_by_value_uses() -> None:
+    scope: dict[str, Any] = {"lock": threading.Lock(), "__name__": "nowhere"}
+    exec("def function(): return lock", scope)
+
+    assert "because of its variable 'lock' in it" in cannot_call(scope["function"])
+
+
 def test_error_names_the_function_itself() -> None:
     lock = threading.Lock()
 
@@ -170,7 +177,7 @@ def test_failed_call_leaves_nothing_behind() -> None:
 def test_failure_in_unpickling_says_who_sent_it_and_why() -> None:
     _, segments = deliver(serialization.dump_call(null, (FailsToLoad(),), {}, CALLEE))
 
-    with pytest.raises(SerializationError, match="worker 'caller'.*ValueError: cannot be rebuilt") as caught:
+    with pytest.raises(SerializationError, match=r"worker 'caller'.*ValueError: cannot be rebuilt") as caught:
         serialization.load_call({}, segments, None, CALLER)
     assert isinstance(caught.value.__cause__, ValueError)
 

@@ -157,7 +157,7 @@ def test_message_without_objects_has_no_arrivals(office: TicketOffice) -> None:
 
 @pytest.mark.parametrize("descriptors", [1, "x", [1], [[1, 2, 3]]])
 def test_malformed_descriptors_are_an_error(office: TicketOffice, descriptors: Any) -> None:
-    with pytest.raises(SerializationError, match="worker 'caller'.*'ticket'"):
+    with pytest.raises(SerializationError, match=r"worker 'caller'.*'ticket'"):
         serialization.adopt({"ticket": descriptors}, CALLER)
 
 
@@ -198,7 +198,7 @@ def test_ready_waits_for_each_carrier_in_turn(office: TicketOffice) -> None:
     serialization.register_carrier(Season, other)
     calls = itertools.count()
 
-    arrivals = {"ticket": [Ticket(-1)], "other": [Season(-2)]}
+    arrivals: serialization.Arrivals = {"ticket": [Ticket(-1)], "other": [Season(-2)]}
     assert not serialization.ready(arrivals, lambda: next(calls))
     office.waiting.pop()()
     other.waiting.pop()()

@@ -76,7 +76,7 @@ def test_what_can_be_imported_goes_by_name(callee: Any) -> None:
         (torch.arange(3).sum, (), torch.tensor(3)),
         (callees.double, (4,), 8),
         (callees.make_adder(torch.ones(2)), (1,), torch.full((2,), 2.0)),
-        (callees.decorated.__wrapped__, (1,), 2),
+        (callees.undecorated, (1,), 2),
         (lambda *a, scale=3: scale * sum(a), (1, 2), 9),
     ],
     ids=repr,
@@ -84,23 +84,25 @@ def test_what_can_be_imported_goes_by_name(callee: Any) -> None:
 def test_callable_gives_the_same_result(callee: Any, args: Any, result: Any) -> None:
     func, received, kwargs = send_call(callee, args)
 
-    assert torch.equal(torch.as_tensor(func(*received, **kwargs)), torch.as_tensor(result)) or (
-        func(*received) == result
-    )
+    returned = func(*received, **kwargs)
+    if isinstance(result, torch.Tensor):
+        assert torch.equal(returned, result)
+    else:
+        assert returned == result
 
 
 def test_classmethod_stays_bound_to_its_class() -> None:
     func, args, _ = send_call(Plain.make, (3,))
 
-    assert func.__self__ is Plain
+    assert getattr(func, "__self__", None) is Plain
     assert func(*args).value == 3
 
 
 def test_method_that_its_object_does_not_have_under_its_name() -> None:
     plain = Plain(3)
-    plain.doubled = types.MethodType(lambda self: 2 * self.value, plain)
+    plain.value = types.MethodType(lambda self: type(self).__name__, plain)
 
-    assert send(plain).doubled() == 6
+    assert send(plain).value() == "Plain"
 
 
 def test_objects_of_importable_classes() -> None:
@@ -168,7 +170,7 @@ def test_closures_of_one_message_share_their_variable() -> None:
 def test_tensor_in_a_closure_travels_as_a_segment() -> None:
     large = torch.arange(100_000.0)
 
-    payload = serialization.dump_call(lambda: large.sum(), (), {}, CALLEE)
+    payload = serialization.dump_call(lambda x: large.sum() + x, (), {}, CALLEE)
 
     assert [len(segment) for segment in payload.segments[1:]] == [400_000]
 
@@ -243,7 +245,7 @@ def test_class_of_an_argument_missing_on_the_callee(monkeypatch: pytest.MonkeyPa
     _, segments = deliver(serialization.dump_call(callees.null, (Plain(1),), {}, CALLEE))
     monkeypatch.delattr(callees, "Plain")
 
-    with pytest.raises(FunctionNotFoundError, match="'tests.rpc.serialization.callees.Plain'"):
+    with pytest.raises(FunctionNotFoundError, match=r"'tests\.rpc\.serialization\.callees\.Plain'"):
         serialization.load_call({}, segments, None, CALLER)
 
 
@@ -252,8 +254,8 @@ def test_module_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch, as_argume
     module = types.ModuleType("only_here")
     exec("def func(): pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "only_here", module)
-    call = (callees.null, (module.func,)) if as_argument else (module.func, ())
-    _, segments = deliver(serialization.dump_call(*call, {}, CALLEE))
+    func, args = (callees.null, (module.func,)) if as_argument else (module.func, ())
+    _, segments = deliver(serialization.dump_call(func, args, {}, CALLEE))
     monkeypatch.delitem(sys.modules, "only_here")
 
     with pytest.raises(FunctionNotFoundError, match="no module named 'only_here'"):

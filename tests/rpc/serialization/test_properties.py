@@ -25,9 +25,7 @@ DTYPES = [
     torch.float8_e4m3fn,
 ]
 
-PROFILE = settings(
-    derandomize=True, deadline=None, max_examples=150, suppress_health_check=list(HealthCheck)
-)
+PROFILE = settings(derandomize=True, deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
@@ -73,6 +71,11 @@ values = st.recursive(
 )
 
 
+def steps(tensor: torch.Tensor) -> list[int]:
+    """The strides that mean something."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
 def same(mine: Any, theirs: Any) -> bool:
     """Whether two objects are equal in every respect that must survive."""
     if type(mine) is not type(theirs):
@@ -83,7 +86,7 @@ def same(mine: Any, theirs: Any) -> bool:
             and mine.shape == theirs.shape
             and mine.requires_grad == theirs.requires_grad
             and mine.is_conj() == theirs.is_conj()
-            and (mine.numel() <= 1 or mine.stride() == theirs.stride())
+            and (not mine.numel() or steps(mine) == steps(theirs))
             and torch.equal(mine.to(torch.complex128), theirs.to(torch.complex128))
         )
     if isinstance(mine, (list, tuple)):

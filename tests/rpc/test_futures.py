@@ -1,0 +1,695 @@
+"""The caller's end of a call: exactly one completion, whoever waits, and Ctrl-C takes effect at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+from rpc import futures
+from rpc.errors import BlockingCallError, RpcTimeoutError
+from rpc.executor import Executor
+from rpc.futures import Future, PendingCall, collected_futures, forbid_blocking, wait_all, wait_futures
+from rpc.wire import Frame
+from tests.rpc.members import peer
+from tests.rpc.streams import SOON, until
+
+
+class Owner:
+    """An agent's part: decodes replies, completes futures on an executor, keeps the table of calls."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.open: dict[int, PendingCall] = {}
+        self.decoded: list[int] = []
+        self.decoding_threads: list[threading.Thread] = []
+
+    def call(self, timeout: float = 0, what: object = "what") -> PendingCall:
+        call_id = len(self.open) + 1
+        call = self.open[call_id] = PendingCall(self, call_id, peer(), what, timeout)
+        return call
+
+    def future(self, timeout: float = 0) -> tuple[PendingCall, Future[Any]]:
+        call = self.call(timeout)
+        call.watched = True
+        return call, Future.for_call(call)
+
+    def answer(self, call: PendingCall, outcome: Any) -> None:
+        """What the loop does with a reply, whose value is ``outcome``, or which is the error ``outcome``."""
+        reply = (
+            outcome if isinstance(outcome, BaseException) else Frame(6, call.call_id, {"value": outcome}, [])
+        )
+        if call.settle(reply) and call.future is not None:
+            self.executor.submit((call.future.complete, None))
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        self.decoded.append(call.call_id)
+        self.decoding_threads.append(threading.current_thread())
+        value = frame.header["value"]
+        return value() if callable(value) else value
+
+    def complete_soon(self, future: Future[Any]) -> None:
+        self.executor.submit((future.complete, None))
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        return call.timeout_error() if self.open.pop(call.call_id, None) else None
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    executor = Executor(4, "futures")
+    yield Owner(executor)
+    assert executor.stop()
+
+
+@pytest.fixture
+def other_thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+def when_waiting(call: PendingCall, function: Callable[..., object], *args: object) -> Callable[[], None]:
+    """Calls a function as soon as a thread waits for the call."""
+
+    def run() -> None:
+        until(lambda: call._waiters)
+        function(*args)
+
+    return run
+
+
+def when_main_thread_is_in(waiting: Callable[..., object], function: Callable[[], object]) -> None:
+    """Calls a function once the main thread runs a certain other."""
+    main = threading.main_thread().ident or 0
+    code: CodeType = getattr(waiting, "__code__")  # noqa: B009
+
+    def is_waiting() -> bool:
+        frame: FrameType | None = sys._current_frames()[main]
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        return frame is not None
+
+    until(is_waiting)
+    function()
+
+
+def press_ctrl_c() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def fail(error: BaseException) -> Any:
+    raise error
+
+
+# ---- waiting without a future, as rpc_sync does
+
+
+def test_result_waits_for_the_reply_and_decodes_it(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    call = owner.call()
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    assert call.result() == 42
+    assert owner.decoding_threads == [threading.current_thread()]
+
+
+def test_result_raises_what_the_call_ended_with(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    call = owner.call()
+    other_thread.submit(when_waiting(call, owner.answer, call, KeyError("remote")))
+    with pytest.raises(KeyError, match="remote"):
+        call.result()
+
+
+def test_result_raises_when_the_time_is_over(owner: Owner) -> None:
+    call = owner.call(timeout=0.01)
+    with pytest.raises(
+        RpcTimeoutError, match="more than its timeout of 10 ms: what on worker 'callee' has not"
+    ):
+        call.result()
+    assert not owner.open
+
+
+def test_a_reply_that_comes_with_the_timeout_still_counts(
+    owner: Owner, other_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = owner.call(timeout=0.001)
+
+    def too_late(_: PendingCall) -> None:  # the loop has just taken it out of the table
+        other_thread.submit(owner.answer, call, 42)
+
+    monkeypatch.setattr(owner, "expire", too_late)
+    assert call.result() == 42
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
+def test_any_timeout_may_be_asked_for(owner: Owner, other_thread: ThreadPoolExecutor, timeout: float) -> None:
+    call = owner.call(timeout)
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    assert call.result() == 42
+
+
+def test_ctrl_c_interrupts_result_and_gives_the_call_up(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call = owner.call(timeout=60)
+    other_thread.submit(when_waiting(call, press_ctrl_c))
+    with pytest.raises(KeyboardInterrupt):
+        call.result()
+    assert not owner.open
+    assert not call._waiters
+
+
+class Rude:
+    """A callable that must not be looked at on the agent's loop."""
+
+    def __call__(self) -> None: ...
+
+    def __repr__(self) -> str:
+        raise AssertionError("code of the user's was run")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError("code of the user's was run")
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("all_gather", "all_gather"),
+        (press_ctrl_c, "press_ctrl_c"),
+        (Owner, "Owner"),
+        (len, "len"),
+        (torch.nn.functional.relu, "relu"),
+        ([].append, "list.append"),
+    ],
+    ids=str,
+)
+def test_what_was_asked_is_named_without_running_code_of_the_users(
+    owner: Owner, what: object, text: str
+) -> None:
+    call = owner.call(timeout=1.5, what=what)
+    assert call.asked == text
+    assert str(call.timeout_error()).startswith(
+        f"RPC ran for more than its timeout of 1500 ms: {text} on worker"
+    )
+
+
+# ---- futures: who completes
+
+
+def test_a_waiting_thread_decodes_and_completes_itself(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    assert future.wait() == 42
+    assert owner.decoding_threads == [threading.current_thread()]
+    assert future.done()
+    assert future.value() == 42
+
+
+def test_where_nobody_waits_an_executor_thread_completes(owner: Owner) -> None:
+    call, future = owner.future()
+    owner.answer(call, 42)
+    until(future.done)
+    assert future.wait() == 42
+    assert owner.decoding_threads[0].name.startswith("futures-")
+
+
+def test_a_reply_that_was_there_before_the_future_completes_it(owner: Owner) -> None:
+    call = owner.call()
+    owner.answer(call, 42)
+    future = Future.for_call(call)
+    until(future.done)
+    assert future.value() == 42
+
+
+def test_all_threads_that_wait_for_one_future_get_the_value_and_it_is_decoded_once(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    for _ in range(20):
+        owner.decoded.clear()
+        call, future = owner.future()
+        waiting = [other_thread.submit(future.wait) for _ in range(8)]
+        until(lambda call=call: len(call._waiters) == 8)  # type: ignore[misc]
+        owner.answer(call, [42])
+        values = [each.result(SOON) for each in waiting]
+        assert all(value is values[0] == [42] for value in values)
+        assert owner.decoded == [call.call_id]
+
+
+def test_waiters_and_the_executor_may_race_for_the_reply(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    for _ in range(300):
+        owner.decoded.clear()
+        call, future = owner.future()
+        told: list[object] = []
+        future.add_done_callback(told.append)
+        answering = other_thread.submit(owner.answer, call, 42)
+        waiting = [other_thread.submit(future.wait) for _ in range(2)]
+        assert future.wait() == 42
+        assert [each.result(SOON) for each in waiting] == [42, 42]
+        answering.result(SOON)
+        assert owner.decoded == [call.call_id]
+        assert len(told) == 1
+
+
+def test_the_remote_error_is_raised_as_itself(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    call, future = owner.future()
+    other_thread.submit(when_waiting(call, owner.answer, call, lambda: fail(KeyError("remote"))))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="remote"):
+            future.wait()
+    with pytest.raises(KeyError, match="remote"):
+        future.value()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit("gone")])
+def test_errors_that_would_end_the_thread_arrive_as_runtime_errors(
+    owner: Owner, error: BaseException
+) -> None:
+    call, future = owner.future()
+    owner.answer(call, lambda: fail(error))
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: ") as caught:
+        future.wait()
+    assert caught.value.__cause__ is error
+
+
+def test_a_value_that_pytorch_refuses_fails_the_future(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, future = owner.future()
+    set_result = torch.futures.Future.set_result
+
+    def refusing(self: Any, value: Any) -> None:
+        if value == "devices":
+            raise ValueError("tensors on a device that the future does not know")
+        set_result(self, value)
+
+    monkeypatch.setattr(torch.futures.Future, "set_result", refusing)
+    owner.answer(call, "devices")
+    with pytest.raises(ValueError, match="tensors on a device"):
+        future.wait()
+
+
+def test_a_future_of_ones_own_can_be_completed_and_waited_for(other_thread: ThreadPoolExecutor) -> None:
+    future: Future[int] = Future()
+    waiting = [other_thread.submit(future.wait) for _ in range(3)]
+    future.set_result(42)
+    assert [each.result(SOON) for each in waiting] == [42] * 3
+
+
+def test_pytorchs_own_functions_take_our_futures(owner: Owner) -> None:
+    calls_and_futures = [owner.future() for _ in range(3)]
+    for index, (call, _) in enumerate(calls_and_futures):
+        owner.answer(call, index)
+    ours = [future for _, future in calls_and_futures]
+    assert torch.futures.wait_all([*ours]) == [0, 1, 2]
+    assert [each.value() for each in torch.futures.collect_all([*ours]).wait()] == [0, 1, 2]
+
+
+# ---- then
+
+
+def test_then_gives_a_future_of_what_the_callback_returns(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    chain = future.then(lambda done: done.value() + 1).then(lambda done: done.value() * 2)
+    assert isinstance(chain, Future)
+    waiting = other_thread.submit(chain.wait)
+    owner.answer(call, 20)
+    assert waiting.result(SOON) == 42
+    assert chain.then(lambda done: done.wait()).wait() == 42
+
+
+def test_an_error_in_a_callback_fails_the_future_of_then(owner: Owner) -> None:
+    call, future = owner.future()
+    following = future.then(lambda _: fail(KeyError("in the callback")))
+    owner.answer(call, 1)
+    with pytest.raises(RuntimeError, match="KeyError: 'in the callback'") as caught:
+        following.wait()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert future.wait() == 1
+
+
+def test_then_refuses_what_cannot_be_called(owner: Owner) -> None:
+    _, future = owner.future()
+    with pytest.raises(TypeError):
+        future.then("not callable")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("through", ["then", "collect_all"])
+def test_a_callback_that_makes_a_blocking_call_stops_nobody(owner: Owner, through: str) -> None:
+    first, first_future = owner.future()
+    second, second_future = owner.future()
+
+    def blocking(_: object) -> int:
+        value: int = second_future.wait() + 1
+        return value
+
+    if through == "then":
+        following: torch.futures.Future[int] = first_future.then(blocking)
+    else:
+        following = torch.futures.collect_all([first_future]).then(blocking)
+    owner.answer(first, 1)
+    until(lambda: second._waiters)  # the callback blocks
+    third, third_future = owner.future()
+    owner.answer(third, 3)
+    assert third_future.wait() == 3
+    owner.answer(second, 41)
+    assert following.wait() == 42
+
+
+def test_a_thread_that_waits_is_not_held_up_by_a_callback_that_another_waiter_runs(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    go_on = threading.Event()
+    future.add_done_callback(lambda _: go_on.wait(SOON))  # type: ignore[arg-type]
+    waiting = [other_thread.submit(future.wait) for _ in range(4)]
+    until(lambda: len(call._waiters) == 4)
+    owner.answer(call, 42)
+    until(lambda: sum(each.done() for each in waiting) == 3)
+    go_on.set()
+    assert [each.result(SOON) for each in waiting] == [42] * 4
+
+
+# ---- await
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_future_can_be_awaited_from_any_asyncio_loop(
+    owner: Owner, new_loop: Callable[[], asyncio.AbstractEventLoop], other_thread: ThreadPoolExecutor
+) -> None:
+    async def use() -> list[int]:
+        call, future = owner.future()
+        tasks = [asyncio.ensure_future(awaited(future)) for _ in range(3)]
+        await asyncio.sleep(0)
+        owner.answer(call, 41)
+        values = await asyncio.gather(*tasks)
+        assert await future == 41  # again, when it is done
+        return [*values, await future.then(lambda done: done.value() + 1)]
+
+    async def awaited(future: Future[int]) -> int:
+        return await future
+
+    def run() -> list[int]:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(use())
+
+    here = run()
+    there = other_thread.submit(run).result(SOON)
+    assert here == there == [41, 41, 41, 42]
+
+
+def test_awaiting_raises_the_remote_error(owner: Owner) -> None:
+    async def use() -> None:
+        call, future = owner.future()
+        owner.answer(call, lambda: fail(KeyError("remote")))
+        with pytest.raises(KeyError, match="remote"):
+            await future
+
+    asyncio.run(use())
+
+
+def test_a_cancelled_await_leaves_the_future_alone(owner: Owner) -> None:
+    async def use() -> int:
+        call, future = owner.future()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await future
+        owner.answer(call, 42)
+        value: int = await future
+        return value
+
+    assert asyncio.run(use()) == 42
+
+
+def test_a_loop_that_ended_meanwhile_is_no_error(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+    call, future = owner.future()
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await future
+
+    asyncio.run(give_up())
+    owner.answer(call, 42)
+    assert future.wait() == 42
+    assert not caplog.records
+
+
+# ---- wait_all and waiting for several
+
+
+def test_wait_all_waits_for_what_was_collected_on_this_thread(owner: Owner) -> None:
+    pairs = [owner.future() for _ in range(3)]
+    with wait_all():
+        collected_futures.future_list.extend(future for _, future in pairs)
+        for call, _ in pairs:
+            owner.answer(call, 1)
+    assert all(future.done() for _, future in pairs)
+    assert not hasattr(collected_futures, "future_list")
+
+
+def test_wait_all_can_be_nested(owner: Owner) -> None:
+    outer_call, outer_future = owner.future()
+    inner_call, inner_future = owner.future()
+    with wait_all():
+        collected_futures.future_list.append(outer_future)
+        with wait_all():
+            collected_futures.future_list.append(inner_future)
+            owner.answer(inner_call, 1)
+        assert inner_future.done()
+        assert collected_futures.future_list == [outer_future]
+        owner.answer(outer_call, 1)
+    assert outer_future.done()
+
+
+def test_wait_all_raises_the_first_error_without_waiting_for_the_others(owner: Owner) -> None:
+    failing, failing_future = owner.future()
+    _, endless = owner.future()
+
+    def use() -> None:
+        with wait_all():
+            collected_futures.future_list.extend([endless, failing_future])
+            owner.answer(failing, lambda: fail(KeyError("remote")))
+
+    with pytest.raises(KeyError, match="remote"):
+        use()
+    assert not hasattr(collected_futures, "future_list")
+
+
+def test_wait_all_does_not_wait_when_its_block_fails(owner: Owner) -> None:
+    _, endless = owner.future()
+
+    def use() -> None:
+        with wait_all():
+            collected_futures.future_list.append(endless)
+            raise KeyError("in the block")
+
+    with pytest.raises(KeyError, match="in the block"):
+        use()
+
+
+def test_wait_futures_returns_values_in_the_order_of_the_futures(owner: Owner) -> None:
+    pairs = [owner.future() for _ in range(5)]
+    for index, (call, _) in reversed(list(enumerate(pairs))):
+        owner.answer(call, index)
+    assert wait_futures([future for _, future in pairs]) == [0, 1, 2, 3, 4]
+    assert wait_futures([]) == []
+
+
+# ---- threads that must not block
+
+
+def test_a_thread_that_must_not_block_cannot_wait(owner: Owner) -> None:
+    call, future = owner.future()
+    done_call, done_future = owner.future()
+    owner.answer(done_call, 42)
+    until(done_future.done)
+    own: Future[int] = Future()
+
+    def run() -> None:
+        forbid_blocking("not here")
+        for blocking in (future.wait, own.wait, call.result, lambda: wait_futures([done_future, future])):
+            with pytest.raises(BlockingCallError, match="not here"):
+                blocking()
+        assert done_future.wait() == 42
+        assert wait_futures([done_future]) == [42]
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result(SOON)
+    assert not call._waiters
+
+
+# ---- Ctrl-C
+
+
+def test_ctrl_c_interrupts_wait_and_the_future_is_completed_later(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    other_thread.submit(when_waiting(call, press_ctrl_c))
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    assert owner.open
+    owner.answer(call, 42)
+    assert future.wait() == 42
+
+
+def test_ctrl_c_interrupts_the_wait_for_a_future_of_then(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    following = future.then(lambda done: done.value() + 1)
+    other_thread.submit(when_main_thread_is_in, Future.wait, press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        following.wait()
+    owner.answer(call, 41)
+    assert following.wait() == 42
+
+
+def test_ctrl_c_interrupts_wait_all(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    _, future = owner.future()
+
+    def use() -> None:
+        with wait_all():
+            collected_futures.future_list.append(future)
+            other_thread.submit(when_main_thread_is_in, wait_futures, press_ctrl_c)
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    assert not hasattr(collected_futures, "future_list")
+
+
+def test_ctrl_c_interrupts_while_another_thread_decodes(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    decoding, go_on = threading.Event(), threading.Event()
+
+    def slow() -> int:
+        decoding.set()
+        go_on.wait(SOON)
+        return 42
+
+    owner.answer(call, slow)
+    assert decoding.wait(SOON)
+    other_thread.submit(when_main_thread_is_in, Future.wait, press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    go_on.set()
+    assert future.wait() == 42
+
+
+def test_ctrl_c_while_decoding_is_raised_and_fails_the_future(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    other_thread.submit(
+        when_waiting(call, owner.answer, call, lambda: fail(KeyboardInterrupt("in the decoder")))
+    )
+    with pytest.raises(KeyboardInterrupt, match="in the decoder"):
+        future.wait()
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt: in the decoder"):
+        future.wait()
+
+
+def test_ctrl_c_in_a_callback_that_a_waiting_thread_runs_is_raised_there(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    endless, endless_future = owner.future()
+    following = future.then(lambda _: endless_future.wait())
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    other_thread.submit(when_waiting(endless, press_ctrl_c))
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    assert future.wait() == 42
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        following.wait()
+
+
+@pytest.mark.parametrize("step", ["wait_settled", "complete", "_decoded", "_end"])
+def test_ctrl_c_between_any_two_steps_loses_no_completion(
+    owner: Owner, other_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    where: Any = {"wait_settled": PendingCall, "complete": Future}.get(step, futures)
+    function = getattr(where, step)
+
+    def interrupted(*args: Any) -> Any:
+        result = function(*args)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return result
+
+    call, future = owner.future()
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    with monkeypatch.context() as patch:
+        patch.setattr(where, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            future.wait()
+    until(future.done)
+    assert future.wait() == 42
+
+
+class _Storm(KeyboardInterrupt):
+    """Ctrl-C that only our own handler raises."""
+
+
+def test_ctrl_c_at_any_moment_loses_no_completion(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    armed = False
+    interruptions = 0
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise _Storm
+
+    chance = random.Random(7)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for index in range(300):
+            call, future = owner.future()
+            following = future.then(lambda done: done.value())
+            start = threading.Event()
+
+            def disturb(
+                call: PendingCall = call,
+                start: threading.Event = start,
+                index: int = index,
+                delay: int = chance.randrange(60),
+            ) -> None:
+                start.wait(SOON)
+                if index % 2:
+                    owner.answer(call, index)
+                for _ in range(delay):
+                    pass
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                if not index % 2:
+                    owner.answer(call, index)
+
+            disturbing = other_thread.submit(disturb)
+            try:
+                armed = True
+                start.set()
+                assert future.wait() == index
+                armed = False
+            except _Storm:
+                interruptions += 1
+            armed = False
+            disturbing.result(SOON)
+            until(following.done)
+            assert following.value() == index
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interruptions
