@@ -11,7 +11,6 @@ messages that must arrive), interceptors (``interceptors``), and carriers and re
 
 from __future__ import annotations
 
-import functools
 import logging
 import queue
 import secrets
@@ -83,8 +82,10 @@ class Agent:
         self.links = Links(
             self.loop, transports(self.loop, options.send_queue_bytes), self, options.max_message_bytes
         )
-        self._handlers: dict[int, KindHandler] = {Kind.CONTROL: self.control.received}
-        self.executor.when_idle(self.something_ended)
+        self._handlers: dict[int, KindHandler] = {
+            Kind.CONTROL: self.control.received,
+            Kind.GOODBYE: self.links.goodbye_received,
+        }
         self._gone_handlers: list[Callable[[Peer, str], None]] = []
         self._close_handlers: list[Callable[[], object]] = []
         self._joined_handlers: list[Callable[[Peer], None]] = []
@@ -94,8 +95,10 @@ class Agent:
         self.extensions: dict[str, Any] = {}
         """What stands on this agent, by name: each part's own object, where its code finds it again."""
         self._peers: dict[int, Peer] = {}
-        self._routes: dict[CalleeName, Peer] = {}
-        self._open_requests = _Counter()
+        self._routes: dict[str, Peer] = {}
+        self.postponed = Counter()
+        """Requests that no task works on, but which are still to be run or answered."""
+        self.requests_begun = 0
         self.departure: Departure | None = None
         self.closed = False
         self._interval: float | None = None
@@ -137,12 +140,12 @@ class Agent:
             UnknownWorkerError: there is no such worker in the group.
             ValueError: ``callee`` is neither a name, an id nor a ``WorkerInfo``.
         """
-        try:
-            return self._routes[callee]
-        except (KeyError, TypeError):
-            pass
+        if type(callee) is str:  # nothing else: 1.0 and True would be found under 1
+            peer = self._routes.get(callee)
+            if peer is not None:
+                return peer
         peer = self._peers[self.view.resolve(callee).incarnation]
-        self._routes[callee] = peer
+        self._routes[peer.name] = peer
         return peer
 
     def peer_by_incarnation(self, incarnation: int) -> Peer | None:
@@ -214,10 +217,12 @@ class Agent:
             timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
         """
         peer = self.peer(to)
-        payload = self.dump_call(function, args, kwargs, peer)
+        payload = serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
         if self.interceptors:
             self.attach(payload.header, peer)
-        return self.request(peer, Kind.CALL, payload, timeout, function)
+        call = self.calls.open(peer, function, self.rpc_timeout if timeout < 0 else timeout)
+        self.transmit(call, Kind.CALL, payload)
+        return call
 
     def dump_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
@@ -270,8 +275,7 @@ class Agent:
         header, segments = payload.header, payload.segments
         try:
             if not header and len(segments) == 1 and len(segments[0]) <= _SMALL_BYTES:
-                frame = encode_small(kind, call_id, segments[0])
-                peer.send((frame,), len(frame), wait=wait)
+                peer.send_small(encode_small(kind, call_id, segments[0]), wait)
             else:
                 buffers, size = encode(kind, call_id, header, segments)
                 peer.send(buffers, size, aliased=bool(payload.borrowed), wait=wait)
@@ -307,9 +311,6 @@ class Agent:
                 logger.exception("could not even send a failure to worker '%s'", peer.name)
                 raise
             self.fail(peer, call_id, error)
-        finally:
-            self._open_requests.subtract(1)
-            self.something_ended()
 
     # ---- what comes in, on the loop's thread (for calls to oneself: on the sender's)
 
@@ -347,12 +348,21 @@ class Agent:
         Args:
             tasks: where to put it if it can run now.
         """
-        self._open_requests.add(1)
+        self.requests_begun += 1
         task = (run, request)
-        if request.arrivals is None or serialization.ready(
-            request.arrivals, functools.partial(self.executor.submit, task)
-        ):
+        arrivals = request.arrivals
+        if arrivals is None:
             tasks.append(task)
+            return
+        self.postponed.begin()
+
+        def admit() -> None:
+            self.executor.submit(task)
+            self.postponed.end()
+
+        if serialization.ready(arrivals, admit):
+            tasks.append(task)
+            self.postponed.end()
 
     def on(self, kind: int, handler: KindHandler) -> None:
         """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
@@ -423,7 +433,7 @@ class Agent:
         """
         return (
             len(self.calls)
-            + self._open_requests.value
+            + self.postponed.value
             + self.executor.active()
             + self.control.unacknowledged()
             + (not self._deferred.empty())
@@ -431,11 +441,11 @@ class Agent:
 
     def begun(self) -> int:
         """How many calls, requests and control messages have ever begun here: grows with each."""
-        return self.calls.opened + self._open_requests.ever + self.control.posted
+        return self.calls.opened + self.requests_begun + self.control.posted
 
     def something_ended(self) -> None:
         """This worker may have become idle, which interests who waits to leave."""
-        if self.departure is not None and self.departure.under_way:
+        if self.departure is not None and self.departure.listening:
             self.defer(self.departure.look, None)
 
     @property
@@ -456,7 +466,7 @@ class Agent:
         counts |= {
             "thread_pool_size": self.options.num_worker_threads,
             "pending_calls": len(self.calls),
-            "open_requests": self._open_requests.value,
+            "postponed_requests": self.postponed.value,
             "unacknowledged_control_messages": self.control.unacknowledged(),
             "connected_peers": sum(peer.connected for peer in list(self._peers.values())),
         }
@@ -505,24 +515,22 @@ class Agent:
 _inherited: Final[list[Agent]] = []
 
 
-class _Counter:
-    """A count that several threads change."""
+class Counter:
+    """How many things are under way, begun and ended on several threads."""
 
-    __slots__ = ("_lock", "ever", "value")
+    __slots__ = ("_lock", "value")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may begin or end something
         self.value = 0
-        self.ever = 0
 
-    def add(self, amount: int) -> None:
+    def begin(self) -> None:
         with self._lock:
-            self.value += amount
-            self.ever += amount
+            self.value += 1
 
-    def subtract(self, amount: int) -> None:
+    def end(self) -> None:
         with self._lock:
-            self.value -= amount
+            self.value -= 1
 
 
 def _same(error: WorkerLostError) -> WorkerLostError:

@@ -85,15 +85,23 @@ class Callee:
 
     def run(self, request: Request) -> None:
         """Run a call and reply to it."""
-        peer, frame, _ = request
+        peer, frame, arrivals = request
+        agent = self._agent
         try:
-            function, args, kwargs = self.load(request)
-            value = self.start(function, args, kwargs, frame.header, peer, self.replier(request))
+            function, args, kwargs = serialization.load_call(
+                frame.header, frame.segments, arrivals, peer, allow=agent.allow, pickler=replacement.pickler
+            )
+            if frame.header:
+                value = self.start(function, args, kwargs, frame.header, peer, self.replier(request))
+            else:
+                value = function(*args, **kwargs)
+                if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
+                    value = self._later(function, value, {}, peer, self.replier(request))
         except BaseException as error:
-            self._agent.fail(peer, frame.call_id, error)
+            agent.fail(peer, frame.call_id, error)
         else:
             if value is not LATER:
-                self._agent.reply(peer, frame.call_id, value)
+                agent.reply(peer, frame.call_id, value)
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a request; raises what unpickling raises."""
@@ -126,22 +134,47 @@ class Callee:
                 value = function(*args, **kwargs)
         else:
             value = function(*args, **kwargs)
+        if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
+            return self._later(function, value, header, peer, answer)
+        return value
+
+    def _later(
+        self,
+        function: Callable[..., Any],
+        value: Any,
+        header: dict[str, Any],
+        peer: Peer,
+        answer: Answer,
+    ) -> Any:
+        """See to it that what a function has begun is answered when it is done."""
+        postponed = self._agent.postponed
         if type(value) is CoroutineType:
+            postponed.begin()
             asyncio.run_coroutine_threadsafe(
                 self._finish(value, header, peer, answer), self._coroutine_loop()
             )
             return LATER
-        if hasattr(function, ASYNC_EXECUTION_MARK):
-            if not isinstance(value, torch._C.Future):
-                raise RpcError(
-                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-                    f"but {getattr(function, '__qualname__', function)} on worker "
-                    f"'{self._agent.info.name}' returned a {type(value).__name__}. "
-                    "(The decorator is rpc.functions.async_execution.)"
-                )
-            value.add_done_callback(lambda done: _answer_from_future(done, answer))
-            return LATER
-        return value
+        if not isinstance(value, torch._C.Future):
+            raise RpcError(
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                f"but {getattr(function, '__qualname__', function)} on worker "
+                f"'{self._agent.info.name}' returned a {type(value).__name__}. "
+                "(The decorator is rpc.functions.async_execution.)"
+            )
+        postponed.begin()
+
+        def done(future: torch.futures.Future[Any]) -> None:
+            try:
+                _answer_from_future(future, answer)
+            finally:
+                self._ended()
+
+        value.add_done_callback(done)
+        return LATER
+
+    def _ended(self) -> None:
+        self._agent.postponed.end()
+        self._agent.something_ended()
 
     def _intercepted(self, header: dict[str, Any], peer: Peer) -> ExitStack:
         stack = ExitStack()
@@ -163,6 +196,8 @@ class Callee:
                 raise
         else:
             self._agent.executor.submit((_give, (answer, value, None)))
+        finally:
+            self._ended()
 
     def replier(self, request: Request) -> Answer:
         """What answers a request later."""

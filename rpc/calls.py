@@ -38,7 +38,7 @@ class CallTable:
         self._pending: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
         self.opened = 0
-        """How many calls were ever entered (threads may count one of several simultaneous ones late)."""
+        """How many calls were ever entered; of several simultaneous ones, some may be counted late."""
         self._alarm_at = float("inf")
         self._timer: asyncio.TimerHandle | None = None
 
@@ -47,9 +47,10 @@ class CallTable:
 
     def open(self, peer: Peer, what: object, timeout: float, kind: type[C] = PendingCall) -> C:  # type: ignore[assignment]
         """Enter a call of a kind, so that its reply will be found."""
-        call = kind(self._owner, next(self._ids), peer, what, timeout)
-        self._pending[call.call_id] = call
-        self.opened = max(self.opened, call.call_id)
+        call_id = next(self._ids)
+        call = kind(self._owner, call_id, peer, what, timeout)
+        self._pending[call_id] = call
+        self.opened = call_id
         return call
 
     def watch(self, call: PendingCall) -> None:

@@ -40,6 +40,8 @@ class Departure:
         self._termination = (
             None if members is None else Termination(agent.own_peer.member, members, ROUNDS)
         )
+        self.listening = False
+        """Whether it makes a difference to ``look`` when this worker may have become idle."""
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: Callable[[str | None], None] | None = None
 
@@ -67,10 +69,6 @@ class Departure:
         if failure[0] is not None:
             raise RpcTimeoutError(f"worker '{self._agent.info.name}' gave up leaving: {failure[0]}")
 
-    @property
-    def under_way(self) -> bool:
-        """Whether somebody waits, and wants to know when this worker may have become idle."""
-        return self._waiting is not None
 
     def look(self, _: object = None) -> None:
         """This worker may have become idle."""
@@ -98,7 +96,14 @@ class Departure:
         if self._termination is not None:
             self._act(self._termination.enter(time.monotonic(), self._report(), timeout))
         else:
+            self._listen(True)
             self.look()
+
+    def _listen(self, listening: bool) -> None:
+        """Have the agent say when something ended, or no longer: it is asked at every call otherwise."""
+        if listening != self.listening:
+            self.listening = listening
+            self._agent.executor.when_idle(self._agent.something_ended if listening else None)
 
     def _report(self) -> Report:
         """What is under way here. Nothing can be on its way that is not under way at its sender: a call is
@@ -126,6 +131,8 @@ class Departure:
                     self._end(None)
                 case Failed(reason):
                     self._end(reason)
+        assert self._termination is not None
+        self._listen(self._termination.awaits_idleness)
         self._set_timer()
 
     def _end(self, reason: str | None) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
+from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterator
 from threading import TIMEOUT_MAX
+from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, Protocol, TypeVar, cast
 
@@ -30,7 +31,15 @@ S = TypeVar("S")
 
 _NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 
-_thread_state: Final = threading.local()
+INFINITE: Final = float("inf")
+
+
+class _ThreadState(threading.local):
+    forbidden: str | None = None
+    interruption: KeyboardInterrupt | None = None
+
+
+_thread_state: Final = _ThreadState()
 
 collected_futures: Final = threading.local()
 """Inside ``wait_all``, its attribute ``future_list`` holds this thread's futures so far."""
@@ -43,7 +52,7 @@ def forbid_blocking(why: str) -> None:
 
 def check_may_block() -> None:
     """Raise ``BlockingCallError`` on a thread that must not block."""
-    why = getattr(_thread_state, "forbidden", None)
+    why = _thread_state.forbidden
     if why is not None:
         raise BlockingCallError(why)
 
@@ -78,19 +87,11 @@ class PendingCall:
     keeps_place = False
     """Whether a call stays in the table of calls when its time is over."""
 
-    __slots__ = (
-        "_waiters",
-        "arrivals",
-        "call_id",
-        "deadline",
-        "future",
-        "outcome",
-        "owner",
-        "peer",
-        "timeout",
-        "watched",
-        "what",
-    )
+    # What most calls never set; a call is made for every message, so its making is kept short.
+    arrivals: Any = None
+    future: Future[Any] | None = None
+    outcome: Frame | BaseException | None = None
+    watched = False
 
     def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
         self.owner = owner
@@ -98,12 +99,8 @@ class PendingCall:
         self.peer = peer
         self.what = what
         self.timeout = timeout
-        self.deadline = time.monotonic() + timeout if timeout else float("inf")
-        self.outcome: Frame | BaseException | None = None
-        self.arrivals: Any = None
-        self.future: Future[Any] | None = None
-        self.watched = False
-        self._waiters: list[threading.Lock] = []
+        self.deadline = monotonic() + timeout if timeout else INFINITE
+        self._waiters: list[LockType] = []
 
     @property
     def asked(self) -> str:
@@ -135,7 +132,7 @@ class PendingCall:
         waiters = self._waiters
         if not waiters:
             return True
-        for waiter in list(waiters):
+        for waiter in waiters.copy():
             waiter.release()
         return False
 
@@ -145,18 +142,18 @@ class PendingCall:
 
     def wait_settled(self) -> None:
         """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
-        if self.settled():
+        if self.outcome is not None:
             return
         check_may_block()
-        lock = threading.Lock()
+        lock = allocate_lock()
         lock.acquire()
         try:
             self._waiters.append(lock)
             if self.settled():
                 return
-            if self.watched or self.deadline == float("inf"):
+            if self.watched or self.deadline == INFINITE:
                 lock.acquire()
-            elif not lock.acquire(timeout=min(max(0.0, self.deadline - time.monotonic()), TIMEOUT_MAX)):
+            elif not lock.acquire(timeout=min(max(0.0, self.deadline - monotonic()), TIMEOUT_MAX)):
                 error = self.owner.expire(self)
                 if error is not None:
                     self.outcome = error
@@ -298,7 +295,7 @@ class Future(torch.futures.Future[T]):
 
 def _raise_interruption() -> None:
     """Raise the Ctrl-C that hit a callback on this thread."""
-    interruption: KeyboardInterrupt | None = getattr(_thread_state, "interruption", None)
+    interruption = _thread_state.interruption
     if interruption is not None:
         _thread_state.interruption = None
         raise interruption

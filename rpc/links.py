@@ -187,6 +187,10 @@ class Links:
             connection.close(reason)
         self._events.peer_gone(peer, reason)
 
+    def goodbye_received(self, peer: Peer, frame: Frame) -> None:
+        """A peer leaves, and says so."""
+        self.lose(peer, str(frame.header.get("reason", "it left")))
+
     def connections(self, peers: Iterable[Peer]) -> list[Connection | Listener]:
         """Everything that is open right now, listeners included."""
         found: list[Connection | Listener] = [*self._listeners]
@@ -257,13 +261,7 @@ class _Link:
         self._receive: Callable[[Peer, list[Frame]], None] = links._events.frames_received
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
-        goodbye = next((index for index, frame in enumerate(frames) if frame.kind == Kind.GOODBYE), None)
-        if goodbye is None:
-            self._receive(self._peer, frames)
-            return
-        if goodbye:
-            self._receive(self._peer, frames[:goodbye])
-        self._links.lose(self._peer, str(frames[goodbye].header.get("reason", "it left")))
+        self._receive(self._peer, frames)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self._links.lose(self._peer, reason)

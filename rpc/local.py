@@ -29,6 +29,9 @@ class LocalPeer(Peer):
     def is_self(self) -> bool:
         return True
 
+    def send_small(self, frame: bytes, wait: bool) -> None:
+        self.send((frame,), len(frame))
+
     def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
         if self._lost is not None:
             raise self.lost_error()

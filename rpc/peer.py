@@ -109,6 +109,17 @@ class Peer:
         except ConnectionClosed:
             raise self.lost_error() from None
 
+    def send_small(self, frame: bytes, wait: bool) -> None:
+        """As ``send``, for a frame in one piece: the way of most calls."""
+        connection = self._connection
+        if connection is None:
+            self.send((frame,), len(frame), wait=wait)
+            return
+        try:
+            connection.send_small(frame, wait)
+        except ConnectionClosed:
+            raise self.lost_error() from None
+
     def _keep(self, buffers: Sequence[Any], size: int) -> Connection | None:
         """Queue the frame until there is a connection; returns the connection if there is one by now."""
         copied = [bytes(buffer) for buffer in buffers]

@@ -163,6 +163,13 @@ class Termination:
             times.append(self._not_before)
         return min(times, default=None)
 
+    @property
+    def awaits_idleness(self) -> bool:
+        """Whether it makes a difference, now, to be told that this worker became idle."""
+        if self._over or not self._has_entered:
+            return False
+        return self._all_entered if self._leads else self._owes is not None
+
     # What happens.
 
     def enter(self, now: float, report: Report, timeout: float = 0.0) -> list[Action]:
@@ -293,15 +300,8 @@ class Termination:
         self._actions.extend(CutOff(peer) for peer in sorted(unfenced))
         if unfenced or report.active:
             self._owes = leader, dead
-        self._send(
-            leader,
-            "report",
-            wave,
-            sorted(self._lost),
-            report.active,
-            [[peer, count] for peer, count in report.sent.items()],
-            [[peer, count] for peer, count in report.received.items()],
-        )
+        sent, received = map(list, report.sent.items()), map(list, report.received.items())
+        self._send(leader, "report", wave, sorted(self._lost), report.active, list(sent), list(received))
 
     def _tell_if_clean(self, report: Report) -> None:
         """Who was not clean when it was probed says so once it is."""
@@ -384,11 +384,12 @@ class Termination:
         """Whether all that was sent was received, or both sides know that their connection is broken."""
         for sender, (lost_by_sender, sender_report) in reports.items():
             for receiver, (lost_by_receiver, receiver_report) in reports.items():
-                if receiver in lost_by_sender and sender in lost_by_receiver:
-                    continue
-                if receiver in lost_by_sender or sender in lost_by_receiver:
+                broken = receiver in lost_by_sender
+                if broken != (sender in lost_by_receiver):
                     return False
-                if sender_report.sent.get(receiver, 0) != receiver_report.received.get(sender, 0):
+                if not broken and sender_report.sent.get(receiver, 0) != receiver_report.received.get(
+                    sender, 0
+                ):
                     return False
         return True
 

@@ -57,6 +57,8 @@ _ZEROS: Final = bytes(ALIGNMENT)
 
 _pack_prefix = _PREFIX.pack
 _unpack_prefix = _PREFIX.unpack_from
+_new_frame = tuple.__new__
+"""Makes a named tuple without the Python function that it has for a constructor."""
 
 
 class Kind(IntEnum):
@@ -150,46 +152,40 @@ class Decoder:
     Args:
         max_frame_bytes: frames with a longer body are refused. It may be changed while the decoder is in
             use: peers that have not yet said who they are get a small limit.
+
+    Attributes:
+        scratch: the receive buffer, where all bytes go that are not the rest of a large frame.
+        scratch_offset: where in ``scratch`` the next bytes go, or -1 in the middle of a large frame.
     """
 
     __slots__ = (
         "_body",
-        "_end",
         "_filled",
         "_greeted",
         "_large",
-        "_scratch",
         "_start",
         "_view",
         "max_frame_bytes",
+        "scratch",
+        "scratch_offset",
     )
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
-        self._scratch = bytearray(_RECEIVE_BUFFER_BYTES)
-        self._view = memoryview(self._scratch)
+        self.scratch = bytearray(_RECEIVE_BUFFER_BYTES)
+        self._view = memoryview(self.scratch)
         self._start = 0
-        self._end = 0
+        self.scratch_offset = 0
         self._greeted = False
         self._large: tuple[int, int, int, int, int] | None = None
         self._body = self._view[:0]
         self._filled = 0
 
-    @property
-    def scratch(self) -> bytearray:
-        """The receive buffer, where all bytes go that are not the rest of a large frame."""
-        return self._scratch
-
-    @property
-    def scratch_offset(self) -> int:
-        """Where in ``scratch`` the next bytes go, or -1 in the middle of a large frame."""
-        return self._end if self._large is None else -1
-
     def buffer(self) -> memoryview:
         """Where the next bytes go: never empty."""
-        if self._large is not None:
+        if self.scratch_offset < 0:
             return self._body[self._filled :]
-        return self._view[self._end :]
+        return self._view[self.scratch_offset :]
 
     def received(self, count: int) -> list[Frame]:
         """Take note that ``count`` bytes were written to the start of ``buffer()``.
@@ -200,6 +196,17 @@ class Decoder:
         Raises:
             ProtocolError: the bytes are not what the protocol allows.
         """
+        end = self.scratch_offset + count
+        if self.scratch_offset == 0 and self._greeted and count >= PREFIX_BYTES:
+            # The usual case, kept short: one small frame has arrived, whole.
+            body_length, call_id, header_length, segments, kind = _unpack_prefix(self.scratch)
+            if (
+                segments == 1
+                and not header_length
+                and PREFIX_BYTES + body_length == count
+                and body_length <= self.max_frame_bytes
+            ):
+                return [_new_frame(Frame, (kind, call_id, {}, [memoryview(self.scratch[PREFIX_BYTES:count])]))]
         frames: list[Frame] = []
         if self._large is not None:
             self._filled += count
@@ -207,15 +214,16 @@ class Decoder:
                 frames.append(_build(self._large, self._body))
                 self._large = None
                 self._body = self._view[:0]
+                self.scratch_offset = 0
             return frames
-        self._end += count
-        if not self._greeted and not self._read_preamble():
+        if not self._greeted and not self._read_preamble(end):
+            self.scratch_offset = end
             return frames
-        self._read_frames(frames)
+        self._read_frames(frames, end)
         return frames
 
-    def _read_preamble(self) -> bool:
-        got = bytes(self._view[self._start : min(self._end, self._start + len(PREAMBLE))])
+    def _read_preamble(self, end: int) -> bool:
+        got = bytes(self._view[: min(end, len(PREAMBLE))])
         if not MAGIC.startswith(got[: len(MAGIC)]):
             raise ProtocolError(f"the peer does not speak farcall's protocol (it began with {got!r})")
         if len(got) < len(PREAMBLE):
@@ -225,12 +233,13 @@ class Decoder:
                 f"the peer speaks version {got[-1]} of farcall's protocol, "
                 f"this worker version {PROTOCOL_VERSION}"
             )
-        self._start += len(PREAMBLE)
+        self._start = len(PREAMBLE)
         self._greeted = True
         return True
 
-    def _read_frames(self, frames: list[Frame]) -> None:
-        view, start, end = self._view, self._start, self._end
+    def _read_frames(self, frames: list[Frame], end: int) -> None:
+        view, start = self._view, self._start
+        self._start = 0
         while end - start >= PREFIX_BYTES:
             prefix = _unpack_prefix(view, start)
             body_length, _, header_length, count, _ = prefix
@@ -254,13 +263,10 @@ class Decoder:
                 break
             else:
                 break
-        if start == end:
-            start = end = 0
-        elif start:
+        if start and start != end:
             # What is left is the beginning of a frame: move it to the front, where all of it will fit.
             view[: end - start] = view[start:end].tobytes()
-            start, end = 0, end - start
-        self._start, self._end = start, end
+        self.scratch_offset = end - start if self._large is None else -1
 
 
 def _check_layout(prefix: tuple[int, int, int, int, int]) -> None:

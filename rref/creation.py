@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rpc.errors import RRefError
+from rpc.errors import RpcTimeoutError, RRefError
 from rpc.futures import Future, PendingCall
 from rpc.wire import Frame
 from rref.messages import ForkId, RRefId
@@ -60,11 +60,13 @@ class Creation(PendingCall):
         """Raise if the creation failed: the reference is of no use then.
 
         Raises:
-            RRefError: it timed out or could not be sent; its ``__cause__`` says how.
+            RpcTimeoutError: it was not done in time.
+            RRefError: it could not be sent, or the worker is gone; its ``__cause__`` says how.
         """
         error = self.error
         if error is not None:
-            raise RRefError(
+            kind = RpcTimeoutError if isinstance(error, RpcTimeoutError) else RRefError
+            raise kind(
                 f"RRef creation via rpc.remote on worker '{self.peer.name}' failed, so it cannot be used: {error}"
             ) from error
 

@@ -84,7 +84,9 @@ def resolve_group(
     Raises:
         GroupMismatchError: the rank is missing or outside the group, a value is not a number, or a world
             size was given for a group that is asked to be dynamic.
+        TypeError: the rank or world size given is no integer.
     """
+    rank, world_size = _integer("rank", rank), _integer("world_size", world_size)
     query = parse_qs(urlsplit(init_method).query)
     rank = None if rank is None or rank == -1 else rank
     world_size = None if world_size is None or world_size in (0, -1) else world_size
@@ -120,6 +122,14 @@ def resolve_group(
         "WORLD_SIZE"
     ) == str(world_size)
     return Place(rank, world_size, single_host)
+
+
+def _integer(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}")
+    return int(value)
 
 
 def _from_env(variable: str, environ: Mapping[str, str]) -> int | None:

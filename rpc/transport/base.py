@@ -60,6 +60,9 @@ class Connection(Protocol):
             ConnectionClosed: the connection is closed; the frame was not sent.
         """
 
+    def send_small(self, frame: bytes, wait: bool) -> None:
+        """As ``send``, for a frame of at most 64 KiB in one piece."""
+
     def close(self, reason: str, *, flush: bool = False) -> None:
         """Close, telling the owner. On the loop's thread; with ``flush`` once the queue is sent."""
 

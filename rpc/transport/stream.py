@@ -97,32 +97,41 @@ class StreamConnection:
     # ---- sending: any thread
 
     def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
+        if size <= _SMALL_BYTES:
+            self.send_small(b"".join(buffers), wait)
+            return
+        if not self._ready(wait):
+            return
+        pieces = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in buffers]
+        try:
+            if not self._send_large(pieces, aliased):
+                self._enqueue(_captured(pieces) if aliased else pieces, size)
+            if self._queue:
+                self._drain()
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def send_small(self, frame: bytes, wait: bool) -> None:
+        if not self._ready(wait):
+            return
+        try:
+            if not self._send_now(frame):
+                self._enqueue([frame], len(frame))
+            if self._queue:
+                self._drain()
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def _ready(self, wait: bool) -> bool:
+        """Whether there is any point in sending; waits for room in the queue if asked to."""
         if wait and self._queued_bytes > self._queue_limit:
             self._wait_for_room()
         if not self._open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
-        if self._write_error is not None:
-            return  # about to be closed: what was received before is still being read
-        if size <= _SMALL_BYTES:
-            frame = buffers[0] if len(buffers) == 1 and type(buffers[0]) is bytes else b"".join(buffers)
-            try:
-                if not self._send_now(frame):
-                    self._enqueue([frame], size)
-                if self._queue:
-                    self._drain()
-            except BaseException:
-                self._interrupted()
-                raise
-        else:
-            pieces = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in buffers]
-            try:
-                if not self._send_large(pieces, aliased):
-                    self._enqueue(_captured(pieces) if aliased else pieces, size)
-                if self._queue:
-                    self._drain()
-            except BaseException:
-                self._interrupted()
-                raise
+        # After a write error it is about to be closed: what was received before is still being read.
+        return self._write_error is None
 
     def _send_now(self, frame: bytes) -> bool:
         """Whether the frame is out of the caller's hands: written, or its rest queued in its place."""
@@ -283,21 +292,22 @@ class StreamConnection:
         for _ in range(_READS_PER_WAKE_UP):
             if not self._open:
                 return False
-            offset = self._decoder.scratch_offset
+            decoder = self._decoder
+            offset = decoder.scratch_offset
             if offset >= 0 and self._scratch is not None:
-                capacity = len(self._decoder.scratch) - offset
+                capacity = len(decoder.scratch) - offset
                 count = self._scratch.receive(self._descriptor, offset)
                 if count <= 0:
-                    count = self._receive(self._decoder.buffer())
+                    count = self._receive(decoder.buffer())
             else:
-                buffer = self._decoder.buffer()
+                buffer = decoder.buffer()
                 capacity = len(buffer)
                 count = self._receive(buffer)
             if count <= 0:
                 return False
             self.received_anything = True
             try:
-                frames = self._decoder.received(count)
+                frames = decoder.received(count)
             except ProtocolError as error:
                 self.close(str(error))
                 return False

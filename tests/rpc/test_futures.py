@@ -689,7 +689,10 @@ def test_ctrl_c_at_any_moment_loses_no_completion(owner: Owner, other_thread: Th
             armed = False
             disturbing.result(SOON)
             until(following.done)
-            assert following.value() == index
+            try:
+                assert following.value() == index
+            except RuntimeError as error:  # it hit the decoding or the callback
+                assert "_Storm" in str(error)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert interruptions

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rpc.device_maps import DeviceMap, check_device_maps, to_device_map
+
+CPU = torch.device("cpu")
+CUDA = [torch.device("cuda", index) for index in range(4)]
+
+
+def check(
+    maps: dict[str, DeviceMap] | None = None,
+    devices: list[torch.device] | None = None,
+    count: int = 2,
+    group: list[str] | None = None,
+) -> None:
+    check_device_maps("worker0", maps or {}, devices or [], count, group or ["worker0", "worker1"])
+
+
+def test_devices_are_normalized() -> None:
+    assert to_device_map({"cuda:0": CUDA[1], "cpu": "cpu"}) == {CUDA[0]: CUDA[1], CPU: CPU}
+
+
+def test_map_is_one_to_one() -> None:
+    with pytest.raises(ValueError, match="1-to-1 mapping: cuda:0 and cuda:2 are both mapped to cuda:1"):
+        to_device_map({"cuda:0": "cuda:1", "cuda:2": "cuda:1"})
+
+
+def test_device_must_be_named_right() -> None:
+    with pytest.raises(RuntimeError, match="nonsense"):
+        to_device_map({"nonsense:0": "cpu"})
+
+
+def test_good_maps_pass() -> None:
+    check({"worker1": {CUDA[0]: CUDA[3], CPU: CPU}}, [])
+    check({"worker1": {CUDA[0]: CUDA[3]}}, CUDA[:2])
+    check({}, [], count=0)
+
+
+def test_callee_of_a_dynamic_group_may_join_later() -> None:
+    check_device_maps("worker0", {"later": {CUDA[0]: CUDA[0]}}, [], 1, None)
+
+
+@pytest.mark.parametrize(
+    ("maps", "devices", "text"),
+    [
+        ({"nobody": {}}, [], "Node worker0 has invalid target node names in its device maps: nobody"),
+        ({}, [CUDA[0], CUDA[0]], "Node worker0 has duplicated devices: cuda:0, cuda:0"),
+        ({}, [CUDA[2]], "Node worker0 has devices with invalid indices: cuda:2"),
+        (
+            {"worker1": {CUDA[2]: CUDA[0]}},
+            [],
+            "Node worker0 has source devices with invalid indices in its device map for worker1",
+        ),
+        (
+            {"worker1": {CUDA[0]: CUDA[1], CUDA[1]: CUDA[1]}},
+            [],
+            "Node worker0 has duplicated target devices in its device map for worker1",
+        ),
+        (
+            {"worker1": {CUDA[1]: CUDA[0]}},
+            [CUDA[0]],
+            "Node worker0 has unexpected source devices in its device map for worker1",
+        ),
+    ],
+)
+def test_bad_maps_are_named(maps: dict[str, DeviceMap], devices: list[torch.device], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        check(maps, devices)
