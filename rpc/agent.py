@@ -17,6 +17,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from threading import TIMEOUT_MAX
 from typing import Any, Final
 
 from rpc import serialization
@@ -24,7 +25,7 @@ from rpc.callee import Callee, Interceptor, Request
 from rpc.calls import CallTable
 from rpc.control import Control
 from rpc.departure import Departure
-from rpc.errors import ForkedProcessError, NotInitializedError, RpcError, WorkerLostError
+from rpc.errors import ForkedProcessError, NotInitializedError, ProtocolError, RpcError, WorkerLostError
 from rpc.executor import Executor, Task
 from rpc.futures import Future, PendingCall
 from rpc.links import Links
@@ -48,6 +49,9 @@ UNSET_TIMEOUT: Final = -1.0
 """As a call's timeout: the agent's default."""
 
 _SMALL_BYTES: Final = 64 << 10
+_GATHER_SECONDS: Final = 0.005
+_FEW: Final = 4
+"""A header of more entries is not taken to be small."""
 _STOP_SECONDS: Final = 1.0
 """How long ``close`` waits for user code that still runs; its threads are daemons and left behind then."""
 
@@ -90,7 +94,7 @@ class Agent:
         self._close_handlers: list[Callable[[], object]] = []
         self._joined_handlers: list[Callable[[Peer], None]] = []
         self._deferred: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._deferred_wake_up = False
+        self._deferred_wake_up = self._deferred_timer = False
         self.allow = serialization.allowed if options.deserialization == "safe" else None
         self.extensions: dict[str, Any] = {}
         """What stands on this agent, by name: each part's own object, where its code finds it again."""
@@ -178,11 +182,10 @@ class Agent:
         self._routes.clear()
         self.control.forget(peer)
         assert self.departure is not None
-        error = peer.lost_error()
         unattended = [
             call.future
             for call in self.calls.take_all(peer)
-            if call.settle(_same(error)) and call.future is not None
+            if call.settle(call.lost_error()) and call.future is not None
         ]
         self._complete_all(unattended)
         for handler in self._gone_handlers:
@@ -216,11 +219,12 @@ class Agent:
         Args:
             timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
         """
+        timeout = self.rpc_timeout if timeout == UNSET_TIMEOUT else self.effective_timeout(timeout)
         peer = self.peer(to)
         payload = serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
         if self.interceptors:
             self.attach(payload.header, peer)
-        call = self.calls.open(peer, function, self.rpc_timeout if timeout < 0 else timeout)
+        call = self.calls.open(peer, function, timeout)
         self.transmit(call, Kind.CALL, payload)
         return call
 
@@ -232,10 +236,14 @@ class Agent:
 
     def attach(self, header: dict[str, Any], peer: Peer) -> None:
         """Let every interceptor add to the header of a call that is about to be sent."""
-        for interceptor in self.interceptors:
-            value = interceptor.outgoing(peer.member.info)
-            if value is not None:
-                header[interceptor.key] = value
+        try:
+            for interceptor in self.interceptors:
+                value = interceptor.outgoing(peer.member.info)
+                if value is not None:
+                    header[interceptor.key] = value
+        except BaseException:
+            serialization.take_back(header, peer)
+            raise
 
     def request(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> PendingCall:
         """Send any message that is answered by a reply or a failure.
@@ -250,16 +258,30 @@ class Agent:
         return call
 
     def effective_timeout(self, timeout: float) -> float:
-        """A timeout as the user gave it, with ``UNSET_TIMEOUT`` replaced by the default."""
-        return self.rpc_timeout if timeout < 0 else timeout
+        """A timeout as the user gave it, with ``UNSET_TIMEOUT`` replaced by the default.
+
+        Raises:
+            TypeError, ValueError: it is no number of seconds.
+        """
+        try:
+            if timeout < 0:
+                return self.rpc_timeout
+            if timeout <= TIMEOUT_MAX:
+                return timeout
+            if timeout > TIMEOUT_MAX:
+                return 0.0
+        except TypeError:
+            given = f"{type(timeout).__name__} {timeout!r:.60}"
+            raise TypeError(f"a timeout is a number of seconds, 0 for none, not {given}") from None
+        raise ValueError(f"a timeout is a number of seconds, 0 for none, not {timeout}")
 
     def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
         """Send the message of a call that is in the table; see ``request``."""
         try:
             self.send(call.peer, kind, call.call_id, payload)
-        except WorkerLostError as error:
+        except WorkerLostError:
             if self.calls.take(call.call_id) is not None:
-                call.settle(error)
+                call.settle(call.lost_error())
         except BaseException:
             self.calls.take(call.call_id)
             raise
@@ -274,8 +296,9 @@ class Agent:
         """Send one message; if that fails, what travels beside the pickle is taken back."""
         header, segments = payload.header, payload.segments
         try:
-            if not header and len(segments) == 1 and len(segments[0]) <= _SMALL_BYTES:
-                peer.send_small(encode_small(kind, call_id, segments[0]), wait)
+            count = len(segments)
+            if not count or (count == 1 and len(segments[0]) <= _SMALL_BYTES and len(header) <= _FEW):
+                peer.send_small(encode_small(kind, call_id, header, segments), wait)
             else:
                 buffers, size = encode(kind, call_id, header, segments)
                 peer.send(buffers, size, aliased=bool(payload.borrowed), wait=wait)
@@ -285,18 +308,19 @@ class Agent:
 
     # ---- answering
 
-    def reply(self, peer: Peer, call_id: int, value: Any) -> None:
+    def reply(self, peer: Peer, call_id: int, value: Any, of: object = None) -> None:
         """Answer a request with a value; if it cannot be sent, with that error."""
         try:
             payload = serialization.dumps(value, peer)
         except BaseException as error:
             self.fail(peer, call_id, error)
-            return
-        self.answer(peer, Kind.REPLY, call_id, payload)
+        else:
+            self.answer(peer, Kind.REPLY, call_id, payload)
 
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
         """Answer a request with an exception."""
-        logger.warning("a call from worker '%s' raised %s: %s", peer.name, type(error).__name__, error)
+        text = serialization.text_of(error)
+        logger.warning("a call from worker '%s' raised %s: %s", peer.name, type(error).__name__, text)
         self.answer(peer, Kind.FAILURE, call_id, serialization.dump_exception(error, self.info, peer))
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
@@ -327,15 +351,21 @@ class Agent:
                     arrivals = serialization.adopt(frame.header, peer) if frame.header else None
                     call = take(frame.call_id)
                     if call is not None:
+                        if call.peer is not peer:
+                            self.calls.restore(call)
+                            raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
                         call.arrivals = arrivals
                         if call.settle(frame) and call.future is not None:
                             tasks.append((call.future.complete, None))
                 else:
-                    self._handlers[kind](peer, frame)
+                    self._handler(kind)(peer, frame)
             except Exception as error:
                 # Whatever a malformed message makes fail, it ends this connection and nothing else.
-                logger.exception("a malformed message from worker '%s'", peer.name)
-                self.links.lose(peer, f"it sent a malformed message ({type(error).__name__}: {error})")
+                if isinstance(error, RpcError):
+                    self.links.lose(peer, f"it sent a malformed message: {error}")
+                else:
+                    logger.exception("a malformed message from worker '%s'", peer.name)
+                    self.links.lose(peer, f"it sent a malformed message ({type(error).__name__}: {error})")
                 break
         if tasks:
             self.executor.submit_batch(tasks)
@@ -363,6 +393,12 @@ class Agent:
         if serialization.ready(arrivals, admit):
             tasks.append(task)
             self.postponed.end()
+
+    def _handler(self, kind: int) -> KindHandler:
+        handler = self._handlers.get(kind)
+        if handler is None:
+            raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
+        return handler
 
     def on(self, kind: int, handler: KindHandler) -> None:
         """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
@@ -396,6 +432,15 @@ class Agent:
 
     # ---- threads
 
+    def defer_released(self, function: Callable[[Any], object], argument: Any) -> None:
+        """As ``defer``, for what is in no hurry: it is done together with what follows in the next moments."""
+        if self.closed:
+            return
+        self._deferred.put((function, argument))
+        if not self._deferred_timer:
+            self._deferred_timer = True
+            self._call_on_loop(self.loop.call_later, _GATHER_SECONDS, self._run_deferred)
+
     def defer(self, function: Callable[[Any], object], argument: Any) -> None:
         """Run ``function(argument)`` on the loop's thread soon. Safe anywhere, finalizers included."""
         if self.closed:
@@ -406,13 +451,15 @@ class Agent:
             self._call_on_loop(self._run_deferred)
 
     def _run_deferred(self) -> None:
-        self._deferred_wake_up = False
+        self._deferred_wake_up = self._deferred_timer = False
         while not self._deferred.empty():
             function, argument = self._deferred.get_nowait()
             try:
                 function(argument)
             except Exception:
                 logger.exception("a deferred action failed")
+        if self.departure is not None and self.departure.listening:
+            self.departure.look()
 
     def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
         try:
@@ -446,7 +493,7 @@ class Agent:
     def something_ended(self) -> None:
         """This worker may have become idle, which interests who waits to leave."""
         if self.departure is not None and self.departure.listening:
-            self.defer(self.departure.look, None)
+            self._call_on_loop(self.departure.look)
 
     @property
     def is_static_group(self) -> bool:
@@ -485,7 +532,9 @@ class Agent:
             self._loop_thread.wait_for(self.links.close(list(self._peers.values()), reason))
         for call in list(self.calls.waiting()):
             if self.calls.take(call.call_id) is not None:
-                error = NotInitializedError(f"RPC has been shut down: {call.what} was not answered before")
+                error = NotInitializedError(
+                    f"RPC has been shut down: {call.asked} on worker '{call.peer.name}' was not answered before"
+                )
                 if call.settle(error) and call.future is not None:
                     call.future.complete()
         self.callee.stop()
@@ -507,7 +556,7 @@ class Agent:
         for connection in self.links.connections(self._peers.values()):
             connection.abandon()
         for call in self.calls.waiting():
-            call.settle(ForkedProcessError(f"this process was forked while {call.what} was under way"))
+            call.settle(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         if self._interval is not None:
             sys.setswitchinterval(self._interval)
 
@@ -533,13 +582,11 @@ class Counter:
             self.value -= 1
 
 
-def _same(error: WorkerLostError) -> WorkerLostError:
-    """An equal error for another call: each is raised with a traceback of its own."""
-    return WorkerLostError(str(error), error.worker, error.reason)
-
-
 def _noop() -> None:
     """What is called to make a connection."""
+
+
+serialization.allow_function(_noop)
 
 
 def _noop_payload(peer: Peer) -> Payload:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
+
+from torch import Tensor
 
 from rpc.agent import UNSET_TIMEOUT
 from rpc.current import current_agent
 from rpc.futures import Future, collected_futures
 from rpc.membership import Callee
+from rpc.options import RpcBackendOptions
 from rpc.workers import WorkerInfo
 
 __all__ = [
@@ -62,7 +65,7 @@ def rpc_sync(
         total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     """
     agent = current_agent()
-    call = agent.call(to, _callable(func), tuple(args) if args else (), dict(kwargs) if kwargs else {}, timeout)
+    call = agent.call(to, callable_(func), positional(args), keywords(kwargs), timeout)
     return call.result()
 
 
@@ -88,7 +91,7 @@ def rpc_async(
         scores = [future.wait() for future in futures]
     """
     agent = current_agent()
-    call = agent.call(to, _callable(func), tuple(args) if args else (), dict(kwargs) if kwargs else {}, timeout)
+    call = agent.call(to, callable_(func), positional(args), keywords(kwargs), timeout)
     future: Future[Any] = agent.future(call)
     collect(future)
     return future
@@ -101,10 +104,35 @@ def collect(future: Future[Any]) -> None:
         collected.append(future)
 
 
-def _callable(func: Callable[..., Any]) -> Callable[..., Any]:
+def callable_(func: Any) -> Callable[..., Any]:
+    """``func``, if it can be called."""
     if not callable(func):
-        raise TypeError(f"function should be callable, not {type(func).__name__} {func!r}")
-    return func
+        raise TypeError(f"function should be callable, not {type(func).__name__} {func!r:.100}")
+    return cast("Callable[..., Any]", func)
+
+
+def positional(args: Sequence[Any] | None) -> tuple[Any, ...]:
+    """The positional arguments of a call as the user gave them, as a tuple."""
+    if type(args) is tuple:
+        return args
+    if args is None:
+        return ()
+    if isinstance(args, (str, bytes, Tensor)) or not isinstance(args, Iterable):
+        raise TypeError(
+            f"args must be a tuple or list of positional arguments, not a {type(args).__name__}: "
+            "for a single argument write args=(x,)"
+        )
+    return tuple(args)
+
+
+def keywords(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The keyword arguments of a call as the user gave them, as a dict of its own."""
+    if not kwargs:
+        return {}
+    try:
+        return dict(kwargs)
+    except (TypeError, ValueError):
+        raise TypeError(f"kwargs must be a dict of keyword arguments, not a {type(kwargs).__name__}") from None
 
 
 def get_worker_info(worker_name: Callee | None = None) -> WorkerInfo:
@@ -128,10 +156,12 @@ def get_rpc_timeout() -> float:
 
 
 def set_rpc_timeout(seconds: float) -> None:
-    """Set the default timeout of calls made from now on, in seconds; 0 for none."""
-    if seconds < 0:
-        raise ValueError(f"a timeout is a number of seconds, or 0 for none, not {seconds}")
-    current_agent().rpc_timeout = float(seconds)
+    """Set the default timeout of calls made from now on, in seconds; 0 for none.
+
+    Raises:
+        TypeError, ValueError: it is no number of seconds.
+    """
+    current_agent().rpc_timeout = RpcBackendOptions(rpc_timeout=seconds).rpc_timeout
 
 
 def all_gather(

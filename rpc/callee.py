@@ -101,7 +101,7 @@ class Callee:
             agent.fail(peer, frame.call_id, error)
         else:
             if value is not LATER:
-                agent.reply(peer, frame.call_id, value)
+                agent.reply(peer, frame.call_id, value, function)
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a request; raises what unpickling raises."""

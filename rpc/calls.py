@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Any, TypeVar, overload
 
 from rpc.futures import CallOwner, PendingCall
 from rpc.peer import Peer
@@ -45,7 +45,15 @@ class CallTable:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def open(self, peer: Peer, what: object, timeout: float, kind: type[C] = PendingCall) -> C:  # type: ignore[assignment]
+    @overload
+    def open(self, peer: Peer, what: object, timeout: float) -> PendingCall: ...
+
+    @overload
+    def open(self, peer: Peer, what: object, timeout: float, kind: type[C]) -> C: ...
+
+    def open(
+        self, peer: Peer, what: object, timeout: float, kind: type[PendingCall] = PendingCall
+    ) -> PendingCall:
         """Enter a call of a kind, so that its reply will be found."""
         call_id = next(self._ids)
         call = kind(self._owner, call_id, peer, what, timeout)
@@ -64,6 +72,10 @@ class CallTable:
         """Remove a call; None if it has ended already. Who gets it must settle it."""
         return self._pending.pop(call_id, None)
 
+    def restore(self, call: PendingCall) -> None:
+        """Enter a call again that ``take`` has just removed."""
+        self._pending[call.call_id] = call
+
     def take_all(self, peer: Peer) -> list[PendingCall]:
         """Remove all calls to one worker."""
         mine = [call.call_id for call in self._pending.copy().values() if call.peer is peer]
@@ -75,7 +87,7 @@ class CallTable:
 
     def look(self) -> None:
         """On the loop's thread: end the calls whose time is over, and set the alarm."""
-        now = time.monotonic()
+        now = monotonic()
         earliest = float("inf")
         self._alarm_at = earliest
         unattended: list[Any] = []
@@ -84,9 +96,12 @@ class CallTable:
                 continue  # a thread waits for it and looks at the clock
             if call.deadline > now:
                 earliest = min(earliest, call.deadline)
-            elif call.keeps_place or self.take(call.call_id) is not None:
-                if call.expired() and call.future is not None:
-                    unattended.append(call.future)
+            elif (
+                (call.keeps_place or self.take(call.call_id) is not None)
+                and call.expired()
+                and call.future is not None
+            ):
+                unattended.append(call.future)
         if unattended:
             self._settled(unattended)
         if self._timer is not None:

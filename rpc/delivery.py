@@ -109,8 +109,8 @@ class Delivery:
             now: the time, in seconds.
         """
         if self._resend_at is not None and self._resend_at <= now:
-            self._send_all_again(now)
             self._resend_after = min(2 * self._resend_after, RESEND_MOST)
+            self._send_all_again(now)
         start, messages = self._next_run()
         if not messages and (self._ack_at is None or self._ack_at > now):
             return None

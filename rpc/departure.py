@@ -67,8 +67,9 @@ class Departure:
         elif not ended.wait(timeout or None):
             failure[0] = f"this worker still has {self._report().active} calls or tasks under way"
         if failure[0] is not None:
-            raise RpcTimeoutError(f"worker '{self._agent.info.name}' gave up leaving: {failure[0]}")
-
+            raise RpcTimeoutError(
+                f"worker '{self._agent.info.name}' has left without waiting any longer: {failure[0]}"
+            )
 
     def look(self, _: object = None) -> None:
         """This worker may have become idle."""

@@ -7,10 +7,10 @@ none was begun or finished since the last look, it starts more threads, doubling
 number each time: calls that nest 200 deep, each waiting for the next, get there in a few ticks. Threads
 above the base number retire when they have been idle for a while.
 
-Waking a thread costs two switches of the interpreter, so a batch of tasks wakes one thread only, and
-each thread that takes a task while others wait wakes the next: quick tasks are all done by the first
-thread before the second has the interpreter, slow or blocking ones spread at once. So while there is a
-backlog, some thread that was woken or started is about to look at it, or the monitor ticks.
+Waking a thread costs two switches of the interpreter, so at most one thread is being woken at any time;
+when it runs, and tasks still wait, it wakes the next. Quick tasks are thus all done by the first thread
+before the second has the interpreter, slow or blocking ones spread at once. So while there is a backlog,
+some thread that was woken or started is about to look at it, or the monitor ticks.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Executor:
         self._running = 0
         self._begun = 0
         self._finished = 0
+        self._waking = False
         self._stopped = False
         self._starved = threading.Event()
         self._on_idle: Callable[[], None] | None = None
@@ -87,15 +88,8 @@ class Executor:
             if self._stopped or not tasks:
                 return
             self._running += len(tasks)
-            if self._idle and not self._backlog:
-                thread = self._idle.pop()
-                thread.task = tasks[0]
-                self._begun += 1
-                self._backlog.extend(tasks[1:])
-                thread.wake.release()
-            else:
-                self._backlog.extend(tasks)
-                self._wake_another()
+            self._backlog.extend(tasks)
+            self._wake_another()
 
     def active(self) -> int:
         """Tasks submitted and not yet finished."""
@@ -149,10 +143,13 @@ class Executor:
 
     def _wake_another(self) -> None:
         """With the lock held and a backlog: let one more thread take from it, or the monitor see to it."""
+        if self._waking:
+            return  # that thread will look at the backlog
         if self._idle:
             thread = self._idle.pop()
             thread.task = self._backlog.popleft()
             self._begun += 1
+            self._waking = True
             thread.wake.release()
         elif (len(self._threads) >= self._workers or not self._start_thread()) and not self._starved.is_set():
             self._starved.set()
@@ -234,6 +231,7 @@ class Executor:
                 if task is None:
                     self._threads.discard(threading.current_thread())
                     return None
+                self._waking = False
                 if self._backlog:
                     with self._lock:
                         if self._backlog:

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
 
-from rpc.errors import BlockingCallError, RpcTimeoutError
+from rpc.errors import BlockingCallError, RpcTimeoutError, WorkerLostError
 from rpc.peer import Peer
 from rpc.wire import Frame
 
@@ -117,6 +117,10 @@ class PendingCall:
             f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {self.asked} on worker "
             f"'{self.peer.name}' has not answered. Pass a larger timeout= (0 for none), or set_rpc_timeout()."
         )
+
+    def lost_error(self) -> WorkerLostError:
+        """The error of this call when its callee is gone."""
+        return self.peer.lost_error(f"{self.asked} was not answered")
 
     def expired(self) -> bool:
         """The time is over: settle the call, and return what ``settle`` does."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from rpc.agent import Agent
 from rpc.current import current_agent
-from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
+from rpc.errors import RpcError, RpcTimeoutError
 from rpc.peer import Peer
 from rpc.serialization import allow_function
 
@@ -56,8 +56,8 @@ class Gathering:
         if me not in names:
             raise ValueError(f"worker '{me}' gathers among {list(names)} without being one of them")
         peers = {name: agent.peer(name) for name in names}
-        call_timeout = agent.rpc_timeout if timeout < 0 else timeout
-        wait_timeout = timeout if timeout > 0 else None
+        call_timeout = agent.effective_timeout(timeout)
+        wait_timeout = call_timeout if timeout > 0 and call_timeout else None
         with self._lock:
             number = self._next.get(names, 0)
             self._next[names] = number + 1
@@ -66,7 +66,7 @@ class Gathering:
         try:
             for peer in peers.values():
                 if peer.lost is not None:
-                    raise peer.lost_error()
+                    raise peer.lost_error(f"_all_gather among {list(names)} cannot complete")
             if names[0] == me:
                 return self._lead(key, state, value, call_timeout, wait_timeout)
             agent.call(names[0], _contribute, (names, number, me, value), {}, call_timeout).result()
@@ -137,11 +137,10 @@ class Gathering:
 
     def _worker_gone(self, peer: Peer, reason: str) -> None:
         with self._lock:
-            concerned = [state for (names, _), state in self._rounds.items() if peer.name in names]
-        for state in concerned:
+            concerned = [(names, state) for (names, _), state in self._rounds.items() if peer.name in names]
+        for names, state in concerned:
             if not state.complete.is_set():
-                error = peer.lost_error()
-                state.fail(WorkerLostError(str(error), peer.name, reason))
+                state.fail(peer.lost_error(f"_all_gather among {list(names)} cannot complete"))
 
 
 def _contribute(names: Names, number: int, name: str, value: Any) -> None:

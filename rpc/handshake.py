@@ -18,12 +18,14 @@ from rpc.errors import ProtocolError, RpcError
 from rpc.membership import Membership
 from rpc.workers import Member
 
-__all__ = ["CROSSED", "Hello", "Refusal", "judge", "parse_refusal"]
+__all__ = ["CROSSED", "Hello", "Refusal", "judge", "legible", "parse_refusal"]
 
 CROSSED: Final = "crossed"
 STRANGER: Final = "stranger"
 GONE: Final = "gone"
 MISTAKEN: Final = "mistaken"
+
+_LONGEST_TEXT: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Hello:
         try:
             member, wanted, group = Member.from_wire(header["member"]), header["wanted"], header["group"]
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"a malformed hello: {error!r}") from error
+            raise ProtocolError(f"a malformed hello: {error!r:.300}") from error
         if not isinstance(wanted, int) or not isinstance(group, str):
             raise ProtocolError("a malformed hello: wrong types")
         return cls(member, wanted, group)
@@ -62,7 +64,13 @@ class Refusal:
 
 def parse_refusal(header: dict[str, Any]) -> Refusal:
     """The refusal that a peer sent; tolerant, since it is only shown."""
-    return Refusal(str(header.get("code", "")), str(header.get("reason", "no reason given")))
+    return Refusal(str(header.get("code", "")), legible(header.get("reason", "no reason given")))
+
+
+def legible(text: object) -> str:
+    """What another process says, made fit for logs and errors: of one line, and not too long."""
+    shown = str(text)[:_LONGEST_TEXT]
+    return shown if shown.isprintable() else repr(shown)
 
 
 def judge(hello: Hello, view: Membership, group: str, *, connected: bool, connecting: bool) -> Refusal | None:
@@ -82,7 +90,7 @@ def judge(hello: Hello, view: Membership, group: str, *, connected: bool, connec
     sides = f"worker '{other.name}' asked worker '{me.name}' (id {me.id}, incarnation {me.incarnation:x})"
     if hello.group != group:
         return Refusal(
-            STRANGER, f"{sides} in the name of another group ('{hello.group}'; this worker's is '{group}')"
+            STRANGER, f"{sides} in the name of another group ({hello.group!r:.200}; this worker's is '{group}')"
         )
     if hello.wanted != me.incarnation:
         return Refusal(

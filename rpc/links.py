@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from rpc.errors import ProtocolError
-from rpc.handshake import CROSSED, Hello, judge, parse_refusal
+from rpc.handshake import CROSSED, Hello, judge, legible, parse_refusal
 from rpc.membership import Membership
 from rpc.peer import Peer
-from rpc.transport import Connection, ConnectionClosed, Listener, Transport
+from rpc.transport import CLOSED_BY_PEER, Connection, ConnectionClosed, Listener, Transport
 from rpc.wire import Frame, Kind, encode
 from rpc.workers import Member
 
@@ -109,7 +109,7 @@ class Links:
                 async with asyncio.timeout(CONNECT_SECONDS):
                     connection = await transport.connect(address)
             except TimeoutError:
-                failures.append(f"{address}: no answer within {CONNECT_SECONDS:.0f} s")
+                failures.append(f"{address}: no answer within {CONNECT_SECONDS:g} s")
             except Exception as error:  # unreachable, or an address that makes no sense
                 failures.append(f"{address}: {getattr(error, 'strerror', None) or error}")
             else:
@@ -157,6 +157,7 @@ class Links:
         )
         connection = handshake.connection
         if refusal is not None:
+            handshake.answered = True
             if refusal.code != CROSSED:
                 logger.warning("refused %s: %s", connection.description, refusal.reason)
             buffers, size = encode(Kind.REFUSED, 0, refusal.header(), ())
@@ -178,18 +179,22 @@ class Links:
 
     def lose(self, peer: Peer, reason: str) -> None:
         """A worker is gone, because ``reason``: close what is left of it and tell the agent, once."""
+        self._lose(peer, reason, logging.WARNING)
+
+    def goodbye_received(self, peer: Peer, frame: Frame) -> None:
+        """A peer leaves, and says so."""
+        self._lose(peer, legible(frame.header.get("reason", "it left")), logging.INFO)
+
+    def _lose(self, peer: Peer, reason: str, level: int) -> None:
         if peer.lost is not None:
             return
+        logger.log(level, "worker '%s' (id %d) is gone: %s", peer.name, peer.member.id, reason)
         connection = peer.gone(reason)
         peer.connecting = False
         if connection is not None:
             connection.owner = _Closing()
             connection.close(reason)
         self._events.peer_gone(peer, reason)
-
-    def goodbye_received(self, peer: Peer, frame: Frame) -> None:
-        """A peer leaves, and says so."""
-        self.lose(peer, str(frame.header.get("reason", "it left")))
 
     def connections(self, peers: Iterable[Peer]) -> list[Connection | Listener]:
         """Everything that is open right now, listeners included."""
@@ -264,6 +269,8 @@ class _Link:
         self._receive(self._peer, frames)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
+        if reason == CLOSED_BY_PEER:
+            reason += " without a goodbye; its process has died, most likely"
         self._links.lose(self._peer, reason)
 
 
@@ -281,6 +288,8 @@ class _Handshake:
         self._links = links
         self._peer = peer
         self._heard = False
+        self.answered = False
+        """Whether the other side was told why it is refused, and the log as well."""
         self._timer = links._loop.call_later(CONNECT_SECONDS, self._expired)
         connection.start(self)
 
@@ -291,8 +300,10 @@ class _Handshake:
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         try:
             self._answered(frames[0]) if self._peer is not None else self._asked(frames[0])
-        except ProtocolError as error:
-            connection.close(str(error))
+        except Exception as error:
+            # Nothing that a stranger says may do more than this.
+            known = isinstance(error, ProtocolError)
+            connection.close(str(error) if known else f"a malformed message ({type(error).__name__})")
             return
         if len(frames) > 1 and connection.owner is not self:
             connection.owner.frames_received(connection, frames[1:])
@@ -328,15 +339,15 @@ class _Handshake:
 
     def _crossed_expired(self) -> None:
         if self._peer is not None and not self._peer.connected and self._peer.lost is None:
-            self._links.lose(self._peer, f"it did not connect within {CONNECT_SECONDS:.0f} s, as announced")
+            self._links.lose(self._peer, f"it did not connect within {CONNECT_SECONDS:g} s, as announced")
 
     def _expired(self) -> None:
-        self.connection.close(f"no handshake within {CONNECT_SECONDS:.0f} s")
+        self.connection.close(f"no handshake within {CONNECT_SECONDS:g} s")
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self.finish()
         if self._peer is None:
-            if not self._heard:
+            if not self.answered:
                 level = logging.WARNING if connection.received_anything else logging.DEBUG
                 logger.log(level, "refused %s: %s", connection.description, reason)
         elif not self._peer.connected and self._peer.lost is None:

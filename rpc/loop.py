@@ -37,6 +37,7 @@ class LoopThread:
     def __init__(self, name: str, no_blocking: str) -> None:
         self.loop = _new_loop()
         self._no_blocking = no_blocking
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -44,7 +45,13 @@ class LoopThread:
         forbid_blocking(self._no_blocking)
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while not self._stopping:
+                try:
+                    self.loop.run_forever()
+                except (KeyboardInterrupt, SystemExit):
+                    # Asyncio lets these through from any task or callback, but they are about a thread of
+                    # the user's, and others still need this loop.
+                    logger.exception("code on the thread %s wanted to end it", self._thread.name)
         finally:
             self.loop.close()
 
@@ -89,6 +96,7 @@ class LoopThread:
                     task.cancel()
                     tasks.append(task)
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._stopping = True
             self.loop.stop()
 
         self.loop.call_soon_threadsafe(lambda: self.loop.create_task(wind_up()))

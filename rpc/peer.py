@@ -83,12 +83,15 @@ class Peer:
         """Why the worker is gone; None while it is not."""
         return self._lost
 
-    def lost_error(self) -> WorkerLostError:
-        """The error for whatever was asked of this worker and will not happen."""
+    def lost_error(self, consequence: str = "") -> WorkerLostError:
+        """The error for whatever was asked of this worker and will not happen; a new one each time.
+
+        Args:
+            consequence: what will not happen.
+        """
         reason = self._lost or "the connection to it was closed"
-        return WorkerLostError(
-            f"worker '{self.name}' (id {self.member.id}) is gone: {reason}", self.name, reason
-        )
+        gone = f"worker '{self.name}' (id {self.member.id}) is gone: {reason}"
+        return WorkerLostError(f"{gone}. {consequence}" if consequence else gone, self.name, reason)
 
     def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
         """Send one frame, or keep it until there is a connection.

@@ -45,6 +45,7 @@ def shutdown(
         if leave is not None:
             leave()
         return
+    timeout = agent.effective_timeout(timeout)
     references = agent.extensions["rref"]
     try:
         if graceful:

@@ -387,9 +387,8 @@ class Termination:
                 broken = receiver in lost_by_sender
                 if broken != (sender in lost_by_receiver):
                     return False
-                if not broken and sender_report.sent.get(receiver, 0) != receiver_report.received.get(
-                    sender, 0
-                ):
+                sent, received = sender_report.sent.get(receiver, 0), receiver_report.received.get(sender, 0)
+                if not broken and sent != received:
                     return False
         return True
 

@@ -129,9 +129,16 @@ def encode(kind: int, call_id: int, header: dict[str, Any], segments: Sequence[A
     return buffers, PREFIX_BYTES + offset
 
 
-def encode_small(kind: int, call_id: int, pickle: bytes) -> bytes:
-    """A frame with no header and one segment, as one piece of bytes: the shape of most calls."""
-    return _pack_prefix(len(pickle), call_id, 0, 1, kind) + pickle
+def encode_small(kind: int, call_id: int, header: dict[str, Any], segments: Sequence[Any]) -> bytes:
+    """A frame with at most one segment, in one piece: the shape of most messages.
+
+    Arguments are as for ``encode``.
+    """
+    packed: bytes = msgpack.packb(header) if header else b""
+    if not segments:
+        return _pack_prefix(len(packed), call_id, len(packed), 0, kind) + packed
+    pickle = segments[0]
+    return _pack_prefix(len(packed) + len(pickle), call_id, len(packed), 1, kind) + packed + pickle
 
 
 def decode_one(data: bytearray) -> Frame:
@@ -327,7 +334,7 @@ def _unpack_header(packed: memoryview) -> dict[str, Any]:
     try:
         header = msgpack.unpackb(packed, strict_map_key=False)
     except Exception as error:  # msgpack raises a handful of unrelated types for malformed input
-        raise ProtocolError(f"a frame's header is not msgpack: {error}") from error
+        raise ProtocolError(f"a frame's header is not msgpack: {type(error).__name__} {error}") from error
     if not isinstance(header, dict):
         raise ProtocolError(f"a frame's header is a {type(header).__name__}, not a map")
     return header

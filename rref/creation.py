@@ -66,8 +66,9 @@ class Creation(PendingCall):
         error = self.error
         if error is not None:
             kind = RpcTimeoutError if isinstance(error, RpcTimeoutError) else RRefError
+            worker = self.peer.name
             raise kind(
-                f"RRef creation via rpc.remote on worker '{self.peer.name}' failed, so it cannot be used: {error}"
+                f"RRef creation via rpc.remote on worker '{worker}' failed, so it cannot be used: {error}"
             ) from error
 
 

@@ -219,7 +219,7 @@ class Protocol:
             self._owner.fences.joined(peer)
 
     def peer_lost(self, peer: Peer, reason: str) -> None:
-        """``peer`` is dead, for this ``reason``; the link is closed, nothing of it will be handed in again."""
+        """``peer`` is dead, for this ``reason``; its link is closed, and nothing of it comes again."""
         if self._peers.lost(peer, reason):
             self._users.lost(peer, reason)
             self._owner.lost(peer, reason)

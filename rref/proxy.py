@@ -8,7 +8,6 @@ from typing import Any
 from rpc.api import collect
 from rpc.futures import Future, PendingCall
 from rref.reference import RRef
-from rref.references import method_of_object
 
 __all__ = ["RRefProxy", "invoke_async", "invoke_remote", "invoke_sync"]
 
@@ -75,12 +74,13 @@ def invoke_remote(
     Raises:
         AttributeError: the object has no such attribute; its type is asked for once, to say so here.
     """
+    timeout = rref._references.agent.effective_timeout(timeout)
     kind = rref._get_type(timeout)
     if not hasattr(kind, name) and not _has_own_attributes(kind):
         raise AttributeError(f"the object of {rref!r}, a {kind.__name__}, has no attribute '{name}'")
     shell = rref._usable(name, timeout)
     owner = rref._owner
-    payload = shell.agent.dump_call(method_of_object, args, kwargs, owner)
+    payload = rref._dump_call(name, args, kwargs)
     what = f"method '{name}' of {rref!r}"
     return RRef._of(shell, owner, *shell.create(owner, rref._target(name), payload, timeout, what))
 

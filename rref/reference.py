@@ -9,7 +9,7 @@ import torch
 
 from rpc.agent import UNSET_TIMEOUT
 from rpc.current import current_agent
-from rpc.errors import RRefError
+from rpc.errors import RRefError, SerializationError
 from rpc.futures import Future
 from rpc.peer import Peer
 from rpc.serialization import Payload
@@ -90,7 +90,7 @@ class RRef(Generic[T]):
             shell, ref = self._references, self._ref
         except AttributeError:
             return  # its making failed
-        shell.agent.defer(shell.release, ref)
+        shell.agent.defer_released(shell.release, ref)
 
     # ---- whose it is
 
@@ -151,9 +151,14 @@ class RRef(Generic[T]):
             return value
         shell = self._usable("to_here", timeout)
         call = shell.agent.request(
-            self._owner, FETCH, Payload({"object": self._rref}, []), timeout, f"to_here of {self!r}"
+            self._owner, FETCH, Payload({"object": self._rref}, []), timeout, self.to_here
         )
-        fetched: T = call.result()
+        try:
+            fetched: T = call.result()
+        except RRefError:
+            if self._creation is not None:
+                self._creation.check()  # it failed meanwhile, and knows why the owner has no object
+            raise
         return fetched
 
     def _value(self, doing: str) -> Value:
@@ -175,9 +180,9 @@ class RRef(Generic[T]):
         if self._creation is not None:
             self._creation.check()
         elif self._owner.lost is None:
-            shell.wait_settled(self._ref, shell.agent.effective_timeout(timeout))
+            shell.wait_settled(self._ref, shell.agent.effective_timeout(timeout), self._owner.name)
         if self._owner.lost is not None:
-            raise self._owner.lost_error()
+            raise self._owner.lost_error(f"{doing} of {self!r} is impossible")
         if shell.state(self._ref) is State.FAILED:
             raise RRefError(f"{self!r} is of no use: {shell.reason(self._ref)}")
         return shell
@@ -214,11 +219,20 @@ class RRef(Generic[T]):
         """Call a method of the object: the call, not yet waited for."""
         shell = self._usable(name, timeout)
         agent = shell.agent
-        payload = agent.dump_call(method_of_object, tuple(args), kwargs, self._owner)
+        payload = self._dump_call(name, args, kwargs)
         payload.header.update(self._target(name))
         if agent.interceptors:
             agent.attach(payload.header, self._owner)
         return agent.request(self._owner, INVOKE, payload, timeout, f"method '{name}' of {self!r}")
+
+    def _dump_call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
+        try:
+            return self._references.agent.dump_call(method_of_object, tuple(args), kwargs, self._owner)
+        except SerializationError as error:
+            reason = error
+        # To the pickler the method is what stands for it.
+        text = str(reason).replace(f"{__package__}.references.method_of_object", f"'{name}' of {self!r}")
+        raise SerializationError(text) from reason.__cause__
 
     def _target(self, method: str) -> dict[str, Any]:
         """What the header of a message says that calls a method of the object."""
@@ -236,7 +250,13 @@ class RRef(Generic[T]):
                 ask = Payload({"object": self._rref, "type": True}, [])
                 call = shell.agent.request(self._owner, FETCH, ask, timeout, f"the type of {self!r}")
                 self._type = shell.agent.future(call)
-        return self._type.wait() if blocking else self._type
+        if not blocking:
+            return self._type
+        try:
+            return self._type.wait()
+        except BaseException:
+            self._type = None  # the next one may ask with more patience
+            raise
 
     def _get_future(self) -> torch.futures.Future[Any]:
         """A future that is done when the object has been made, or failed to."""

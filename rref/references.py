@@ -96,12 +96,21 @@ class References:
                     peer = self.agent.peer_by_incarnation(incarnation)
                     if peer is not None:
                         self.agent.defer(self._fence, (peer, reason))
+                    else:
+                        self.agent.defer(self._never_met, (incarnation, reason))
         if self._protocol.waits_for_sweep and self._sweep_timer is None:
             self.agent.defer(self._set_sweep_timer, None)
 
     def _fence(self, which: tuple[Peer, str]) -> None:
         peer, reason = which
         self.agent.links.lose(peer, f"another worker found it gone: {reason}")
+
+    def _never_met(self, which: tuple[int, str]) -> None:
+        """In a dynamic group, a worker died before it came to introduce itself here: keep it out."""
+        incarnation, reason = which
+        if self.agent.peer_by_incarnation(incarnation) is None:
+            self.agent.view.leave(incarnation, reason)
+            self._do(self._protocol.peer_lost, incarnation, reason)
 
     def _set_sweep_timer(self, _: None) -> None:
         if self._sweep_timer is None:
@@ -212,8 +221,11 @@ class References:
             self._awaiting.setdefault(ref, []).append(callback)
             return False
 
-    def wait_settled(self, ref: Ref, timeout: float) -> None:
+    def wait_settled(self, ref: Ref, timeout: float, owner: str) -> None:
         """Wait until a reference is confirmed or failed.
+
+        Args:
+            owner: the name of the worker that is to confirm it.
 
         Raises:
             RpcTimeoutError: it is neither in time.
@@ -225,7 +237,8 @@ class References:
         check_may_block()
         if not done.acquire(timeout=timeout or -1):
             raise RpcTimeoutError(
-                f"RPC ran for more than its timeout: the owner has not confirmed a reference for {timeout} s"
+                f"RPC ran for more than its timeout of {timeout * 1000:.0f} ms: worker '{owner}', the owner, "
+                "has not confirmed the reference"
             )
 
     # ---- serving: handlers run on the loop's thread, ``_run_...`` on executor threads
@@ -262,8 +275,11 @@ class References:
     def _accept_on_object(self, request: Request, target: RRefId, run: Callable[[Value], None]) -> None:
         """Run a request once the object that it is for is there. The object stays until it has run."""
         value = self._values.get(target)
-        if value is not None and value.is_ready:
-            self._accept(request, lambda _: run(value))
+        if value is not None:
+            if value.is_ready:
+                self._accept(request, lambda _: run(value))
+            else:
+                self._accept_when_made(request, value, run)
             return
         ref = self._do(self._protocol.expect, target)
 
@@ -280,9 +296,31 @@ class References:
         if self.when_settled(ref, known):
             known()
 
+    def _accept_when_made(self, request: Request, value: Value, run: Callable[[Value], None]) -> None:
+        """Run a request on the thread that makes the object, as soon as it is there."""
+        postponed = self.agent.postponed
+        self.agent.requests_begun += 1
+        postponed.begin()
+
+        def made() -> None:
+            try:
+                if request.arrivals is None:
+                    run(value)
+                else:
+                    self._accept(request, lambda _: run(value))
+            finally:
+                postponed.end()
+                self.agent.something_ended()
+
+        value.when_ready(made)
+
     def _missing(self, rref: RRefId) -> Value:
         missing = Value()
-        missing.fail(RRefError(f"the object {rref} is not on worker '{self.agent.info.name}' (any more)"))
+        missing.fail(
+            RRefError(
+                f"the object of RRef({self.id_text(rref)}) is not on worker '{self.agent.info.name}' (any more)"
+            )
+        )
         return missing
 
     def value(self, rref: RRefId) -> Value:
@@ -335,7 +373,7 @@ class References:
             except BaseException as error:
                 self.agent.fail(peer, frame.call_id, error)
             else:
-                self.agent.reply(peer, frame.call_id, content)
+                self.agent.reply(peer, frame.call_id, content, "the object")
 
         self._accept_on_object(Request(peer, frame, None), _id(frame.header.get("object")), run)
 
@@ -351,7 +389,7 @@ class References:
                 self.agent.fail(peer, frame.call_id, error)
             else:
                 if result is not LATER:
-                    self.agent.reply(peer, frame.call_id, result)
+                    self.agent.reply(peer, frame.call_id, result, function)
 
         self._accept_on_object(request, _id(frame.header.get("object")), run)
 

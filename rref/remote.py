@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rpc.agent import UNSET_TIMEOUT
+from rpc.api import callable_, keywords, positional
 from rpc.membership import Callee
 from rref.reference import RRef, references
 
@@ -42,9 +43,8 @@ def remote(
         output = rref.rpc_sync().forward(torch.ones(1, 4))
     """
     shell = references()
-    if not callable(func):
-        raise TypeError(f"function should be callable, not {type(func).__name__} {func!r}")
     agent = shell.agent
+    timeout = agent.effective_timeout(timeout)
     peer = agent.peer(to)
-    payload = agent.dump_call(func, tuple(args) if args else (), dict(kwargs) if kwargs else {}, peer)
+    payload = agent.dump_call(callable_(func), positional(args), keywords(kwargs), peer)
     return RRef._of(shell, peer, *shell.create(peer, {}, payload, timeout, func))

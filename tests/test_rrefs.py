@@ -54,6 +54,7 @@ def look_at_references(worker: Worker) -> None:
     assert theirs.owner() == rpc.get_worker_info("worker1")
     assert theirs.owner_name() == "worker1"
     assert theirs.to_here().balance == 3
+    theirs._get_future().wait()
     assert theirs.confirmed_by_owner()
     with pytest.raises(RRefError, match=r"can't call localValue\(\) on user.*worker0.*owner.*worker1"):
         theirs.local_value()
@@ -132,6 +133,9 @@ def test_proxies_call_methods(run_workers: RunWorkers, owner: str) -> None:
 
 def use_up_time(_: Worker) -> list[int]:
     rref = rpc.remote("worker1", Account, args=(5,))
+    with pytest.raises(RpcTimeoutError):
+        rref.remote(timeout=1e-6).look()  # not even the object's type is known in time
+    assert rref.remote().look().to_here() == 5
     waits: list[Callable[[], Any]] = [
         lambda: rref.rpc_sync(timeout=0.05).hold(),
         lambda: rref.rpc_async(timeout=0.05).hold().wait(),

@@ -114,7 +114,7 @@ class Coordinator:
         return verdict
 
     def _judge(self) -> Verdict | None:
-        """The verdict on all that have arrived; None if an earlier claimant of rank 0 was quicker to have one."""
+        """The verdict on all that have arrived; None if an earlier claimant of rank 0 has published one."""
         me = self._me
         backoff = Backoff(self._waiting, min(0.5, max(0.02, me.world_size / 2000)))
         conflict_at: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -108,22 +109,24 @@ class SharedStore:
 
 
 class _FileIdentity:
-    """Notices that a store's file was removed or replaced, which a ``FileStore`` does not."""
+    """Notices that a store's file was removed or replaced, which a ``FileStore`` does not.
+
+    It keeps the file open, so that its number cannot pass to another.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        found = os.stat(path)
-        self._inode, self._size = found.st_ino, found.st_size
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        self._file = os.fstat(descriptor)
 
     @classmethod
     def of(cls, store: Store) -> _FileIdentity | None:
         return cls(store.path) if isinstance(store, FileStore) else None  # type: ignore[attr-defined]
 
     def check(self) -> None:
-        found = os.stat(self._path)
-        if found.st_ino != self._inode or found.st_size < self._size:
+        if not os.path.samestat(os.stat(self._path), self._file):
             raise StoreLost(f"{self._path} was replaced by another file")
-        self._size = found.st_size
 
 
 def first_line(error: BaseException) -> str:

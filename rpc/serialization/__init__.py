@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from rpc.serialization.calls import Call, dump_call, dumps, load_call, loads
 from rpc.serialization.carriers import Carrier, adopt, ready, take_back
-from rpc.serialization.exceptions import dump_exception, load_exception
+from rpc.serialization.exceptions import dump_exception, load_exception, text_of
 from rpc.serialization.functions import main_identity
 from rpc.serialization.payload import Arrivals, Buffer, Destination, Payload, Source
 from rpc.serialization.pickler import register_carrier, register_reducer
@@ -55,4 +55,5 @@ __all__ = [
     "register_carrier",
     "register_reducer",
     "take_back",
+    "text_of",
 ]

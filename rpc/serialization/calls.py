@@ -181,8 +181,8 @@ def _dump_any_call(
     try:
         return dump(record, to)
     except Exception as error:
-        failure = cannot_call(error, func, args, kwargs, to)
-    raise failure
+        reason = error
+    raise cannot_call(reason, func, args, kwargs, to)
 
 
 def _dump_replaced(
@@ -196,8 +196,8 @@ def _dump_replaced(
     try:
         return dump(call, to, prepare=pickler.serialize)
     except Exception as error:
-        failure = cannot_call(error, func, args, kwargs, to)
-    raise failure
+        reason = error
+    raise cannot_call(reason, func, args, kwargs, to)
 
 
 def load_call(
@@ -269,14 +269,14 @@ def fill_in(
 _NONE: Final = _pickle((None,), PROTOCOL)
 
 
-def dumps(obj: Any, to: Destination | None, *, what: str = "the result") -> Payload:
+def dumps(obj: Any, to: Destination | None, *, what: object = None) -> Payload:
     """Serialize any object.
 
     Args:
         obj: the object.
         to: where it goes; None if that is not known, and then what ``__main__`` defines goes by value and
             nothing can travel beside the pickle.
-        what: what to call the object in an error message.
+        what: for error messages: a text that names the object, or the function whose result it is.
 
     Raises:
         SerializationError: it cannot be sent; says which part of it, of which type, and why.
@@ -292,8 +292,8 @@ def dumps(obj: Any, to: Destination | None, *, what: str = "the result") -> Payl
                 return _with_buffers(usual)
         return dump((obj,), to)
     except Exception as error:
-        failure = cannot_send(error, obj, to, what)
-    raise failure
+        reason = error
+    raise cannot_send(reason, obj, to, what)  # out here, so that no error is the other's context
 
 
 def loads(

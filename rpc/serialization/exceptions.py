@@ -19,6 +19,7 @@ pickle can be read; then come the segments of the exception itself, none if it c
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
@@ -26,16 +27,20 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from rpc.errors import RemoteError
+from rpc.errors import RemoteError, RpcError, SerializationError
 from rpc.serialization.calls import dumps, loads
 from rpc.serialization.failures import type_name
 from rpc.serialization.payload import Arrivals, Destination, Payload, Source
 from rpc.serialization.safe import AllowList
 
-__all__ = ["dump_exception", "load_exception"]
+__all__ = ["dump_exception", "load_exception", "text_of"]
 
 _MAX_TRACEBACK: Final = 256 << 10
 _OWN_FRAMES: Final = ("rpc.", "rref.")
+_OWN_FOLDERS: Final = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), package, "")
+    for package in ("rpc", "rref")
+)
 
 
 class _Named(Protocol):
@@ -44,7 +49,7 @@ class _Named(Protocol):
 
 
 def dump_exception(error: BaseException, worker: _Named, to: Destination | None = None) -> Payload:
-    """Serialize an exception. Never raises an ``Exception``.
+    """Serialize an exception. Never raises, whatever the exception's own methods do.
 
     Args:
         error: the exception, with its traceback.
@@ -52,10 +57,10 @@ def dump_exception(error: BaseException, worker: _Named, to: Destination | None 
         to: the caller. Without it, exception classes that ``__main__`` defines travel by value, so that the
             caller's ``except`` clauses do not match them.
     """
-    header = [type_name(type(error)), _text(error), _traceback(error), worker.name]
+    header = [type_name(type(error)), text_of(error), _traceback(error), worker.name]
     payload = Payload({}, [])
     if isinstance(error, Exception) and not isinstance(error, torch.jit.Error):
-        with contextlib.suppress(Exception):  # what cannot be pickled is described by the header
+        with contextlib.suppress(BaseException):  # what cannot be pickled is described by the header
             payload = _dump(error, to)
     payload.header["!"] = header
     return payload
@@ -84,9 +89,9 @@ class _Reduced:
         notes = list(attributes.get("__notes__", ()))
         for name, value in attributes.items():
             try:
-                dumps(value, self.to)
+                dumps(value, self.to, what=f"attribute '{name}'")
             except Exception as reason:
-                notes.append(f"attribute '{name}' is missing, it could not be sent: {reason}")
+                notes.append(f"attribute '{name}' is missing: {reason}")
             else:
                 kept[name] = value
         return constructor, arguments, kept | {"__notes__": notes}
@@ -100,7 +105,7 @@ def load_exception(
     *,
     allow: AllowList | None = None,
 ) -> Exception:
-    """Rebuild an exception. Never raises an ``Exception``; arguments as for ``load_call``."""
+    """Rebuild an exception. Raises nothing but ``KeyboardInterrupt``; arguments as for ``load_call``."""
     try:
         kind, text, remote_traceback, worker = map(str, header["!"])
     except (KeyError, TypeError, ValueError):
@@ -110,17 +115,20 @@ def load_exception(
     if segments:
         try:
             loaded = loads(header, segments, arrivals, source, allow=allow)
-        except Exception as reason:
-            why = f" ({reason})"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as reason:
+            why = _reason(reason)
         else:
             if isinstance(loaded, Exception):
                 error = loaded
             else:
-                why = f" (it was rebuilt as a {type_name(type(loaded))})"
+                why = f"it was rebuilt as a {type_name(type(loaded))}"
     if error is None:
         error = RemoteError(
-            f"Original exception on remote side was {kind}, raised by worker '{worker}': {text}"
-            + (f"\nIt cannot be raised as itself here{why}." if why else ""),
+            f"Original exception on remote side was {kind}, raised by worker '{worker}'"
+            + (f": {text}" if text else "")
+            + (f"\nIt cannot be raised as itself here: {why}" if why else ""),
             kind,
             remote_traceback,
         )
@@ -132,10 +140,19 @@ def load_exception(
     return error
 
 
-def _text(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """Why an exception cannot be rebuilt, in few words."""
+    if type(error) is SerializationError and error.__cause__ is not None:
+        error = error.__cause__
+    text = text_of(error)
+    return text if isinstance(error, RpcError) else f"{type_name(type(error))}: {text}"
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says. Never raises, whatever its ``__str__`` does."""
     try:
         return _encodable(str(error))
-    except Exception:
+    except BaseException:
         return "(its text cannot be had)"
 
 
@@ -144,13 +161,30 @@ def _traceback(error: BaseException) -> str:
         described = traceback.TracebackException(type(error), error, _below_us(error.__traceback__))
         # Notes travel with the exception; those from workers further on would else be printed twice.
         described.__notes__ = None
+        if isinstance(error, RpcError):
+            _leave_out_own_frames(described)
         text = "".join(described.format()).rstrip()
-    except Exception:
+    except BaseException:
         return f"{type_name(type(error))} (its traceback cannot be formatted)"
     if len(text) > _MAX_TRACEBACK:
         half = _MAX_TRACEBACK // 2
         text = f"{text[:half]}\n...\n{text[-half:]}"
     return _encodable(text)
+
+
+def _leave_out_own_frames(described: traceback.TracebackException | None) -> None:
+    """For errors that we raise ourselves: where in our code that was tells a user nothing."""
+    while described is not None:
+        frames = described.stack
+        ours = next((at for at, frame in enumerate(frames) if not _is_own_file(frame.filename)), len(frames))
+        del frames[:ours]
+        if not frames:
+            described.stack = None  # type: ignore[assignment]  # and so no headline either
+        described = described.__cause__ or described.__context__
+
+
+def _is_own_file(name: str) -> bool:
+    return name.startswith(_OWN_FOLDERS)
 
 
 def _encodable(text: str) -> str:

@@ -53,13 +53,15 @@ def cannot_call(
     return _explained(headline, "the call", (func, args, kwargs), error, to)
 
 
-def cannot_send(error: Exception, obj: Any, to: Destination | None, what: str) -> Exception:
-    """The error to raise when one object cannot be pickled."""
+def cannot_send(error: Exception, obj: Any, to: Destination | None, what: object) -> Exception:
+    """The error to raise when one object cannot be pickled; ``what`` as for ``dumps``."""
+    if not isinstance(what, str):
+        what = "the result" if what is None else f"the result of {describe(what)}"
     headline = f"cannot send {what}" + ("" if to is None else f" to worker '{to.name}'")
     if _speaks_for_itself(error):
         error.add_note(headline)
         return error
-    return _explained(headline, what, obj, error, to)
+    return _explained(headline, "it", obj, error, to)
 
 
 def _speaks_for_itself(error: Exception) -> bool:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
-from rpc.transport.base import Accepted, Connection, ConnectionClosed, ConnectionOwner, Listener, Transport
+from rpc.transport.base import (
+    CLOSED_BY_PEER,
+    Accepted,
+    Connection,
+    ConnectionClosed,
+    ConnectionOwner,
+    Listener,
+    Transport,
+)
 from rpc.transport.tcp import TcpTransport
 from rpc.transport.unix import UnixTransport
 
 __all__ = [
+    "CLOSED_BY_PEER",
     "Accepted",
     "Connection",
     "ConnectionClosed",

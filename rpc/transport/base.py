@@ -7,12 +7,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from rpc.errors import RpcError
 from rpc.wire import Frame
 
-__all__ = ["Accepted", "Connection", "ConnectionClosed", "ConnectionOwner", "Listener", "Transport"]
+__all__ = [
+    "CLOSED_BY_PEER",
+    "Accepted",
+    "Connection",
+    "ConnectionClosed",
+    "ConnectionOwner",
+    "Listener",
+    "Transport",
+]
+
+
+CLOSED_BY_PEER: Final = "the connection was closed by the other side"
+"""Why a connection is lost at whose end the other side has closed it."""
 
 
 class ConnectionClosed(RpcError):

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from rpc.errors import ProtocolError
 from rpc.transport import syscalls
-from rpc.transport.base import ConnectionClosed, ConnectionOwner
+from rpc.transport.base import CLOSED_BY_PEER, ConnectionClosed, ConnectionOwner
 from rpc.wire import PREAMBLE, Decoder
 
 __all__ = ["StreamConnection"]
@@ -327,7 +327,7 @@ class StreamConnection:
             self.close(f"the connection broke: {error.strerror or error}")
             return 0
         if not count:
-            self.close("the connection was closed by the other side")
+            self.close(CLOSED_BY_PEER)
         return count
 
     def _write_failed(self) -> None:

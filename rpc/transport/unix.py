@@ -43,12 +43,12 @@ class UnixTransport:
         sock.listen(_BACKLOG)
 
         def on_socket(connected: socket.socket) -> None:
-            user = _peer_user(connected)
+            process, user = _peer_process(connected)
             if user != os.geteuid():
                 logger.warning("turned away a process of user %d on unix:@%s", user, name)
                 connected.close()
                 return
-            accepted(StreamConnection(self._loop, connected, "a peer on this host", self._send_queue_bytes))
+            accepted(StreamConnection(self._loop, connected, f"process {process} on this host", self._send_queue_bytes))
 
         return SocketListener(self._loop, sock, f"unix:@{name}", on_socket)
 
@@ -58,7 +58,7 @@ class UnixTransport:
             sock.setblocking(False)
             name = address.removeprefix("unix:@")
             await self._loop.sock_connect(sock, b"\0" + name.encode())
-            user = _peer_user(sock)
+            _, user = _peer_process(sock)
             if user != os.geteuid():
                 raise PermissionError(f"{address} belongs to user {user}, not to user {os.geteuid()}")
             return StreamConnection(self._loop, sock, address, self._send_queue_bytes)
@@ -67,7 +67,8 @@ class UnixTransport:
             raise
 
 
-def _peer_user(sock: socket.socket) -> int:
+def _peer_process(sock: socket.socket) -> tuple[int, int]:
+    """Which process is at the other end, and which user's it is."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    return int(user)
+    process, user, _ = struct.unpack("3i", credentials)
+    return process, user

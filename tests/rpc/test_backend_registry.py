@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ from rpc.options import RpcBackendOptions
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forget_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test registers is gone after it."""
     monkeypatch.setattr(BackendType, "_members", dict(BackendType._members))
-    yield
 
 
 def _options(**kwargs: Any) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def test_name_is_registered_once() -> None:
 
 def test_unknown_backend_is_an_error_that_lists_the_known() -> None:
     register_backend("STUB", _options, _agent)
-    with pytest.raises(AttributeError, match="'NOPE'.*STUB"):
+    with pytest.raises(AttributeError, match=r"'NOPE'.*STUB"):
         _ = BackendType.NOPE
     with pytest.raises(KeyError):
         BackendType["NOPE"]

@@ -70,7 +70,7 @@ def test_pytorchs_options_take_pytorchs_arguments_and_only_those() -> None:
     assert isinstance(options, AgentOptions)
     assert options.device_maps == {"w": {CUDA[0]: CUDA[1]}}
     with pytest.raises(TypeError):
-        TensorPipeRpcBackendOptions(16)  # type: ignore[misc]
+        TensorPipeRpcBackendOptions(16)  # type: ignore[call-arg, misc]
     with pytest.raises(TypeError):
         TensorPipeRpcBackendOptions(unheard_of=1)  # type: ignore[call-arg]
 
@@ -154,7 +154,7 @@ def test_device_maps_grow_call_by_call() -> None:
 
 def test_device_mapped_twice_is_refused_and_changes_nothing() -> None:
     options = AgentOptions(device_maps={"a": {"cuda:0": "cuda:1"}})
-    with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping.*cuda:0"):
+    with pytest.raises(ValueError, match=r"`set_device_map` only supports 1-to-1 mapping.*cuda:0"):
         options.set_device_map("a", {"cuda:2": "cuda:2", "cuda:0": "cuda:0"})
     assert options.device_maps == {"a": {CUDA[0]: CUDA[1]}}
 
@@ -171,5 +171,5 @@ def test_devices_are_cuda_devices() -> None:
     options = AgentOptions()
     options.set_devices(["cuda:0", CUDA[1]])
     assert options.devices == CUDA[:2]
-    with pytest.raises(ValueError, match="CUDA devices only, got .* 'cpu'"):
+    with pytest.raises(ValueError, match=r"CUDA devices only, got .* 'cpu'"):
         options.devices = ["cpu"]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import signal
 import socket
 import threading
 from collections import deque
@@ -21,6 +20,8 @@ from rpc.loop import LoopThread
 from rpc.transport import ConnectionClosed, stream, syscalls
 from rpc.transport.stream import StreamConnection
 from rpc.wire import PREAMBLE, Frame
+from tests.rpc import ctrl_c as keyboard
+from tests.rpc.ctrl_c import CtrlC
 from tests.rpc.streams import (
     SOON,
     Recorder,
@@ -32,6 +33,8 @@ from tests.rpc.streams import (
     skip_preamble,
     until,
 )
+
+ctrl_c = keyboard.ctrl_c
 
 FAMILIES = ["unix", "tcp"]
 TINY_BUFFER = 4608
@@ -221,16 +224,14 @@ def test_callers_that_wait_are_told_when_the_connection_closes(loop: LoopThread,
     assert outcomes == ["the connection to the peer is closed"] * 2
 
 
-def test_ctrl_c_while_waiting_for_room_leaves_the_frame_unsent(loop: LoopThread, sockets: Sockets) -> None:
+def test_ctrl_c_while_waiting_for_room_leaves_the_frame_unsent(
+    loop: LoopThread, sockets: Sockets, ctrl_c: CtrlC
+) -> None:
     here, there = sockets(buffer_bytes=TINY_BUFFER)
     connection = open_connection(loop, here, Recorder(), send_queue_bytes=1000)
     send(connection, {"index": 0}, b"x" * 100_000)
 
-    def interrupt() -> None:
-        until(lambda: connection._waiting_for_room)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    helper = threading.Thread(target=interrupt)
+    helper = threading.Thread(target=ctrl_c.press_when, args=(lambda: connection._waiting_for_room,))
     helper.start()
     with pytest.raises(KeyboardInterrupt):
         send(connection, {"index": 1}, b"x")

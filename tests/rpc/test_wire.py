@@ -160,8 +160,9 @@ def test_segments_are_sent_without_being_copied() -> None:
     assert [buffer for buffer in buffers if buffer is pickled or buffer is tensor] == [pickled, tensor]
 
 
-def test_the_short_form_of_a_call_is_the_same_frame() -> None:
-    assert encode_small(5, 77, b"pickle") == encoded((5, 77, {}, [b"pickle"]))
+@given(header=headers, segments=st.lists(st.binary(max_size=80), max_size=1))
+def test_the_short_form_is_the_same_frame(header: dict[str, Any], segments: list[bytes]) -> None:
+    assert encode_small(5, 77, header, segments) == encoded((5, 77, header, segments))
 
 
 @pytest.mark.parametrize("size", [10, BUFFER, 2 << 20])
@@ -281,18 +282,18 @@ def test_one_malformed_frame_in_memory_is_refused(data: bytes) -> None:
 
 def test_frames_before_a_malformed_one_were_handed_over_if_they_came_earlier() -> None:
     decoder = greeted()
-    assert len(feed(decoder, encode_small(5, 1, b"fine"))) == 1
+    assert len(feed(decoder, encode_small(5, 1, {}, [b"fine"]))) == 1
     with pytest.raises(ProtocolError):
         feed(decoder, prefix(4) + b"left")
 
 
 def test_the_limit_on_frames_can_be_raised_when_the_peer_is_known() -> None:
     decoder = greeted(max_frame_bytes=10)
-    assert len(feed(decoder, encode_small(5, 1, b"0123456789"))) == 1
+    assert len(feed(decoder, encode_small(5, 1, {}, [b"0123456789"]))) == 1
     decoder.max_frame_bytes = 11
-    assert len(feed(decoder, encode_small(5, 1, b"0123456789a"))) == 1
+    assert len(feed(decoder, encode_small(5, 1, {}, [b"0123456789a"]))) == 1
     with pytest.raises(ProtocolError, match="over the limit of 11"):
-        feed(decoder, encode_small(5, 1, b"0123456789ab"))
+        feed(decoder, encode_small(5, 1, {}, [b"0123456789ab"]))
 
 
 def test_a_header_over_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class Group(Simulation):
         return list(self.workers[to].refs)[-1]
 
     def own_and_pass_on(self, to: Peer) -> tuple[RRefId, Ref]:
-        """Worker 1 owns an object, passes it on and drops it; returns the object, and the reference at ``to``."""
+        """Worker 1 owns an object, passes it on, and drops it; returns it, and the reference at ``to``."""
         rref = self.own(1)
         there = self.pass_on(1, to, rref)
         self.release(1, rref)

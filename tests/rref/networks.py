@@ -1,4 +1,4 @@
-"""How control messages travel between simulated workers: exactly, or through ``rpc.delivery`` over the worst."""
+"""How control messages travel between simulated workers: as they should, or over the worst of links."""
 
 from __future__ import annotations
 

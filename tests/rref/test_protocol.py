@@ -236,6 +236,7 @@ def test_a_fork_that_comes_after_it_was_withdrawn_fails() -> None:
         assert group.state(peer, late) is State.FAILED
         assert "connection" in group.protocol(peer).reason(late)
         group.release(peer, late)
+    group.deliver_everything()
     group.assert_nothing_left()
 
 
@@ -309,7 +310,9 @@ def test_a_malformed_message_is_refused(message: Any) -> None:
         Protocol(1).receive(2, message)
 
 
-@pytest.mark.parametrize("descriptor", [None, [], [1, [1, 1]], [1, [1, 1], [2]], ["1", [1, 1], [2, 1]], [1, 1, 1], "abc"])
+@pytest.mark.parametrize(
+    "descriptor", [None, [], [1, [1, 1]], [1, [1, 1], [2]], ["1", [1, 1], [2, 1]], [1, 1, 1], "abc"]
+)
 def test_a_malformed_descriptor_is_refused(descriptor: Any) -> None:
     with pytest.raises(ProtocolError, match="cannot be"):
         Protocol(1).adopt(descriptor, 2)
@@ -349,7 +352,8 @@ def test_every_message_has_a_handler() -> None:
 def test_the_table_of_states_in_the_text_is_the_table_that_runs() -> None:
     text = rref.protocol.__doc__ or ""
     table = text[text.index("A user's fork\n") : text.index("*Granted*")]
-    row = re.compile(r"^    (?P<state>[A-Z]+)?\s.*?(?P<event>held once more|dropped|granted|failed|childless)\s+(?P<next>[A-Z]+)", re.M)
+    events = "held once more|dropped|granted|failed|childless"
+    row = re.compile(rf"^    (?P<state>[A-Z]+)?\s.*?(?P<event>{events})\s+(?P<next>[A-Z]+)", re.MULTILINE)
     read: dict[str, dict[str, str]] = {}
     state = ""
     for match in row.finditer(table):

@@ -78,7 +78,7 @@ class HostileWorld(RuleBasedStateMachine):
 
 TestHostileWorld = HostileWorld.TestCase
 TestHostileWorld.settings = settings(
-    max_examples=60 * EFFORT,
+    max_examples=120 * EFFORT,
     stateful_step_count=50,
     derandomize=EFFORT == 1,
     database=None,
@@ -88,7 +88,7 @@ TestHostileWorld.settings = settings(
 
 @pytest.mark.parametrize("part", range(4))
 def test_guarantees_hold_in_thousands_of_random_lives(part: int) -> None:
-    for seed in range(part, 6_000 * EFFORT, 4):
+    for seed in range(part, 4_000 * EFFORT, 4):
         try:
             live(seed)
         except AssertionError as error:
@@ -117,5 +117,5 @@ CREATED = {**PASSED_ON, 1: (), 2: (("create", 1), ("call", 3), ("drop",))}
     ids=["passed_on_by_the_dying", "created_by_the_dying", "owner_dies", "given_up"],
 )
 def test_guarantees_hold_as_a_reference_is_passed_from_worker_to_worker(story: Story) -> None:
-    for seed in range(1_000 * EFFORT):
+    for seed in range(700 * EFFORT):
         wander(story, seed)

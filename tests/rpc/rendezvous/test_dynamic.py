@@ -150,7 +150,7 @@ def test_joiner_that_stops_undecided_is_given_up_in_the_end(
 ) -> None:
     stopped, alive = workers(2)
     Roster(memory.under("farcall/default")).append(stopped.member, "process 1 on nowhere")
-    with pytest.raises(RendezvousTimeoutError, match="'worker1' .* waited 0.1 s"):
+    with pytest.raises(RendezvousTimeoutError, match=r"'worker1' .* waited 0\.1 s"):
         join_dynamic(memory, alive.member, 0.1)
     monkeypatch.setattr(dynamic, "_UNDECIDED_SECONDS", 0.05)
     assert join_dynamic(memory, alive.member, 5).others == ()
@@ -163,5 +163,5 @@ def test_leaving_a_store_that_is_gone_does_no_harm(memory: SharedStore, workers:
         def __getattr__(self, name: str) -> None:
             raise RuntimeError("connection closed")
 
-    group.store.store = Gone()
+    group.store.store = Gone()  # type: ignore[assignment]
     assert not group.leave()

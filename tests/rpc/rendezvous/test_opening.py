@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-import _thread
 import os
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
     TCPStore,
-    register_rendezvous_handler,
 )
 
 from rpc.errors import RendezvousError, RendezvousTimeoutError
@@ -121,7 +121,7 @@ def test_server_that_does_not_answer_gives_up_in_time(
 
 def test_ctrl_c_takes_effect_at_once(mute_server: int, free_port: int) -> None:
     for port in (mute_server, free_port):
-        timer = threading.Timer(0.1, _thread.interrupt_main)
+        timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         begin = time.monotonic()
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -194,10 +194,7 @@ def test_other_urls_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "rank=0" in url
         yield shared, 0, 1
 
-    from torch.distributed import rendezvous
-
-    monkeypatch.setattr(rendezvous, "_rendezvous_handlers", {})
-    register_rendezvous_handler("own", handler)
+    monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {"own": handler})
     open_store("own://somewhere", 0, 1, timeout=5).set("key", b"value")
     assert shared.get("key") == b"value"
     with pytest.raises(RendezvousError, match="unheard://somewhere"):

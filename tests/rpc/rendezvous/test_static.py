@@ -253,7 +253,7 @@ def test_rank_0_does_not_wait_for_a_reader_that_died(memory: SharedStore, worker
 
 
 def test_store_of_which_nothing_is_left_is_an_error(workers: Workers) -> None:
-    class Broken(HashStore):  # type: ignore[misc, valid-type]
+    class Broken(HashStore):
         def add(self, key: str, amount: int) -> int:
             raise RuntimeError("no more\nat frame 1")
 

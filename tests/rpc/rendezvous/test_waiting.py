@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 
 import pytest
@@ -23,7 +23,7 @@ def test_result_and_error_come_from_the_helper() -> None:
 def test_work_that_is_stuck_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_GRACE_SECONDS", 0.05)
     stuck = threading.Event()
-    with pytest.raises(RendezvousTimeoutError, match="the store .* has not answered for 0.1 s"):
+    with pytest.raises(RendezvousTimeoutError, match=r"the store .* has not answered for 0\.1 s"):
         run_with_deadline(lambda _: stuck.wait(10), 0.1, "the store")
     stuck.set()
 
@@ -41,7 +41,7 @@ def test_work_left_behind_ends_at_its_next_pause() -> None:
 
     def interrupt() -> None:
         started.wait(10)
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,270 @@
+"""The table of calls: every reply finds its call, and every deadline is kept with one alarm."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rpc.calls import CallTable
+from rpc.errors import RpcTimeoutError
+from rpc.futures import Future, PendingCall
+from rpc.loop import LoopThread
+from rpc.wire import Frame
+from tests.rpc.members import peer
+from tests.rpc.streams import SOON, until
+
+
+class Timer:
+    """A timer handle that can only be cancelled."""
+
+    def __init__(self, rings_at: float, callback: Callable[[], None]) -> None:
+        self.rings_at = rings_at
+        self.callback = callback
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __lt__(self, other: Timer) -> bool:
+        return self.rings_at < other.rings_at
+
+
+class Clockwork:
+    """A loop and a clock that move only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.timers: list[Timer] = []
+        self.soon: list[Callable[[], None]] = []
+        self.woken = 0
+
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        self.woken += 1
+        self.soon.append(callback)
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:
+        assert delay >= 0
+        timer = Timer(self.now + delay, callback)
+        heapq.heappush(self.timers, timer)
+        return timer
+
+    def ringing(self) -> list[float]:
+        return sorted(timer.rings_at - 1000 for timer in self.timers if not timer.cancelled)
+
+    def advance(self, seconds: float) -> None:
+        """Let that much time pass, and everything happen that is due."""
+        end = self.now + seconds
+        while True:
+            soon, self.soon = self.soon, []
+            for callback in soon:
+                callback()
+            if self.timers and self.timers[0].rings_at <= end:
+                timer = heapq.heappop(self.timers)
+                self.now = max(self.now, timer.rings_at)
+                if not timer.cancelled:
+                    timer.callback()
+            elif not self.soon:
+                break
+        self.now = end
+
+
+class Owner:
+    """Decodes nothing; notes the futures that it would have completed by an executor."""
+
+    def __init__(self) -> None:
+        self.settled: list[Future[Any]] = []
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        raise AssertionError("no reply was expected")
+
+    def complete_soon(self, future: Future[Any]) -> None:
+        raise AssertionError("no reply was expected")
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        raise AssertionError("the loop keeps the deadline")
+
+
+@pytest.fixture
+def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
+    made = Clockwork()
+    monkeypatch.setattr("rpc.futures.monotonic", lambda: made.now)
+    monkeypatch.setattr("rpc.calls.monotonic", lambda: made.now)
+    return made
+
+
+@pytest.fixture
+def owner() -> Owner:
+    return Owner()
+
+
+@pytest.fixture
+def table(clockwork: Clockwork, owner: Owner) -> CallTable:
+    return CallTable(owner, clockwork, owner.settled.extend)  # type: ignore[arg-type]
+
+
+def watched(table: CallTable, timeout: float) -> PendingCall:
+    """A call with a future, as ``rpc_async`` makes it."""
+    call = table.open(peer(), "what", timeout)
+    Future.for_call(call)
+    table.watch(call)
+    return call
+
+
+def test_a_reply_finds_its_call_once(table: CallTable) -> None:
+    first, second = table.open(peer(), "first", 0), table.open(peer(), "second", 0)
+    assert first.call_id != second.call_id
+    assert len(table) == 2
+    assert table.take(second.call_id) is second
+    assert table.take(second.call_id) is None
+    assert list(table.waiting()) == [first]
+
+
+def test_all_calls_to_one_worker_can_be_taken_at_once(table: CallTable) -> None:
+    here, there = peer("here", 1), peer("there", 2)
+    calls = [table.open(to, "what", 0) for to in (here, there, here)]
+    assert table.take_all(here) == [calls[0], calls[2]]
+    assert table.take_all(here) == []
+    assert list(table.waiting()) == [calls[1]]
+
+
+def test_a_call_ends_when_its_deadline_passes_and_not_before(
+    table: CallTable, clockwork: Clockwork, owner: Owner
+) -> None:
+    call = watched(table, 2.0)
+    clockwork.advance(1.99)
+    assert not call.settled()
+    clockwork.advance(0.02)
+    assert isinstance(call.outcome, RpcTimeoutError)
+    assert str(call.outcome).startswith(
+        "RPC ran for more than its timeout of 2000 ms: what on worker 'callee'"
+    )
+    assert owner.settled == [call.future]
+    assert len(table) == 0
+
+
+def test_calls_end_in_the_order_of_their_deadlines(
+    table: CallTable, clockwork: Clockwork, owner: Owner
+) -> None:
+    calls = [watched(table, timeout) for timeout in (3.0, 1.0, 4.0, 1.5, 2.0)]
+    clockwork.advance(10)
+    assert owner.settled == [calls[index].future for index in (1, 3, 4, 0, 2)]
+    assert clockwork.ringing() == []
+
+
+def test_calls_that_end_together_are_settled_together(table: CallTable, clockwork: Clockwork) -> None:
+    batches: list[int] = []
+    table._settled = lambda futures: batches.append(len(futures))
+    for _ in range(100):
+        watched(table, 1.0)
+    clockwork.advance(1.5)
+    assert batches == [100]
+
+
+def test_no_timeout_means_no_deadline_and_no_alarm(table: CallTable, clockwork: Clockwork) -> None:
+    call = watched(table, 0)
+    clockwork.advance(1e9)
+    assert not call.settled()
+    assert clockwork.woken == 0
+
+
+def test_a_thousand_calls_in_flight_share_one_alarm(table: CallTable, clockwork: Clockwork) -> None:
+    for _ in range(1000):
+        watched(table, 60.0)
+        clockwork.advance(0.001)
+    assert clockwork.woken == 1
+    assert clockwork.ringing() == [60.0]
+
+
+def test_an_earlier_deadline_moves_the_alarm(table: CallTable, clockwork: Clockwork) -> None:
+    late, early = watched(table, 60.0), watched(table, 1.0)
+    clockwork.advance(0)
+    assert clockwork.ringing() == [1.0]
+    clockwork.advance(2.0)
+    assert early.settled()
+    assert not late.settled()
+    assert clockwork.ringing() == [60.0]
+
+
+def test_the_alarm_is_not_set_again_once_all_calls_were_answered(
+    table: CallTable, clockwork: Clockwork, owner: Owner
+) -> None:
+    for _ in range(10):
+        assert table.take(watched(table, 5.0).call_id) is not None
+    clockwork.advance(10.0)
+    assert clockwork.ringing() == []
+    assert owner.settled == []
+    call = watched(table, 5.0)
+    clockwork.advance(6.0)
+    assert call.settled()
+
+
+def test_a_blocking_call_is_left_to_the_thread_that_waits(table: CallTable, clockwork: Clockwork) -> None:
+    blocking = table.open(peer(), "blocking", 1.0)
+    watched(table, 2.0)
+    clockwork.advance(3.0)
+    assert not blocking.settled()
+    assert list(table.waiting()) == [blocking]
+
+
+def test_a_thread_that_waits_for_the_future_gets_the_timeout_itself(
+    table: CallTable, clockwork: Clockwork, owner: Owner
+) -> None:
+    call = watched(table, 2.0)
+    future = call.future
+    assert future is not None
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(future.wait)
+        until(lambda: call._waiters)
+        clockwork.advance(3.0)
+        with pytest.raises(RpcTimeoutError):
+            waiting.result(SOON)
+    assert owner.settled == []
+
+
+class Lasting(PendingCall):
+    keeps_place = True
+
+    def expired(self) -> bool:
+        self.deadline = float("inf")
+        return super().expired()
+
+
+def test_a_call_that_keeps_its_place_still_gets_its_late_reply(
+    table: CallTable, clockwork: Clockwork
+) -> None:
+    call = table.open(peer(), "what", 1.0, Lasting)
+    table.watch(call)
+    clockwork.advance(5.0)
+    assert isinstance(call.outcome, RpcTimeoutError)
+    assert table.take(call.call_id) is call
+    assert clockwork.ringing() == []
+
+
+# ---- with a real loop
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread("test-loop", "not on this thread")
+    yield thread
+    assert thread.stop()
+
+
+def test_no_deadline_is_missed_when_many_threads_make_calls(loop: LoopThread, owner: Owner) -> None:
+    table = CallTable(owner, loop.loop, owner.settled.extend)
+    everybody = threading.Barrier(8)
+
+    def make(thread: int) -> None:
+        everybody.wait(SOON)
+        for index in range(100):
+            watched(table, 0.001 * (1 + (thread * 7 + index * 3) % 11))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(make, range(8))) == [None] * 8
+    until(lambda: len(owner.settled) == 800)
+    assert len(table) == 0
