@@ -12,10 +12,8 @@ messages that must arrive), interceptors (``interceptors``), and carriers and re
 from __future__ import annotations
 
 import logging
-import queue
 import secrets
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from threading import TIMEOUT_MAX
 from typing import Any, Final
@@ -24,6 +22,7 @@ from rpc import serialization
 from rpc.callee import Callee, Interceptor, Request
 from rpc.calls import CallTable
 from rpc.control import Control
+from rpc.deferred import Counter, Deferred
 from rpc.departure import Departure
 from rpc.errors import ForkedProcessError, NotInitializedError, ProtocolError, RpcError, WorkerLostError
 from rpc.executor import Executor, Task
@@ -49,13 +48,15 @@ UNSET_TIMEOUT: Final = -1.0
 """As a call's timeout: the agent's default."""
 
 _SMALL_BYTES: Final = 64 << 10
-_GATHER_SECONDS: Final = 0.005
 _FEW: Final = 4
 """A header of more entries is not taken to be small."""
 _STOP_SECONDS: Final = 1.0
 """How long ``close`` waits for user code that still runs; its threads are daemons and left behind then."""
 
 KindHandler = Callable[[Peer, Frame], None]
+
+new_request = tuple.__new__
+"""Makes a named tuple without the Python function that it has for a constructor."""
 
 
 class Agent:
@@ -93,8 +94,7 @@ class Agent:
         self._gone_handlers: list[Callable[[Peer, str], None]] = []
         self._close_handlers: list[Callable[[], object]] = []
         self._joined_handlers: list[Callable[[Peer], None]] = []
-        self._deferred: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._deferred_wake_up = self._deferred_timer = False
+        self.deferred = Deferred(self.loop, self._look_whether_idle)
         self.allow = serialization.allowed if options.deserialization == "safe" else None
         self.extensions: dict[str, Any] = {}
         """What stands on this agent, by name: each part's own object, where its code finds it again."""
@@ -166,16 +166,7 @@ class Agent:
         return peer
 
     def _connect(self, peer: Peer) -> None:
-        self._call_on_loop(self.links.connect, peer)
-
-    def introduce(self, members: Sequence[Member]) -> None:
-        """Connect to the given members, so that they know this worker; those that are gone are left out."""
-        for member in members:
-            peer = self._peers[member.incarnation]
-            try:
-                self.request(peer, Kind.CALL, _noop_payload(peer), UNSET_TIMEOUT, "introduction").result()
-            except WorkerLostError as error:
-                logger.info("left out of the group: %s", error)
+        self.deferred.call(self.links.connect, peer)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         self.view.leave(peer.incarnation, reason)
@@ -311,7 +302,7 @@ class Agent:
     def reply(self, peer: Peer, call_id: int, value: Any, of: object = None) -> None:
         """Answer a request with a value; if it cannot be sent, with that error."""
         try:
-            payload = serialization.dumps(value, peer)
+            payload = serialization.dumps(value, peer, what=of)
         except BaseException as error:
             self.fail(peer, call_id, error)
         else:
@@ -340,16 +331,19 @@ class Agent:
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
         tasks: list[Task] = []
-        take = self.calls.take
         for frame in frames:
-            kind = frame.kind
+            kind, call_id, header, _ = frame
             try:
                 if kind == Kind.CALL:
-                    arrivals = serialization.adopt(frame.header, peer) if frame.header else None
-                    self.accept(Request(peer, frame, arrivals), self.callee.run, tasks)
+                    if not header:
+                        self.requests_begun += 1
+                        tasks.append((self.callee.run, new_request(Request, (peer, frame, None))))
+                    else:
+                        request = Request(peer, frame, serialization.adopt(header, peer))
+                        self.accept(request, self.callee.run, tasks)
                 elif kind == Kind.REPLY or kind == Kind.FAILURE:
-                    arrivals = serialization.adopt(frame.header, peer) if frame.header else None
-                    call = take(frame.call_id)
+                    arrivals = serialization.adopt(header, peer) if header else None
+                    call = self.calls.take(call_id)
                     if call is not None:
                         if call.peer is not peer:
                             self.calls.restore(call)
@@ -369,7 +363,8 @@ class Agent:
                 break
         if tasks:
             self.executor.submit_batch(tasks)
-        self.something_ended()
+        if self.departure is not None and self.departure.listening:
+            self.something_ended()
 
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
         """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
@@ -430,44 +425,6 @@ class Agent:
         if futures:
             self.executor.submit_batch([(future.complete, None) for future in futures])
 
-    # ---- threads
-
-    def defer_released(self, function: Callable[[Any], object], argument: Any) -> None:
-        """As ``defer``, for what is in no hurry: it is done together with what follows in the next moments."""
-        if self.closed:
-            return
-        self._deferred.put((function, argument))
-        if not self._deferred_timer:
-            self._deferred_timer = True
-            self._call_on_loop(self.loop.call_later, _GATHER_SECONDS, self._run_deferred)
-
-    def defer(self, function: Callable[[Any], object], argument: Any) -> None:
-        """Run ``function(argument)`` on the loop's thread soon. Safe anywhere, finalizers included."""
-        if self.closed:
-            return
-        self._deferred.put((function, argument))
-        if not self._deferred_wake_up:
-            self._deferred_wake_up = True
-            self._call_on_loop(self._run_deferred)
-
-    def _run_deferred(self) -> None:
-        self._deferred_wake_up = self._deferred_timer = False
-        while not self._deferred.empty():
-            function, argument = self._deferred.get_nowait()
-            try:
-                function(argument)
-            except Exception:
-                logger.exception("a deferred action failed")
-        if self.departure is not None and self.departure.listening:
-            self.departure.look()
-
-    def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
-        try:
-            self.loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            if not self.closed:
-                raise
-
     def on_loop(self, function: Callable[..., Any], *args: object) -> Any:
         """Run a function on the loop's thread and return its result."""
         return self._loop_thread.call(function, *args)
@@ -483,7 +440,7 @@ class Agent:
             + self.postponed.value
             + self.executor.active()
             + self.control.unacknowledged()
-            + (not self._deferred.empty())
+            + self.deferred.pending()
         )
 
     def begun(self) -> int:
@@ -493,7 +450,11 @@ class Agent:
     def something_ended(self) -> None:
         """This worker may have become idle, which interests who waits to leave."""
         if self.departure is not None and self.departure.listening:
-            self._call_on_loop(self.departure.look)
+            self.deferred.call(self.departure.look)
+
+    def _look_whether_idle(self) -> None:
+        if self.departure is not None and self.departure.listening:
+            self.departure.look()
 
     @property
     def is_static_group(self) -> bool:
@@ -526,15 +487,15 @@ class Agent:
         if self.closed:
             return
         self.closed = True
+        self.deferred.close()
         for handler in self._close_handlers:
             handler()
         if not self._loop_thread.is_current():
             self._loop_thread.wait_for(self.links.close(list(self._peers.values()), reason))
         for call in list(self.calls.waiting()):
             if self.calls.take(call.call_id) is not None:
-                error = NotInitializedError(
-                    f"RPC has been shut down: {call.asked} on worker '{call.peer.name}' was not answered before"
-                )
+                asked = f"{call.asked} on worker '{call.peer.name}'"
+                error = NotInitializedError(f"RPC has been shut down: {asked} was not answered before")
                 if call.settle(error) and call.future is not None:
                     call.future.complete()
         self.callee.stop()
@@ -542,7 +503,6 @@ class Agent:
         self._loop_thread.stop()
         if self._interval is not None:
             sys.setswitchinterval(self._interval)
-
 
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.
@@ -552,6 +512,7 @@ class Agent:
         not notice the parent's death while the child lives.
         """
         self.closed = True
+        self.deferred.close()
         _inherited.append(self)  # destroying the loop here would touch what the parent still uses
         for connection in self.links.connections(self._peers.values()):
             connection.abandon()
@@ -562,34 +523,3 @@ class Agent:
 
 
 _inherited: Final[list[Agent]] = []
-
-
-class Counter:
-    """How many things are under way, begun and ended on several threads."""
-
-    __slots__ = ("_lock", "value")
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer that runs while it is held may begin or end something
-        self.value = 0
-
-    def begin(self) -> None:
-        with self._lock:
-            self.value += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self.value -= 1
-
-
-def _noop() -> None:
-    """What is called to make a connection."""
-
-
-serialization.allow_function(_noop)
-
-
-def _noop_payload(peer: Peer) -> Payload:
-    return serialization.dump_call(_noop, (), {}, peer)
-
-

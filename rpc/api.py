@@ -132,7 +132,8 @@ def keywords(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         return dict(kwargs)
     except (TypeError, ValueError):
-        raise TypeError(f"kwargs must be a dict of keyword arguments, not a {type(kwargs).__name__}") from None
+        given = type(kwargs).__name__
+        raise TypeError(f"kwargs must be a dict of keyword arguments, not a {given}") from None
 
 
 def get_worker_info(worker_name: Callee | None = None) -> WorkerInfo:

@@ -31,7 +31,7 @@ __all__ = ["Callee", "Interceptor", "Request"]
 
 
 class Interceptor(Protocol):
-    """Extension point: something that rides in a call's header, from the caller to round the function's run."""
+    """Extension point: rides in a call's header, from the caller to round the function's run."""
 
     key: str
     """Its place in the header."""

@@ -49,7 +49,7 @@ class Control:
 
     def post(self, peer: Peer, topic: str, body: Any) -> None:
         """Send ``body``, anything msgpack can encode, to a peer. To one that is gone it is dropped."""
-        self._agent.defer(self._post, (peer, topic, body))
+        self._agent.deferred.soon(self._post, (peer, topic, body))
 
     def _post(self, message: tuple[Peer, str, Any]) -> None:
         peer, topic, body = message

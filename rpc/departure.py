@@ -7,6 +7,7 @@ ended: a task, a call, a request, or a control message that was acknowledged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -158,7 +159,5 @@ class Departure:
 
 def _send(peer: Peer, message: list[Any]) -> None:
     buffers, size = encode(Kind.SHUTDOWN, 0, {"message": message}, ())
-    try:
+    with contextlib.suppress(WorkerLostError):  # ``worker_gone`` is on its way then
         peer.send(buffers, size, wait=False)
-    except WorkerLostError:
-        pass  # ``worker_gone`` is on its way

@@ -185,17 +185,17 @@ class Executor:
 
     def _next(self, mailbox: _Thread, finished: bool) -> Task | None:
         """The next task, as soon as there is one; None when the thread is to end."""
-        idle_callback: Callable[[], None] | None = None
         with self._lock:
             if finished:
                 self._finished += 1
                 self._running -= 1
-                if not self._running:
-                    idle_callback = self._on_idle
-            if idle_callback is None:
+            if self._on_idle is None or self._running or not finished:
                 task = self._take(mailbox)
                 if task is not None:
                     return task
+                idle_callback = None
+            else:
+                idle_callback = self._on_idle
         if idle_callback is not None:
             try:
                 idle_callback()

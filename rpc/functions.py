@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 __all__ = ["async_execution"]
 
@@ -32,9 +32,8 @@ def async_execution(function: Callable[P, R]) -> Callable[P, R]:
         def add_on_another(to, x, y, z):
             return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda total: total.wait() + z)
     """
-
     if isinstance(function, staticmethod | classmethod):
-        return type(function)(async_execution(function.__func__))  # type: ignore[return-value]
+        return type(function)(async_execution(function.__func__))
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -108,7 +108,8 @@ class Gathering:
             me = self._agent.info.name
             missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
             raise RpcTimeoutError(
-                f"worker '{me}' timed out in _all_gather after {timeout or 0:.2f} seconds, waiting for {missing}"
+                f"worker '{me}' timed out in _all_gather after {timeout or 0:.2f} seconds, "
+                f"waiting for {missing}"
             )
         if state.error is not None:
             raise state.error

@@ -89,8 +89,9 @@ def judge(hello: Hello, view: Membership, group: str, *, connected: bool, connec
     me, other = view.me, hello.member
     sides = f"worker '{other.name}' asked worker '{me.name}' (id {me.id}, incarnation {me.incarnation:x})"
     if hello.group != group:
+        theirs = repr(hello.group)[:200]
         return Refusal(
-            STRANGER, f"{sides} in the name of another group ({hello.group!r:.200}; this worker's is '{group}')"
+            STRANGER, f"{sides} in the name of another group ({theirs}; this worker's is '{group}')"
         )
     if hello.wanted != me.incarnation:
         return Refusal(

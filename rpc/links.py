@@ -346,6 +346,8 @@ class _Handshake:
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self.finish()
+        if self._links._closed:
+            return
         if self._peer is None:
             if not self.answered:
                 level = logging.WARNING if connection.received_anything else logging.DEBUG

@@ -104,19 +104,21 @@ class Membership:
             ValueError: ``callee`` is neither str, int nor ``WorkerInfo``.
         """
         member: Member | None
-        if isinstance(callee, str):
-            member = self._by_name.get(callee)
-        elif isinstance(callee, WorkerInfo):
-            member = self._by_name.get(callee.name)
-            if member is not None and member.id != callee.id:
-                member = None
-        elif isinstance(callee, int) and not isinstance(callee, bool):
-            member = self._by_id.get(callee)
-        else:
-            raise ValueError(f"a callee is a name, an id or a WorkerInfo, not {type(callee).__name__}")
+        match callee:
+            case str():
+                member = self._by_name.get(callee)
+            case WorkerInfo(name, worker_id):
+                member = self._by_name.get(name)
+                if member is not None and member.id != worker_id:
+                    member = None
+            case int() if type(callee) is not bool:
+                member = self._by_id.get(callee)
+            case _:
+                raise ValueError(f"a callee is a name, an id or a WorkerInfo, not {type(callee).__name__}")
         if member is None:
             raise UnknownWorkerError(
-                f"Unknown destination worker: could not find destination {callee!r}. The group of '{self.me.name}' has "
+                f"Unknown destination worker: could not find destination {callee!r}. "
+                f"The group of '{self.me.name}' has "
                 + ", ".join(f"'{info.name}' (id {info.id})" for info in self.infos())
                 + "."
             )

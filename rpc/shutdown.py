@@ -47,12 +47,13 @@ def shutdown(
         return
     timeout = agent.effective_timeout(timeout)
     references = agent.extensions["rref"]
+    departure = agent.departure
     try:
-        if graceful:
-            agent.departure.wait(timeout)
+        if graceful and departure is not None:
+            departure.wait(timeout)
             if release_references:
                 references.release_all()
-            agent.departure.wait(timeout)
+            departure.wait(timeout)
             if raise_on_leaks:
                 references.check_leaks()
     finally:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from rpc import backend_registry
-from rpc.agent import Agent
+from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.backend_registry import BackendType
-from rpc.device_maps import check_device_maps
 from rpc.current import clear_current_agent, current_agent, is_initialized, set_current_agent
-from rpc.errors import AlreadyInitializedError
+from rpc.device_maps import check_device_maps
+from rpc.errors import AlreadyInitializedError, WorkerLostError
 from rpc.gather import Gathering
 from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.rendezvous import (
@@ -29,8 +30,10 @@ from rpc.rendezvous import (
     open_store,
     resolve_group,
 )
-from rpc.serialization import main_identity
+from rpc.serialization import allow_function, main_identity
 from rpc.workers import Member, WorkerInfo, check_name
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["init_rpc", "init_with_store", "on_agent_start"]
 
@@ -130,8 +133,8 @@ def _check(
         options = backend_registry.construct_rpc_backend_options(backend)
     if backend.name in (BACKEND, PYTORCH_BACKEND) and not isinstance(options, AgentOptions):
         raise TypeError(
-            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions` or `AgentOptions` for {backend!r}, "
-            f"not {options!r}"
+            "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions` or `AgentOptions` "
+            f"for {backend!r}, not {options!r}"
         )
     return backend, options
 
@@ -176,10 +179,15 @@ def start_agent(
     agent = Agent(options, host, port)
     try:
         draft = Member(
-            WorkerInfo(name, rank), agent.incarnation, host_identity(), tuple(agent.addresses), main_identity()
+            WorkerInfo(name, rank),
+            agent.incarnation,
+            host_identity(),
+            tuple(agent.addresses),
+            main_identity(),
         )
         for install in _installers:
             install(agent)
+        allow_function(_noop)
         agent.extensions["gather"] = Gathering(agent)
         group: Group
         if world_size is None:
@@ -200,7 +208,7 @@ def start_agent(
         set_current_agent(agent)  # calls of others may arrive as soon as it has joined
         agent.join(group.me, group.members, group.key, static=group.static)
         if not group.static:
-            agent.introduce(group.others)
+            _introduce(agent, group.others)
     except BaseException:
         agent.close("it could not join its group")
         if is_initialized() and current_agent() is agent:
@@ -208,6 +216,19 @@ def start_agent(
         raise
     atexit.register(_leave_at_exit, agent, os.getpid())
     return agent
+
+
+def _introduce(agent: Agent, members: Sequence[Member]) -> None:
+    """Connect to the members of a dynamic group, so that they know this worker; who is gone is left out."""
+    for member in members:
+        try:
+            agent.call(member.name, _noop, (), {}, UNSET_TIMEOUT).result()
+        except WorkerLostError as error:
+            logger.info("left out of the group: %s", error)
+
+
+def _noop() -> None:
+    """What is called to make a connection."""
 
 
 def _leave_at_exit(agent: Agent, pid: int) -> None:

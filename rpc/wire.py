@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from enum import IntEnum
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
@@ -61,19 +60,22 @@ _new_frame = tuple.__new__
 """Makes a named tuple without the Python function that it has for a constructor."""
 
 
-class Kind(IntEnum):
-    """What a frame is. Kinds from ``EXTENSION`` on belong to what is built on the agent."""
+class Kind:
+    """What a frame is. Kinds from ``EXTENSION`` on belong to what is built on the agent.
 
-    HELLO = 1
-    WELCOME = 2
-    REFUSED = 3
-    GOODBYE = 4
-    CALL = 5
-    REPLY = 6
-    FAILURE = 7
-    CONTROL = 8
-    SHUTDOWN = 9
-    EXTENSION = 32
+    Plain numbers and no ``Enum``, since they are compared for every frame.
+    """
+
+    HELLO: Final = 1
+    WELCOME: Final = 2
+    REFUSED: Final = 3
+    GOODBYE: Final = 4
+    CALL: Final = 5
+    REPLY: Final = 6
+    FAILURE: Final = 7
+    CONTROL: Final = 8
+    SHUTDOWN: Final = 9
+    EXTENSION: Final = 32
 
 
 class Frame(NamedTuple):
@@ -213,7 +215,8 @@ class Decoder:
                 and PREFIX_BYTES + body_length == count
                 and body_length <= self.max_frame_bytes
             ):
-                return [_new_frame(Frame, (kind, call_id, {}, [memoryview(self.scratch[PREFIX_BYTES:count])]))]
+                segment = memoryview(self.scratch[PREFIX_BYTES:count])
+                return [_new_frame(Frame, (kind, call_id, {}, [segment]))]
         frames: list[Frame] = []
         if self._large is not None:
             self._filled += count

@@ -37,7 +37,7 @@ class WorkerInfo:
         return f"WorkerInfo(id={self.id}, name={self.name})"
 
 
-def check_name(name: str) -> None:
+def check_name(name: object) -> None:
     """Raise ``InvalidNameError`` unless ``name`` can be a worker's name."""
     if not isinstance(name, str) or len(name) >= 128 or not _NAME.fullmatch(name):
         shown = f"{name[:40]!r}..." if isinstance(name, str) and len(name) > 40 else repr(name)

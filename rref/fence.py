@@ -49,8 +49,6 @@ class Fences:
     def lost(self, peer: Peer, has_forks: bool) -> None:
         """``peer`` is dead, and cut off from this worker."""
         self._waiting.pop(peer, None)
-        for asking in self._bereaved.values():
-            asking.discard(peer)
         if has_forks or self._fenced or peer in self._bereaved:
             self._raise()
 
@@ -130,10 +128,6 @@ class FenceAnswers:
 
     def lost(self, peer: Peer) -> None:
         """``peer`` is dead and cut off: no more forks can come from it."""
-        for asking in self._asked.values():
-            asking.discard(peer)
-        for key in [key for key in self._unsettled if key[0] == peer]:
-            del self._unsettled[key]
         for owner in self._asked.pop(peer, ()):
             self._answer(owner, peer)
 

@@ -90,7 +90,7 @@ class RRef(Generic[T]):
             shell, ref = self._references, self._ref
         except AttributeError:
             return  # its making failed
-        shell.agent.defer_released(shell.release, ref)
+        shell.agent.deferred.gathered(shell.release, ref)
 
     # ---- whose it is
 
@@ -125,8 +125,8 @@ class RRef(Generic[T]):
         if not self.is_owner():
             me = self._references.agent.info
             raise RRefError(
-                f"For {self._full_name()}, can't call localValue() on user {me}. Call it on owner {self.owner()}, "
-                "or fetch the object with to_here()."
+                f"For {self._full_name()}, can't call localValue() on user {me}. "
+                f"Call it on owner {self.owner()}, or fetch the object with to_here()."
             )
         value: T = self._value("local_value").wait(0, f"{self!r} is still being made")
         return value
@@ -240,20 +240,21 @@ class RRef(Generic[T]):
 
     def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
         """The object's type, asked for once; a future of it if not ``blocking``."""
-        if self._type is None:
+        kind = self._type
+        if kind is None:
             if self.is_owner():
-                known: Future[type] = Future()
-                known.set_result(type(self.local_value()))
-                self._type = known
+                kind = Future()
+                kind.set_result(type(self.local_value()))
             else:
                 shell = self._usable("_get_type", timeout)
                 ask = Payload({"object": self._rref, "type": True}, [])
                 call = shell.agent.request(self._owner, FETCH, ask, timeout, f"the type of {self!r}")
-                self._type = shell.agent.future(call)
+                kind = shell.agent.future(call)
+            self._type = kind
         if not blocking:
-            return self._type
+            return kind
         try:
-            return self._type.wait()
+            return kind.wait()
         except BaseException:
             self._type = None  # the next one may ask with more patience
             raise

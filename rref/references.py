@@ -95,11 +95,11 @@ class References:
                 case Fence(incarnation, reason):
                     peer = self.agent.peer_by_incarnation(incarnation)
                     if peer is not None:
-                        self.agent.defer(self._fence, (peer, reason))
+                        self.agent.deferred.soon(self._fence, (peer, reason))
                     else:
-                        self.agent.defer(self._never_met, (incarnation, reason))
+                        self.agent.deferred.soon(self._never_met, (incarnation, reason))
         if self._protocol.waits_for_sweep and self._sweep_timer is None:
-            self.agent.defer(self._set_sweep_timer, None)
+            self.agent.deferred.soon(self._set_sweep_timer, None)
 
     def _fence(self, which: tuple[Peer, str]) -> None:
         peer, reason = which
@@ -287,7 +287,7 @@ class References:
             try:
                 run(self._values.get(target) or self._missing(target))
             finally:
-                self.agent.defer(self.release, ref)
+                self.agent.deferred.soon(self.release, ref)
 
         def known() -> None:
             value = self._values.get(target) or self._missing(target)
@@ -316,10 +316,9 @@ class References:
 
     def _missing(self, rref: RRefId) -> Value:
         missing = Value()
+        me = self.agent.info.name
         missing.fail(
-            RRefError(
-                f"the object of RRef({self.id_text(rref)}) is not on worker '{self.agent.info.name}' (any more)"
-            )
+            RRefError(f"the object of RRef({self.id_text(rref)}) is not on worker '{me}' (any more)")
         )
         return missing
 

@@ -29,6 +29,7 @@ from rpc.rendezvous.waiting import Backoff, OutOfTime, Waiting, run_with_deadlin
 __all__ = ["open_store"]
 
 _KNOCK_SECONDS = 2.0
+_CONNECT_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 0.25
 _FILE_TIMEOUT = timedelta(seconds=5)
 
@@ -216,15 +217,17 @@ class _TcpOpener:
             try:
                 patience = min(_KNOCK_SECONDS, max(0.05, waiting.remaining))
                 socket.create_connection((self._host, self._port), patience).close()
-                return TCPStore(
+                store = TCPStore(
                     self._host,
                     self._port,
                     None,
                     False,
-                    timeout=timedelta(seconds=max(1.0, waiting.remaining)),
+                    timeout=timedelta(seconds=min(_CONNECT_SECONDS, max(1.0, waiting.remaining))),
                     wait_for_workers=False,
                     use_libuv=self._use_libuv,
                 )
+                store.set_timeout(timedelta(seconds=waiting.timeout))
+                return store
             except (OSError, RuntimeError) as error:
                 reason = first_line(error)
             try:

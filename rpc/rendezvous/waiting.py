@@ -21,6 +21,8 @@ T = TypeVar("T")
 _GRACE_SECONDS = 2.0
 """How long past the deadline the helper may take to say what was missing."""
 
+_SLICE_SECONDS = 0.2
+
 
 class OutOfTime(Exception):
     """The deadline has passed. Whoever knows what was waited for turns this into an error for the user."""
@@ -111,9 +113,13 @@ def run_with_deadline(work: Callable[[Waiting], T], timeout: float, waiting_for:
         finally:
             outcome.done.set()
 
-    threading.Thread(target=run, name="rpc-rendezvous", daemon=True).start()
+    helper = threading.Thread(target=run, name="rpc-rendezvous", daemon=True)
     try:
-        finished = outcome.done.wait(timeout + _GRACE_SECONDS)
+        helper.start()
+        patience = Waiting(timeout + _GRACE_SECONDS)
+        # In slices: a signal that comes just before the thread begins to wait does not wake it.
+        while not (finished := outcome.done.wait(_SLICE_SECONDS)) and patience.remaining:
+            pass
     finally:
         waiting.abandon()
     if not finished:

@@ -241,7 +241,9 @@ def load_call(
         try:
             func = _modules[module].__dict__[name]
         except KeyError:
-            func = resolve(module, name)
+            func = None
+        if func is None:
+            func = resolve(module, name)  # out here, so that its error has no context
         return fill_in(func, args, kwargs, record[4]) if count == 5 else (func, args, kwargs)
     except RpcError:
         raise

@@ -49,19 +49,20 @@ def cannot_call(
     for what, value in pieces:
         cause = _try(value, to)
         if cause is not None:
-            return _explained(headline, what, value, cause, to)
-    return _explained(headline, "the call", (func, args, kwargs), error, to)
+            said = f"{headline}: {what}, of type {type_name(type(value))}, cannot be sent"
+            return _explained(said, value, cause, to)
+    return _explained(f"{headline}: the call cannot be sent", (func, args, kwargs), error, to)
 
 
 def cannot_send(error: Exception, obj: Any, to: Destination | None, what: object) -> Exception:
     """The error to raise when one object cannot be pickled; ``what`` as for ``dumps``."""
     if not isinstance(what, str):
         what = "the result" if what is None else f"the result of {describe(what)}"
-    headline = f"cannot send {what}" + ("" if to is None else f" to worker '{to.name}'")
+    where = "" if to is None else f", to worker '{to.name}'"
     if _speaks_for_itself(error):
-        error.add_note(headline)
+        error.add_note(f"cannot send {what}{where}")
         return error
-    return _explained(headline, "it", obj, error, to)
+    return _explained(f"cannot send {what}, of type {type_name(type(obj))}{where}", obj, error, to)
 
 
 def _speaks_for_itself(error: Exception) -> bool:
@@ -69,14 +70,13 @@ def _speaks_for_itself(error: Exception) -> bool:
     return isinstance(error, RpcError) and not isinstance(error, SerializationError)
 
 
-def _explained(headline: str, what: str, value: Any, cause: Exception, to: Destination | None) -> Exception:
+def _explained(said: str, value: Any, cause: Exception, to: Destination | None) -> Exception:
     path, culprit = "", value
     if not isinstance(cause, RecursionError):
         path, culprit, cause = _locate(value, cause, to)
-    inner = f", because of {path.lstrip()} in it, of type {type_name(type(culprit))}:" if path else ":"
-    error = SerializationError(
-        f"{headline}: {what}, of type {type_name(type(value))}, cannot be sent{inner} {_reason(cause)}"
-    )
+    if path:
+        said = f"{said}, because of {path.lstrip()} in it, of type {type_name(type(culprit))}"
+    error = SerializationError(f"{said}: {_reason(cause)}")
     error.__cause__ = cause
     return error
 

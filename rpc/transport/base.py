@@ -103,7 +103,10 @@ class Transport(Protocol):
     scheme: str
 
     def listen(self, host: str, port: int, accepted: Accepted) -> Listener:
-        """Listen on ``host`` and ``port`` (0: any; neither means anything to some transports) and hand over each connection, not yet started, as it comes."""
+        """Listen on ``host`` and ``port``, and hand over each connection, not yet started, as it comes.
+
+        Port 0 is any. Transports that have no hosts and ports ignore both.
+        """
 
     async def connect(self, address: str) -> Connection:
         """Connect to where a listener of this scheme said it listens; the result is not yet started.

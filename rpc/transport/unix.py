@@ -48,7 +48,8 @@ class UnixTransport:
                 logger.warning("turned away a process of user %d on unix:@%s", user, name)
                 connected.close()
                 return
-            accepted(StreamConnection(self._loop, connected, f"process {process} on this host", self._send_queue_bytes))
+            description = f"process {process} on this host"
+            accepted(StreamConnection(self._loop, connected, description, self._send_queue_bytes))
 
         return SocketListener(self._loop, sock, f"unix:@{name}", on_socket)
 

@@ -70,7 +70,7 @@ def test_pytorchs_options_take_pytorchs_arguments_and_only_those() -> None:
     assert isinstance(options, AgentOptions)
     assert options.device_maps == {"w": {CUDA[0]: CUDA[1]}}
     with pytest.raises(TypeError):
-        TensorPipeRpcBackendOptions(16)  # type: ignore[call-arg, misc]
+        TensorPipeRpcBackendOptions(16)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         TensorPipeRpcBackendOptions(unheard_of=1)  # type: ignore[call-arg]
 

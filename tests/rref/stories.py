@@ -81,9 +81,9 @@ class Course:
             case ("join",):
                 self.joins -= 1
                 simulation.join()
-            case ("break", pair, late):
-                self.breaks.remove(pair)
-                simulation.break_link(*pair, late)
+            case ("break", (one, other), late):
+                self.breaks.remove((one, other))
+                simulation.break_link(one, other, late)
 
     def state(self) -> bytes:
         """All that decides about the rest of the course."""

@@ -132,6 +132,17 @@ def test_a_worker_that_has_a_counted_fork_already_shares_it_and_asks_nobody() ->
     assert group.said == [(3, 1, "delete")]
 
 
+def test_a_fork_that_is_not_counted_yet_is_not_shared() -> None:
+    group = Group(4)
+    rref = group.own(1)
+    first = group.pass_on(2, 4, group.pass_on(1, 2, rref))
+    second = group.pass_on(3, 4, group.pass_on(1, 3, rref))
+    assert group.said == [(4, 1, "confirm"), (4, 1, "confirm")]
+    group.deliver_everything()
+    assert [group.state(4, ref) for ref in (first, second)] == [State.CONFIRMED] * 2
+    group.drain()
+
+
 def test_a_fork_that_only_waits_for_its_children_is_shared_again() -> None:
     group = Group(4)
     rref = group.own(1)
@@ -333,6 +344,9 @@ def test_nobody_speaks_in_anothers_name() -> None:
     protocol.receive(3, ["confirmed", [2, 1]])
     protocol.receive(3, ["refused", [2, 1], "why"])
     assert protocol.state(adopted) is State.PENDING
+    _, _, fork = protocol.fork(adopted, 5)
+    protocol.receive(3, ["accepted", list(fork)])
+    assert protocol.counts()["children"] == 1
 
 
 def test_a_fork_is_adopted_once() -> None:

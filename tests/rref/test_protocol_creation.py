@@ -127,7 +127,6 @@ def test_what_two_sweeps_find_parked_is_given_up() -> None:
     assert owner.state(ref) is State.FAILED
     assert owner.reason(ref) == reason
     owner.release(ref)
-    assert not owner.waits_for_sweep
     assert not any(owner.counts().values())
 
 

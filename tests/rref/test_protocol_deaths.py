@@ -69,6 +69,20 @@ def test_user_dies_between_forking_and_the_confirmation_of_its_child() -> None:
     group.assert_nothing_left()
 
 
+@pytest.mark.parametrize(("first", "last"), [(1, 2), (2, 1)])
+def test_every_fork_that_came_from_the_dead_is_waited_for(first: int, last: int) -> None:
+    worker = Protocol(3)
+    for number in (1, 2):
+        worker.adopt([1, [1, 1], [2, number]], sender=2)
+    worker.peer_lost(2, "gone")
+    worker.take_actions()
+    worker.receive(1, ["fence", 2, "gone"])
+    worker.receive(1, ["confirmed", [2, first]])
+    assert Send(1, ["fenced", 2]) not in worker.take_actions()
+    worker.receive(1, ["refused", [2, last], "why"])
+    assert Send(1, ["fenced", 2]) in worker.take_actions()
+
+
 def test_a_message_of_the_dead_that_is_still_read_keeps_the_object() -> None:
     group = Group(3)
     rref, at_two = group.own_and_pass_on(2)
@@ -243,6 +257,14 @@ def test_creator_dies_with_its_creation_on_the_way() -> None:
     group.notice(3, 2)
     group.deliver_everything()
     group.assert_nothing_left()
+
+
+def test_a_tombstone_goes_with_the_creator() -> None:
+    owner = Protocol(1)
+    owner.receive(2, ["abandon", [2, 1], "it timed out"])
+    assert owner.waits_for_sweep
+    owner.peer_lost(2, "gone")
+    assert not owner.waits_for_sweep
 
 
 def test_who_asks_after_the_creators_death_is_refused_at_once() -> None:

@@ -149,4 +149,4 @@ def _init_rpc_backend(
     rpc_backend_options: Any = None,
 ) -> None:
     """``init_rpc`` with a store that is there already."""
-    rpc.init_with_store(backend, store, name, rank, world_size, rpc_backend_options)
+    rpc.init_with_store(backend, store, name or "", rank, world_size, rpc_backend_options)

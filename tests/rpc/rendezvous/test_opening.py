@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -40,6 +41,23 @@ def mute_server() -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield listener.getsockname()[1]
+    for thread in threading.enumerate():
+        if thread.name == "rpc-rendezvous":
+            thread.join(20)  # it was left behind, and ends now that nobody listens
+
+
+@pytest.fixture(autouse=True)
+def close_stores() -> Iterator[None]:
+    """The errors that a test has caught hold frames, and those hold stores: have them collected."""
+    yield
+    gc.collect()
+
+
+def serve(port: int = 0) -> TCPStore:
+    """Serve a store as another program does, not to be shared within this process."""
+    listener = socket.create_server(("127.0.0.1", port), backlog=64)
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _listening_on(port: int) -> str:
@@ -81,7 +99,7 @@ def test_store_of_this_process_is_shared(free_port: int) -> None:
 
 
 def test_torchruns_store_is_not_served_again(free_port: int) -> None:
-    agents = TCPStore("127.0.0.1", free_port, None, True, wait_for_workers=False)
+    agents = serve(free_port)
     agents.set("key", "from torchrun")
     environ = {
         "MASTER_ADDR": "127.0.0.1",
@@ -135,7 +153,7 @@ def test_server_that_is_replaced_is_found_again(
 ) -> None:
     url = f"tcp://127.0.0.1:{free_port}"
     zero, one = workers(2)
-    leaving = TCPStore("127.0.0.1", free_port, None, True, wait_for_workers=False)
+    leaving = serve(free_port)
     joining = in_thread(join_static, open_store(url, 1, 2, timeout=20), one.member, 2, 20)
     while leaving.add("farcall/default/arrivals", 0) == 0:
         pass
@@ -143,6 +161,21 @@ def test_server_that_is_replaced_is_found_again(
     next_store = open_store(url, 0, 2, timeout=20)
     groups = results([in_thread(join_static, next_store, zero.member, 2, 20), joining])
     assert [group.members for group in groups] == [(zero.member, one.member)] * 2
+
+
+def test_group_after_group_at_one_address(free_port: int, workers: Callable[[int], list[Listening]]) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    for _ in range(3):
+        pair = workers(2)
+        opening = [in_thread(open_store, url, rank, 2, timeout=20) for rank in (0, 1)]
+        stores = results(opening)
+        joining = [
+            in_thread(join_static, store, w.member, 2, 20) for store, w in zip(stores, pair, strict=True)
+        ]
+        assert results(joining)[1].members == tuple(worker.member for worker in pair)
+        for worker in pair:
+            worker.die()
+        del opening, stores, joining
 
 
 # Files and others
@@ -183,8 +216,7 @@ def test_store_object_is_used_as_it_is() -> None:
 
 
 def test_host_of_a_store_object_is_known() -> None:
-    tcp = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    assert open_store(PrefixStore("mine", tcp), 0, 1, timeout=5).master == "127.0.0.1"
+    assert open_store(PrefixStore("mine", serve()), 0, 1, timeout=5).master == "127.0.0.1"
 
 
 def test_other_urls_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,135 @@
+"""A worker reduced to its connections: ``Links``, peers, and a record of what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rpc.links import Links
+from rpc.loop import LoopThread
+from rpc.membership import Membership
+from rpc.peer import Peer
+from rpc.transport import Transport, transports
+from rpc.wire import Frame, Kind, encode_small
+from rpc.workers import Member, WorkerInfo
+from tests.rpc.streams import SOON
+
+__all__ = ["GROUP", "Node"]
+
+GROUP = "job/1"
+MESSAGE = Kind.EXTENSION
+
+
+class Node:
+    """One worker's links, on a loop that may be its own or shared.
+
+    Args:
+        name, worker_id, incarnation: who it is.
+        loop: where the links live.
+        on_loop: how to run a function there.
+        reach: the transports; by default those of this machine.
+        host: identity of its host: Unix sockets are for workers on the same.
+        listen_on: where to listen.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worker_id: int,
+        incarnation: int,
+        loop: asyncio.AbstractEventLoop,
+        on_loop: Callable[..., Any],
+        *,
+        reach: dict[str, Transport] | None = None,
+        host: str = "host",
+        listen_on: str = "127.0.0.1",
+    ) -> None:
+        self.loop = loop
+        self.on_loop = on_loop
+        self.peers: dict[int, Peer] = {}
+        self.received: list[tuple[str, int]] = []
+        """Who sent which message, in the order of their arrival."""
+        self.gone: list[tuple[str, str]] = []
+        """Who is gone and why."""
+        self._changed = threading.Condition()
+        if reach is None:
+            reach = on_loop(transports, loop, 1 << 20)
+        self.links = Links(loop, reach, self, 1 << 30)
+        addresses = on_loop(self.links.listen, listen_on, 0)
+        self.member = Member(WorkerInfo(name, worker_id), incarnation, host, tuple(addresses))
+
+    @classmethod
+    def on(cls, thread: LoopThread, name: str, worker_id: int, incarnation: int, **options: Any) -> Node:
+        """A worker whose links live on a thread of their own."""
+        return cls(name, worker_id, incarnation, thread.loop, thread.call, **options)
+
+    def form_group(self, *others: Member, static: bool = True, group: str = GROUP) -> None:
+        """Take part in a group with these others."""
+
+        def form() -> None:
+            self.view = Membership(self.member, static=static)
+            for other in others:
+                self.view.join(other)
+                self.peer_for(other)
+            self.links.join_group(self.view, group)
+
+        self.on_loop(form)
+
+    # ---- what links ask and tell (LinkEvents)
+
+    def peer_for(self, member: Member) -> Peer:
+        peer = self.peers.get(member.incarnation)
+        if peer is None:
+            peer = self.peers[member.incarnation] = Peer(member, None, self._connect)  # type: ignore[arg-type]
+        return peer
+
+    def _connect(self, peer: Peer) -> None:
+        self.loop.call_soon_threadsafe(self.links.connect, peer)
+
+    def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
+        with self._changed:
+            for frame in frames:
+                if frame.kind == Kind.GOODBYE:
+                    self.links.goodbye_received(peer, frame)
+                else:
+                    self.received.append((peer.name, frame.call_id))
+            self._changed.notify_all()
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        self.view.leave(peer.incarnation, reason)
+        with self._changed:
+            self.gone.append((peer.name, reason))
+            self._changed.notify_all()
+
+    # ---- what tests do
+
+    def send(self, to: Node, number: int) -> None:
+        """Send one message, from any thread."""
+        self.peers[to.member.incarnation].send_small(encode_small(MESSAGE, number, {}, ()), False)
+
+    def numbers_from(self, sender: Node) -> list[int]:
+        """The messages that came from one worker."""
+        return [number for name, number in self.received if name == sender.member.name]
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait for messages or deaths."""
+        with self._changed:
+            assert self._changed.wait_for(condition, SOON), (self.received, self.gone)
+
+    def wait_gone(self) -> tuple[str, str]:
+        """Who is gone first and why, as soon as somebody is."""
+        self.wait_until(lambda: self.gone)
+        return self.gone[0]
+
+    async def leave(self, reason: str = "it has left") -> None:
+        """Say goodbye and close everything."""
+        await self.links.close(list(self.peers.values()), reason)
+
+    def open_connections(self) -> Sequence[object]:
+        """Everything that is open, listeners left out."""
+        found: Sequence[object] = self.on_loop(
+            lambda: self.links.connections(self.peers.values())[len(self.links._listeners) :]
+        )
+        return found

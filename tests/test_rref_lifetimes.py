@@ -1,0 +1,294 @@
+"""How long an owner keeps an object: while any worker refers to it, and no longer.
+
+Each object here reports to the test when it is freed, and ``"freed"`` is only ever waited for, so these
+tests hang until their time limit if an object is kept, and fail if one is freed too early.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+import rpc
+from rpc.errors import RpcTimeoutError, RRefError, WorkerLostError
+from tests.serving import open_gate, serve, wait_at_gate
+from tests.tracked import Tracked
+from tests.workers import RunWorkers, Worker, current_worker
+
+kept: list[Any] = []
+"""What this worker keeps references in."""
+
+
+def keep(*rrefs: rpc.RRef[Any]) -> None:
+    kept.extend(rrefs)
+
+
+def drop() -> None:
+    current_worker().report("freed", "nothing yet")  # what an owner reports from here on was not freed before
+    kept.clear()
+
+
+def say_names() -> list[str]:
+    return [rref.rpc_sync().say_name() for rref in kept]
+
+
+def follow_orders(worker: Worker) -> None:
+    """Runs what the test tells it to, in the group."""
+    with worker.group():
+        worker.report("ready")
+        while (order := worker.wait_for("order")) is not None:
+            worker.report("done", order())
+
+
+def start(run_workers: RunWorkers, size: int) -> Any:
+    workers = run_workers.start(follow_orders, size)
+    workers.wait_for("ready")
+    return workers
+
+
+def order(worker: Any, function: Any) -> Any:
+    """Has a worker run a function and returns its value."""
+    worker.tell("order", function)
+    return worker.wait_for("done")
+
+
+def dismiss(workers: Any) -> None:
+    for worker in workers:
+        if not worker.death_intended:
+            worker.tell("order", None)
+    workers.results()
+
+
+def make_on(owner: str, *names: str) -> None:
+    for name in names:
+        rref = rpc.remote(owner, Tracked, args=(name,))
+        rref.rpc_sync().say_name()
+        kept.append(rref)
+
+
+def give_to(to: str) -> None:
+    rpc.rpc_sync(to, keep, args=tuple(kept))
+
+
+# ---- users that let go
+
+
+def test_an_object_is_freed_when_its_only_user_lets_go(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 2)
+    order(workers[0], lambda: make_on("worker1", "first", "second"))
+    order(workers[0], kept.clear) if False else order(workers[0], drop)
+    assert sorted(workers[1].wait_for("freed") for _ in range(2)) == ["first", "second"]
+    dismiss(workers)
+
+
+def test_an_object_is_freed_when_the_last_of_several_users_lets_go(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 4)
+    order(workers[0], lambda: make_on("worker1", "shared"))
+    order(workers[0], lambda: give_to("worker2"))
+    order(workers[2], lambda: give_to("worker3"))
+    for rank in (0, 2):
+        order(workers[rank], drop)
+        assert order(workers[3], say_names) == ["shared"]
+    order(workers[1], lambda: drop())  # marks this moment in what the owner reports
+    assert workers[1].wait_for("freed") == "nothing yet"
+    order(workers[3], drop)
+    assert workers[1].wait_for("freed") == "shared"
+    dismiss(workers)
+
+
+def test_an_owners_own_reference_counts(run_workers: RunWorkers) -> None:
+    def share() -> None:
+        kept.append(rpc.RRef(Tracked("mine")))
+        give_to("worker1")
+
+    workers = start(run_workers, 2)
+    order(workers[0], share)
+    order(workers[1], drop)
+    order(workers[0], drop)
+    assert [workers[0].wait_for("freed") for _ in range(2)] == ["nothing yet", "mine"]
+    dismiss(workers)
+
+
+def test_a_chain_of_objects_across_workers_is_freed(run_workers: RunWorkers) -> None:
+    def make_chain() -> None:
+        kept.append(rpc.remote("worker0", Tracked, args=("end",)))
+        for number in range(4):
+            kept[0] = rpc.remote(f"worker{number % 2}", Tracked, args=(str(number), kept[0]))
+        kept[0].rpc_sync().say_name()
+
+    workers = start(run_workers, 2)
+    order(workers[0], make_chain)
+    workers[0].tell("order", kept.clear)
+    assert [workers[1].wait_for("freed"), workers[0].wait_for("freed")] == ["3", "2"]
+    assert [workers[1].wait_for("freed"), workers[0].wait_for("freed")] == ["1", "0"]
+    assert workers[0].wait_for("freed") == "end"
+    dismiss(workers)
+
+
+def test_arguments_and_results_are_not_kept(run_workers: RunWorkers) -> None:
+    def make_and_use() -> int:
+        rref = rpc.remote("worker1", Tracked, args=("object", rpc.RRef(Tracked("argument"))))
+        return len(rref.to_here().holds) + len(rref.rpc_sync().say_name())
+
+    workers = start(run_workers, 2)
+    assert order(workers[0], make_and_use) == 1 + len("object")
+    assert workers[1].wait_for("freed") == "object"
+    assert workers[0].wait_for("freed") == "argument"
+    dismiss(workers)
+
+
+def make_many(count: int) -> None:
+    for number in range(count):
+        rpc.remote("worker1", Tracked, args=(str(number),))
+
+
+def test_objects_never_asked_for_are_freed_too(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 2)
+    order(workers[0], lambda: make_many(200))
+    assert {workers[1].wait_for("freed") for _ in range(200)} == {str(number) for number in range(200)}
+    assert order(workers[1], lambda: rpc.get_debug_info()["num_owner_rrefs"]) == 0
+    dismiss(workers)
+
+
+# ---- making fails or takes too long
+
+
+def fail_with(thing: Tracked) -> None:
+    raise LookupError(thing.name)
+
+
+def make_and_fail() -> None:
+    thing = Tracked("in the frame")
+    fail_with(thing)
+
+
+def ask_for_what_fails() -> None:
+    rref = rpc.remote("worker1", make_and_fail)
+    with pytest.raises(LookupError, match="in the frame"):
+        rref.to_here()
+
+
+def test_a_failed_creation_leaves_nothing_at_the_owner(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 2)
+    order(workers[1], gc.disable)
+    order(workers[0], ask_for_what_fails)
+    assert workers[1].wait_for("freed") == "in the frame"
+    dismiss(workers)
+
+
+def make_slowly() -> Tracked:
+    thing = Tracked("late")
+    wait_at_gate()
+    return thing
+
+
+def test_a_creation_that_times_out_leaves_nothing_at_the_owner(run_workers: RunWorkers) -> None:
+    def time_out() -> None:
+        rref = rpc.remote("worker1", make_slowly, timeout=0.2)
+        with pytest.raises(RpcTimeoutError):
+            rref._get_future().wait()
+        kept.append(rref)  # that it is still held does not keep the object
+
+    workers = start(run_workers, 2)
+    order(workers[0], time_out)
+    workers[1].wait_for("at the gate")
+    order(workers[1], open_gate)
+    assert workers[1].wait_for("freed") == "late"
+    dismiss(workers)
+
+
+# ---- users that die
+
+
+def test_an_object_is_freed_when_its_user_is_killed(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 3)
+    order(workers[2], lambda: make_on("worker1", "orphan"))
+    workers[2].kill()
+    assert workers[1].wait_for("freed") == "orphan"
+    dismiss(workers)
+
+
+def test_an_object_outlives_a_killed_user_while_another_has_it(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 4)
+    order(workers[2], lambda: make_on("worker1", "shared"))
+    order(workers[2], lambda: give_to("worker3"))
+    workers[2].kill()
+    order(workers[1], lambda: wait_until_lost("worker2"))
+    assert order(workers[3], say_names) == ["shared"]
+    order(workers[3], drop)
+    assert workers[1].wait_for("freed") == "shared"
+    dismiss(workers)
+
+
+def wait_until_lost(name: str) -> None:
+    with pytest.raises(WorkerLostError, match=name):
+        rpc.rpc_sync(name, wait_at_gate)
+
+
+def give_without_waiting(to: str) -> None:
+    """Returns when the message is in the receiver's hands, which has not run it yet."""
+    rpc.rpc_async(to, keep_and_report, args=tuple(kept))
+    rpc.rpc_sync(to, int)  # comes after it
+
+
+def keep_and_report(*rrefs: rpc.RRef[Any]) -> None:
+    keep(*rrefs)
+    current_worker().report("kept", [rref.rpc_sync().say_name() for rref in rrefs])
+
+
+def test_a_fork_in_flight_outlives_its_forker(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 4)
+    order(workers[2], lambda: make_on("worker1", "passed on"))
+    order(workers[2], lambda: rpc.rpc_sync("worker3", int))
+    workers[1].stop()  # it can confirm nothing now
+    order(workers[2], lambda: give_without_waiting("worker3"))
+    workers[2].kill()
+    workers[1].resume()
+    assert workers[3].wait_for("kept") == ["passed on"]
+    order(workers[1], lambda: wait_until_lost("worker2"))
+    assert order(workers[3], say_names) == ["passed on"]
+    order(workers[3], drop)
+    assert workers[1].wait_for("freed") == "passed on"
+    dismiss(workers)
+
+
+def test_a_fork_in_flight_to_a_killed_worker_is_taken_back(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 4)
+    order(workers[2], lambda: make_on("worker1", "passed on"))
+    workers[1].stop()
+    order(workers[2], lambda: give_without_waiting("worker3"))
+    workers[3].kill()
+    workers[1].resume()
+    order(workers[2], lambda: wait_until_lost("worker3"))
+    assert order(workers[2], say_names) == ["passed on"]
+    order(workers[2], drop)
+    assert workers[1].wait_for("freed") == "passed on"
+    dismiss(workers)
+
+
+# ---- the end
+
+
+def use_after_shutdown(worker: Worker) -> str:
+    with worker.group():
+        rref = rpc.remote("worker1", Tracked, args=("held to the end",))
+        mine = rpc.RRef(Tracked("mine"))
+        rref.rpc_sync().say_name()
+    for use in (rref.to_here, rref.rpc_sync().say_name, rref.rpc_async().say_name().wait, mine.local_value):
+        with pytest.raises(RRefError, match="shut down"):
+            use()
+    return str(rref.owner_name())
+
+
+def serve_and_report(worker: Worker) -> None:
+    serve(worker)
+    worker.report("left")
+
+
+def test_shutdown_gives_all_references_back(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([use_after_shutdown, serve_and_report])
+    assert workers[1].wait_for("freed") == "held to the end"
+    workers[1].wait_for("left")
+    assert workers.results()[0] == "worker1"
