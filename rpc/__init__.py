@@ -39,7 +39,9 @@ from rpc.startup import init_rpc, init_with_store, on_agent_start
 from rpc.workers import WorkerInfo
 
 # The one place that looks up: what PyTorch has in this package, though it stands on it.
-from rref import RRef, install, remote
+from rref.installation import install
+from rref.reference import RRef
+from rref.remote import remote
 
 on_agent_start(install)
 

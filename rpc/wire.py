@@ -139,7 +139,7 @@ def encode_small(kind: int, call_id: int, header: dict[str, Any], segments: Sequ
     packed: bytes = msgpack.packb(header) if header else b""
     if not segments:
         return _pack_prefix(len(packed), call_id, len(packed), 0, kind) + packed
-    pickle = segments[0]
+    pickle: bytes = segments[0]
     return _pack_prefix(len(packed) + len(pickle), call_id, len(packed), 1, kind) + packed + pickle
 
 

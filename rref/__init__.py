@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from rpc.agent import Agent
-from rpc.serialization import register_carrier
-from rref.carrier import RRefCarrier
-from rref.reference import EXTENSION, RRef, references
-from rref.references import References
+from pathlib import Path
+
+import rpc
+
+if rpc.__file__ is None or Path(rpc.__file__).parent.parent != Path(__file__).parent.parent:
+    raise ImportError(
+        f"'import rpc' finds {rpc.__file__ or 'a folder'} in place of farcall's own package, which stands beside "
+        f"{Path(__file__).parent}: rename that file or folder, or start Python elsewhere"
+    )
+
+from rref.installation import install
+from rref.reference import RRef, references
 from rref.remote import remote
 
 __all__ = ["RRef", "debug_info", "install", "release_all_users", "remote"]
-
-
-def install(agent: Agent) -> None:
-    """Make an agent that has not joined its group yet serve remote references."""
-    agent.extensions[EXTENSION] = References(agent)
 
 
 def debug_info() -> dict[str, int]:
@@ -27,6 +29,3 @@ def debug_info() -> dict[str, int]:
 def release_all_users() -> None:
     """Give back every reference that this worker holds to objects of others: they are of no use then."""
     references().release_all()
-
-
-register_carrier(RRef, RRefCarrier())

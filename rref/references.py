@@ -367,12 +367,13 @@ class References:
 
     def _fetch_arrived(self, peer: Peer, frame: Frame) -> None:
         def run(value: Value) -> None:
-            try:
-                content = type(value.get()) if "type" in frame.header else value.get()
-            except BaseException as error:
-                self.agent.fail(peer, frame.call_id, error)
-            else:
-                self.agent.reply(peer, frame.call_id, content, "the object")
+            if value.error is not None:
+                self.agent.fail(peer, frame.call_id, value.error)
+                return
+            content = value.get()
+            if "type" in frame.header:
+                content = type(content)
+            self.agent.reply(peer, frame.call_id, content, "the object")
 
         self._accept_on_object(Request(peer, frame, None), _id(frame.header.get("object")), run)
 
@@ -380,6 +381,9 @@ class References:
         request = Request(peer, frame, serialization.adopt(frame.header, peer))
 
         def run(value: Value) -> None:
+            if value.error is not None:
+                self.agent.fail(peer, frame.call_id, value.error)
+                return
             callee = self.agent.callee
             try:
                 function, args, kwargs = self._load(request, value)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from rpc.errors import RpcTimeoutError
 from rpc.futures import check_may_block
 
 __all__ = ["Value"]
+
+_OWN_PACKAGES: Final = ("rpc.", "rref.")
 
 
 class Value:
@@ -39,7 +42,13 @@ class Value:
 
     @property
     def is_ready(self) -> bool:
+        """Whether it is set."""
         return self._ready
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of making the object, once there is one."""
+        return self._error
 
     def set(self, content: Any) -> None:
         """The object is there."""
@@ -47,6 +56,7 @@ class Value:
 
     def fail(self, error: BaseException) -> None:
         """Making the object failed: whoever asks for it gets ``error``."""
+        _let_go(error)
         self._finish(None, error)
 
     def _finish(self, content: Any, error: BaseException | None) -> None:
@@ -91,3 +101,17 @@ class Value:
                 waited = (time.monotonic() - began) * 1000
                 raise RpcTimeoutError(f"RPC ran for more than its timeout: {what}, waited {waited:.0f} ms")
         return self.get()
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what an error's frames hold: it may be kept for long, and our own frames refer to what keeps it."""
+    chain: BaseException | None = error
+    seen: set[int] = set()
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        trace = chain.__traceback__
+        while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(_OWN_PACKAGES):
+            trace = trace.tb_next
+        chain.__traceback__ = trace
+        traceback.clear_frames(trace)
+        chain = chain.__cause__ or chain.__context__

@@ -78,7 +78,7 @@ def give_to(to: str) -> None:
 def test_an_object_is_freed_when_its_only_user_lets_go(run_workers: RunWorkers) -> None:
     workers = start(run_workers, 2)
     order(workers[0], lambda: make_on("worker1", "first", "second"))
-    order(workers[0], kept.clear) if False else order(workers[0], drop)
+    order(workers[0], drop)
     assert sorted(workers[1].wait_for("freed") for _ in range(2)) == ["first", "second"]
     dismiss(workers)
 
@@ -91,7 +91,7 @@ def test_an_object_is_freed_when_the_last_of_several_users_lets_go(run_workers: 
     for rank in (0, 2):
         order(workers[rank], drop)
         assert order(workers[3], say_names) == ["shared"]
-    order(workers[1], lambda: drop())  # marks this moment in what the owner reports
+    order(workers[1], drop)  # marks this moment in what the owner reports
     assert workers[1].wait_for("freed") == "nothing yet"
     order(workers[3], drop)
     assert workers[1].wait_for("freed") == "shared"

@@ -50,7 +50,7 @@ class Connection(Protocol):
     """Names the other end in logs."""
 
     received_anything: bool
-    """Whether a single byte has come from the other end; who only looks whether somebody listens sends none."""
+    """Whether a byte has come from the other end: who only looks whether somebody listens sends none."""
 
     def start(self, owner: ConnectionOwner) -> None:
         """Begin to receive, reporting to ``owner``."""

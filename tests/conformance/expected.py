@@ -65,7 +65,7 @@ CANNOT_HOLD: Final[dict[str, str]] = {
     "test_rref_timeout": "expects the owner to keep what a timed-out remote() made until the caller "
     "drops its reference; farcall's owner frees it at once, since the reference is of no use any more",
     "test_dynamic_and_static_init_rpc_together": "expects a dynamic worker to be refused by a static "
-    "group whose processes are just ending; farcall asks whether they live, so the outcome depends on who is quicker",
+    "group whose processes are just ending; farcall asks whether they live, so it depends on who is quicker",
     "test_op_with_invalid_args": "expects the error text of PyTorch's C++ operator dispatcher; farcall calls "
     "the operator itself, whose own TypeError says more",
 }

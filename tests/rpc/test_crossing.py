@@ -43,9 +43,9 @@ async def cross(incarnations: tuple[int, int], late_group: bool, choose: Choose)
     left, right = nodes
     own_steps: list[list[Callable[[], None]]] = [
         [
-            *([lambda here=here, there=there: here.form_group(there.member)] if late_group else []),  # type: ignore[misc]
+            *([lambda here=here, there=there: here.form_group(there.member)] if late_group else []),
             *(
-                lambda here=here, there=there, number=number: here.send(there, number)  # type: ignore[misc]
+                lambda here=here, there=there, number=number: here.send(there, number)
                 for number in range(MESSAGES)
             ),
         ]
@@ -72,7 +72,7 @@ def _as_transport(transport: MemoryTransport) -> Transport:
 
 
 def check(left: Node, right: Node) -> None:
-    """Exactly one connection, no message lost, doubled or out of order, nobody given up, nothing left over."""
+    """Exactly one connection, no message lost, doubled or out of order, nobody given up, nothing left."""
     for here, there in ((left, right), (right, left)):
         assert here.numbers_from(there) == list(range(MESSAGES))
         assert here.gone == []

@@ -1,6 +1,7 @@
 """Exactly-once delivery: what one end sends comes out of the other once, whatever the link does."""
 
 import os
+import textwrap
 from itertools import pairwise
 from typing import Any
 
@@ -243,6 +244,10 @@ def test_a_batch_that_cannot_be_is_refused_whole(batch: Any) -> None:
         end.received(batch, 0.0)
     assert end.unacknowledged == 2
     assert end.received([0, [], 1, ["a"]], 0.0) == ["a"]
+
+
+def test_the_example_in_the_text_runs() -> None:
+    exec(textwrap.dedent((Delivery.__doc__ or "").split("Example::")[1]), {"Delivery": Delivery})
 
 
 @settings(max_examples=200 * EFFORT, derandomize=EFFORT == 1, database=None, deadline=None)

@@ -1,6 +1,7 @@
 """The reference protocol, sentence by sentence: owning, passing on, ending. Worker 1 owns the object."""
 
 import re
+import textwrap
 from typing import Any
 
 import pytest
@@ -361,6 +362,11 @@ def test_every_message_has_a_handler() -> None:
     for kind, checks in MESSAGES.items():
         fields = [examples[check.__name__] for check in checks]
         Protocol(1).receive(5, [kind, *fields])
+
+
+def test_the_example_in_the_text_runs() -> None:
+    example = textwrap.dedent((Protocol.__doc__ or "").split("Example::")[1])
+    exec(example, {"Protocol": Protocol, "Free": Free})
 
 
 def test_the_table_of_states_in_the_text_is_the_table_that_runs() -> None:

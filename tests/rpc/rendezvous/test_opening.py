@@ -19,7 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from rpc.errors import RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous import SharedStore, join_static, open_store, waiting
+from rpc.rendezvous import SharedStore, join_static, open_store, opening, waiting
 from rpc.rendezvous.store import StoreLost
 from rpc.rendezvous.waiting import Waiting
 from tests.rpc.rendezvous.conftest import Listening, in_thread, results
@@ -35,8 +35,9 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def mute_server() -> Iterator[int]:
+def mute_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of somebody who accepts connections and says nothing."""
+    monkeypatch.setattr(opening, "_CONNECT_SECONDS", 1.0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -167,15 +168,15 @@ def test_group_after_group_at_one_address(free_port: int, workers: Callable[[int
     url = f"tcp://127.0.0.1:{free_port}"
     for _ in range(3):
         pair = workers(2)
-        opening = [in_thread(open_store, url, rank, 2, timeout=20) for rank in (0, 1)]
-        stores = results(opening)
+        opened = [in_thread(open_store, url, rank, 2, timeout=20) for rank in (0, 1)]
+        stores = results(opened)
         joining = [
             in_thread(join_static, store, w.member, 2, 20) for store, w in zip(stores, pair, strict=True)
         ]
         assert results(joining)[1].members == tuple(worker.member for worker in pair)
         for worker in pair:
             worker.die()
-        del opening, stores, joining
+        del opened, stores, joining
 
 
 # Files and others

@@ -1,0 +1,19 @@
+"""Makes an agent serve remote references."""
+
+from __future__ import annotations
+
+from rpc.agent import Agent
+from rpc.serialization import register_carrier
+from rref.carrier import RRefCarrier
+from rref.reference import EXTENSION, RRef
+from rref.references import References
+
+__all__ = ["install"]
+
+_carrier = RRefCarrier()
+
+
+def install(agent: Agent) -> None:
+    """Make an agent that has not joined its group yet serve remote references."""
+    register_carrier(RRef, _carrier)
+    agent.extensions[EXTENSION] = References(agent)
