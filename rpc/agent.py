@@ -168,6 +168,11 @@ class Agent:
     def _connect(self, peer: Peer) -> None:
         self.deferred.call(self.links.connect, peer)
 
+    def watch_over(self, peer: Peer) -> None:
+        """Be connected to a peer from now on, so that its death is noticed though nothing is sent to it."""
+        if not peer.connected and not peer.is_self:
+            self._connect(peer)
+
     def peer_gone(self, peer: Peer, reason: str) -> None:
         self.view.leave(peer.incarnation, reason)
         self._routes.clear()
@@ -411,9 +416,7 @@ class Agent:
             raise serialization.load_exception(
                 frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow
             )
-        return serialization.loads(
-            frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow
-        )
+        return serialization.loads(frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow)
 
     def complete_soon(self, future: Future[Any]) -> None:
         self.executor.submit((future.complete, None))

@@ -2,16 +2,18 @@
 
 The worker whose name is smallest leads. The others send it their object; when all are there, it sends the
 whole to everybody. Rounds of the same set of names are numbered on each worker, so that several threads and
-several sets can be at it at once. A worker that is lost fails the rounds that it takes part in, everywhere.
+several sets can be at it at once. If the leader gives a round up, because a worker that takes part is lost or
+does not come in time, it tells the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from typing import Any
 
-from rpc.agent import Agent
+from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
 from rpc.errors import RpcError, RpcTimeoutError
 from rpc.peer import Peer
@@ -46,6 +48,7 @@ class Gathering:
         self._rounds: dict[Key, _Round] = {}
         allow_function(_contribute)
         allow_function(_publish)
+        allow_function(_fail)
         agent.on_gone(self._worker_gone)
 
     def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
@@ -64,24 +67,40 @@ class Gathering:
             key = (names, number)
             state = self._rounds.setdefault(key, _Round())
         try:
-            for peer in peers.values():
-                if peer.lost is not None:
-                    raise peer.lost_error(f"_all_gather among {list(names)} cannot complete")
             if names[0] == me:
-                return self._lead(key, state, value, call_timeout, wait_timeout)
+                return self._lead(key, state, value, list(peers.values()), call_timeout, wait_timeout)
+            self._check_present(names, peers.values())
             agent.call(names[0], _contribute, (names, number, me, value), {}, call_timeout).result()
             return self._await(key, state, wait_timeout)
         finally:
             with self._lock:
                 self._rounds.pop(key, None)
 
+    def _check_present(self, names: Names, peers: Iterable[Peer]) -> None:
+        for peer in peers:
+            if peer.lost is not None:
+                raise peer.lost_error(f"_all_gather among {list(names)} cannot complete")
+
     def _lead(
-        self, key: Key, state: _Round, value: Any, call_timeout: float, wait_timeout: float | None
+        self,
+        key: Key,
+        state: _Round,
+        value: Any,
+        peers: list[Peer],
+        call_timeout: float,
+        wait_timeout: float | None,
     ) -> dict[str, Any]:
         agent = self._agent
         names, number = key
         self.contribute(names, number, agent.info.name, value)
-        objects = self._await(key, state, wait_timeout)
+        try:
+            for peer in peers:
+                agent.watch_over(peer)
+            self._check_present(names, peers)
+            objects = self._await(key, state, wait_timeout)
+        except BaseException as error:
+            self._give_up(key, error)
+            raise
         calls = {
             name: agent.future(agent.call(name, _publish, (names, number, objects), {}, call_timeout))
             for name in names[1:]
@@ -101,6 +120,17 @@ class Gathering:
                 )
             raise first
         return objects
+
+    def _give_up(self, key: Key, error: BaseException) -> None:
+        """Tell the others that the round fails; who contributes from now on is told then."""
+        with self._lock:
+            self._rounds.pop(key, None)
+        names, number = key
+        if not isinstance(error, RpcError):
+            error = RpcError(f"worker '{self._agent.info.name}' gave up _all_gather: {error!r}")
+        for name in names[1:]:
+            with contextlib.suppress(RpcError):
+                self._agent.future(self._agent.call(name, _fail, (names, number, error), {}, UNSET_TIMEOUT))
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
         names, _ = key
@@ -122,7 +152,8 @@ class Gathering:
             state = self._rounds.get(key)
             if state is None:
                 if number < self._next.get(names, 0):
-                    return  # the leader has given this round up
+                    leader = self._agent.info.name
+                    raise RpcError(f"worker '{leader}' has given up this round of _all_gather before")
                 state = self._rounds[key] = _Round()
             state.objects[name] = value
             if len(state.objects) == len(names):
@@ -135,6 +166,13 @@ class Gathering:
         if state is not None:
             state.objects = objects
             state.complete.set()
+
+    def fail(self, names: Names, number: int, error: RpcError) -> None:
+        """On a follower: the leader has given the round up."""
+        with self._lock:
+            state = self._rounds.get((names, number))
+        if state is not None:
+            state.fail(error)
 
     def _worker_gone(self, peer: Peer, reason: str) -> None:
         with self._lock:
@@ -150,3 +188,7 @@ def _contribute(names: Names, number: int, name: str, value: Any) -> None:
 
 def _publish(names: Names, number: int, objects: dict[str, Any]) -> None:
     current_agent().extensions["gather"].publish(names, number, objects)
+
+
+def _fail(names: Names, number: int, error: RpcError) -> None:
+    current_agent().extensions["gather"].fail(names, number, error)

@@ -160,7 +160,8 @@ class Decoder:
 
     Args:
         max_frame_bytes: frames with a longer body are refused. It may be changed while the decoder is in
-            use: peers that have not yet said who they are get a small limit.
+            use: peers that have not yet said who they are get a small limit. A longer frame that comes along
+            with others is not refused before these were returned: call ``received(0)`` when it is changed.
 
     Attributes:
         scratch: the receive buffer, where all bytes go that are not the rest of a large frame.
@@ -254,6 +255,8 @@ class Decoder:
             prefix = _unpack_prefix(view, start)
             body_length, _, header_length, count, _ = prefix
             if body_length > self.max_frame_bytes:
+                if frames:
+                    break  # what they say may raise the limit
                 raise ProtocolError(
                     f"a frame of {body_length} bytes is over the limit of {self.max_frame_bytes}"
                 )

@@ -54,7 +54,7 @@ class _Parked(_Forks):
 class Owner:
     """All objects that this worker owns or is said to own."""
 
-    __slots__ = ("_broken", "_buried", "_local", "_owned", "_parked", "_peers", "fences")
+    __slots__ = ("_broken", "_buried", "_local", "_making", "_owned", "_parked", "_peers", "fences")
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -64,6 +64,7 @@ class Owner:
         self._buried: dict[RRefId, tuple[str, bool]] = {}  # why, and seen by a sweep
         self._local: dict[Ref, RRefId] = {}  # local references, owned or parked
         self._broken: dict[Ref, str] = {}  # local references to what never came: why
+        self._making: dict[ForkId, RRefId] = {}  # creations on their way to oneself
 
     def __contains__(self, ref: Ref) -> bool:
         return ref in self._local or ref in self._broken
@@ -78,16 +79,23 @@ class Owner:
     def create(self, rref: RRefId, fork: ForkId) -> None:
         """A creation sent to oneself: the object is counted now, and held by the message on its way."""
         self._owned[rref] = _Object({rref: self._peers.me, fork: self._peers.me}, running=False)
-        self._local[fork] = rref
+        self._local[fork] = self._making[fork] = rref
+
+    def creation_failed(self, fork: ForkId, reason: str) -> bool:
+        """A creation sent to oneself will not be run, or not in time; false if ``fork`` is none such."""
+        rref = self._making.pop(fork, None) or self._local.get(fork)
+        if rref is not None:
+            self.abandon(rref, reason)
+        return rref is not None
 
     def arrived(self, rref: RRefId, fork: ForkId, creator: Peer) -> bool:
         """A creation is here; true if it is to be run."""
         if rref[0] != creator:
             raise ProtocolError(f"worker {creator} sent a creation in another's name: {rref}")
-        if creator in self._peers.dead or rref in self._buried:
+        if rref in self._buried:
             return False
         if creator == self._peers.me:
-            return self._arrived_here(rref)
+            return self._arrived_here(rref, fork)
         if rref in self._owned:
             return False
         self._owned[rref] = owned = _Object({fork: creator}, running=True)
@@ -102,10 +110,11 @@ class Owner:
             self._accept(parked)
         return True
 
-    def _arrived_here(self, rref: RRefId) -> bool:
-        owned = self._owned.get(rref)
-        if owned is None or owned.forks.pop(rref, None) is None:
+    def _arrived_here(self, rref: RRefId, fork: ForkId) -> bool:
+        if self._making.pop(fork, None) is None:
             return False
+        owned = self._owned[rref]
+        del owned.forks[rref]
         owned.running = True
         return True
 
@@ -121,7 +130,8 @@ class Owner:
         me = self._peers.me
         if fork in self:
             raise ProtocolError(f"fork {fork} of reference {rref} came twice")
-        why_not = why_not or self._why_not(rref)
+        if why_not is None:
+            why_not = self._why_not(rref)
         if why_not is not None:
             self._broken[fork] = why_not
         else:
@@ -222,10 +232,6 @@ class Owner:
 
     # What can be asked
 
-    def local(self, ref: Ref) -> RRefId | None:
-        """The object of a local reference."""
-        return self._local.get(ref)
-
     def state(self, ref: Ref) -> State:
         """How ``ref`` stands."""
         if ref in self._broken:
@@ -252,7 +258,7 @@ class Owner:
             "owned": len(owned),
             "shared": sum(1 for each in owned if self._foreign(each)),
             "forks": sum(self._foreign(each) for each in owned),
-            "local": len(self._local) + len(self._broken),
+            "local": len(self._local) + len(self._broken) + len(self._making),
             "parked": len(self._parked),
             "tombstones": len(self._buried),
             "fences": len(self.fences),

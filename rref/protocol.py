@@ -159,7 +159,7 @@ class Protocol:
         owner.finished(rref)                         # ... and its value kept
         user.created(1, rref, ref)                   # the call's answer
         user.release(ref)
-        (delete,) = user.take_actions()              # Send(peer=1, message=["delete", ...])
+        _, delete = user.take_actions()              # Confirmed(ref), Send(1, ["delete", rref, ref])
         owner.receive(2, delete.message)
         assert owner.take_actions() == [Free(rref)]
     """
@@ -259,10 +259,7 @@ class Protocol:
 
     def creation_failed(self, ref: Ref, reason: str) -> None:
         """The creation timed out, could not be sent, or was turned away."""
-        rref = self._owner.local(ref)
-        if rref is not None:
-            self._owner.abandon(rref, reason)
-        else:
+        if not self._owner.creation_failed(ref, reason):
             self._users.creation_failed(ref, reason)
 
     def arrived(self, rref: RRefId, fork: ForkId, creator: Peer) -> bool:

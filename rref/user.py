@@ -137,7 +137,8 @@ class Users:
         if sender == self._peers.me:
             self._adopt_own(descriptor)
             return
-        why_not = why_not or self._peers.dead.get(owner)
+        if why_not is None:
+            why_not = self._peers.dead.get(owner)
         if why_not is not None:
             self._add_failed(descriptor, why_not)
             if sender != owner:

@@ -104,7 +104,7 @@ class Value:
 
 
 def _let_go(error: BaseException) -> None:
-    """Free what an error's frames hold: it may be kept for long, and our own frames refer to what keeps it."""
+    """Free what an error's frames hold: it may be kept for long, and frames of ours refer to what keeps it."""
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:

@@ -93,6 +93,7 @@ class StreamConnection:
 
     def set_frame_limit(self, max_frame_bytes: int) -> None:
         self._decoder.max_frame_bytes = max_frame_bytes
+        self._loop.call_soon(self._decode_again)
 
     # ---- sending: any thread
 
@@ -306,16 +307,25 @@ class StreamConnection:
             if count <= 0:
                 return False
             self.received_anything = True
-            try:
-                frames = decoder.received(count)
-            except ProtocolError as error:
-                self.close(str(error))
-                return False
-            if frames:
-                self.owner.frames_received(self, frames)
-            if count < capacity:
+            if not self._decode(count) or count < capacity:
                 return False
         return self._open
+
+    def _decode(self, count: int) -> bool:
+        """Take in what was received; returns whether it makes sense."""
+        try:
+            frames = self._decoder.received(count)
+        except ProtocolError as error:
+            self.close(str(error))
+            return False
+        if frames:
+            self.owner.frames_received(self, frames)
+        return True
+
+    def _decode_again(self) -> None:
+        """The limit was raised: what came along with the handshake may be longer than the one before."""
+        if self._open:
+            self._decode(0)
 
     def _receive(self, buffer: memoryview) -> int:
         """Receive through the socket; at the end of the stream closes and returns 0."""

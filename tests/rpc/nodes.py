@@ -48,6 +48,7 @@ class Node:
     ) -> None:
         self.loop = loop
         self.on_loop = on_loop
+        self.view: Membership
         self.peers: dict[int, Peer] = {}
         self.received: list[tuple[str, int]] = []
         """Who sent which message, in the order of their arrival."""

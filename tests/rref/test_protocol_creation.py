@@ -267,6 +267,18 @@ def test_a_creation_sent_to_oneself_is_held_by_its_message() -> None:
     group.assert_nothing_left()
 
 
+def test_a_creation_that_could_not_be_sent_to_oneself_leaves_nothing() -> None:
+    protocol = Protocol(1)
+    rref, ref = protocol.create(1)
+    protocol.release(ref)
+    protocol.creation_failed(ref, "it could not be sent")
+    assert protocol.take_actions() == [Free(rref)]
+    assert not protocol.arrived(rref, ref, creator=1)
+    protocol.sweep()
+    protocol.sweep()
+    assert not any(protocol.counts().values())
+
+
 @pytest.mark.parametrize("arrived", [False, True])
 def test_a_creation_sent_to_oneself_can_be_given_up(arrived: bool) -> None:
     group = Group(1)

@@ -298,7 +298,7 @@ def test_the_dead_are_ignored_for_ever() -> None:
     rref = owner.own()
     _, _, fork = owner.fork(rref, 3)
     owner.peer_joined(4)
-    owner.peer_lost(3, "gone")
+    owner.peer_lost(3, "")
     owner.take_actions()
     owner.peer_joined(3)
     owner.receive(3, ["delete", list(rref), list(fork)])

@@ -1,0 +1,83 @@
+"""The command: ``python -m benchmarks``, see ``--help``."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: on few cores, its thread pools only get in the way of both sides.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import group, report
+from benchmarks.workloads import WORKLOADS
+
+__all__ = ["main"]
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measures farcall and torch.distributed.rpc in turn, on two fresh processes of this machine.",
+    )
+    parser.add_argument(
+        "workloads", nargs="*", metavar="WORKLOAD", help=f"default: all. There are: {', '.join(WORKLOADS)}"
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each side (default 3)")
+    parser.add_argument(
+        "--peer", choices=["torch", "none"], default="torch", help="what to compare with (default torch)"
+    )
+    parser.add_argument("--timeout", type=float, default=120, metavar="S", help="seconds a run may take")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON file (default in benchmarks/results)"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.workloads if name not in WORKLOADS]
+    if unknown:
+        parser.error(f"no workload {', '.join(unknown)}; there are: {', '.join(WORKLOADS)}")
+    if arguments.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print and save; returns the exit status."""
+    arguments = _arguments(argv)
+    console = Console()
+    selected = arguments.workloads or list(WORKLOADS)
+    sides = ["farcall"]
+    if arguments.peer == "torch":
+        if group.is_available("torch"):
+            sides.append("torch")
+        else:
+            console.print("this PyTorch has no torch.distributed.rpc: measuring farcall alone")
+    numbers: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for repeat in range(arguments.repeats):
+        for side in sides:
+            console.print(f"[dim]run {repeat + 1} of {arguments.repeats}: {side}[/dim]")
+            try:
+                numbers[side].append(group.measure(side, selected, arguments.timeout))
+            except group.MeasurementFailed as failure:
+                console.print(f"[red]{failure}[/red]", highlight=False)
+                return 2
+    outcome = report.lines(numbers, selected)
+    console.print(report.table(outcome, arguments.repeats))
+    path = arguments.output or _RESULTS / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}.json"
+    report.save(path, numbers, outcome)
+    console.print(f"written to {path}")
+    missed = [line.workload.title for line in outcome if line.holds is False]
+    if missed:
+        console.print(f"[red]missed: {', '.join(missed)}[/red]")
+    return 1 if missed and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
