@@ -25,7 +25,7 @@ _RESULTS = Path(__file__).parent / "results"
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures farcall and torch.distributed.rpc in turn, on two fresh processes of this machine.",
+        description="Measures farcall and torch.distributed.rpc in turn, each on two fresh processes.",
     )
     parser.add_argument(
         "workloads", nargs="*", metavar="WORKLOAD", help=f"default: all. There are: {', '.join(WORKLOADS)}"
@@ -36,7 +36,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=120, metavar="S", help="seconds a run may take")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="JSON file (default in benchmarks/results)"
+        "--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results"
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     arguments = parser.parse_args(argv)

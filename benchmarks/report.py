@@ -80,7 +80,8 @@ def table(outcome: Sequence[Line], repeats: int) -> Table:
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, 1),
+        pad_edge=False,
     )
     result.add_column("workload", no_wrap=True)
     for heading in ("unit", "farcall", "torch", "ratio", "bar"):
@@ -88,14 +89,14 @@ def table(outcome: Sequence[Line], repeats: int) -> Table:
     for line in outcome:
         bar = line.workload.bar
         mark = {None: "", True: "[green]✓", False: "[red]✗"}[line.holds]
-        theirs = "–" if line.theirs is None else _number(line.theirs, line.spread[1], repeats)
+        theirs = "-" if line.theirs is None else _number(line.theirs, line.spread[1], repeats)
         compared = line.ratio is not None and not (bar and bar.absolute)
         result.add_row(
             line.workload.title,
             line.workload.unit,
             _number(line.ours, line.spread[0], repeats),
             theirs,
-            f"{line.ratio:.2f} ×" if compared else "–",
+            f"{line.ratio:.2f} x" if compared else "-",
             f"{bar or ''} {mark}",
         )
     return result

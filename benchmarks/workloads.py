@@ -41,7 +41,7 @@ class Bar:
         return value >= self.limit if self.at_least else value <= self.limit
 
     def __str__(self) -> str:
-        return f"{'≥' if self.at_least else '≤'} {self.limit:g}" + ("" if self.absolute else " ×")
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g}" + ("" if self.absolute else " x")
 
 
 @dataclass(frozen=True)

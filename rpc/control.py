@@ -7,7 +7,7 @@ together, and looks after the one timer that acknowledgements and repetitions ne
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rpc.agent import Agent
 
 __all__ = ["Control", "TopicHandler"]
+
+logger = logging.getLogger(__name__)
 
 TopicHandler = Callable[[Peer, Any], None]
 
@@ -99,10 +101,17 @@ class Control:
 
     def _send_batches(self, peer: Peer, delivery: Delivery) -> None:
         now = time.monotonic()
-        with contextlib.suppress(WorkerLostError):  # then ``forget`` follows
+        try:
             while (batch := delivery.outgoing(now)) is not None:
                 buffers, size = encode(Kind.CONTROL, 0, {"batch": batch}, ())
                 peer.send(buffers, size, wait=False)
+        except WorkerLostError:
+            return  # ``forget`` follows
+        except Exception as error:
+            # Repeating it would not help, and those who rely on it must know.
+            logger.exception("a control message to worker '%s' cannot be sent", peer.name)
+            self._agent.links.lose(peer, f"a control message to it cannot be sent: {error}")
+            return
         self._set_timer(delivery.next_due())
 
     def _set_timer(self, due: float | None) -> None:

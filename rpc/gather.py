@@ -9,6 +9,7 @@ does not come in time, it tells the others.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -46,6 +47,7 @@ class Gathering:
         self._lock = threading.Lock()
         self._next: dict[Names, int] = {}
         self._rounds: dict[Key, _Round] = {}
+        self._given_up: dict[Names, tuple[int, RpcError]] = {}  # by this worker, the last time that it led
         allow_function(_contribute)
         allow_function(_publish)
         allow_function(_fail)
@@ -123,14 +125,16 @@ class Gathering:
 
     def _give_up(self, key: Key, error: BaseException) -> None:
         """Tell the others that the round fails; who contributes from now on is told then."""
-        with self._lock:
-            self._rounds.pop(key, None)
         names, number = key
         if not isinstance(error, RpcError):
             error = RpcError(f"worker '{self._agent.info.name}' gave up _all_gather: {error!r}")
+        told = copy.copy(error)  # without its traceback
+        with self._lock:
+            self._rounds.pop(key, None)
+            self._given_up[names] = number, told
         for name in names[1:]:
             with contextlib.suppress(RpcError):
-                self._agent.future(self._agent.call(name, _fail, (names, number, error), {}, UNSET_TIMEOUT))
+                self._agent.future(self._agent.call(name, _fail, (names, number, told), {}, UNSET_TIMEOUT))
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
         names, _ = key
@@ -152,8 +156,12 @@ class Gathering:
             state = self._rounds.get(key)
             if state is None:
                 if number < self._next.get(names, 0):
-                    leader = self._agent.info.name
-                    raise RpcError(f"worker '{leader}' has given up this round of _all_gather before")
+                    given_up, error = self._given_up.get(names, (-1, None))
+                    if error is None or given_up != number:
+                        error = RpcError(
+                            f"the leader of _all_gather among {list(names)} is ahead of '{name}'"
+                        )
+                    raise copy.copy(error)
                 state = self._rounds[key] = _Round()
             state.objects[name] = value
             if len(state.objects) == len(names):

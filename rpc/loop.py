@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rpc.errors import BlockingCallError
@@ -38,6 +40,9 @@ class LoopThread:
         self.loop = _new_loop()
         self._no_blocking = no_blocking
         self._stopping = False
+        self._ended = False
+        self._last_task: asyncio.Task[None] | None = None
+        self._waited_for: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -54,6 +59,9 @@ class LoopThread:
                     logger.exception("code on the thread %s wanted to end it", self._thread.name)
         finally:
             self.loop.close()
+            self._ended = True
+            for future in list(self._waited_for):
+                future.cancel()
 
     def is_current(self) -> bool:
         """Whether the caller runs on this loop's thread."""
@@ -73,33 +81,52 @@ class LoopThread:
         Raises:
             TimeoutError: it took more than ``timeout`` seconds; it is cancelled.
             BlockingCallError: the caller runs on this very loop.
+            RuntimeError: the loop has ended before the coroutine.
         """
         if self.is_current():
             coroutine.close()
             raise BlockingCallError(self._no_blocking)
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:
+            coroutine.close()
+            raise
+        self._waited_for.add(future)
+        try:
+            if self._ended:
+                future.cancel()
             return future.result(timeout)
-        except TimeoutError:
+        except concurrent.futures.CancelledError:
+            raise RuntimeError(f"the thread {self._thread.name} has ended") from None
+        except BaseException:
             future.cancel()
             raise
+        finally:
+            self._waited_for.discard(future)
 
     def stop(self, timeout: float = 5.0) -> bool:
         """Cancel what runs on the loop, end the thread, and say whether it has ended."""
         if not self._thread.is_alive():
             return True
 
-        async def wind_up() -> None:
-            tasks: list[Awaitable[Any]] = []
-            for task in asyncio.all_tasks():
-                if task is not asyncio.current_task():
-                    task.cancel()
-                    tasks.append(task)
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._stopping = True
-            self.loop.stop()
-
-        self.loop.call_soon_threadsafe(lambda: self.loop.create_task(wind_up()))
+        with contextlib.suppress(RuntimeError):  # it has just ended
+            self.loop.call_soon_threadsafe(self._begin_to_stop, timeout)
         if not self.is_current():
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _begin_to_stop(self, timeout: float) -> None:
+        if self._last_task is None:
+            self._last_task = self.loop.create_task(self._wind_up(timeout / 2))
+
+    async def _wind_up(self, patience: float) -> None:
+        try:
+            others = asyncio.all_tasks() - {self._last_task}
+            for task in others:
+                task.cancel()
+            if others:
+                await asyncio.wait(others, timeout=patience)
+            await self.loop.shutdown_asyncgens()
+        finally:
+            self._stopping = True
+            self.loop.stop()

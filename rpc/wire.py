@@ -53,6 +53,7 @@ PREFIX_BYTES: Final = _PREFIX.size
 _RECEIVE_BUFFER_BYTES: Final = 256 << 10
 _PAGE_BACKED_BYTES: Final = 1 << 20
 _ZEROS: Final = bytes(ALIGNMENT)
+_ANY_TEXT: Final = "surrogatepass"  # texts of users' exceptions need not be valid Unicode
 
 _pack_prefix = _PREFIX.pack
 _unpack_prefix = _PREFIX.unpack_from
@@ -106,7 +107,7 @@ def encode(kind: int, call_id: int, header: dict[str, Any], segments: Sequence[A
     Returns:
         The buffers to send, in order, and the sum of their lengths in bytes.
     """
-    packed_header: bytes = msgpack.packb(header) if header else b""
+    packed_header: bytes = msgpack.packb(header, unicode_errors=_ANY_TEXT) if header else b""
     count = len(segments)
     if len(packed_header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(packed_header)} bytes is over the limit of {MAX_HEADER_BYTES}")
@@ -136,7 +137,7 @@ def encode_small(kind: int, call_id: int, header: dict[str, Any], segments: Sequ
 
     Arguments are as for ``encode``.
     """
-    packed: bytes = msgpack.packb(header) if header else b""
+    packed: bytes = msgpack.packb(header, unicode_errors=_ANY_TEXT) if header else b""
     if not segments:
         return _pack_prefix(len(packed), call_id, len(packed), 0, kind) + packed
     pickle: bytes = segments[0]
@@ -160,12 +161,13 @@ class Decoder:
 
     Args:
         max_frame_bytes: frames with a longer body are refused. It may be changed while the decoder is in
-            use: peers that have not yet said who they are get a small limit. A longer frame that comes along
-            with others is not refused before these were returned: call ``received(0)`` when it is changed.
+            use: peers that have not yet said who they are get a small limit.
 
     Attributes:
         scratch: the receive buffer, where all bytes go that are not the rest of a large frame.
         scratch_offset: where in ``scratch`` the next bytes go, or -1 in the middle of a large frame.
+        postponed: a frame over the limit came right behind those just returned, which may be what raises
+            the limit. Call ``received(0)`` when they are dealt with.
     """
 
     __slots__ = (
@@ -176,12 +178,14 @@ class Decoder:
         "_start",
         "_view",
         "max_frame_bytes",
+        "postponed",
         "scratch",
         "scratch_offset",
     )
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
+        self.postponed = False
         self.scratch = bytearray(_RECEIVE_BUFFER_BYTES)
         self._view = memoryview(self.scratch)
         self._start = 0
@@ -251,12 +255,14 @@ class Decoder:
     def _read_frames(self, frames: list[Frame], end: int) -> None:
         view, start = self._view, self._start
         self._start = 0
+        self.postponed = False
         while end - start >= PREFIX_BYTES:
             prefix = _unpack_prefix(view, start)
             body_length, _, header_length, count, _ = prefix
             if body_length > self.max_frame_bytes:
                 if frames:
-                    break  # what they say may raise the limit
+                    self.postponed = True
+                    break
                 raise ProtocolError(
                     f"a frame of {body_length} bytes is over the limit of {self.max_frame_bytes}"
                 )
@@ -338,7 +344,7 @@ def _build(prefix: tuple[int, int, int, int, int], body: memoryview) -> Frame:
 
 def _unpack_header(packed: memoryview) -> dict[str, Any]:
     try:
-        header = msgpack.unpackb(packed, strict_map_key=False)
+        header = msgpack.unpackb(packed, strict_map_key=False, unicode_errors=_ANY_TEXT)
     except Exception as error:  # msgpack raises a handful of unrelated types for malformed input
         raise ProtocolError(f"a frame's header is not msgpack: {type(error).__name__} {error}") from error
     if not isinstance(header, dict):

@@ -433,19 +433,21 @@ def test_a_port_taken_by_another_program_is_named_to_rank_0(run_workers: RunWork
 # ---- interrupted
 
 
-def be_interrupted(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def append(log: ArrivalLog, arrival: Arrival) -> int:
-        worker.report("has arrived")  # on a thread of its own: the main thread waits for it
-        return ArrivalLog.append(log, arrival)
+def be_interrupted(worker: Worker) -> None:
+    class ReportingLog(ArrivalLog):
+        def append(self, arrival: Arrival) -> int:
+            worker.report("has arrived")  # on a thread of its own: the main thread waits for it
+            return super().append(arrival)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(static, "ArrivalLog", type("Reporting", (ArrivalLog,), {"append": append}))
+    pytest.MonkeyPatch().setattr(static, "ArrivalLog", ReportingLog)
+    with pytest.raises(KeyboardInterrupt):
         init(worker, rank=1, world_size=2, rendezvous_timeout=60)
     then_it_works(worker)
 
 
 def test_ctrl_c_ends_the_wait_for_others_at_once(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(lambda worker: be_interrupted(worker, pytest.MonkeyPatch()), 1)
+    workers = run_workers.start(be_interrupted, 1)
     workers[0].wait_for("has arrived")
     workers[0].interrupt()
+    workers[0].wait_for("has arrived")  # again, for the group that it joins then
     workers.results()

@@ -93,7 +93,6 @@ class StreamConnection:
 
     def set_frame_limit(self, max_frame_bytes: int) -> None:
         self._decoder.max_frame_bytes = max_frame_bytes
-        self._loop.call_soon(self._decode_again)
 
     # ---- sending: any thread
 
@@ -313,19 +312,17 @@ class StreamConnection:
 
     def _decode(self, count: int) -> bool:
         """Take in what was received; returns whether it makes sense."""
-        try:
-            frames = self._decoder.received(count)
-        except ProtocolError as error:
-            self.close(str(error))
-            return False
-        if frames:
-            self.owner.frames_received(self, frames)
-        return True
-
-    def _decode_again(self) -> None:
-        """The limit was raised: what came along with the handshake may be longer than the one before."""
-        if self._open:
-            self._decode(0)
+        while True:
+            try:
+                frames = self._decoder.received(count)
+            except ProtocolError as error:
+                self.close(str(error))
+                return False
+            if frames:
+                self.owner.frames_received(self, frames)
+            if not self._decoder.postponed or not self._open:
+                return True
+            count = 0
 
     def _receive(self, buffer: memoryview) -> int:
         """Receive through the socket; at the end of the stream closes and returns 0."""

@@ -296,6 +296,24 @@ def test_the_limit_on_frames_can_be_raised_when_the_peer_is_known() -> None:
         feed(decoder, encode_small(5, 1, {}, [b"0123456789ab"]))
 
 
+def test_a_frame_behind_the_one_that_raises_the_limit_is_read_with_the_new_limit() -> None:
+    small, large = encode_small(5, 1, {}, [b"small"]), encode_small(5, 2, {}, [b"0123456789a"])
+    decoder = greeted(max_frame_bytes=10)
+    assert [frame.call_id for frame in feed(decoder, small + large)] == [1]
+    assert decoder.postponed
+    decoder.max_frame_bytes = 11
+    assert [frame.call_id for frame in decoder.received(0)] == [2]
+    assert not decoder.postponed
+
+
+def test_a_frame_behind_another_is_refused_when_the_limit_stays() -> None:
+    small, large = encode_small(5, 1, {}, [b"small"]), encode_small(5, 2, {}, [b"0123456789a"])
+    decoder = greeted(max_frame_bytes=10)
+    assert len(feed(decoder, small + large)) == 1
+    with pytest.raises(ProtocolError, match="over the limit of 10"):
+        decoder.received(0)
+
+
 def test_a_header_over_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_HEADER_BYTES", 10)
     with pytest.raises(ProtocolError, match="a header of 15 bytes is over the limit of 10"):
