@@ -249,7 +249,12 @@ class Agent:
         Args:
             what: what is asked, for error messages: a text or a function.
         """
-        call = self.calls.open(peer, what, self.effective_timeout(timeout))
+        try:
+            timeout = self.effective_timeout(timeout)
+        except BaseException:
+            serialization.take_back(payload.header, peer)
+            raise
+        call = self.calls.open(peer, what, timeout)
         self.transmit(call, kind, payload)
         return call
 
@@ -349,7 +354,9 @@ class Agent:
                 elif kind == Kind.REPLY or kind == Kind.FAILURE:
                     arrivals = serialization.adopt(header, peer) if header else None
                     call = self.calls.take(call_id)
-                    if call is not None:
+                    if call is None:
+                        self.calls.answered_late(call_id)
+                    else:
                         if call.peer is not peer:
                             self.calls.restore(call)
                             raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
@@ -422,7 +429,7 @@ class Agent:
         self.executor.submit((future.complete, None))
 
     def expire(self, call: PendingCall) -> BaseException | None:
-        return call.timeout_error() if self.calls.take(call.call_id) is not None else None
+        return call.timeout_error() if self.calls.give_up(call) else None
 
     def _complete_all(self, futures: Sequence[Future[Any]]) -> None:
         if futures:
@@ -439,7 +446,7 @@ class Agent:
         and control messages not acknowledged.
         """
         return (
-            len(self.calls)
+            self.calls.unanswered()
             + self.postponed.value
             + self.executor.active()
             + self.control.unacknowledged()

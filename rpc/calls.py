@@ -39,11 +39,16 @@ class CallTable:
         self._ids = itertools.count(1)
         self.opened = 0
         """How many calls were ever entered; of several simultaneous ones, some may be counted late."""
+        self._given_up: dict[int, Peer] = {}
         self._alarm_at = float("inf")
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    def unanswered(self) -> int:
+        """How many calls their callees may still be working on, or about to: those given up, too."""
+        return len(self._pending) + len(self._given_up)
 
     @overload
     def open(self, peer: Peer, what: object, timeout: float) -> PendingCall: ...
@@ -72,12 +77,29 @@ class CallTable:
         """Remove a call; None if it has ended already. Who gets it must settle it."""
         return self._pending.pop(call_id, None)
 
+    def give_up(self, call: PendingCall) -> bool:
+        """Remove a call whose time is over, or that nobody waits for any more; false if it has just ended.
+
+        Until the callee has answered it, or is gone, it still counts as under way.
+        """
+        self._given_up[call.call_id] = call.peer
+        if self.take(call.call_id) is None:
+            self._given_up.pop(call.call_id, None)
+            return False
+        return True
+
+    def answered_late(self, call_id: int) -> None:
+        """The answer to a call that is not in the table has come."""
+        self._given_up.pop(call_id, None)
+
     def restore(self, call: PendingCall) -> None:
         """Enter a call again that ``take`` has just removed."""
         self._pending[call.call_id] = call
 
     def take_all(self, peer: Peer) -> list[PendingCall]:
-        """Remove all calls to one worker."""
+        """Remove all calls to one worker that is gone."""
+        for call_id in [call_id for call_id, to in self._given_up.copy().items() if to is peer]:
+            self._given_up.pop(call_id, None)
         mine = [call.call_id for call in self._pending.copy().values() if call.peer is peer]
         return [call for call in map(self.take, mine) if call is not None]
 
@@ -97,7 +119,7 @@ class CallTable:
             if call.deadline > now:
                 earliest = min(earliest, call.deadline)
             elif (
-                (call.keeps_place or self.take(call.call_id) is not None)
+                (call.keeps_place or self.give_up(call))
                 and call.expired()
                 and call.future is not None
             ):

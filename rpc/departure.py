@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
+from rpc.futures import INFINITE, wait_for_event
 from rpc.peer import Peer
 from rpc.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination
 from rpc.wire import Frame, Kind, encode
@@ -63,9 +64,8 @@ class Departure:
             ended.set()
 
         self._agent.on_loop(self._begin, end, timeout)
-        if self._termination is not None:
-            ended.wait()
-        elif not ended.wait(timeout or None):
+        deadline = time.monotonic() + timeout if timeout and self._termination is None else INFINITE
+        if not wait_for_event(ended, deadline):
             failure[0] = f"this worker still has {self._report().active} calls or tasks under way"
         if failure[0] is not None:
             raise RpcTimeoutError(
@@ -92,14 +92,23 @@ class Departure:
         """A worker is gone, for whatever reason."""
         if self._termination is not None:
             self._act(self._termination.lost(peer.incarnation, time.monotonic(), self._report()))
+            self._watch_over_all()
 
     def _begin(self, end: Callable[[str | None], None], timeout: float) -> None:
         self._waiting = end
         if self._termination is not None:
             self._act(self._termination.enter(time.monotonic(), self._report(), timeout))
+            self._watch_over_all()
         else:
             self._listen(True)
             self.look()
+
+    def _watch_over_all(self) -> None:
+        """The leader waits for everybody, so it must notice if somebody dies who never had to do with it."""
+        assert self._termination is not None
+        if self._waiting is not None and self._termination.leader == self._agent.incarnation:
+            for member in self._agent.view.present():
+                self._agent.watch_over(self._agent.peer_for(member))
 
     def _listen(self, listening: bool) -> None:
         """Have the agent say when something ended, or no longer: it is asked at every call otherwise."""

@@ -13,7 +13,6 @@ import contextlib
 import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterator
-from threading import TIMEOUT_MAX
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -24,7 +23,17 @@ from rpc.errors import BlockingCallError, RpcTimeoutError, WorkerLostError
 from rpc.peer import Peer
 from rpc.wire import Frame
 
-__all__ = ["Future", "PendingCall", "check_may_block", "collected_futures", "forbid_blocking", "wait_all"]
+__all__ = [
+    "INFINITE",
+    "Future",
+    "PendingCall",
+    "check_may_block",
+    "collected_futures",
+    "forbid_blocking",
+    "wait_all",
+    "wait_for",
+    "wait_for_event",
+]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -32,6 +41,7 @@ S = TypeVar("S")
 _NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 
 INFINITE: Final = float("inf")
+_SLICE_SECONDS: Final = 0.5
 
 
 class _ThreadState(threading.local):
@@ -55,6 +65,32 @@ def check_may_block() -> None:
     why = _thread_state.forbidden
     if why is not None:
         raise BlockingCallError(why)
+
+
+def wait_for(lock: LockType, deadline: float = INFINITE) -> bool:
+    """Acquire a lock that another thread releases. Ctrl-C interrupts.
+
+    A signal that arrives after Python last looked and before the system call would not end the wait, so it
+    is made in slices.
+
+    Args:
+        deadline: on the monotonic clock.
+
+    Returns:
+        False if the deadline has passed.
+    """
+    while not lock.acquire(timeout=min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):
+        if monotonic() >= deadline:
+            return False
+    return True
+
+
+def wait_for_event(event: threading.Event, deadline: float = INFINITE) -> bool:
+    """As ``wait_for``, for an event."""
+    while not event.wait(min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):
+        if monotonic() >= deadline:
+            return False
+    return True
 
 
 class CallOwner(Protocol):
@@ -155,14 +191,12 @@ class PendingCall:
             self._waiters.append(lock)
             if self.settled():
                 return
-            if self.watched or self.deadline == INFINITE:
-                lock.acquire()
-            elif not lock.acquire(timeout=min(max(0.0, self.deadline - monotonic()), TIMEOUT_MAX)):
+            if not wait_for(lock, INFINITE if self.watched else self.deadline):
                 error = self.owner.expire(self)
                 if error is not None:
                     self.outcome = error
                 else:
-                    lock.acquire()
+                    wait_for(lock)
         except BaseException:
             if lock in self._waiters:
                 self._waiters.remove(lock)
@@ -253,7 +287,7 @@ class Future(torch.futures.Future[T]):
                 done = threading.Lock()
                 done.acquire()
                 self.add_done_callback(lambda _: done.release())
-                done.acquire()
+                wait_for(done)
         return super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
@@ -378,13 +412,13 @@ def wait_futures(futures: list[Any]) -> list[Any]:
     Raises:
         The error of the first one that is seen to fail.
     """
-    changed = threading.Semaphore(0)
+    changed = threading.Event()
     done: list[torch.futures.Future[Any]] = []
 
     def completed(future: torch.futures.Future[Any]) -> Callable[[object], None]:
         def note(_: object) -> None:
             done.append(future)
-            changed.release()
+            changed.set()
 
         return note
 
@@ -393,6 +427,9 @@ def wait_futures(futures: list[Any]) -> list[Any]:
     for future in futures:
         future.add_done_callback(completed(future))
     for index in range(len(futures)):
-        changed.acquire()
+        while len(done) <= index:
+            changed.clear()
+            if len(done) <= index:
+                wait_for_event(changed)
         done[index].value()
     return [cast("torch.futures.Future[Any]", future).value() for future in futures]

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
 from rpc.errors import RpcError, RpcTimeoutError
+from rpc.futures import INFINITE, wait_for_event
 from rpc.peer import Peer
 from rpc.serialization import allow_function
 
@@ -138,7 +140,7 @@ class Gathering:
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
         names, _ = key
-        if not state.complete.wait(timeout):
+        if not wait_for_event(state.complete, time.monotonic() + timeout if timeout else INFINITE):
             me = self._agent.info.name
             missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
             raise RpcTimeoutError(

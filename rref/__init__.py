@@ -6,9 +6,10 @@ from pathlib import Path
 
 import rpc
 
-if rpc.__file__ is None or Path(rpc.__file__).parent.parent != Path(__file__).parent.parent:
+_found = getattr(rpc, "__file__", None) or "a folder without a file"
+if Path(_found).parent.parent != Path(__file__).parent.parent:
     raise ImportError(
-        f"'import rpc' finds {rpc.__file__ or 'a folder'} in place of farcall's own package, which stands beside "
+        f"'import rpc' finds {_found} in place of farcall's own package, which stands beside "
         f"{Path(__file__).parent}: rename that file or folder, or start Python elsewhere"
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from rpc.agent import Agent
 from rpc.callee import LATER, Request
 from rpc.errors import ProtocolError, RpcTimeoutError, RRefError, SerializationError
 from rpc.executor import Task
-from rpc.futures import check_may_block
+from rpc.futures import INFINITE, check_may_block, wait_for
 from rpc.peer import Peer
 from rpc.serialization import Payload
 from rpc.wire import Frame, Kind
@@ -235,7 +236,7 @@ class References:
         if self.when_settled(ref, done.release):
             return
         check_may_block()
-        if not done.acquire(timeout=timeout or -1):
+        if not wait_for(done, time.monotonic() + timeout if timeout else INFINITE):
             raise RpcTimeoutError(
                 f"RPC ran for more than its timeout of {timeout * 1000:.0f} ms: worker '{owner}', the owner, "
                 "has not confirmed the reference"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from rpc.errors import RpcTimeoutError
-from rpc.futures import check_may_block
+from rpc.futures import INFINITE, check_may_block, wait_for
 
 __all__ = ["Value"]
 
@@ -97,14 +97,14 @@ class Value:
             done.acquire()
             self.when_ready(done.release)
             began = time.monotonic()
-            if not done.acquire(timeout=timeout or -1):
+            if not wait_for(done, began + timeout if timeout else INFINITE):
                 waited = (time.monotonic() - began) * 1000
                 raise RpcTimeoutError(f"RPC ran for more than its timeout: {what}, waited {waited:.0f} ms")
         return self.get()
 
 
 def _let_go(error: BaseException) -> None:
-    """Free what an error's frames hold: it may be kept for long, and frames of ours refer to what keeps it."""
+    """Free what an error's frames hold: it may be kept for long, and frames of ours refer to its keeper."""
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:

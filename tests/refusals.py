@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,15 @@ __all__ = ["refused"]
 def refused(
     error: type[BaseException], match: str, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> str:
-    """The text of the error that ``call(*args, **kwargs)`` must raise; ``match`` must be found in it."""
-    with pytest.raises(error, match=match) as caught:
+    """The text of the error that ``call(*args, **kwargs)`` must raise, without its notes.
+
+    Args:
+        error: its type.
+        match: a pattern that must be found in the text.
+        call: what is called with the other arguments.
+    """
+    with pytest.raises(error) as caught:
         call(*args, **kwargs)
-    return str(caught.value)
+    text = str(caught.value)
+    assert re.search(match, text), f"{match!r} is not in {text!r}"
+    return text

@@ -203,6 +203,14 @@ def test_a_worker_killed_in_shutdown_holds_nobody_up(run_workers: RunWorkers, vi
 # ---- ungraceful: now
 
 
+closed = Gate()
+
+
+def hold_until_closed() -> None:
+    current_worker().report("holding")
+    closed.wait()
+
+
 def leave_at_once(worker: Worker) -> list[str]:
     join(worker)
     future = rpc.rpc_async("worker1", wait_at_gate)
@@ -214,6 +222,7 @@ def leave_at_once(worker: Worker) -> list[str]:
         with pytest.raises(RpcError, match="shut down") as caught:
             wait()
         ended.append(type(caught.value).__name__)
+    closed.open()
     return ended
 
 
@@ -223,7 +232,7 @@ def call_who_leaves(worker: Worker) -> list[str]:
     worker.report("called")
     reasons = []
     for wait in (held.wait, lambda: rpc.rpc_sync("worker0", int)):
-        with pytest.raises(WorkerLostError, match="'worker0'.*has shut down without waiting") as caught:
+        with pytest.raises(WorkerLostError, match=r"'worker0'.*has shut down without waiting") as caught:
             wait()
         reasons.append(caught.value.worker)
     open_gate()
@@ -231,21 +240,8 @@ def call_who_leaves(worker: Worker) -> list[str]:
     return reasons
 
 
-closed = Gate()
-
-
-def hold_until_closed() -> None:
-    current_worker().report("holding")
-    closed.wait()
-
-
 def test_an_ungraceful_shutdown_leaves_at_once(run_workers: RunWorkers) -> None:
-    def leave(worker: Worker) -> list[str]:
-        ended = leave_at_once(worker)
-        closed.open()
-        return ended
-
-    workers = run_workers.start([leave, call_who_leaves])
+    workers = run_workers.start([leave_at_once, call_who_leaves])
     workers[1].wait_for("called")
     assert [workers[1].wait_for("at the gate") for _ in range(2)] == ["", ""]
     workers[0].wait_for("holding")

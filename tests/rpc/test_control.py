@@ -88,9 +88,6 @@ def there(clockwork: Clockwork) -> Worker:
     return Worker("there", clockwork)
 
 
-TO_HERE, TO_THERE = "here", "there"
-
-
 @pytest.fixture
 def to_there() -> Any:
     return Road("there")

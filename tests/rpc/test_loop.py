@@ -1,4 +1,4 @@
-"""The thread that runs an asyncio loop: it serves other threads, never waits for them, and ends when told to."""
+"""The thread that runs an asyncio loop: it serves other threads, never waits for them, and ends when told."""
 
 from __future__ import annotations
 
