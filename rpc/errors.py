@@ -14,6 +14,7 @@ __all__ = [
     "FunctionNotFoundError",
     "GroupMismatchError",
     "InvalidNameError",
+    "InvalidOptionError",
     "NotInitializedError",
     "ProtocolError",
     "RRefError",
@@ -46,6 +47,10 @@ class ForkedProcessError(NotInitializedError):
 
 class BlockingCallError(RpcError):
     """A blocking call was made on a thread that must not block (inside an ``async def`` callee)."""
+
+
+class InvalidOptionError(RpcError, ValueError):
+    """An option was given a value that it cannot have."""
 
 
 class InvalidNameError(RpcError, ValueError):

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 
 from rpc.device_maps import DeviceLike, DeviceMap, to_device_list, to_device_map
-from rpc.errors import RpcError
+from rpc.errors import InvalidOptionError
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
@@ -29,10 +29,6 @@ DEFAULT_NUM_WORKER_THREADS = 16
 _MIB = 1 << 20
 
 T = TypeVar("T")
-
-
-class InvalidOptionError(RpcError, ValueError):
-    """An option was given a value that it cannot have."""
 
 
 class _Option(Generic[T]):
