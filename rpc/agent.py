@@ -93,6 +93,7 @@ class Agent:
         }
         self._gone_handlers: list[Callable[[Peer, str], None]] = []
         self._close_handlers: list[Callable[[], object]] = []
+        self._closed_handlers: list[Callable[[], object]] = []
         self._joined_handlers: list[Callable[[Peer], None]] = []
         self.deferred = Deferred(self.loop, self._look_whether_idle)
         self.allow = serialization.allowed if options.deserialization == "safe" else None
@@ -106,7 +107,14 @@ class Agent:
         self.departure: Departure | None = None
         self.closed = False
         self._interval: float | None = None
-        self.addresses = self._loop_thread.call(self.links.listen, listen_host, listen_port)
+        try:
+            self.addresses = self._loop_thread.call(self.links.listen, listen_host, listen_port)
+        except BaseException as error:
+            self.close("it cannot listen")
+            if isinstance(error, OSError):
+                reason = f"cannot listen on {listen_host!r}, port {listen_port}: {error.strerror or error}"
+                raise OSError(error.errno, reason) from error
+            raise
 
     # ---- the group
 
@@ -146,7 +154,7 @@ class Agent:
         """
         if type(callee) is str:  # nothing else: 1.0 and True would be found under 1
             peer = self._routes.get(callee)
-            if peer is not None:
+            if peer is not None and peer.lost is None:  # else another may have the name now
                 return peer
         peer = self._peers[self.view.resolve(callee).incarnation]
         self._routes[peer.name] = peer
@@ -195,6 +203,12 @@ class Agent:
     def on_close(self, handler: Callable[[], object]) -> None:
         """Have ``handler`` called, on the closing thread, when this worker leaves."""
         self._close_handlers.append(handler)
+
+    def on_closed(self, handler: Callable[[], object]) -> None:
+        """Have ``handler`` called, on the closing thread, when this worker has left: nobody it waits for
+        will answer any more.
+        """
+        self._closed_handlers.append(handler)
 
     def on_joined(self, handler: Callable[[Peer], None]) -> None:
         """Have ``handler`` called, on the loop's thread, when a worker joins."""
@@ -281,7 +295,8 @@ class Agent:
         try:
             self.send(call.peer, kind, call.call_id, payload)
         except WorkerLostError:
-            if self.calls.take(call.call_id) is not None:
+            # If the loop has not noted why the connection is closed, it is about to, and ends the call then.
+            if call.peer.lost is not None and self.calls.take(call.call_id) is not None:
                 call.settle(call.lost_error())
         except BaseException:
             self.calls.take(call.call_id)
@@ -508,6 +523,8 @@ class Agent:
                 error = NotInitializedError(f"RPC has been shut down: {asked} was not answered before")
                 if call.settle(error) and call.future is not None:
                     call.future.complete()
+        for handler in self._closed_handlers:
+            handler()
         self.callee.stop()
         self.executor.stop(timeout=_STOP_SECONDS)
         self._loop_thread.stop()
@@ -527,7 +544,7 @@ class Agent:
         for connection in self.links.connections(self._peers.values()):
             connection.abandon()
         for call in self.calls.waiting():
-            call.settle(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
+            call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         if self._interval is not None:
             sys.setswitchinterval(self._interval)
 

@@ -86,6 +86,8 @@ class CallTable:
         if self.take(call.call_id) is None:
             self._given_up.pop(call.call_id, None)
             return False
+        if call.peer.lost is not None:
+            self._given_up.pop(call.call_id, None)  # ``take_all`` may have been here before
         return True
 
     def answered_late(self, call_id: int) -> None:

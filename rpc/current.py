@@ -7,7 +7,7 @@ from typing import Any
 
 from rpc.errors import AlreadyInitializedError, ForkedProcessError, NotInitializedError
 
-__all__ = ["clear_current_agent", "current_agent", "is_initialized", "set_current_agent"]
+__all__ = ["check_not_forked", "clear_current_agent", "current_agent", "is_initialized", "set_current_agent"]
 
 _agent: Any = None
 _forked_from: int | None = None
@@ -22,16 +22,21 @@ def current_agent() -> Any:
     """
     agent = _agent
     if agent is None:
-        if _forked_from is not None:
-            raise ForkedProcessError(
-                "RPC has not been initialized in this process: it was forked from process "
-                f"{_forked_from}, whose agent stays there. Call init_rpc here, under a name of its own."
-            )
+        check_not_forked()
         raise NotInitializedError(
             "RPC has not been initialized, or is shut down. Call init_rpc first. "
             "(Current RPC agent is not set! Did you initialize the RPC framework?)"
         )
     return agent
+
+
+def check_not_forked() -> None:
+    """Raise ``ForkedProcessError`` if this process was forked from one that has an agent, and has none."""
+    if _forked_from is not None:
+        raise ForkedProcessError(
+            "RPC has not been initialized in this process: it was forked from process "
+            f"{_forked_from}, whose agent stays there. Call init_rpc here, under a name of its own."
+        )
 
 
 def is_initialized() -> bool:

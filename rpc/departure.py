@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Departure"]
 
-ROUNDS: Final = 2
-"""The first ends when no call is under way anywhere, the second when all references are given back."""
+ROUNDS: Final = 3
+"""The first ends when no call is under way anywhere, the second when all references are given back, the
+third when everybody has seen what was not given back. Then all leave."""
 
 
 class Departure:
@@ -46,6 +47,8 @@ class Departure:
         """Whether it makes a difference to ``look`` when this worker may have become idle."""
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: Callable[[str | None], None] | None = None
+        self._claimed = threading.Lock()
+        agent.on_closed(self._closed)
 
     def wait(self, timeout: float) -> None:
         """Wait for the end of a round (in a dynamic group: of this worker's own work). Ctrl-C interrupts.
@@ -93,6 +96,15 @@ class Departure:
         if self._termination is not None:
             self._act(self._termination.lost(peer.incarnation, time.monotonic(), self._report()))
             self._watch_over_all()
+        else:
+            self.look()
+
+    def claim(self) -> bool:
+        """Whether the caller is the first that wants to wait here."""
+        return self._claimed.acquire(blocking=False)
+
+    def _closed(self) -> None:
+        self._end("another thread has ended the agent")
 
     def _begin(self, end: Callable[[str | None], None], timeout: float) -> None:
         self._waiting = end

@@ -63,7 +63,7 @@ class Executor:
             raise ValueError(f"an executor needs at least one thread, not {workers}")
         self._workers = workers
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may submit something
         self._idle: list[_Thread] = []
         self._backlog: deque[Task] = deque()
         self._threads: set[threading.Thread] = set()

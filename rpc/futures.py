@@ -176,6 +176,10 @@ class PendingCall:
             waiter.release()
         return False
 
+    def abandon(self, error: BaseException) -> None:
+        """End the call in a forked child, where no lock may be taken."""
+        PendingCall.settle(self, error)
+
     def settled(self) -> bool:
         """Whether the call has ended."""
         return self.outcome is not None
@@ -207,6 +211,7 @@ class PendingCall:
     def result(self) -> Any:
         """Wait, decode, and return the value or raise: for callers that need no future."""
         self.wait_settled()
+        self.what = None  # a function of the user's, perhaps, which must not die with the loop's last look
         outcome = self.outcome
         if isinstance(outcome, BaseException):
             raise outcome
@@ -343,6 +348,7 @@ def _decoded(call: PendingCall) -> tuple[Any, BaseException | None]:
     """How a settled call ended: a value or an error."""
     outcome = call.outcome
     assert outcome is not None
+    call.what = None  # see ``PendingCall.result``
     if isinstance(outcome, BaseException):
         return None, outcome
     try:

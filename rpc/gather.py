@@ -17,7 +17,7 @@ from typing import Any
 
 from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
-from rpc.errors import RpcError, RpcTimeoutError
+from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError
 from rpc.futures import INFINITE, wait_for_event
 from rpc.peer import Peer
 from rpc.serialization import allow_function
@@ -46,7 +46,7 @@ class Gathering:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come back here
         self._next: dict[Names, int] = {}
         self._rounds: dict[Key, _Round] = {}
         self._given_up: dict[Names, tuple[int, RpcError]] = {}  # by this worker, the last time that it led
@@ -54,6 +54,7 @@ class Gathering:
         allow_function(_publish)
         allow_function(_fail)
         agent.on_gone(self._worker_gone)
+        agent.on_closed(self._closed)
 
     def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """See ``rpc.all_gather``."""
@@ -183,6 +184,14 @@ class Gathering:
             state = self._rounds.get((names, number))
         if state is not None:
             state.fail(error)
+
+    def _closed(self) -> None:
+        with self._lock:
+            concerned = [(names, state) for (names, _), state in self._rounds.items()]
+        for names, state in concerned:
+            if not state.complete.is_set():
+                what = f"_all_gather among {list(names)} cannot complete"
+                state.fail(NotInitializedError(f"RPC has been shut down: {what}"))
 
     def _worker_gone(self, peer: Peer, reason: str) -> None:
         with self._lock:

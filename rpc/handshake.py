@@ -45,7 +45,8 @@ class Hello:
         try:
             member, wanted, group = Member.from_wire(header["member"]), header["wanted"], header["group"]
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"a malformed hello: {error!r:.300}") from error
+            said = str(error)[:300]
+            raise ProtocolError(f"a malformed hello: {type(error).__name__}: {said}") from error
         if not isinstance(wanted, int) or not isinstance(group, str):
             raise ProtocolError("a malformed hello: wrong types")
         return cls(member, wanted, group)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
@@ -111,7 +112,7 @@ class Links:
             except TimeoutError:
                 failures.append(f"{address}: no answer within {CONNECT_SECONDS:g} s")
             except Exception as error:  # unreachable, or an address that makes no sense
-                failures.append(f"{address}: {getattr(error, 'strerror', None) or error}")
+                failures.append(f"{address}: {_why(error)}")
             else:
                 if peer.lost is not None or self._closed:
                     connection.start(_Closing())
@@ -218,17 +219,28 @@ class Links:
         for handshake in list(self._handshakes):
             handshake.connection.close("shutting down")
         farewells: list[_Farewell] = []
+        leaving: list[Connection] = []
         for peer in peers:
             connection = peer.gone("this worker has shut down")
             if connection is not None:
                 buffers, size = encode(Kind.GOODBYE, 0, {"reason": reason}, ())
                 connection.owner = farewell = _Farewell(self._loop)
                 farewells.append(farewell)
+                leaving.append(connection)
                 with contextlib.suppress(ConnectionClosed):
                     connection.send(buffers, size, wait=False)
                 connection.close("shut down", flush=True)
         if farewells:
             await asyncio.wait([farewell.sent for farewell in farewells], timeout=FAREWELL_SECONDS)
+        for connection in leaving:
+            connection.close("its peer does not read")  # unless it has closed: callers may wait for room
+
+
+def _why(error: Exception) -> str:
+    """What hinders a connection, in the system's words."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(getattr(error, "strerror", None) or error)
 
 
 class _Farewell:

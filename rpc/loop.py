@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -97,6 +98,8 @@ class LoopThread:
                 future.cancel()
             return future.result(timeout)
         except concurrent.futures.CancelledError:
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()
             raise RuntimeError(f"the thread {self._thread.name} has ended") from None
         except BaseException:
             future.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rpc.agent import Agent
 from rpc.current import clear_current_agent, current_agent
+from rpc.errors import RpcError
 
 __all__ = ["shutdown"]
 
@@ -28,6 +29,7 @@ def shutdown(
 
     Raises:
         NotInitializedError: there is no agent.
+        RpcError: another thread is waiting in ``shutdown`` already.
         RpcTimeoutError: not all work ended in time; names who is not in shutdown or still busy. This worker
             has left all the same.
         RRefError: others hold references, if asked to raise. This worker has left all the same.
@@ -48,14 +50,19 @@ def shutdown(
     timeout = agent.effective_timeout(timeout)
     references = agent.extensions["rref"]
     departure = agent.departure
+    if graceful and departure is not None and not departure.claim():
+        raise RpcError(f"worker '{agent.info.name}' is being shut down by another thread already")
     try:
         if graceful and departure is not None:
             departure.wait(timeout)
             if release_references:
                 references.release_all()
             departure.wait(timeout)
-            if raise_on_leaks:
-                references.check_leaks()
+            try:
+                if raise_on_leaks:
+                    references.check_leaks()
+            finally:
+                departure.wait(timeout)
     finally:
         references.released = True
         clear_current_agent()

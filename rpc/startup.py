@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -214,7 +215,8 @@ def start_agent(
         if is_initialized() and current_agent() is agent:
             clear_current_agent()
         raise
-    atexit.register(_leave_at_exit, agent, os.getpid())
+    atexit.unregister(_leave_at_exit)  # what an earlier agent has left behind
+    atexit.register(_leave_at_exit, weakref.ref(agent), os.getpid())
     return agent
 
 
@@ -231,9 +233,10 @@ def _noop() -> None:
     """What is called to make a connection."""
 
 
-def _leave_at_exit(agent: Agent, pid: int) -> None:
+def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
     """The process ends without ``shutdown``: say goodbye, so that others need not find out."""
-    if os.getpid() == pid and not agent.closed:
+    agent = which()
+    if os.getpid() == pid and agent is not None and not agent.closed:
         agent.close("its process ended without shutdown()")
         clear_current_agent()
 

@@ -35,6 +35,7 @@ class Creation(PendingCall):
         self._rref = rref
         self._fork = fork
         self.error: BaseException | None = None
+        self.what = self.asked  # a function of the user's would die on the loop's thread
 
     def settle(self, outcome: Frame | BaseException) -> bool:
         if isinstance(outcome, BaseException):
@@ -47,6 +48,10 @@ class Creation(PendingCall):
         if self.outcome is not None:
             return False  # it had timed out: who waited knows
         return super().settle(outcome)
+
+    def abandon(self, error: BaseException) -> None:
+        self.error = error
+        super().abandon(error)
 
     def expired(self) -> bool:
         self.deadline = float("inf")

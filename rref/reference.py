@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import torch
 
 from rpc.agent import UNSET_TIMEOUT
-from rpc.current import current_agent
+from rpc.current import check_not_forked, current_agent
 from rpc.errors import RRefError, SerializationError
 from rpc.futures import Future
 from rpc.peer import Peer
@@ -168,6 +168,7 @@ class RRef(Generic[T]):
     def _check_open(self, doing: str) -> References:
         shell = self._references
         if shell.released or shell.agent.closed:
+            check_not_forked()
             raise RRefError(
                 f"{self!r} is of no use any more: its agent is shut down. "
                 f"Cannot call {doing}() on it after deletion."

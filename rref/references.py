@@ -2,22 +2,26 @@
 protocol's actions into messages, and serves those who fetch or use an object.
 
 The protocol and the table of values are guarded by one lock, under which nothing is sent, nobody is called
-back, and no user code runs; the actions are done after it is let go. Objects are dropped on an executor
+back, and no user code runs; the actions are done after it is let go. Garbage is not collected meanwhile: a
+finalizer of the user's may use references, and would come back into the middle of a step. Objects are dropped on an executor
 thread, since their destructors are user code.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
 import time
+from _thread import LockType
 from collections.abc import Callable
 from typing import Any, Final
 
 from rpc import serialization
 from rpc.agent import Agent
 from rpc.callee import LATER, Request
-from rpc.errors import ProtocolError, RpcTimeoutError, RRefError, SerializationError
+from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError, SerializationError
 from rpc.executor import Task
 from rpc.futures import INFINITE, check_may_block, wait_for
 from rpc.peer import Peer
@@ -55,9 +59,11 @@ class References:
         self.released = False
         """Whether a graceful shutdown has taken all references away."""
         self._protocol = Protocol(agent.incarnation)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # right before and after a step, a finalizer may come back here
         self._values: dict[RRefId, Value] = {}
         self._awaiting: dict[Ref, list[Callable[[], object]]] = {}
+        self._waiting: set[LockType] = set()
+        """Threads that wait for a reference to be settled, each on its lock."""
         self._sweep_timer: asyncio.TimerHandle | None = None
         serialization.allow_function(method_of_object)
         agent.on(CREATE, self._creation_arrived)
@@ -66,14 +72,21 @@ class References:
         agent.control.on(TOPIC, self._message_arrived)
         agent.on_joined(self._peer_joined)
         agent.on_gone(self._peer_gone)
+        agent.on_closed(self._closed)
 
     # ---- the protocol
 
     def _do(self, step: Callable[..., Any], *args: Any) -> Any:
         """One step of the protocol, and the actions that it asks for."""
         with self._lock:
-            result = step(*args)
-            actions = self._protocol.take_actions()
+            collecting = gc.isenabled()
+            try:
+                gc.disable()
+                result = step(*args)
+                actions = self._protocol.take_actions()
+            finally:
+                if collecting:
+                    gc.enable()
         if actions:
             self._act(actions)
         return result
@@ -136,10 +149,13 @@ class References:
 
     def own(self, content: Any) -> tuple[RRefId, Ref]:
         """An object of this worker that is to be referred to."""
-        with self._lock:
-            ref = self._protocol.own()
-            self._values[ref] = Value.of(content)
+        ref: Ref = self._do(self._own, content)
         return ref, ref
+
+    def _own(self, content: Any) -> Ref:
+        ref = self._protocol.own()
+        self._values[ref] = Value.of(content)
+        return ref
 
     def create(
         self, peer: Peer, target: dict[str, Any], payload: Payload, timeout: float, what: object
@@ -149,13 +165,7 @@ class References:
         Args:
             target: added to the payload's header: what to call, if it is a method; see ``target_of``.
         """
-        with self._lock:
-            rref, fork = self._protocol.create(peer.incarnation)
-            if peer.is_self:
-                self._values[rref] = Value()
-            actions = self._protocol.take_actions()
-        if actions:
-            self._act(actions)
+        rref, fork = self._do(self._create, peer)
         payload.header.update(target)
         payload.header["create"] = [rref, fork]
         agent = self.agent
@@ -171,6 +181,12 @@ class References:
             raise
         agent.calls.watch(creation)
         return rref, fork, creation
+
+    def _create(self, peer: Peer) -> tuple[RRefId, Ref]:
+        rref, fork = self._protocol.create(peer.incarnation)
+        if peer.is_self:
+            self._values[rref] = Value()
+        return rref, fork
 
     def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
         """The owner has answered a creation."""
@@ -207,20 +223,23 @@ class References:
     # ---- states
 
     def state(self, ref: Ref) -> State:
-        with self._lock:
-            return self._protocol.state(ref)
+        state: State = self._do(self._protocol.state, ref)
+        return state
 
     def reason(self, ref: Ref) -> str:
-        with self._lock:
-            return self._protocol.reason(ref)
+        reason: str = self._do(self._protocol.reason, ref)
+        return reason
 
     def when_settled(self, ref: Ref, callback: Callable[[], object]) -> bool:
         """Whether a reference is confirmed or failed; if not, ``callback`` is called when it is."""
-        with self._lock:
-            if self._protocol.state(ref) is not State.PENDING:
-                return True
-            self._awaiting.setdefault(ref, []).append(callback)
-            return False
+        settled: bool = self._do(self._await, ref, callback)
+        return settled
+
+    def _await(self, ref: Ref, callback: Callable[[], object]) -> bool:
+        if self._protocol.state(ref) is not State.PENDING:
+            return True
+        self._awaiting.setdefault(ref, []).append(callback)
+        return False
 
     def wait_settled(self, ref: Ref, timeout: float, owner: str) -> None:
         """Wait until a reference is confirmed or failed.
@@ -233,29 +252,38 @@ class References:
         """
         done = threading.Lock()
         done.acquire()
-        if self.when_settled(ref, done.release):
-            return
-        check_may_block()
-        if not wait_for(done, time.monotonic() + timeout if timeout else INFINITE):
+        self._waiting.add(done)
+        try:
+            if self.agent.closed or self.when_settled(ref, done.release):
+                return
+            check_may_block()
+            settled = wait_for(done, time.monotonic() + timeout if timeout else INFINITE)
+        finally:
+            self._waiting.discard(done)
+        if not settled:
             raise RpcTimeoutError(
                 f"RPC ran for more than its timeout of {timeout * 1000:.0f} ms: worker '{owner}', the owner, "
                 "has not confirmed the reference"
             )
+
+    def _closed(self) -> None:
+        """This worker has left: wake who waits for what will not come."""
+        for lock in self._waiting.copy():
+            with contextlib.suppress(RuntimeError):  # it was released just now
+                lock.release()
+        error = NotInitializedError("RPC has been shut down before the object was made")
+        for value in list(self._values.values()):
+            if not value.is_ready:
+                value.fail(error)
 
     # ---- serving: handlers run on the loop's thread, ``_run_...`` on executor threads
 
     def _creation_arrived(self, peer: Peer, frame: Frame) -> None:
         rref, fork = _ids(frame.header.get("create"))
         arrivals = serialization.adopt(frame.header, peer)
-        with self._lock:
-            wanted = self._protocol.arrived(rref, fork, peer.incarnation)
-            if wanted:
-                value = self._values.setdefault(rref, Value())
-            actions = self._protocol.take_actions()
-        if actions:
-            self._act(actions)
+        value = self._do(self._arrived, rref, fork, peer)
         request = Request(peer, frame, arrivals)
-        if not wanted:
+        if value is None:
             refusal = serialization.dump_exception(RRefError("its creator gave it up"), self.agent.info)
             refusal.header["refused"] = "its creator gave it up"
             self._accept(request, lambda _: self.agent.answer(peer, Kind.FAILURE, frame.call_id, refusal))
@@ -268,19 +296,28 @@ class References:
                 request, _id(target), lambda on: self._run_creation(request, rref, value, on)
             )
 
+    def _arrived(self, rref: RRefId, fork: ForkId, peer: Peer) -> Value | None:
+        """Where the object of a creation is to be put; None if it is not wanted."""
+        wanted = self._protocol.arrived(rref, fork, peer.incarnation)
+        return self._values.setdefault(rref, Value()) if wanted else None
+
     def _accept(self, request: Request, run: Callable[[Request], None]) -> None:
         tasks: list[Task] = []
         self.agent.accept(request, run, tasks)
         self.agent.executor.submit_batch(tasks)
 
-    def _accept_on_object(self, request: Request, target: RRefId, run: Callable[[Value], None]) -> None:
-        """Run a request once the object that it is for is there. The object stays until it has run."""
+    def _accept_on_object(
+        self, request: Request, target: RRefId, run: Callable[[Value], None], *, quick: bool = False
+    ) -> None:
+        """Run a request once the object that it is for is there. The object stays until it has run.
+
+        Args:
+            quick: it calls no method of the object: the thread that makes the object may run it.
+        """
         value = self._values.get(target)
         if value is not None:
-            if value.is_ready:
+            if value.is_ready or not self._accept_when_made(request, value, run, quick):
                 self._accept(request, lambda _: run(value))
-            else:
-                self._accept_when_made(request, value, run)
             return
         ref = self._do(self._protocol.expect, target)
 
@@ -292,20 +329,26 @@ class References:
 
         def known() -> None:
             value = self._values.get(target) or self._missing(target)
-            value.when_ready(lambda: self._accept(request, run_and_release))
+            if value.when_ready(accept):
+                accept()
+
+        def accept() -> None:
+            self._accept(request, run_and_release)
 
         if self.when_settled(ref, known):
             known()
 
-    def _accept_when_made(self, request: Request, value: Value, run: Callable[[Value], None]) -> None:
-        """Run a request on the thread that makes the object, as soon as it is there."""
+    def _accept_when_made(
+        self, request: Request, value: Value, run: Callable[[Value], None], quick: bool
+    ) -> bool:
+        """Run a request as soon as the object is there; false if it has just come."""
         postponed = self.agent.postponed
         self.agent.requests_begun += 1
         postponed.begin()
 
         def made() -> None:
             try:
-                if request.arrivals is None:
+                if quick:
                     run(value)
                 else:
                     self._accept(request, lambda _: run(value))
@@ -313,7 +356,10 @@ class References:
                 postponed.end()
                 self.agent.something_ended()
 
-        value.when_ready(made)
+        if value.when_ready(made):
+            postponed.end()
+            return False
+        return True
 
     def _missing(self, rref: RRefId) -> Value:
         missing = Value()
@@ -376,7 +422,7 @@ class References:
                 content = type(content)
             self.agent.reply(peer, frame.call_id, content, "the object")
 
-        self._accept_on_object(Request(peer, frame, None), _id(frame.header.get("object")), run)
+        self._accept_on_object(Request(peer, frame, None), _id(frame.header.get("object")), run, quick=True)
 
     def _invocation_arrived(self, peer: Peer, frame: Frame) -> None:
         request = Request(peer, frame, serialization.adopt(frame.header, peer))
@@ -401,8 +447,7 @@ class References:
 
     def debug_info(self) -> dict[str, int]:
         """How many objects of this worker are shared, their forks elsewhere, and what waits for an answer."""
-        with self._lock:
-            counts = self._protocol.counts()
+        counts = self._do(self._protocol.counts)
         return {
             "num_owner_rrefs": counts["shared"],
             "num_forks": counts["forks"],
@@ -414,8 +459,8 @@ class References:
 
     def check_leaks(self) -> None:
         """Raise ``RRefError`` if other workers still refer to objects of this one."""
-        with self._lock:
-            found = {rref: elsewhere for rref, (elsewhere, _) in self._protocol.leaks().items() if elsewhere}
+        leaks = self._do(self._protocol.leaks)
+        found = {rref: elsewhere for rref, (elsewhere, _) in leaks.items() if elsewhere}
         if found:
             listed = ", ".join(f"{self.id_text(rref)} ({count} forks)" for rref, count in found.items())
             raise RRefError(

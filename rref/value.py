@@ -26,7 +26,7 @@ class Value:
     __slots__ = ("_content", "_error", "_lock", "_ready", "_waiting")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come back here
         self._ready = False
         self._content: Any = None
         self._error: BaseException | None = None
@@ -66,13 +66,12 @@ class Value:
         for callback in waiting:
             callback()
 
-    def when_ready(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` once the object is there or failed: at once if it is."""
+    def when_ready(self, callback: Callable[[], object]) -> bool:
+        """Whether the object is there or failed; if not, ``callback`` is called once it is."""
         with self._lock:
             if not self._ready:
                 self._waiting.append(callback)
-                return
-        callback()
+            return self._ready
 
     def get(self) -> Any:
         """The object; raises the error of making it. Only once it ``is_ready``."""
@@ -95,9 +94,9 @@ class Value:
             check_may_block()
             done = threading.Lock()
             done.acquire()
-            self.when_ready(done.release)
+            ready = self.when_ready(done.release)
             began = time.monotonic()
-            if not wait_for(done, began + timeout if timeout else INFINITE):
+            if not ready and not wait_for(done, began + timeout if timeout else INFINITE):
                 waited = (time.monotonic() - began) * 1000
                 raise RpcTimeoutError(f"RPC ran for more than its timeout: {what}, waited {waited:.0f} ms")
         return self.get()

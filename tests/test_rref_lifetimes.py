@@ -13,6 +13,7 @@ import pytest
 
 import rpc
 from rpc.errors import RpcTimeoutError, RRefError, WorkerLostError
+from tests.orders import ask, dismiss, start_followers
 from tests.serving import open_gate, serve, wait_at_gate
 from tests.tracked import Tracked
 from tests.workers import RunWorkers, Worker, current_worker
@@ -34,33 +35,6 @@ def say_names() -> list[str]:
     return [rref.rpc_sync().say_name() for rref in kept]
 
 
-def follow_orders(worker: Worker) -> None:
-    """Runs what the test tells it to, in the group."""
-    with worker.group():
-        worker.report("ready")
-        while (order := worker.wait_for("order")) is not None:
-            worker.report("done", order())
-
-
-def start(run_workers: RunWorkers, size: int) -> Any:
-    workers = run_workers.start(follow_orders, size)
-    workers.wait_for("ready")
-    return workers
-
-
-def order(worker: Any, function: Any) -> Any:
-    """Has a worker run a function and returns its value."""
-    worker.tell("order", function)
-    return worker.wait_for("done")
-
-
-def dismiss(workers: Any) -> None:
-    for worker in workers:
-        if not worker.death_intended:
-            worker.tell("order", None)
-    workers.results()
-
-
 def make_on(owner: str, *names: str) -> None:
     for name in names:
         rref = rpc.remote(owner, Tracked, args=(name,))
@@ -76,24 +50,24 @@ def give_to(to: str) -> None:
 
 
 def test_an_object_is_freed_when_its_only_user_lets_go(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 2)
-    order(workers[0], lambda: make_on("worker1", "first", "second"))
-    order(workers[0], drop)
+    workers = start_followers(run_workers, 2)
+    ask(workers[0], make_on, "worker1", "first", "second")
+    ask(workers[0], drop)
     assert sorted(workers[1].wait_for("freed") for _ in range(2)) == ["first", "second"]
     dismiss(workers)
 
 
 def test_an_object_is_freed_when_the_last_of_several_users_lets_go(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 4)
-    order(workers[0], lambda: make_on("worker1", "shared"))
-    order(workers[0], lambda: give_to("worker2"))
-    order(workers[2], lambda: give_to("worker3"))
+    workers = start_followers(run_workers, 4)
+    ask(workers[0], make_on, "worker1", "shared")
+    ask(workers[0], give_to, "worker2")
+    ask(workers[2], give_to, "worker3")
     for rank in (0, 2):
-        order(workers[rank], drop)
-        assert order(workers[3], say_names) == ["shared"]
-    order(workers[1], drop)  # marks this moment in what the owner reports
+        ask(workers[rank], drop)
+        assert ask(workers[3], say_names) == ["shared"]
+    ask(workers[1], drop)  # marks this moment in what the owner reports
     assert workers[1].wait_for("freed") == "nothing yet"
-    order(workers[3], drop)
+    ask(workers[3], drop)
     assert workers[1].wait_for("freed") == "shared"
     dismiss(workers)
 
@@ -103,10 +77,10 @@ def test_an_owners_own_reference_counts(run_workers: RunWorkers) -> None:
         kept.append(rpc.RRef(Tracked("mine")))
         give_to("worker1")
 
-    workers = start(run_workers, 2)
-    order(workers[0], share)
-    order(workers[1], drop)
-    order(workers[0], drop)
+    workers = start_followers(run_workers, 2)
+    ask(workers[0], share)
+    ask(workers[1], drop)
+    ask(workers[0], drop)
     assert [workers[0].wait_for("freed") for _ in range(2)] == ["nothing yet", "mine"]
     dismiss(workers)
 
@@ -118,8 +92,8 @@ def test_a_chain_of_objects_across_workers_is_freed(run_workers: RunWorkers) -> 
             kept[0] = rpc.remote(f"worker{number % 2}", Tracked, args=(str(number), kept[0]))
         kept[0].rpc_sync().say_name()
 
-    workers = start(run_workers, 2)
-    order(workers[0], make_chain)
+    workers = start_followers(run_workers, 2)
+    ask(workers[0], make_chain)
     workers[0].tell("order", kept.clear)
     assert [workers[1].wait_for("freed"), workers[0].wait_for("freed")] == ["3", "2"]
     assert [workers[1].wait_for("freed"), workers[0].wait_for("freed")] == ["1", "0"]
@@ -132,8 +106,8 @@ def test_arguments_and_results_are_not_kept(run_workers: RunWorkers) -> None:
         rref = rpc.remote("worker1", Tracked, args=("object", rpc.RRef(Tracked("argument"))))
         return len(rref.to_here().holds) + len(rref.rpc_sync().say_name())
 
-    workers = start(run_workers, 2)
-    assert order(workers[0], make_and_use) == 1 + len("object")
+    workers = start_followers(run_workers, 2)
+    assert ask(workers[0], make_and_use) == 1 + len("object")
     assert workers[1].wait_for("freed") == "object"
     assert workers[0].wait_for("freed") == "argument"
     dismiss(workers)
@@ -145,10 +119,10 @@ def make_many(count: int) -> None:
 
 
 def test_objects_never_asked_for_are_freed_too(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 2)
-    order(workers[0], lambda: make_many(200))
+    workers = start_followers(run_workers, 2)
+    ask(workers[0], make_many, 200)
     assert {workers[1].wait_for("freed") for _ in range(200)} == {str(number) for number in range(200)}
-    assert order(workers[1], lambda: rpc.get_debug_info()["num_owner_rrefs"]) == 0
+    assert ask(workers[1], lambda: rpc.get_debug_info()["num_owner_rrefs"]) == 0
     dismiss(workers)
 
 
@@ -171,9 +145,9 @@ def ask_for_what_fails() -> None:
 
 
 def test_a_failed_creation_leaves_nothing_at_the_owner(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 2)
-    order(workers[1], gc.disable)
-    order(workers[0], ask_for_what_fails)
+    workers = start_followers(run_workers, 2)
+    ask(workers[1], gc.disable)
+    ask(workers[0], ask_for_what_fails)
     assert workers[1].wait_for("freed") == "in the frame"
     dismiss(workers)
 
@@ -191,10 +165,10 @@ def test_a_creation_that_times_out_leaves_nothing_at_the_owner(run_workers: RunW
             rref._get_future().wait()
         kept.append(rref)  # that it is still held does not keep the object
 
-    workers = start(run_workers, 2)
-    order(workers[0], time_out)
+    workers = start_followers(run_workers, 2)
+    ask(workers[0], time_out)
     workers[1].wait_for("at the gate")
-    order(workers[1], open_gate)
+    ask(workers[1], open_gate)
     assert workers[1].wait_for("freed") == "late"
     dismiss(workers)
 
@@ -203,21 +177,21 @@ def test_a_creation_that_times_out_leaves_nothing_at_the_owner(run_workers: RunW
 
 
 def test_an_object_is_freed_when_its_user_is_killed(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 3)
-    order(workers[2], lambda: make_on("worker1", "orphan"))
+    workers = start_followers(run_workers, 3)
+    ask(workers[2], make_on, "worker1", "orphan")
     workers[2].kill()
     assert workers[1].wait_for("freed") == "orphan"
     dismiss(workers)
 
 
 def test_an_object_outlives_a_killed_user_while_another_has_it(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 4)
-    order(workers[2], lambda: make_on("worker1", "shared"))
-    order(workers[2], lambda: give_to("worker3"))
+    workers = start_followers(run_workers, 4)
+    ask(workers[2], make_on, "worker1", "shared")
+    ask(workers[2], give_to, "worker3")
     workers[2].kill()
-    order(workers[1], lambda: wait_until_lost("worker2"))
-    assert order(workers[3], say_names) == ["shared"]
-    order(workers[3], drop)
+    ask(workers[1], wait_until_lost, "worker2")
+    assert ask(workers[3], say_names) == ["shared"]
+    ask(workers[3], drop)
     assert workers[1].wait_for("freed") == "shared"
     dismiss(workers)
 
@@ -239,31 +213,31 @@ def keep_and_report(*rrefs: rpc.RRef[Any]) -> None:
 
 
 def test_a_fork_in_flight_outlives_its_forker(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 4)
-    order(workers[2], lambda: make_on("worker1", "passed on"))
-    order(workers[2], lambda: rpc.rpc_sync("worker3", int))
+    workers = start_followers(run_workers, 4)
+    ask(workers[2], make_on, "worker1", "passed on")
+    ask(workers[2], rpc.rpc_sync, "worker3", int)
     workers[1].stop()  # it can confirm nothing now
-    order(workers[2], lambda: give_without_waiting("worker3"))
+    ask(workers[2], give_without_waiting, "worker3")
     workers[2].kill()
     workers[1].resume()
     assert workers[3].wait_for("kept") == ["passed on"]
-    order(workers[1], lambda: wait_until_lost("worker2"))
-    assert order(workers[3], say_names) == ["passed on"]
-    order(workers[3], drop)
+    ask(workers[1], wait_until_lost, "worker2")
+    assert ask(workers[3], say_names) == ["passed on"]
+    ask(workers[3], drop)
     assert workers[1].wait_for("freed") == "passed on"
     dismiss(workers)
 
 
 def test_a_fork_in_flight_to_a_killed_worker_is_taken_back(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 4)
-    order(workers[2], lambda: make_on("worker1", "passed on"))
+    workers = start_followers(run_workers, 4)
+    ask(workers[2], make_on, "worker1", "passed on")
     workers[1].stop()
-    order(workers[2], lambda: give_without_waiting("worker3"))
+    ask(workers[2], give_without_waiting, "worker3")
     workers[3].kill()
     workers[1].resume()
-    order(workers[2], lambda: wait_until_lost("worker3"))
-    assert order(workers[2], say_names) == ["passed on"]
-    order(workers[2], drop)
+    ask(workers[2], wait_until_lost, "worker3")
+    assert ask(workers[2], say_names) == ["passed on"]
+    ask(workers[2], drop)
     assert workers[1].wait_for("freed") == "passed on"
     dismiss(workers)
 

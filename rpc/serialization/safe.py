@@ -151,11 +151,13 @@ class AllowList:
 
 def _name(obj: Any) -> tuple[str, str]:
     name = name_of(obj, None)
-    if name is None and getattr(obj, "__module__", None) == "__main__":
-        name = "__main__", obj.__qualname__
-    if name is None:
+    if name is not None:
+        return name
+    # While a decorator runs, the module does not have the name yet.
+    module, qualified = getattr(obj, "__module__", None), getattr(obj, "__qualname__", "<none>")
+    if not isinstance(module, str) or "<" in qualified:
         raise ValueError(f"{obj!r} has no name under which another worker could ask for it")
-    return name
+    return module, qualified
 
 
 def _is_exception(kind: object) -> bool:

@@ -31,6 +31,9 @@ class TcpTransport:
         )[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
+            if port:
+                # What is left of the connections of a worker that listened here just now does not matter.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
             sock.listen(_BACKLOG)
         except BaseException:

@@ -20,6 +20,7 @@ __all__ = ["UnixTransport"]
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 1024
+_RETRY_SECONDS: Final = 0.02
 
 
 class UnixTransport:
@@ -57,8 +58,13 @@ class UnixTransport:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            name = address.removeprefix("unix:@")
-            await self._loop.sock_connect(sock, b"\0" + name.encode())
+            where = b"\0" + address.removeprefix("unix:@").encode()
+            while True:
+                try:
+                    sock.connect(where)
+                    break
+                except BlockingIOError:  # so many wait to be accepted that no more may: nothing tells when
+                    await asyncio.sleep(_RETRY_SECONDS)
             _, user = _peer_process(sock)
             if user != os.geteuid():
                 raise PermissionError(f"{address} belongs to user {user}, not to user {os.geteuid()}")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.transport import Transport
+from tests.rpc.effort import EFFORT, PROFILE
 from tests.rpc.memory_transport import MemoryNetwork, MemoryTransport
 from tests.rpc.nodes import Node
 
@@ -83,7 +84,7 @@ def check(left: Node, right: Node) -> None:
     assert end.other is other_end  # type: ignore[attr-defined]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(PROFILE, max_examples=150 * EFFORT)
 @given(
     incarnations=st.sampled_from([(1, 2), (2, 1)]),
     late_group=st.booleans(),

@@ -14,6 +14,7 @@ from rpc.errors import ProtocolError
 from rpc.handshake import CROSSED, GONE, MISTAKEN, STRANGER, Hello, Refusal, judge, legible, parse_refusal
 from rpc.membership import Membership
 from rpc.workers import Member
+from tests.rpc.effort import PROFILE
 from tests.rpc.members import member
 
 ME = member("me", 0, 500)
@@ -89,6 +90,7 @@ def test_of_two_that_connect_to_each_other_the_attempt_of_the_smaller_incarnatio
     assert code(judged(LARGER, view(LARGER))) == "welcome"
 
 
+@PROFILE
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
 def test_of_two_simultaneous_attempts_exactly_one_counts(left: int, right: int) -> None:
     if left == right:
@@ -155,6 +157,7 @@ def over_the_wire(header: dict[str, Any]) -> Any:
     return msgpack.unpackb(msgpack.packb(header))
 
 
+@PROFILE
 @given(members, st.integers(0, 2**63 - 1), st.text(max_size=20))
 def test_a_hello_arrives_as_it_was_said(who: Member, wanted: int, group: str) -> None:
     hello = Hello(who, wanted, group)
@@ -202,6 +205,7 @@ json_like = st.recursive(
 )
 
 
+@PROFILE
 @given(
     st.fixed_dictionaries(
         {
@@ -217,6 +221,7 @@ def test_nothing_that_calls_itself_a_hello_does_harm(header: dict[str, Any]) -> 
         judge(hello, view(static=False), GROUP, connected=False, connecting=False)
 
 
+@PROFILE
 @given(
     st.dictionaries(st.text(), json_like, max_size=3)
     | st.fixed_dictionaries({"code": json_like, "reason": json_like})

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rpc import wire
 from rpc.errors import ProtocolError
 from rpc.wire import Decoder, Frame, decode_one, encode, encode_small
+from tests.rpc.effort import EFFORT, PROFILE
 
 LIMIT = 8 << 20
 BUFFER = len(Decoder(LIMIT).scratch)
@@ -101,7 +102,7 @@ def endless(sizes: list[int]) -> Iterator[int]:
         yield from sizes
 
 
-@settings(deadline=None)
+@PROFILE
 @given(messages=st.lists(small_messages, max_size=4), sizes=chunkings)
 def test_frames_arrive_as_sent_however_the_stream_is_cut(messages: list[Message], sizes: list[int]) -> None:
     decoder = Decoder(LIMIT)
@@ -113,7 +114,7 @@ def test_frames_arrive_as_sent_one_byte_at_a_time() -> None:
     assert as_messages(feed(Decoder(LIMIT), stream_of(messages), endless([1]))) == messages
 
 
-@settings(max_examples=30, deadline=None)
+@settings(PROFILE, max_examples=30 * EFFORT)
 @given(
     messages=st.lists(large_messages | small_messages, min_size=1, max_size=4),
     sizes=st.lists(
@@ -140,6 +141,7 @@ def test_segments_may_be_empty(header: dict[str, Any], segments: list[bytes]) ->
     assert as_messages(feed(Decoder(LIMIT), stream_of([message, message]))) == [message, message]
 
 
+@PROFILE
 @given(segments=st.lists(st.binary(max_size=40), min_size=2, max_size=6), header=headers)
 def test_tensors_start_at_multiples_of_16_within_the_body(
     segments: list[bytes], header: dict[str, Any]
@@ -162,6 +164,7 @@ def test_segments_are_sent_without_being_copied() -> None:
     assert [buffer for buffer in buffers if buffer is pickled or buffer is tensor] == [pickled, tensor]
 
 
+@PROFILE
 @given(header=headers, segments=st.lists(st.binary(max_size=80), max_size=1))
 def test_the_short_form_is_the_same_frame(header: dict[str, Any], segments: list[bytes]) -> None:
     assert encode_small(5, 77, header, segments) == encoded((5, 77, header, segments))
@@ -189,6 +192,7 @@ def test_a_forked_child_has_received_tensors_to_itself(size: int) -> None:
     assert bytes(frame.segments[0][:1]) == b"a"
 
 
+@PROFILE
 @given(message=small_messages)
 def test_one_frame_is_decoded_in_place(message: Message) -> None:
     data = bytearray(encoded(message))
@@ -370,6 +374,7 @@ def survives(data: bytes, sizes: list[int], allocations: list[int]) -> None:
     assert all(size <= FUZZ_LIMIT for size in allocations)
 
 
+@PROFILE
 @given(data=st.binary(max_size=400), sizes=chunkings)
 def test_random_bytes_do_no_harm(allocations: list[int], data: bytes, sizes: list[int]) -> None:
     survives(data, sizes, allocations)
@@ -380,6 +385,7 @@ near_limits = st.sampled_from([0, 1, 7, 8, 9, 16, 27, 28, 29, FUZZ_LIMIT - 1, FU
 lengths = near_limits | st.integers(0, 2**32 - 1)
 
 
+@PROFILE
 @given(
     body=lengths | u64,
     header=lengths,
@@ -397,7 +403,7 @@ def test_random_prefixes_do_no_harm(
     survives(exact + exact[len(wire.PREAMBLE) :], sizes, allocations)
 
 
-@settings(deadline=None)
+@PROFILE
 @given(
     messages=st.lists(small_messages, min_size=1, max_size=3),
     changes=st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4),
