@@ -24,7 +24,14 @@ from rpc.calls import CallTable
 from rpc.control import Control
 from rpc.deferred import Counter, Deferred
 from rpc.departure import Departure
-from rpc.errors import ForkedProcessError, NotInitializedError, ProtocolError, RpcError, WorkerLostError
+from rpc.errors import (
+    ForkedProcessError,
+    NotInitializedError,
+    ProtocolError,
+    RpcError,
+    SerializationError,
+    WorkerLostError,
+)
 from rpc.executor import Executor, Task
 from rpc.futures import Future, PendingCall
 from rpc.links import Links
@@ -317,6 +324,12 @@ class Agent:
                 peer.send_small(encode_small(kind, call_id, header, segments), wait)
             else:
                 buffers, size = encode(kind, call_id, header, segments)
+                if size > self.options.max_message_bytes:
+                    # The other side would break off the connection; it has the same limit, as a rule.
+                    raise SerializationError(
+                        f"a message of {size} bytes to worker '{peer.name}' is over the limit of "
+                        f"{self.options.max_message_bytes}: raise max_message_bytes in all workers' options"
+                    )
                 peer.send(buffers, size, aliased=bool(payload.borrowed), wait=wait)
         except BaseException:
             serialization.take_back(header, peer)

@@ -120,11 +120,7 @@ class CallTable:
                 continue  # a thread waits for it and looks at the clock
             if call.deadline > now:
                 earliest = min(earliest, call.deadline)
-            elif (
-                (call.keeps_place or self.give_up(call))
-                and call.expired()
-                and call.future is not None
-            ):
+            elif (call.keeps_place or self.give_up(call)) and call.expired() and call.future is not None:
                 unattended.append(call.future)
         if unattended:
             self._settled(unattended)

@@ -3,8 +3,8 @@ protocol's actions into messages, and serves those who fetch or use an object.
 
 The protocol and the table of values are guarded by one lock, under which nothing is sent, nobody is called
 back, and no user code runs; the actions are done after it is let go. Garbage is not collected meanwhile: a
-finalizer of the user's may use references, and would come back into the middle of a step. Objects are dropped on an executor
-thread, since their destructors are user code.
+finalizer of the user's may use references, and would come back into the middle of a step. Objects are
+dropped on an executor thread, since their destructors are user code.
 """
 
 from __future__ import annotations

@@ -207,6 +207,23 @@ def test_random_messages_of_members_are_survived_and_take_no_memory(run_workers:
     assert not [line for line in log_lines(workers[1]) if any(each in line for each in surprises)]
 
 
+def announce_much(at: Target) -> None:
+    for number, kind in enumerate((Kind.CALL, Kind.REPLY, Kind.CONTROL)):
+        with Hostile(at) as peer:
+            peer.join(peer.newcomer(number))
+            peer.say(PREFIX.pack(8 << 30, 1, 0, 1, kind), bytes(1 << 20))  # and no more
+
+
+def test_what_is_announced_and_never_sent_takes_no_memory(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = order(workers[1], target)
+    before = order(workers[1], memory)
+    order(workers[0], lambda: announce_much(at))
+    assert order(workers[1], work_on_each_other)
+    assert order(workers[1], memory) - before < 30
+    dismiss(workers)
+
+
 # ---- a member that only some have met
 
 

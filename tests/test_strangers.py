@@ -9,6 +9,7 @@ import dataclasses
 import os
 import random
 import re
+import resource
 import socket
 import struct
 import threading
@@ -24,7 +25,7 @@ from rpc.errors import WorkerLostError
 from rpc.wire import PREAMBLE, PROTOCOL_VERSION, Kind
 from tests.hostile import Hostile, Target, frame, target
 from tests.refusals import refused
-from tests.serving import in_group, serve
+from tests.serving import first_of, in_group, serve
 from tests.workers import RunWorkers, Worker, WorkerProcess
 
 PREFIX = struct.Struct("<QQIIB3x")
@@ -137,6 +138,57 @@ def test_strangers_are_refused_one_by_one_and_the_log_says_why(run_workers: RunW
     for line, (name, (_, text)) in zip(lines, STRANGERS.items(), strict=True):
         assert re.match(f"refused {who}: .*{text}", line), f"{name}: {line}"
         assert len(line) < 500
+
+
+# ---- many of them
+
+
+def memory() -> int:
+    """The most that this process has ever had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def come_in_crowds(_: Worker) -> int:
+    at: Target = rpc.rpc_sync("worker1", target)
+    before = rpc.rpc_sync("worker1", memory)
+    for _crowd in range(20):
+        with contextlib.ExitStack() as crowd:
+            peers = [crowd.enter_context(Hostile(at)) for _ in range(20)]
+            for peer in peers:
+                peer.say(PREAMBLE, bytes(20_000))  # an empty frame of kind 0, many times
+            assert all(peer.is_hung_up() for peer in peers)
+    return int(rpc.rpc_sync("worker1", memory)) - int(before)
+
+
+def test_strangers_take_no_memory(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, come_in_crowds) < 30
+
+
+def limit_descriptors() -> None:
+    """Leaves this process no more than a few descriptors to open."""
+    in_use = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 5, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def take_all_descriptors(_: Worker) -> str:
+    at: Target = rpc.rpc_sync("worker1", target)
+    rpc.rpc_sync("worker1", limit_descriptors)
+    with contextlib.ExitStack() as crowd:
+        for _number in range(40):
+            crowd.enter_context(Hostile(at))
+        rpc.rpc_sync("worker1", my_name)  # whom one knows one goes on talking to
+    with Hostile(at) as peer:
+        peer.say(b"hello?")
+        assert peer.is_hung_up()
+    return str(rpc.rpc_sync("worker1", my_name))
+
+
+def test_a_worker_out_of_descriptors_says_so_once_and_recovers(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([in_group(take_all_descriptors), serve])
+    assert workers.results() == ["worker1", None]
+    warnings = [line for line in log_lines(workers[1]) if "cannot accept connections on unix:@" in line]
+    assert len(warnings) == 1
+    assert "Too many open files" in warnings[0]
 
 
 # ---- a handshake of the wrong one

@@ -230,6 +230,12 @@ class _TcpOpener:
                 return store
             except (OSError, RuntimeError) as error:
                 reason = first_line(error)
+                free = isinstance(error, ConnectionRefusedError)
+            if free and self._serve:
+                # Whoever had the port, such as a rank 0 that was killed and whose place we take, has let go.
+                served = self._open_as_server(waiting)
+                if served is not None:
+                    return served
             try:
                 backoff.pause()
             except OutOfTime:

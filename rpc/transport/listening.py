@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 _ACCEPTS_PER_WAKE_UP: Final = 64
 _RETRY_SECONDS: Final = 0.1
+_SILENT_SECONDS: Final = 10.0
+"""How long not to say again that no connections can be accepted."""
 
 
 class SocketListener:
@@ -39,6 +41,7 @@ class SocketListener:
         self._socket = sock
         self._accepted = accepted
         self._open = True
+        self._silent_until = 0.0
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._acceptable)
 
@@ -50,7 +53,9 @@ class SocketListener:
                 return
             except OSError as error:
                 # Out of descriptors, most likely. The event would come again at once: look away for a while.
-                logger.warning("cannot accept connections on %s just now: %s", self.address, error)
+                if self._loop.time() > self._silent_until:
+                    self._silent_until = self._loop.time() + _SILENT_SECONDS
+                    logger.warning("cannot accept connections on %s just now: %s", self.address, error)
                 self._loop.remove_reader(self._socket.fileno())
                 self._loop.call_later(_RETRY_SECONDS, self._resume)
                 return

@@ -40,7 +40,7 @@ _PIECES_PER_WRITE: Final = 64
 _READS_PER_WAKE_UP: Final = 16
 _HANDSHAKE_FRAME_BYTES: Final = 64 << 10
 _LOCK_SECONDS: Final = 1.0
-"""Longer than anybody who is still there holds the send lock."""
+"""Longer than anybody who is still there holds the send lock between two writes."""
 
 
 class StreamConnection:
@@ -80,6 +80,7 @@ class StreamConnection:
         self._waiting_for_room = 0
         self._stalled = False
         self._in_doubt = False
+        self._writes = 0
         self._open = True
         self._write_error: OSError | None = None
         self._closing: str | None = None
@@ -218,6 +219,7 @@ class StreamConnection:
 
     def _write(self, batch: list[Any]) -> int:
         """With the send lock: one system call; 0 when the kernel takes nothing now, -1 when it failed."""
+        self._writes += 1
         try:
             return self._socket.sendmsg(batch)
         except (BlockingIOError, InterruptedError):
@@ -234,8 +236,10 @@ class StreamConnection:
 
     def _interrupted(self) -> None:
         """An exception hit this thread in the middle of ``send``: leave nothing half done."""
-        # If the lock cannot be had, it was acquired by this thread right before the exception.
-        self._send_lock.acquire(timeout=_LOCK_SECONDS)
+        # If the lock cannot be had and nobody writes, this thread acquired it right before the exception.
+        writes = self._writes
+        while not self._send_lock.acquire(timeout=_LOCK_SECONDS) and writes != self._writes:
+            writes = self._writes
         self._send_lock.release()
         if self._stalled:
             self._tell_loop(self._watch_writable)

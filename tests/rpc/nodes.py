@@ -134,3 +134,20 @@ class Node:
             lambda: self.links.connections(self.peers.values())[len(self.links._listeners) :]
         )
         return found
+
+
+def pair(make: Callable[..., Node], **options: Any) -> tuple[Node, Node]:
+    """Two workers of one static group."""
+    left, right = make("left", **options), make("right", **options)
+    left.form_group(right.member)
+    right.form_group(left.member)
+    return left, right
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged about those who were turned away."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.getMessage().startswith("refused")
+    ]

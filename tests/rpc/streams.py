@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rpc.loop import LoopThread
@@ -13,19 +13,17 @@ from rpc.transport import Connection
 from rpc.transport.stream import StreamConnection
 from rpc.wire import PREAMBLE, Decoder, Frame, encode
 
-__all__ = [
-    "SOON",
-    "Recorder",
-    "connected_sockets",
-    "frame_bytes",
-    "open_connection",
-    "read_all",
-    "send",
-    "until",
-]
+__all__ = ["SOON", "TINY_BUFFER", "Pair", "Recorder", "Sockets", "connected_sockets", "frame_bytes", "headers", "open_connection", "read_all", "send", "skip_preamble", "until"]
+
+TINY_BUFFER = 4608
+"""The smallest send buffer that a socket can be given, in bytes."""
 
 SOON = 20.0
 """Seconds after which something that should happen at once is held not to happen."""
+
+
+Sockets = Callable[..., tuple[socket.socket, socket.socket]]
+"""What the fixture ``sockets`` gives: ``sockets(family, buffer_bytes)`` makes two connected ones."""
 
 
 class Recorder:
@@ -123,3 +121,22 @@ def until(condition: Callable[[], object]) -> None:
             return
         pause.wait(0.002)
     raise AssertionError("it does not happen")
+
+
+class Pair:
+    """Two connections to each other."""
+
+    def __init__(self, loop: LoopThread, sockets: tuple[socket.socket, socket.socket]) -> None:
+        self._loop = loop
+        self.here_owner, self.there_owner = Recorder(), Recorder()
+        self.here = open_connection(loop, sockets[0], self.here_owner)
+        sockets[1].settimeout(None)
+        self.there = open_connection(loop, sockets[1], self.there_owner)
+
+    def close(self) -> None:
+        for connection in (self.here, self.there):
+            self._loop.call(connection.close, "end of the test")
+
+
+def headers(frames: Iterable[Frame]) -> list[dict[str, Any]]:
+    return [frame.header for frame in frames]

@@ -191,6 +191,52 @@ def test_a_call_that_keeps_its_place_still_gets_its_late_reply(
     assert clockwork.ringing() == []
 
 
+# ---- calls that were given up
+
+
+def test_a_call_given_up_counts_as_under_way_until_its_answer_comes_late(
+    table: CallTable, clockwork: Clockwork
+) -> None:
+    timed_out, interrupted = watched(table, 1.0), table.open(peer(), "blocking", 0)
+    clockwork.advance(2.0)
+    assert table.give_up(interrupted)
+    assert len(table) == 0
+    assert table.unanswered() == 2
+    for call in (timed_out, interrupted):
+        assert table.take(call.call_id) is None
+        table.answered_late(call.call_id)
+    assert table.unanswered() == 0
+    table.answered_late(12345)  # never heard of
+
+
+def test_a_call_given_up_no_longer_counts_when_its_callee_is_gone(table: CallTable) -> None:
+    here, there = peer("here", 1), peer("there", 2)
+    for to in (here, there):
+        table.give_up(table.open(to, "what", 0))
+    assert table.take_all(here) == []
+    assert table.unanswered() == 1
+    there.gone("it died")
+    table.take_all(there)
+    late = table.open(there, "what", 0)
+    assert table.give_up(late)
+    assert table.unanswered() == 0
+
+
+def test_a_call_that_has_just_ended_cannot_be_given_up(table: CallTable) -> None:
+    call = table.open(peer(), "what", 0)
+    assert table.take(call.call_id) is call
+    assert not table.give_up(call)
+    assert table.unanswered() == 0
+
+
+def test_a_call_that_somebody_else_answered_is_still_waited_for(table: CallTable) -> None:
+    call = table.open(peer(), "what", 0)
+    taken = table.take(call.call_id)
+    assert taken is call
+    table.restore(call)
+    assert table.take(call.call_id) is call
+
+
 # ---- with a real loop
 
 

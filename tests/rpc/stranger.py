@@ -1,0 +1,51 @@
+"""Whoever connects to a worker's TCP address without being a worker of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+from rpc.handshake import Hello
+from rpc.wire import PREAMBLE, Decoder, Frame, Kind, encode
+from tests.rpc.nodes import Node
+from tests.rpc.streams import SOON
+
+__all__ = ["Stranger", "frame"]
+
+
+class Stranger:
+    """Whoever connects over TCP, and says what a test wants said."""
+
+    def __init__(self, node: Node) -> None:
+        _, host, port = node.member.addresses[-1].split(":")
+        self.socket = socket.create_connection((host, int(port)), SOON)
+        self._decoder = Decoder(1 << 20)
+
+    def say(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def say_hello(self, hello: Hello) -> None:
+        self.say(PREAMBLE + frame(Kind.HELLO, hello.header()))
+
+    def hear(self, count: int = 1000) -> list[Frame]:
+        """What the worker says, until there are so many frames or it closes."""
+        frames: list[Frame] = []
+        while len(frames) < count:
+            received = self.socket.recv_into(self._decoder.buffer())
+            if not received:
+                break
+            frames += self._decoder.received(received)
+        return frames
+
+    def is_cut_off(self) -> bool:
+        with contextlib.suppress(ConnectionResetError):
+            self.hear()
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def frame(kind: int, header: dict[str, Any], *segments: bytes) -> bytes:
+    return b"".join(encode(kind, 0, header, segments)[0])
