@@ -359,7 +359,7 @@ class Agent:
         except WorkerLostError as error:
             # Nobody is left to be answered, which is no failure of this worker.
             logger.debug("dropped an answer: %s", error)
-        except RpcError as error:
+        except Exception as error:
             if kind == Kind.FAILURE:
                 logger.exception("could not even send a failure to worker '%s'", peer.name)
                 raise
@@ -539,7 +539,11 @@ class Agent:
         for handler in self._closed_handlers:
             handler()
         self.callee.stop()
+        dropped = self.executor.drop_backlog()
         self.executor.stop(timeout=_STOP_SECONDS)
+        for function, argument in dropped:
+            if isinstance(getattr(function, "__self__", None), Future):
+                function(argument)  # its reply has come: nobody shall wait for it in vain
         self._loop_thread.stop()
         if self._interval is not None:
             sys.setswitchinterval(self._interval)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from time import monotonic
@@ -71,7 +72,8 @@ class CallTable:
         call.watched = True
         if call.deadline < self._alarm_at:
             self._alarm_at = call.deadline
-            self._loop.call_soon_threadsafe(self.look)
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all calls
+                self._loop.call_soon_threadsafe(self.look)
 
     def take(self, call_id: int) -> PendingCall | None:
         """Remove a call; None if it has ended already. Who gets it must settle it."""

@@ -113,6 +113,14 @@ class Executor:
         """Whether the caller runs on one of the executor's threads."""
         return threading.current_thread() in self._threads
 
+    def drop_backlog(self) -> list[Task]:
+        """Take away the tasks that no thread has begun, and return them."""
+        with self._lock:
+            dropped = list(self._backlog)
+            self._running -= len(dropped)
+            self._backlog.clear()
+        return dropped
+
     def stop(self, timeout: float | None = 5.0) -> bool:
         """Take no more tasks, drop those that wait, and join the threads.
 
@@ -125,8 +133,7 @@ class Executor:
         """
         with self._lock:
             self._stopped = True
-            self._running -= len(self._backlog)
-            self._backlog.clear()
+            self.drop_backlog()
             idle, self._idle = self._idle, []
         for thread in idle:
             thread.wake.release()

@@ -17,8 +17,8 @@ from typing import Any
 
 from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
-from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError
-from rpc.futures import INFINITE, wait_for_event
+from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
+from rpc.futures import INFINITE, check_may_block, wait_for_event
 from rpc.peer import Peer
 from rpc.serialization import allow_function
 
@@ -58,6 +58,7 @@ class Gathering:
 
     def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """See ``rpc.all_gather``."""
+        check_may_block()
         agent = self._agent
         me = agent.info.name
         names = tuple(sorted(set(worker_names or (info.name for info in agent.get_worker_infos()))))
@@ -75,7 +76,13 @@ class Gathering:
             if names[0] == me:
                 return self._lead(key, state, value, list(peers.values()), call_timeout, wait_timeout)
             self._check_present(names, peers.values())
-            agent.call(names[0], _contribute, (names, number, me, value), {}, call_timeout).result()
+            try:
+                call = agent.call(names[0], _contribute, (names, number, me), {"value": value}, call_timeout)
+                call.result()
+            except RpcTimeoutError:
+                raise  # it may arrive yet
+            except BaseException as error:
+                raise self._give_up(key, error, names[:1]) from error.__cause__
             return self._await(key, state, wait_timeout)
         finally:
             with self._lock:
@@ -103,13 +110,13 @@ class Gathering:
                 agent.watch_over(peer)
             self._check_present(names, peers)
             objects = self._await(key, state, wait_timeout)
+            whole = {"objects": objects}
+            calls = {
+                name: agent.future(agent.call(name, _publish, (names, number), whole, call_timeout))
+                for name in names[1:]
+            }
         except BaseException as error:
-            self._give_up(key, error)
-            raise
-        calls = {
-            name: agent.future(agent.call(name, _publish, (names, number, objects), {}, call_timeout))
-            for name in names[1:]
-        }
+            raise self._give_up(key, error, names[1:]) from error.__cause__
         errors: dict[str, BaseException] = {}
         for name, call in calls.items():
             try:
@@ -126,18 +133,23 @@ class Gathering:
             raise first
         return objects
 
-    def _give_up(self, key: Key, error: BaseException) -> None:
-        """Tell the others that the round fails; who contributes from now on is told then."""
+    def _give_up(self, key: Key, error: BaseException, others: Names) -> BaseException:
+        """Tell others that the round fails; who contributes from now on is told then. Returns the error."""
         names, number = key
-        if not isinstance(error, RpcError):
-            error = RpcError(f"worker '{self._agent.info.name}' gave up _all_gather: {error!r}")
-        told = copy.copy(error)  # without its traceback
+        me = self._agent.info.name
+        if type(error) is SerializationError:
+            what = str(error).partition(": ")[2]
+            error = SerializationError(f"worker '{me}' cannot take part in _all_gather: {what}")
+        told = copy.copy(error) if isinstance(error, RpcError) else None  # without its traceback
+        if told is None:
+            told = RpcError(f"worker '{me}' gave up _all_gather: {error!r}")
         with self._lock:
             self._rounds.pop(key, None)
             self._given_up[names] = number, told
-        for name in names[1:]:
+        for name in others:
             with contextlib.suppress(RpcError):
                 self._agent.future(self._agent.call(name, _fail, (names, number, told), {}, UNSET_TIMEOUT))
+        return error
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
         names, _ = key
@@ -179,9 +191,12 @@ class Gathering:
             state.complete.set()
 
     def fail(self, names: Names, number: int, error: RpcError) -> None:
-        """On a follower: the leader has given the round up."""
+        """Another worker has given the round up, which may not have begun here."""
         with self._lock:
-            state = self._rounds.get((names, number))
+            key = (names, number)
+            state = self._rounds.get(key)
+            if state is None and number >= self._next.get(names, 0):
+                state = self._rounds[key] = _Round()
         if state is not None:
             state.fail(error)
 
@@ -201,11 +216,11 @@ class Gathering:
                 state.fail(peer.lost_error(f"_all_gather among {list(names)} cannot complete"))
 
 
-def _contribute(names: Names, number: int, name: str, value: Any) -> None:
+def _contribute(names: Names, number: int, name: str, *, value: Any) -> None:
     current_agent().extensions["gather"].contribute(names, number, name, value)
 
 
-def _publish(names: Names, number: int, objects: dict[str, Any]) -> None:
+def _publish(names: Names, number: int, *, objects: dict[str, Any]) -> None:
     current_agent().extensions["gather"].publish(names, number, objects)
 
 

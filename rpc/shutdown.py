@@ -5,6 +5,7 @@ from __future__ import annotations
 from rpc.agent import Agent
 from rpc.current import clear_current_agent, current_agent
 from rpc.errors import RpcError
+from rpc.futures import check_may_block
 
 __all__ = ["shutdown"]
 
@@ -29,7 +30,7 @@ def shutdown(
 
     Raises:
         NotInitializedError: there is no agent.
-        RpcError: another thread is waiting in ``shutdown`` already.
+        RpcError: another thread is waiting in ``shutdown`` already, or a callee called it gracefully.
         RpcTimeoutError: not all work ended in time; names who is not in shutdown or still busy. This worker
             has left all the same.
         RRefError: others hold references, if asked to raise. This worker has left all the same.
@@ -47,6 +48,10 @@ def shutdown(
         if leave is not None:
             leave()
         return
+    if graceful:
+        check_may_block()
+        if agent.executor.owns_current_thread():
+            raise RpcError("a callee cannot shut down gracefully: it would wait for its own call to end")
     timeout = agent.effective_timeout(timeout)
     references = agent.extensions["rref"]
     departure = agent.departure

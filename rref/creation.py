@@ -59,7 +59,8 @@ class Creation(PendingCall):
 
     def future_of_end(self) -> Future[None]:
         """A future of the creation's end; the same one each time."""
-        return self.future or Future.for_call(self)
+        with self._references.lock:  # one thread makes it, others find it
+            return self.future or Future.for_call(self)
 
     def check(self) -> None:
         """Raise if the creation failed: the reference is of no use then.

@@ -59,7 +59,7 @@ class References:
         self.released = False
         """Whether a graceful shutdown has taken all references away."""
         self._protocol = Protocol(agent.incarnation)
-        self._lock = threading.RLock()  # right before and after a step, a finalizer may come back here
+        self.lock = threading.RLock()  # right before and after a step, a finalizer may come back here
         self._values: dict[RRefId, Value] = {}
         self._awaiting: dict[Ref, list[Callable[[], object]]] = {}
         self._waiting: set[LockType] = set()
@@ -78,7 +78,7 @@ class References:
 
     def _do(self, step: Callable[..., Any], *args: Any) -> Any:
         """One step of the protocol, and the actions that it asks for."""
-        with self._lock:
+        with self.lock:
             collecting = gc.isenabled()
             try:
                 gc.disable()

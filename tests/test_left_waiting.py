@@ -102,7 +102,7 @@ def fork_while_references_are_locked(worker: Worker) -> int | None:
         locked, forked = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with references._lock:
+            with references.lock:
                 locked.set()
                 forked.wait()
 

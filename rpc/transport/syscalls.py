@@ -34,6 +34,8 @@ _recv = _libc["recv"] if _libc else None
 def send_bytes(descriptor: int, data: bytes) -> int:
     """Send what the kernel takes of ``data`` at once (less than 2 GiB).
 
+    Allocates nothing that could start a garbage collection, and with it a finalizer that sends too.
+
     Args:
         descriptor: an open stream socket's; the caller makes sure that it is not closed meanwhile.
         data: a ``bytes`` object, not another buffer.
@@ -42,7 +44,7 @@ def send_bytes(descriptor: int, data: bytes) -> int:
         The number of bytes taken, or -1: ask the socket.
     """
     assert _send is not None
-    count: int = _send(descriptor, data, c_size_t(len(data)), _FLAGS)
+    count: int = _send(descriptor, data, len(data), _FLAGS)
     return count
 
 
