@@ -189,9 +189,7 @@ def all_gather(
 
         losses = rpc.all_gather(loss.item())      # {"trainer0": 0.31, "trainer1": 0.29}
     """
-    gathered: dict[str, Any] = current_agent().extensions["gather"].all_gather(
-        obj, worker_names, timeout
-    )
+    gathered: dict[str, Any] = current_agent().extensions["gather"].all_gather(obj, worker_names, timeout)
     return gathered
 
 

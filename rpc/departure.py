@@ -40,9 +40,7 @@ class Departure:
 
     def __init__(self, agent: Agent, members: Sequence[Member] | None) -> None:
         self._agent = agent
-        self._termination = (
-            None if members is None else Termination(agent.own_peer.member, members, ROUNDS)
-        )
+        self._termination = None if members is None else Termination(agent.own_peer.member, members, ROUNDS)
         self.listening = False
         """Whether it makes a difference to ``look`` when this worker may have become idle."""
         self._timer: asyncio.TimerHandle | None = None
@@ -87,9 +85,7 @@ class Departure:
         if self._termination is None:
             raise ProtocolError("a shutdown message in a dynamic group, whose members leave one by one")
         message = frame.header.get("message")
-        self._act(
-            self._termination.receive(peer.incarnation, message, time.monotonic(), self._report())
-        )
+        self._act(self._termination.receive(peer.incarnation, message, time.monotonic(), self._report()))
 
     def worker_gone(self, peer: Peer) -> None:
         """A worker is gone, for whatever reason."""

@@ -41,4 +41,3 @@ def async_execution(function: Callable[P, R]) -> Callable[P, R]:
 
     setattr(wrapper, ASYNC_EXECUTION_MARK, function)
     return wrapper
-

@@ -137,8 +137,8 @@ class Gathering:
         """Tell others that the round fails; who contributes from now on is told then. Returns the error."""
         names, number = key
         me = self._agent.info.name
-        if type(error) is SerializationError:
-            what = str(error).partition(": ")[2]
+        headline, _, what = str(error).partition(": ")
+        if type(error) is SerializationError and headline.startswith("cannot call "):
             error = SerializationError(f"worker '{me}' cannot take part in _all_gather: {what}")
         told = copy.copy(error) if isinstance(error, RpcError) else None  # without its traceback
         if told is None:

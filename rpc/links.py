@@ -346,7 +346,6 @@ class _Handshake:
             if not peer.connected:
                 self._links._loop.call_later(CONNECT_SECONDS, self._crossed_expired)
             return
-        logger.warning("worker '%s' refused the connection: %s", peer.name, refusal.reason)
         self._links.lose(peer, f"it refused the connection: {refusal.reason}")
 
     def _crossed_expired(self) -> None:

@@ -133,4 +133,3 @@ class Membership:
         """Raise ``WorkerLostError`` if the member is gone."""
         if member.incarnation not in self._by_incarnation:
             raise self.lost_error(member, doing)
-

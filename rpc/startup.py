@@ -196,9 +196,7 @@ def start_agent(
             agent.on_close(joined.leave)
             group = joined
         else:
-            group = join_static(
-                store, draft, world_size, options.rendezvous_timeout, job=job_key(os.environ)
-            )
+            group = join_static(store, draft, world_size, options.rendezvous_timeout, job=job_key(os.environ))
         check_device_maps(
             name,
             options.device_maps,

@@ -23,9 +23,9 @@ clean and said so; only messages on their way, of which nobody will say anything
 again, ever more slowly.
 
 *Rounds.* When work has ceased, references are given back, which makes messages again, and when that is over,
-everybody looks whether some are left. So shutdown takes several rounds, each entered by every worker and each
-ending in quiescence. Messages carry their round: one of a later round proves that the earlier is over, one of an
-earlier is answered by saying that it is over.
+everybody looks whether some are left. So shutdown takes several rounds, each entered by every worker and
+each ending in quiescence. Messages carry their round: one of a later round proves that the earlier is over,
+one of an earlier is answered by saying that it is over.
 
 Messages must arrive, in any order, unless their sender or receiver dies; doubled or late ones do no harm.
 """

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 
 import rpc
@@ -117,7 +118,11 @@ def send_the_unsendable(_: Worker) -> None:
         ((sys.stdout,), {}, r"argument 0, of type _io.TextIOWrapper"),
         ((deep,), {}, r"argument 0, of type list, cannot be sent: it is nested too deeply"),
         ((Refuses(),), {}, r"argument 0, of type .*Refuses, cannot be sent: not me"),
-        ((torch.futures.Future(),), {}, r"argument 0, of type torch\..*Future, .* Can not pickle torch.futures.Future"),
+        (
+            (torch.futures.Future(),),
+            {},
+            r"argument 0, of type torch\..*Future, .* Can not pickle torch.futures.Future",
+        ),
         ((lambda: lock,), {}, r"argument 0, of type function, .* of its variable 'lock' in it"),
     ]
     rref = rpc.remote("worker1", list)
@@ -176,6 +181,22 @@ def test_references_among_the_arguments_of_a_failed_call_are_not_leaked(run_work
     assert workers[2].wait_for("freed") == "theirs"
     workers[0].tell("done")
     workers.results()
+
+
+def gather_the_unsendable(worker: Worker, culprit: int) -> dict[str, Any]:
+    with worker.group(rpc_timeout=0):
+        given = threading.Lock() if worker.rank == culprit else worker.rank
+        said = f"^worker 'worker{culprit}' cannot take part in _all_gather: .* of type _thread.lock"
+        refused(SerializationError, said, rpc.all_gather, given)
+        return rpc.all_gather(worker.rank)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_object_that_cannot_be_gathered_is_told_to_all_and_they_stay_in_step(
+    run_workers: RunWorkers, culprit: int
+) -> None:
+    gathered = run_workers(gather_the_unsendable, 3, args=(culprit,))
+    assert gathered == [{"worker0": 0, "worker1": 1, "worker2": 2}] * 3
 
 
 # ---- functions and classes that the callee does not have

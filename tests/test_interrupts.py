@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,23 +16,10 @@ import torch
 import rpc
 from rpc.errors import WorkerLostError
 from rpc.options import AgentOptions
-from tests.leftovers import process_state
+from tests.interrupting import interrupted
 from tests.rpc.ctrl_c import CtrlC
 from tests.serving import first_of, open_gate, serve, wait_at_gate
 from tests.workers import RunWorkers, Worker
-
-
-def interrupted(wait: Callable[[], Any]) -> None:
-    """Calls ``wait``, and presses Ctrl-C when this process's main thread has fallen asleep in it."""
-    key = CtrlC()
-    before = signal.signal(signal.SIGINT, key.handle)
-    main = threading.get_native_id()
-    with ThreadPoolExecutor(1) as fingers:
-        pressing = fingers.submit(key.press_when, lambda: process_state(main) == "S")
-        with pytest.raises(KeyboardInterrupt):
-            wait()
-        pressing.result()
-    signal.signal(signal.SIGINT, before)
 
 
 def works() -> bool:

@@ -72,40 +72,46 @@ def test_an_object_is_freed_when_the_last_of_several_users_lets_go(run_workers: 
     dismiss(workers)
 
 
-def test_an_owners_own_reference_counts(run_workers: RunWorkers) -> None:
-    def share() -> None:
-        kept.append(rpc.RRef(Tracked("mine")))
-        give_to("worker1")
+def share_own_with(to: str) -> None:
+    kept.append(rpc.RRef(Tracked("mine")))
+    give_to(to)
 
+
+def test_an_owners_own_reference_counts(run_workers: RunWorkers) -> None:
     workers = start_followers(run_workers, 2)
-    ask(workers[0], share)
+    ask(workers[0], share_own_with, "worker1")
     ask(workers[1], drop)
     ask(workers[0], drop)
     assert [workers[0].wait_for("freed") for _ in range(2)] == ["nothing yet", "mine"]
     dismiss(workers)
 
 
-def test_a_chain_of_objects_across_workers_is_freed(run_workers: RunWorkers) -> None:
-    def make_chain() -> None:
-        kept.append(rpc.remote("worker0", Tracked, args=("end",)))
-        for number in range(4):
-            kept[0] = rpc.remote(f"worker{number % 2}", Tracked, args=(str(number), kept[0]))
-        kept[0].rpc_sync().say_name()
+def make_chain() -> None:
+    """Each object holds a reference to the one before, on the other worker; only the last is kept here."""
+    rref = rpc.remote("worker0", Tracked, args=("end",))
+    for number in range(4):
+        rref = rpc.remote(f"worker{number % 2}", Tracked, args=(str(number), rref))
+    assert rref.rpc_sync().say_name() == "3"
+    kept.append(rref)
 
+
+def test_a_chain_of_objects_across_workers_is_freed(run_workers: RunWorkers) -> None:
     workers = start_followers(run_workers, 2)
     ask(workers[0], make_chain)
-    workers[0].tell("order", kept.clear)
+    ask(workers[0], drop)
+    assert workers[0].wait_for("freed") == "nothing yet"
     assert [workers[1].wait_for("freed"), workers[0].wait_for("freed")] == ["3", "2"]
     assert [workers[1].wait_for("freed"), workers[0].wait_for("freed")] == ["1", "0"]
     assert workers[0].wait_for("freed") == "end"
     dismiss(workers)
 
 
-def test_arguments_and_results_are_not_kept(run_workers: RunWorkers) -> None:
-    def make_and_use() -> int:
-        rref = rpc.remote("worker1", Tracked, args=("object", rpc.RRef(Tracked("argument"))))
-        return len(rref.to_here().holds) + len(rref.rpc_sync().say_name())
+def make_and_use() -> int:
+    rref = rpc.remote("worker1", Tracked, args=("object", rpc.RRef(Tracked("argument"))))
+    return len(rref.to_here().holds) + len(rref.rpc_sync().say_name())
 
+
+def test_arguments_and_results_are_not_kept(run_workers: RunWorkers) -> None:
     workers = start_followers(run_workers, 2)
     assert ask(workers[0], make_and_use) == 1 + len("object")
     assert workers[1].wait_for("freed") == "object"
@@ -122,7 +128,7 @@ def test_objects_never_asked_for_are_freed_too(run_workers: RunWorkers) -> None:
     workers = start_followers(run_workers, 2)
     ask(workers[0], make_many, 200)
     assert {workers[1].wait_for("freed") for _ in range(200)} == {str(number) for number in range(200)}
-    assert ask(workers[1], lambda: rpc.get_debug_info()["num_owner_rrefs"]) == 0
+    assert ask(workers[1], rpc.get_debug_info)["num_owner_rrefs"] == 0
     dismiss(workers)
 
 
@@ -158,13 +164,14 @@ def make_slowly() -> Tracked:
     return thing
 
 
-def test_a_creation_that_times_out_leaves_nothing_at_the_owner(run_workers: RunWorkers) -> None:
-    def time_out() -> None:
-        rref = rpc.remote("worker1", make_slowly, timeout=0.2)
-        with pytest.raises(RpcTimeoutError):
-            rref._get_future().wait()
-        kept.append(rref)  # that it is still held does not keep the object
+def time_out() -> None:
+    rref = rpc.remote("worker1", make_slowly, timeout=0.2)
+    with pytest.raises(RpcTimeoutError):
+        rref._get_future().wait()
+    kept.append(rref)  # that it is still held does not keep the object
 
+
+def test_a_creation_that_times_out_leaves_nothing_at_the_owner(run_workers: RunWorkers) -> None:
     workers = start_followers(run_workers, 2)
     ask(workers[0], time_out)
     workers[1].wait_for("at the gate")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
-
-import pytest
 
 from tests.rpc.streams import until
 
-__all__ = ["CtrlC", "ctrl_c"]
+__all__ = ["CtrlC"]
 
 _PAUSE = 0.02
 
@@ -59,12 +57,3 @@ class CtrlC:
             return frame is not None
 
         self.press_when(runs)
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[CtrlC]:
-    """Ctrl-C, as long as the test runs."""
-    key = CtrlC()
-    before = signal.signal(signal.SIGINT, key.handle)
-    yield key
-    signal.signal(signal.SIGINT, before)

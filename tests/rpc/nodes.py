@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import pytest
 
 from rpc.links import Links
 from rpc.loop import LoopThread
@@ -16,10 +19,22 @@ from rpc.wire import Frame, Kind, encode_small
 from rpc.workers import Member, WorkerInfo
 from tests.rpc.streams import SOON
 
-__all__ = ["GROUP", "Node"]
+__all__ = ["GROUP", "MESSAGE", "MakeNode", "Node", "pair", "refusals"]
 
 GROUP = "job/1"
 MESSAGE = Kind.EXTENSION
+
+
+class MakeNode(Protocol):
+    """What the fixture ``make_node`` gives."""
+
+    def __call__(
+        self,
+        name: str,
+        incarnation: int | None = None,
+        host: str = "host",
+        reach: dict[str, Transport] | None = None,
+    ) -> Node: ...
 
 
 class Node:
@@ -47,6 +62,7 @@ class Node:
         listen_on: str = "127.0.0.1",
     ) -> None:
         self.loop = loop
+        self.thread: LoopThread | None = None
         self.on_loop = on_loop
         self.view: Membership
         self.peers: dict[int, Peer] = {}
@@ -64,7 +80,9 @@ class Node:
     @classmethod
     def on(cls, thread: LoopThread, name: str, worker_id: int, incarnation: int, **options: Any) -> Node:
         """A worker whose links live on a thread of their own."""
-        return cls(name, worker_id, incarnation, thread.loop, thread.call, **options)
+        node = cls(name, worker_id, incarnation, thread.loop, thread.call, **options)
+        node.thread = thread
+        return node
 
     def form_group(self, *others: Member, static: bool = True, group: str = GROUP) -> None:
         """Take part in a group with these others."""
@@ -124,9 +142,10 @@ class Node:
         self.wait_until(lambda: self.gone)
         return self.gone[0]
 
-    async def leave(self, reason: str = "it has left") -> None:
-        """Say goodbye and close everything."""
-        await self.links.close(list(self.peers.values()), reason)
+    def leave(self, reason: str = "the test is over") -> None:
+        """Say goodbye and close everything; for a worker on a thread of its own."""
+        assert self.thread is not None
+        self.thread.wait_for(self.links.close(list(self.peers.values()), reason), SOON)
 
     def open_connections(self) -> Sequence[object]:
         """Everything that is open, listeners left out."""
@@ -136,9 +155,9 @@ class Node:
         return found
 
 
-def pair(make: Callable[..., Node], **options: Any) -> tuple[Node, Node]:
+def pair(make_node: MakeNode, host: str = "host") -> tuple[Node, Node]:
     """Two workers of one static group."""
-    left, right = make("left", **options), make("right", **options)
+    left, right = make_node("left", host=host), make_node("right", host=host)
     left.form_group(right.member)
     right.form_group(left.member)
     return left, right

@@ -8,10 +8,12 @@ from typing import Any
 
 from rpc.handshake import Hello
 from rpc.wire import PREAMBLE, Decoder, Frame, Kind, encode
-from tests.rpc.nodes import Node
+from rpc.workers import Member
+from tests.rpc.members import member
+from tests.rpc.nodes import GROUP, Node
 from tests.rpc.streams import SOON
 
-__all__ = ["Stranger", "frame"]
+__all__ = ["Stranger", "frame", "hello_to"]
 
 
 class Stranger:
@@ -49,3 +51,8 @@ class Stranger:
 
 def frame(kind: int, header: dict[str, Any], *segments: bytes) -> bytes:
     return b"".join(encode(kind, 0, header, segments)[0])
+
+
+def hello_to(node: Node, who: Member | None = None, *, wanted: int = 0, group: str = GROUP) -> Hello:
+    """A hello to that worker, by somebody whom it does not know unless told otherwise."""
+    return Hello(who or member("stranger", 9, 900), wanted or node.member.incarnation, group)

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from rpc import links as module
-from rpc.handshake import Hello, parse_refusal
+from rpc.handshake import parse_refusal
 from rpc.wire import MAGIC, PREAMBLE, Kind
 from rpc.workers import Member
 from tests.rpc.members import member
-from tests.rpc.nodes import GROUP, MESSAGE, Node, pair, refusals
-from tests.rpc.stranger import Stranger, frame
+from tests.rpc.nodes import MESSAGE, MakeNode, Node, pair, refusals
+from tests.rpc.stranger import Stranger, frame, hello_to
 from tests.rpc.streams import SOON, until
 
 # ---- who comes in
 
 
-def test_a_newcomer_joins_a_dynamic_group_by_connecting(make: Callable[..., Node]) -> None:
-    here, newcomer = make("here"), make("newcomer")
+def test_a_newcomer_joins_a_dynamic_group_by_connecting(make_node: MakeNode) -> None:
+    here, newcomer = make_node("here"), make_node("newcomer")
     here.form_group(static=False)
     newcomer.form_group(here.member, static=False)
     newcomer.send(here, 1)
@@ -32,17 +32,13 @@ def test_a_newcomer_joins_a_dynamic_group_by_connecting(make: Callable[..., Node
     newcomer.wait_until(lambda: newcomer.numbers_from(here) == [2])
 
 
-def test_a_hello_that_comes_before_the_group_is_formed_is_answered_then(make: Callable[..., Node]) -> None:
-    early, late = make("early"), make("late")
+def test_a_hello_that_comes_before_the_group_is_formed_is_answered_then(make_node: MakeNode) -> None:
+    early, late = make_node("early"), make_node("late")
     early.form_group(late.member)
     early.send(late, 1)
     until(lambda: late.links._early)
     late.form_group(early.member)
     late.wait_until(lambda: late.numbers_from(early) == [1])
-
-
-def hello_to(node: Node, who: Member | None = None, *, wanted: int = 0, group: str = GROUP) -> Hello:
-    return Hello(who or member("stranger", 9, 900), wanted or node.member.incarnation, group)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +52,13 @@ def hello_to(node: Node, who: Member | None = None, *, wanted: int = 0, group: s
     ],
 )
 def test_who_does_not_belong_here_is_told_why_naming_both_sides_and_it_is_logged(
-    make: Callable[..., Node],
+    make_node: MakeNode,
     stranger: Callable[[Node], Stranger],
     caplog: pytest.LogCaptureFixture,
     options: dict[str, Any],
     said: str,
 ) -> None:
-    node, other = pair(make)
+    node, other = pair(make_node)
     if options.get("who") == "gone":
         options = {"who": other.member}
         node.on_loop(node.links.lose, node.peers[other.member.incarnation], "it died")
@@ -100,13 +96,13 @@ def test_who_does_not_belong_here_is_told_why_naming_both_sides_and_it_is_logged
     ids=["http", "tls", "version", "garbage", "bad hello", "huge hello", "call", "welcome", "extension"],
 )
 def test_what_is_no_hello_is_cut_off_and_logged_and_the_listener_lives_on(
-    make: Callable[..., Node],
+    make_node: MakeNode,
     stranger: Callable[[Node], Stranger],
     caplog: pytest.LogCaptureFixture,
     said: bytes,
     complaint: str,
 ) -> None:
-    node, other = pair(make)
+    node, other = pair(make_node)
     visitor = stranger(node)
     visitor.say(said)
     assert visitor.is_cut_off()
@@ -119,10 +115,8 @@ def test_what_is_no_hello_is_cut_off_and_logged_and_the_listener_lives_on(
     node.wait_until(lambda: node.numbers_from(other) == [1])
 
 
-def test_who_says_hello_twice_is_cut_off(
-    make: Callable[..., Node], stranger: Callable[[Node], Stranger]
-) -> None:
-    node = make("node")  # its group is not formed yet, so it does not answer
+def test_who_says_hello_twice_is_cut_off(make_node: MakeNode, stranger: Callable[[Node], Stranger]) -> None:
+    node = make_node("node")  # its group is not formed yet, so it does not answer
     visitor = stranger(node)
     visitor.say_hello(hello_to(node))
     until(lambda: node.links._early)
@@ -132,23 +126,23 @@ def test_who_says_hello_twice_is_cut_off(
 
 
 def test_who_says_nothing_is_cut_off_in_time(
-    make: Callable[..., Node],
+    make_node: MakeNode,
     stranger: Callable[[Node], Stranger],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(module, "CONNECT_SECONDS", 0.05)
     caplog.set_level(logging.DEBUG)
-    node, _ = pair(make)
+    node, _ = pair(make_node)
     visitor = stranger(node)
     assert visitor.is_cut_off()
     until(lambda: "no handshake within 0.05 s" in caplog.text)
 
 
 def test_who_only_looks_in_is_no_news(
-    make: Callable[..., Node], stranger: Callable[[Node], Stranger], caplog: pytest.LogCaptureFixture
+    make_node: MakeNode, stranger: Callable[[Node], Stranger], caplog: pytest.LogCaptureFixture
 ) -> None:
-    node, _ = pair(make)
+    node, _ = pair(make_node)
     visitor = stranger(node)
     until(lambda: node.links._handshakes)
     visitor.close()
@@ -157,9 +151,9 @@ def test_who_only_looks_in_is_no_news(
 
 
 def test_strangers_in_numbers_do_not_keep_members_out(
-    make: Callable[..., Node], stranger: Callable[[Node], Stranger]
+    make_node: MakeNode, stranger: Callable[[Node], Stranger]
 ) -> None:
-    node, other = pair(make, host="host")
+    node, other = pair(make_node, host="host")
     for index in range(30):
         stranger(node).say([b"", PREAMBLE, b"garbage", PREAMBLE + b"\0" * 20][index % 4])
     other.send(node, 1)
@@ -169,8 +163,8 @@ def test_strangers_in_numbers_do_not_keep_members_out(
 # ---- who is refused elsewhere
 
 
-def test_a_worker_that_refuses_us_is_gone_and_says_why(make: Callable[..., Node]) -> None:
-    node, other = make("node"), make("other")
+def test_a_worker_that_refuses_us_is_gone_and_says_why(make_node: MakeNode) -> None:
+    node, other = make_node("node"), make_node("other")
     replaced = Member(other.member.info, 666, "host", other.member.addresses)
     node.form_group(replaced)  # what now listens there is another incarnation
     other.form_group(node.member)
@@ -194,11 +188,11 @@ def test_a_worker_that_refuses_us_is_gone_and_says_why(make: Callable[..., Node]
     ids=["http", "version", "reply", "lines", "no reason", "nothing"],
 )
 def test_what_answers_wrongly_at_a_workers_address_makes_it_gone(
-    make: Callable[..., Node], answer: bytes, reason: str
+    make_node: MakeNode, answer: bytes, reason: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(SOON)
-        node = make("node")
+        node = make_node("node")
         node.form_group(member("other", 7, 777, f"tcp:127.0.0.1:{server.getsockname()[1]}"))
         node.peers[777].send_small(b"whatever", False)
         accepted, _ = server.accept()
@@ -209,5 +203,3 @@ def test_what_answers_wrongly_at_a_workers_address_makes_it_gone(
     assert name == "other"
     assert reason in why
     assert why.isprintable()
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -238,13 +237,6 @@ def test_a_call_that_somebody_else_answered_is_still_waited_for(table: CallTable
 
 
 # ---- with a real loop
-
-
-@pytest.fixture
-def loop() -> Iterator[LoopThread]:
-    thread = LoopThread("test-loop", "not on this thread")
-    yield thread
-    assert thread.stop()
 
 
 def test_no_deadline_is_missed_when_many_threads_make_calls(loop: LoopThread, owner: Owner) -> None:

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import uvloop
 
-from rpc import futures
-from rpc.errors import BlockingCallError, RpcTimeoutError
-from rpc.executor import Executor
-from rpc.futures import Future, PendingCall, collected_futures, forbid_blocking, wait_all, wait_futures
-from rpc.wire import Frame
+from rpc.errors import RpcTimeoutError
+from rpc.futures import Future, PendingCall, wait_all
 from tests.rpc.answering import Owner, fail, when_waiting
-from tests.rpc.members import peer
 from tests.rpc.streams import SOON, until
-
-
 
 # ---- waiting without a future, as rpc_sync does
 
@@ -70,7 +60,6 @@ def test_any_timeout_may_be_asked_for(owner: Owner, other_thread: ThreadPoolExec
     call = owner.call(timeout)
     other_thread.submit(when_waiting(call, owner.answer, call, 42))
     assert call.result() == 42
-
 
 
 class Rude:
@@ -350,5 +339,3 @@ def test_a_loop_that_ended_meanwhile_is_no_error(owner: Owner, caplog: pytest.Lo
     owner.answer(call, 42)
     assert future.wait() == 42
     assert not caplog.records
-
-

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from rpc import links as module
 from rpc.errors import WorkerLostError
-from rpc.handshake import Hello, parse_refusal
-from rpc.loop import LoopThread
 from rpc.transport import Transport
 from rpc.transport.tcp import TcpTransport
-from rpc.wire import MAGIC, PREAMBLE, Decoder, Frame, Kind, encode
+from rpc.wire import Kind
 from rpc.workers import Member
 from tests.rpc.members import member
 from tests.rpc.memory_transport import MemoryNetwork, MemoryTransport
-from tests.rpc.nodes import GROUP, MESSAGE, Node
+from tests.rpc.nodes import MakeNode, Node, pair, refusals
+from tests.rpc.stranger import Stranger, hello_to
 from tests.rpc.streams import SOON, until
-
 
 # ---- connecting
 
 
 @pytest.mark.parametrize(("host", "scheme"), [("host", "unix"), (None, "tcp")])
-def test_a_message_brings_about_the_connection(
-    make: Callable[..., Node], host: str | None, scheme: str
-) -> None:
-    left = make("left", host=host or "one host")
-    right = make("right", host=host or "another host")
+def test_a_message_brings_about_the_connection(make_node: MakeNode, host: str | None, scheme: str) -> None:
+    left = make_node("left", host=host or "one host")
+    right = make_node("right", host=host or "another host")
     left.form_group(right.member)
     right.form_group(left.member)
     assert left.open_connections() == []
@@ -50,9 +44,9 @@ def test_a_message_brings_about_the_connection(
 
 
 def test_messages_of_many_threads_sent_while_connecting_arrive_once_and_in_each_threads_order(
-    make: Callable[..., Node],
+    make_node: MakeNode,
 ) -> None:
-    left, right = pair(make)
+    left, right = pair(make_node)
     start = threading.Barrier(4)
 
     def talk(first: int) -> None:
@@ -73,13 +67,13 @@ def test_messages_of_many_threads_sent_while_connecting_arrive_once_and_in_each_
 
 @pytest.mark.parametrize("host", ["host", None], ids=["unix", "tcp"])
 def test_two_that_connect_to_each_other_at_once_get_one_connection_and_lose_nothing(
-    make: Callable[..., Node], host: str | None, caplog: pytest.LogCaptureFixture
+    make_node: MakeNode, host: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     chance = random.Random(5)
     for _ in range(25):
         incarnations = chance.sample(range(1, 1000), 2)
-        left = make("left", incarnations[0], host=host or "one host")
-        right = make("right", incarnations[1], host=host or "another host")
+        left = make_node("left", incarnations[0], host=host or "one host")
+        right = make_node("right", incarnations[1], host=host or "another host")
         left.form_group(right.member)
         right.form_group(left.member)
         start = threading.Barrier(2)
@@ -105,15 +99,15 @@ def test_two_that_connect_to_each_other_at_once_get_one_connection_and_lose_noth
         for here in (left, right):
             until(lambda here=here: len(here.open_connections()) == 1)  # type: ignore[misc]
             assert here.gone == []
-        leave(left)
-        leave(right)
+        left.leave()
+        right.leave()
     assert refusals(caplog) == []
 
 
 def test_a_worker_that_cannot_be_reached_is_gone_and_the_reason_says_where_it_was_looked_for(
-    make: Callable[..., Node],
+    make_node: MakeNode,
 ) -> None:
-    left, right = pair(make)
+    left, right = pair(make_node)
     address = right.member.addresses[1]
     right.on_loop(right.links.stop_listening)
     left.send(right, 1)
@@ -128,10 +122,8 @@ def test_a_worker_that_cannot_be_reached_is_gone_and_the_reason_says_where_it_wa
 @pytest.mark.parametrize(
     "address", ["tcp:nowhere", "tcp::port", "tcp:127.0.0.1:99999999", "unix:@" + "x" * 200, "unix:@\udcff"]
 )
-def test_an_address_that_makes_no_sense_makes_a_worker_unreachable(
-    make: Callable[..., Node], address: str
-) -> None:
-    left = make("left")
+def test_an_address_that_makes_no_sense_makes_a_worker_unreachable(make_node: MakeNode, address: str) -> None:
+    left = make_node("left")
     there = member("elsewhere", 7, 777, address)
     left.form_group(there)
     left.peers[777].send_small(b"whatever", False)
@@ -140,8 +132,8 @@ def test_an_address_that_makes_no_sense_makes_a_worker_unreachable(
     assert reason.startswith("it cannot be reached at ")
 
 
-def test_a_worker_without_an_address_for_us_is_unreachable(make: Callable[..., Node]) -> None:
-    left, right = make("left", host="one host"), make("right", host="another host")
+def test_a_worker_without_an_address_for_us_is_unreachable(make_node: MakeNode) -> None:
+    left, right = make_node("left", host="one host"), make_node("right", host="another host")
     only_unix = Member(right.member.info, 55, "another host", right.member.addresses[:1])
     left.form_group(only_unix)
     left.peers[55].send_small(b"whatever", False)
@@ -149,20 +141,21 @@ def test_a_worker_without_an_address_for_us_is_unreachable(make: Callable[..., N
 
 
 def test_a_worker_that_does_not_answer_is_given_up(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CONNECT_SECONDS", 0.05)
     network = MemoryNetwork()
     reach: dict[str, Transport] = {"memory": MemoryTransport(network)}
-    left, right = pair(make, reach=reach)
+    left, right = make_node("left", reach=reach), make_node("right", reach=reach)
+    left.form_group(right.member)
     left.send(right, 1)
     assert left.wait_gone() == ("right", "it cannot be reached at memory:127.0.0.1: no answer within 0.05 s")
 
 
 def test_listening_leaves_nothing_open_when_one_transport_fails(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = make("node")
+    node = make_node("node")
 
     def fail(*_: object) -> None:
         raise OSError(98, "Address already in use")
@@ -178,14 +171,14 @@ def test_listening_leaves_nothing_open_when_one_transport_fails(
 
 
 def test_who_leaves_says_so_after_everything_else(
-    make: Callable[..., Node], caplog: pytest.LogCaptureFixture
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left, right = pair(make)
+    left, right = pair(make_node)
     left.send(right, 0)
     right.wait_until(lambda: right.received)
     for number in range(1, 100):
         left.send(right, number)
-    leave(left, "it has done its work")
+    left.leave("it has done its work")
     assert right.wait_gone() == ("left", "it has done its work")
     assert right.numbers_from(left) == list(range(100))
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -193,8 +186,8 @@ def test_who_leaves_says_so_after_everything_else(
         right.send(left, 1)
 
 
-def test_who_dies_is_noticed(make: Callable[..., Node]) -> None:
-    left, right = pair(make)
+def test_who_dies_is_noticed(make_node: MakeNode) -> None:
+    left, right = pair(make_node)
     left.send(right, 1)
     right.wait_until(lambda: right.received)
     (connection,) = left.open_connections()
@@ -207,8 +200,8 @@ def test_who_dies_is_noticed(make: Callable[..., Node]) -> None:
     assert len(right.gone) == 1
 
 
-def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make: Callable[..., Node]) -> None:
-    left, right = pair(make)
+def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make_node: MakeNode) -> None:
+    left, right = pair(make_node)
     left.send(right, 1)
     right.wait_until(lambda: right.received)
     right.on_loop(right.links.lose, right.peers[left.member.incarnation], "it was given up")
@@ -218,11 +211,9 @@ def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make: Ca
     assert left.wait_gone()[0] == "right"
 
 
-def test_leaving_waits_for_nobody_for_ever(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, threads: list[LoopThread]
-) -> None:
+def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FAREWELL_SECONDS", 0.05)
-    left, right = pair(make)
+    left, right = pair(make_node)
     left.send(right, 1)
     right.wait_until(lambda: right.received)
     stuck, go_on = threading.Event(), threading.Event()
@@ -231,22 +222,22 @@ def test_leaving_waits_for_nobody_for_ever(
         stuck.set()
         go_on.wait(SOON)
 
-    threads[1].loop.call_soon_threadsafe(stick)
+    right.loop.call_soon_threadsafe(stick)
     assert stuck.wait(SOON)
     left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
-    leave(left)
+    left.leave()
     go_on.set()
 
 
 def test_leaving_while_connecting_says_nothing_wrong(
-    make: Callable[..., Node], caplog: pytest.LogCaptureFixture
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left, right = make("left"), make("right")
+    left, right = make_node("left"), make_node("right")
     left.form_group(right.member)
     left.send(right, 1)
     until(lambda: right.links._early)
-    leave(right)
-    leave(left)
+    right.leave()
+    left.leave()
     assert all("shutting down" not in record.getMessage() for record in caplog.records)
 
 
@@ -254,9 +245,9 @@ def test_leaving_while_connecting_says_nothing_wrong(
 
 
 def test_a_forked_child_can_let_go_of_everything_that_is_open(
-    make: Callable[..., Node], stranger: Callable[[Node], Stranger]
+    make_node: MakeNode, stranger: Callable[[Node], Stranger]
 ) -> None:
-    left, right = pair(make)
+    left, right = pair(make_node)
     left.send(right, 1)
     right.wait_until(lambda: right.received)
     visitor = stranger(right)

@@ -18,11 +18,8 @@ from rpc import loop as module
 from rpc.errors import BlockingCallError
 from rpc.futures import Future
 from rpc.loop import LoopThread
-from tests.rpc import ctrl_c as keyboard
 from tests.rpc.ctrl_c import CtrlC
 from tests.rpc.streams import SOON, until
-
-ctrl_c = keyboard.ctrl_c
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
-import os
-import socket
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rpc import loop as loop_module
 from rpc.loop import LoopThread
 from rpc.transport import ConnectionClosed, stream, syscalls
 from rpc.transport.stream import StreamConnection
 from rpc.wire import PREAMBLE, Frame
 from tests.rpc.ctrl_c import CtrlC
-from tests.rpc.streams import (SOON, TINY_BUFFER, Pair, Recorder, Sockets, frame_bytes, headers, open_connection, read_all, send, skip_preamble, until)
+from tests.rpc.streams import (
+    SOON,
+    TINY_BUFFER,
+    Pair,
+    Recorder,
+    Sockets,
+    frame_bytes,
+    headers,
+    open_connection,
+    read_all,
+    send,
+    skip_preamble,
+    until,
+)
 
 FAMILIES = ["unix", "tcp"]
-
-
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
@@ -338,5 +342,3 @@ def test_close_with_flush_gives_up_when_the_peer_is_gone(loop: LoopThread, socke
     loop.call(lambda: connection.close("done", flush=True))
     there.close()
     assert owner.reason()
-
-

@@ -28,7 +28,6 @@ from tests.rpc.streams import (
     skip_preamble,
 )
 
-
 # ---- a descriptor number never belongs to somebody else while we write
 
 

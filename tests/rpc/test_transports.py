@@ -16,13 +16,6 @@ from rpc.transport import Connection, Listener, Transport, transports
 from tests.rpc.streams import SOON, Recorder, send, until
 
 
-@pytest.fixture
-def loop() -> Iterator[LoopThread]:
-    thread = LoopThread("test-loop", "not on this thread")
-    yield thread
-    assert thread.stop()
-
-
 class Place:
     """Somewhere that listens; its visitors are noted and answered to."""
 

@@ -135,7 +135,9 @@ def test_error_does_not_blame_what_getstate_leaves_out() -> None:
 
 
 def test_error_for_result_says_so() -> None:
-    with pytest.raises(SerializationError, match=r"cannot send the result, of type generator, to worker 'callee'"):
+    with pytest.raises(
+        SerializationError, match=r"cannot send the result, of type generator, to worker 'callee'"
+    ):
         serialization.dumps((i for i in range(3)), CALLEE)
 
 
