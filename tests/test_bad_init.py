@@ -402,18 +402,22 @@ def test_an_unreachable_address_from_the_environment_says_so(run_workers: RunWor
 
 
 def wait_for_the_missing(worker: Worker) -> str:
+    worker.report("ready")
+    worker.wait_for("go")  # together: who begins late arrives after the other has given up
     began = time.monotonic()
     with pytest.raises(RendezvousTimeoutError) as caught:
-        init(worker, world_size=4, rendezvous_timeout=1)
+        init(worker, world_size=4, rendezvous_timeout=2)
     assert time.monotonic() - began < IN_TIME
     return str(caught.value)
 
 
 def test_workers_that_never_come_are_named_to_all_who_wait(run_workers: RunWorkers) -> None:
-    messages = run_workers(wait_for_the_missing, 2)
-    for message in messages:
+    workers = run_workers.start(wait_for_the_missing, 2)
+    workers.wait_for("ready")
+    workers.tell("go")
+    for message in workers.results():
         assert "Ranks that arrived: 0, 1; missing: 2, 3." in message
-        assert "1 s at the rendezvous file /" in message
+        assert "2 s at the rendezvous file /" in message
 
 
 def take_port(worker: Worker) -> str:
