@@ -89,9 +89,13 @@ def join_static(
                     joining = _Joining(store.under(f"farcall/{job}"), arrival, waiting, tell, pace)
         except OutOfTime:
             joining.give_up()
+            present = joining.present_ranks()
+            late = joining.late_verdict()
+            if late is not None and late.kind != "complete":
+                _obey(late, joining.log)  # rank 0, out of time as well, has just said what is wrong
             raise RendezvousTimeoutError(
                 f"{arrival} waited {timeout:g} s at {store.description} for a group of {world_size}. "
-                + describe_ranks(joining.present_ranks(), world_size)
+                + describe_ranks(present, world_size)
             ) from None
         return Group(me, members, f"{job}/{verdict.detail}", static=True)
 
@@ -158,6 +162,14 @@ class _Joining:
         """The coordinator need not wait for this worker to read its verdict."""
         with contextlib.suppress(StoreLost):
             self._store.set(f"ready/{self._arrival.member.incarnation}", b"1")
+
+    def late_verdict(self) -> Verdict | None:
+        """The verdict, if it came at the very moment that time was over."""
+        try:
+            packed = self._store.get(f"verdict/{self._arrival.member.incarnation}")
+        except (StoreLost, Abandoned, OutOfTime):
+            return None
+        return None if packed is None else Verdict.unpack(packed)
 
     def present_ranks(self) -> list[int]:
         """The ranks that have arrived, as far as the store still says."""
