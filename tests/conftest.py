@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -27,6 +28,10 @@ _snapshot_key = pytest.StashKey[leftovers.Snapshot]()
 _found_key = pytest.StashKey[list[str]]()
 _temporary_key = pytest.StashKey[Path]()
 _FIXTURE = "run_workers"
+
+
+# A job in the background is started with SIGINT ignored, and would pass that on to all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
