@@ -8,6 +8,7 @@ everything else is pickled as ever. Larger memory leaves the pickle as segments,
 from __future__ import annotations
 
 import copyreg
+import enum
 import io
 import pickle
 import threading
@@ -28,6 +29,7 @@ from rpc.serialization.carriers import (
     register_kind,
     take_back,
 )
+from rpc.serialization.enums import reduce_enum
 from rpc.serialization.functions import (
     reduce_class,
     reduce_function,
@@ -65,6 +67,7 @@ _reducers: dict[type, Reducer] = _by_cloudpickle() | {
     FunctionType: reduce_function,
     type: reduce_class,
     MethodType: reduce_method,
+    enum.Enum: reduce_enum,
     torch.Tensor: reduce_tensor,
     UntypedStorage: reduce_storage,
     TypedStorage: reduce_storage,
