@@ -1,9 +1,9 @@
 """The agent: one per process, on which everything else is built.
 
-A call goes out on the caller's thread: ``call`` serializes it, enters it into the table of calls and hands
-the frame to the peer, which writes it to the socket. Frames come in on the loop's thread, in
-``frames_received``: a request goes to the executor (``callee``), a reply to whoever waits for it
-(``futures``). The loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
+A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of calls and hands
+the frame to the peer, which writes it to the socket. Frames come in on the loop's thread, in ``dispatch``: a
+request goes to the executor (``callee``), a reply to whoever waits for it (``futures``). The loop moves
+bytes and nothing else: no user code runs on it, no pickle is read on it.
 
 What stands on the agent extends it at three points: message kinds (``on``, and ``control`` for small
 messages that must arrive), interceptors (``interceptors``), and carriers and reducers (``serialization``).
@@ -15,24 +15,18 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from threading import TIMEOUT_MAX
 from typing import Any, Final
 
 from rpc import serialization
-from rpc.callee import Callee, Interceptor, Request
+from rpc.callee import Callee, Interceptor
+from rpc.caller import UNSET_TIMEOUT, Caller
 from rpc.calls import CallTable
 from rpc.control import Control
 from rpc.deferred import Counter, Deferred
 from rpc.departure import Departure
-from rpc.errors import (
-    ForkedProcessError,
-    NotInitializedError,
-    ProtocolError,
-    RpcError,
-    SerializationError,
-    WorkerLostError,
-)
-from rpc.executor import Executor, Task
+from rpc.dispatch import Dispatcher, KindHandler
+from rpc.errors import ForkedProcessError, NotInitializedError, SerializationError, WorkerLostError
+from rpc.executor import Executor
 from rpc.futures import Future, PendingCall
 from rpc.links import Links
 from rpc.local import LocalPeer
@@ -41,7 +35,6 @@ from rpc.membership import Callee as CalleeName
 from rpc.membership import Membership
 from rpc.options import AgentOptions
 from rpc.peer import Peer
-from rpc.pickling import replacement
 from rpc.serialization import Payload
 from rpc.transport import transports
 from rpc.wire import Frame, Kind, encode, encode_small
@@ -51,19 +44,11 @@ __all__ = ["UNSET_TIMEOUT", "Agent"]
 
 logger = logging.getLogger(__name__)
 
-UNSET_TIMEOUT: Final = -1.0
-"""As a call's timeout: the agent's default."""
-
 _SMALL_BYTES: Final = 64 << 10
 _FEW: Final = 4
 """A header of more entries is not taken to be small."""
 _STOP_SECONDS: Final = 1.0
 """How long ``close`` waits for user code that still runs; its threads are daemons and left behind then."""
-
-KindHandler = Callable[[Peer, Frame], None]
-
-new_request = tuple.__new__
-"""Makes a named tuple without the Python function that it has for a constructor."""
 
 
 class Agent:
@@ -89,15 +74,16 @@ class Agent:
         self.loop = self._loop_thread.loop
         self.executor = Executor(options.num_worker_threads, "farcall")
         self.calls = CallTable(self, self.loop, self._complete_all)
+        self.caller = Caller(self)
         self.callee = Callee(self)
         self.control = Control(self)
+        self.dispatcher = Dispatcher(self)
+        self.frames_received = self.dispatcher.frames_received
         self.links = Links(
             self.loop, transports(self.loop, options.send_queue_bytes), self, options.max_message_bytes
         )
-        self._handlers: dict[int, KindHandler] = {
-            Kind.CONTROL: self.control.received,
-            Kind.GOODBYE: self.links.goodbye_received,
-        }
+        self.dispatcher.on(Kind.CONTROL, self.control.received)
+        self.dispatcher.on(Kind.GOODBYE, self.links.goodbye_received)
         self._gone_handlers: list[Callable[[Peer, str], None]] = []
         self._close_handlers: list[Callable[[], object]] = []
         self._closed_handlers: list[Callable[[], object]] = []
@@ -110,7 +96,6 @@ class Agent:
         self._routes: dict[str, Peer] = {}
         self.postponed = Counter()
         """Requests that no task works on, but which are still to be run or answered."""
-        self.requests_begun = 0
         self.departure: Departure | None = None
         self.closed = False
         self._interval: float | None = None
@@ -138,7 +123,7 @@ class Agent:
         self.view = Membership(me, static=static)
         self._peers[me.incarnation] = self.own_peer = LocalPeer(me, self)
         self.departure = Departure(self, members if static else None)
-        self._handlers[Kind.SHUTDOWN] = self.departure.received
+        self.dispatcher.on(Kind.SHUTDOWN, self.departure.received)
         if self.options.switch_interval is not None:
             self._interval = sys.getswitchinterval()
             sys.setswitchinterval(min(self._interval, self.options.switch_interval))
@@ -221,99 +206,7 @@ class Agent:
         """Have ``handler`` called, on the loop's thread, when a worker joins."""
         self._joined_handlers.append(handler)
 
-    # ---- calling
-
-    def call(
-        self,
-        to: CalleeName,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-    ) -> PendingCall:
-        """Send a call; what cannot be sent raises here.
-
-        Args:
-            timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
-        """
-        timeout = self.rpc_timeout if timeout == UNSET_TIMEOUT else self.effective_timeout(timeout)
-        peer = self.peer(to)
-        payload = serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
-        if self.interceptors:
-            self.attach(payload.header, peer)
-        call = self.calls.open(peer, function, timeout)
-        self.transmit(call, Kind.CALL, payload)
-        return call
-
-    def dump_call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
-    ) -> Payload:
-        """Serialize a call, with the pickler that the user has put in place of ours, if there is one."""
-        return serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
-
-    def attach(self, header: dict[str, Any], peer: Peer) -> None:
-        """Let every interceptor add to the header of a call that is about to be sent."""
-        try:
-            for interceptor in self.interceptors:
-                value = interceptor.outgoing(peer.member.info)
-                if value is not None:
-                    header[interceptor.key] = value
-        except BaseException:
-            serialization.take_back(header, peer)
-            raise
-
-    def request(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> PendingCall:
-        """Send any message that is answered by a reply or a failure.
-
-        A worker that is gone is not an error here, but the call's outcome.
-
-        Args:
-            what: what is asked, for error messages: a text or a function.
-        """
-        try:
-            timeout = self.effective_timeout(timeout)
-        except BaseException:
-            serialization.take_back(payload.header, peer)
-            raise
-        call = self.calls.open(peer, what, timeout)
-        self.transmit(call, kind, payload)
-        return call
-
-    def effective_timeout(self, timeout: float) -> float:
-        """A timeout as the user gave it, with ``UNSET_TIMEOUT`` replaced by the default.
-
-        Raises:
-            TypeError, ValueError: it is no number of seconds.
-        """
-        try:
-            if timeout < 0:
-                return self.rpc_timeout
-            if timeout <= TIMEOUT_MAX:
-                return timeout
-            if timeout > TIMEOUT_MAX:
-                return 0.0
-        except TypeError:
-            given = f"{type(timeout).__name__} {timeout!r:.60}"
-            raise TypeError(f"a timeout is a number of seconds, 0 for none, not {given}") from None
-        raise ValueError(f"a timeout is a number of seconds, 0 for none, not {timeout}")
-
-    def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
-        """Send the message of a call that is in the table; see ``request``."""
-        try:
-            self.send(call.peer, kind, call.call_id, payload)
-        except WorkerLostError:
-            # If the loop has not noted why the connection is closed, it is about to, and ends the call then.
-            if call.peer.lost is not None and self.calls.take(call.call_id) is not None:
-                call.settle(call.lost_error())
-        except BaseException:
-            self.calls.take(call.call_id)
-            raise
-
-    def future(self, call: PendingCall) -> Future[Any]:
-        """The future of a call just made."""
-        future = Future.for_call(call)
-        self.calls.watch(call)
-        return future
+    # ---- sending and answering
 
     def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, *, wait: bool = True) -> None:
         """Send one message; if that fails, what travels beside the pickle is taken back."""
@@ -334,8 +227,6 @@ class Agent:
         except BaseException:
             serialization.take_back(header, peer)
             raise
-
-    # ---- answering
 
     def reply(self, peer: Peer, call_id: int, value: Any, of: object = None) -> None:
         """Answer a request with a value; if it cannot be sent, with that error."""
@@ -365,84 +256,14 @@ class Agent:
                 raise
             self.fail(peer, call_id, error)
 
-    # ---- what comes in, on the loop's thread (for calls to oneself: on the sender's)
-
-    def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
-        tasks: list[Task] = []
-        for frame in frames:
-            kind, call_id, header, _ = frame
-            try:
-                if kind == Kind.CALL:
-                    if not header:
-                        self.requests_begun += 1
-                        tasks.append((self.callee.run, new_request(Request, (peer, frame, None))))
-                    else:
-                        request = Request(peer, frame, serialization.adopt(header, peer))
-                        self.accept(request, self.callee.run, tasks)
-                elif kind == Kind.REPLY or kind == Kind.FAILURE:
-                    arrivals = serialization.adopt(header, peer) if header else None
-                    call = self.calls.take(call_id)
-                    if call is None:
-                        self.calls.answered_late(call_id)
-                    else:
-                        if call.peer is not peer:
-                            self.calls.restore(call)
-                            raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
-                        call.arrivals = arrivals
-                        if call.settle(frame) and call.future is not None:
-                            tasks.append((call.future.complete, None))
-                else:
-                    self._handler(kind)(peer, frame)
-            except Exception as error:
-                # Whatever a malformed message makes fail, it ends this connection and nothing else.
-                if isinstance(error, RpcError):
-                    self.links.lose(peer, f"it sent a malformed message: {error}")
-                else:
-                    logger.exception("a malformed message from worker '%s'", peer.name)
-                    self.links.lose(peer, f"it sent a malformed message ({type(error).__name__}: {error})")
-                break
-        if tasks:
-            self.executor.submit_batch(tasks)
-        if self.departure is not None and self.departure.listening:
-            self.something_ended()
-
-    def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
-        """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
-        travelled beside its pickle is ready.
-
-        Args:
-            tasks: where to put it if it can run now.
-        """
-        self.requests_begun += 1
-        task = (run, request)
-        arrivals = request.arrivals
-        if arrivals is None:
-            tasks.append(task)
-            return
-        self.postponed.begin()
-
-        def admit() -> None:
-            self.executor.submit(task)
-            self.postponed.end()
-
-        if serialization.ready(arrivals, admit):
-            tasks.append(task)
-            self.postponed.end()
-
-    def _handler(self, kind: int) -> KindHandler:
-        handler = self._handlers.get(kind)
-        if handler is None:
-            raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
-        return handler
-
     def on(self, kind: int, handler: KindHandler) -> None:
         """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
 
         It runs on the loop's thread: it must neither block nor run user code.
         """
-        if kind < Kind.EXTENSION or kind in self._handlers:
-            raise ValueError(f"message kind {kind} is taken or reserved")
-        self._handlers[kind] = handler
+        if kind < Kind.EXTENSION:
+            raise ValueError(f"message kind {kind} is reserved")
+        self.dispatcher.on(kind, handler)
 
     # ---- what pending calls need (CallOwner)
 
@@ -483,7 +304,7 @@ class Agent:
 
     def begun(self) -> int:
         """How many calls, requests and control messages have ever begun here: grows with each."""
-        return self.calls.opened + self.requests_begun + self.control.posted
+        return self.calls.opened + self.dispatcher.requests_begun + self.control.posted
 
     def something_ended(self) -> None:
         """This worker may have become idle, which interests who waits to leave."""

@@ -65,7 +65,7 @@ def rpc_sync(
         total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     """
     agent = current_agent()
-    call = agent.call(to, callable_(func), positional(args), keywords(kwargs), timeout)
+    call = agent.caller.call(to, callable_(func), positional(args), keywords(kwargs), timeout)
     return call.result()
 
 
@@ -91,8 +91,8 @@ def rpc_async(
         scores = [future.wait() for future in futures]
     """
     agent = current_agent()
-    call = agent.call(to, callable_(func), positional(args), keywords(kwargs), timeout)
-    future: Future[Any] = agent.future(call)
+    call = agent.caller.call(to, callable_(func), positional(args), keywords(kwargs), timeout)
+    future: Future[Any] = agent.caller.future(call)
     collect(future)
     return future
 

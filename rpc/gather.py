@@ -65,7 +65,7 @@ class Gathering:
         if me not in names:
             raise ValueError(f"worker '{me}' gathers among {list(names)} without being one of them")
         peers = {name: agent.peer(name) for name in names}
-        call_timeout = agent.effective_timeout(timeout)
+        call_timeout = agent.caller.effective_timeout(timeout)
         wait_timeout = call_timeout if timeout > 0 and call_timeout else None
         with self._lock:
             number = self._next.get(names, 0)
@@ -77,7 +77,8 @@ class Gathering:
                 return self._lead(key, state, value, list(peers.values()), call_timeout, wait_timeout)
             self._check_present(names, peers.values())
             try:
-                call = agent.call(names[0], _contribute, (names, number, me), {"value": value}, call_timeout)
+                contribution = (names, number, me)
+                call = agent.caller.call(names[0], _contribute, contribution, {"value": value}, call_timeout)
                 call.result()
             except RpcTimeoutError:
                 raise  # it may arrive yet
@@ -111,8 +112,9 @@ class Gathering:
             self._check_present(names, peers)
             objects = self._await(key, state, wait_timeout)
             whole = {"objects": objects}
+            caller = agent.caller
             calls = {
-                name: agent.future(agent.call(name, _publish, (names, number), whole, call_timeout))
+                name: caller.future(caller.call(name, _publish, (names, number), whole, call_timeout))
                 for name in names[1:]
             }
         except BaseException as error:
@@ -146,9 +148,10 @@ class Gathering:
         with self._lock:
             self._rounds.pop(key, None)
             self._given_up[names] = number, told
+        caller = self._agent.caller
         for name in others:
             with contextlib.suppress(RpcError):
-                self._agent.future(self._agent.call(name, _fail, (names, number, told), {}, UNSET_TIMEOUT))
+                caller.future(caller.call(name, _fail, (names, number, told), {}, UNSET_TIMEOUT))
         return error
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:

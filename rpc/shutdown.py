@@ -52,7 +52,7 @@ def shutdown(
         check_may_block()
         if agent.executor.owns_current_thread():
             raise RpcError("a callee cannot shut down gracefully: it would wait for its own call to end")
-    timeout = agent.effective_timeout(timeout)
+    timeout = agent.caller.effective_timeout(timeout)
     references = agent.extensions["rref"]
     departure = agent.departure
     if graceful and departure is not None and not departure.claim():

@@ -222,7 +222,7 @@ def _introduce(agent: Agent, members: Sequence[Member]) -> None:
     """Connect to the members of a dynamic group, so that they know this worker; who is gone is left out."""
     for member in members:
         try:
-            agent.call(member.name, _noop, (), {}, UNSET_TIMEOUT).result()
+            agent.caller.call(member.name, _noop, (), {}, UNSET_TIMEOUT).result()
         except WorkerLostError as error:
             logger.info("left out of the group: %s", error)
 

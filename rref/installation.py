@@ -7,6 +7,7 @@ from rpc.serialization import register_carrier
 from rref.carrier import RRefCarrier
 from rref.reference import EXTENSION, RRef
 from rref.references import References
+from rref.serving import Server
 
 __all__ = ["install"]
 
@@ -16,4 +17,5 @@ _carrier = RRefCarrier()
 def install(agent: Agent) -> None:
     """Make an agent that has not joined its group yet serve remote references."""
     register_carrier(RRef, _carrier)
-    agent.extensions[EXTENSION] = References(agent)
+    agent.extensions[EXTENSION] = references = References(agent)
+    Server(agent, references)

@@ -58,7 +58,7 @@ def invoke_async(
 ) -> Future[Any]:
     """Call a method; a future of its value. What hinders the call is the future's error."""
     try:
-        future = rref._references.agent.future(rref._invoke(name, args, kwargs, timeout))
+        future = rref._references.agent.caller.future(rref._invoke(name, args, kwargs, timeout))
     except RuntimeError as error:
         future = Future()
         future.set_exception(error)
@@ -74,7 +74,7 @@ def invoke_remote(
     Raises:
         AttributeError: the object has no such attribute; its type is asked for once, to say so here.
     """
-    timeout = rref._references.agent.effective_timeout(timeout)
+    timeout = rref._references.agent.caller.effective_timeout(timeout)
     kind = rref._get_type(timeout)
     if not hasattr(kind, name) and not _has_own_attributes(kind):
         raise AttributeError(f"the object of {rref!r}, a {kind.__name__}, has no attribute '{name}'")

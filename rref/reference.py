@@ -16,7 +16,8 @@ from rpc.serialization import Payload
 from rpc.workers import WorkerInfo
 from rref.creation import Creation
 from rref.messages import Ref, RRefId, State
-from rref.references import FETCH, INVOKE, References, method_of_object
+from rref.references import References
+from rref.requests import FETCH, INVOKE, method_of_object
 from rref.value import Value
 
 if TYPE_CHECKING:
@@ -146,11 +147,11 @@ class RRef(Generic[T]):
         if self.is_owner():
             shell = self._references
             value: T = self._value("to_here").wait(
-                shell.agent.effective_timeout(timeout), f"{self!r} is still being made"
+                shell.agent.caller.effective_timeout(timeout), f"{self!r} is still being made"
             )
             return value
         shell = self._usable("to_here", timeout)
-        call = shell.agent.request(
+        call = shell.agent.caller.request(
             self._owner, FETCH, Payload({"object": self._rref}, []), timeout, self.to_here
         )
         try:
@@ -181,7 +182,7 @@ class RRef(Generic[T]):
         if self._creation is not None:
             self._creation.check()
         elif self._owner.lost is None:
-            shell.wait_settled(self._ref, shell.agent.effective_timeout(timeout), self._owner.name)
+            shell.wait_settled(self._ref, shell.agent.caller.effective_timeout(timeout), self._owner.name)
         if self._owner.lost is not None:
             raise self._owner.lost_error(f"{doing} of {self!r} is impossible")
         if shell.state(self._ref) is State.FAILED:
@@ -223,16 +224,16 @@ class RRef(Generic[T]):
         payload = self._dump_call(name, args, kwargs)
         payload.header.update(self._target(name))
         if agent.interceptors:
-            agent.attach(payload.header, self._owner)
-        return agent.request(self._owner, INVOKE, payload, timeout, f"method '{name}' of {self!r}")
+            agent.caller.attach(payload.header, self._owner)
+        return agent.caller.request(self._owner, INVOKE, payload, timeout, f"method '{name}' of {self!r}")
 
     def _dump_call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
         try:
-            return self._references.agent.dump_call(method_of_object, tuple(args), kwargs, self._owner)
+            return self._references.agent.caller.dump_call(method_of_object, tuple(args), kwargs, self._owner)
         except SerializationError as error:
             reason = error
         # To the pickler the method is what stands for it.
-        text = str(reason).replace(f"{__package__}.references.method_of_object", f"'{name}' of {self!r}")
+        text = str(reason).replace(f"{__package__}.requests.method_of_object", f"'{name}' of {self!r}")
         raise SerializationError(text) from reason.__cause__
 
     def _target(self, method: str) -> dict[str, Any]:
@@ -249,8 +250,8 @@ class RRef(Generic[T]):
             else:
                 shell = self._usable("_get_type", timeout)
                 ask = Payload({"object": self._rref, "type": True}, [])
-                call = shell.agent.request(self._owner, FETCH, ask, timeout, f"the type of {self!r}")
-                kind = shell.agent.future(call)
+                call = shell.agent.caller.request(self._owner, FETCH, ask, timeout, f"the type of {self!r}")
+                kind = shell.agent.caller.future(call)
             self._type = kind
         if not blocking:
             return kind

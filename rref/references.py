@@ -1,5 +1,5 @@
-"""The shell round the reference protocol: one per agent. It holds the objects owned here, turns the
-protocol's actions into messages, and serves those who fetch or use an object.
+"""The shell round the reference protocol: one per agent. It holds the objects owned here, and turns the
+protocol's actions into messages. Who serves those who fetch or use an object is ``serving``.
 
 The protocol and the table of values are guarded by one lock, under which nothing is sent, nobody is called
 back, and no user code runs; the actions are done after it is let go. Garbage is not collected meanwhile: a
@@ -18,33 +18,22 @@ from _thread import LockType
 from collections.abc import Callable
 from typing import Any, Final
 
-from rpc import serialization
 from rpc.agent import Agent
-from rpc.callee import LATER, Request
-from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError, SerializationError
-from rpc.executor import Task
+from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError
 from rpc.futures import INFINITE, check_may_block, wait_for
 from rpc.peer import Peer
 from rpc.serialization import Payload
-from rpc.wire import Frame, Kind
 from rref.creation import Creation
 from rref.messages import Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
 from rref.protocol import Protocol
+from rref.requests import CREATE
 from rref.value import Value
 
-__all__ = ["CREATE", "FETCH", "INVOKE", "References", "method_of_object"]
+__all__ = ["References"]
 
-CREATE: Final = Kind.EXTENSION
-FETCH: Final = Kind.EXTENSION + 1
-INVOKE: Final = Kind.EXTENSION + 2
 TOPIC: Final = "rref"
 
 _SWEEP_SECONDS: Final = 60.0
-
-
-def method_of_object(*args: Any, **kwargs: Any) -> Any:
-    """Stands, in a message, for the method that the header names, of the object that it names."""
-    raise TypeError("the method of a remote object is called on its owner, in a message that names both")
 
 
 class References:
@@ -65,10 +54,6 @@ class References:
         self._waiting: set[LockType] = set()
         """Threads that wait for a reference to be settled, each on its lock."""
         self._sweep_timer: asyncio.TimerHandle | None = None
-        serialization.allow_function(method_of_object)
-        agent.on(CREATE, self._creation_arrived)
-        agent.on(FETCH, self._fetch_arrived)
-        agent.on(INVOKE, self._invocation_arrived)
         agent.control.on(TOPIC, self._message_arrived)
         agent.on_joined(self._peer_joined)
         agent.on_gone(self._peer_gone)
@@ -170,12 +155,12 @@ class References:
         payload.header["create"] = [rref, fork]
         agent = self.agent
         if agent.interceptors:
-            agent.attach(payload.header, peer)
+            agent.caller.attach(payload.header, peer)
 
-        creation = agent.calls.open(peer, what, agent.effective_timeout(timeout), Creation)
+        creation = agent.calls.open(peer, what, agent.caller.effective_timeout(timeout), Creation)
         creation.begin(self, rref, fork)
         try:
-            agent.transmit(creation, CREATE, payload)
+            agent.caller.transmit(creation, CREATE, payload)
         except BaseException as error:
             self.creation_failed(fork, f"it could not be sent: {error}")
             raise
@@ -276,90 +261,29 @@ class References:
             if not value.is_ready:
                 value.fail(error)
 
-    # ---- serving: handlers run on the loop's thread, ``_run_...`` on executor threads
+    # ---- objects
 
-    def _creation_arrived(self, peer: Peer, frame: Frame) -> None:
-        rref, fork = _ids(frame.header.get("create"))
-        arrivals = serialization.adopt(frame.header, peer)
-        value = self._do(self._arrived, rref, fork, peer)
-        request = Request(peer, frame, arrivals)
-        if value is None:
-            refusal = serialization.dump_exception(RRefError("its creator gave it up"), self.agent.info)
-            refusal.header["refused"] = "its creator gave it up"
-            self._accept(request, lambda _: self.agent.answer(peer, Kind.FAILURE, frame.call_id, refusal))
-            return
-        target = frame.header.get("object")
-        if target is None:
-            self._accept(request, lambda _: self._run_creation(request, rref, value, None))
-        else:
-            self._accept_on_object(
-                request, _id(target), lambda on: self._run_creation(request, rref, value, on)
-            )
+    def arrived(self, rref: RRefId, fork: ForkId, peer: Peer) -> Value | None:
+        """A creation is here: where its object is to be put; None if it is not wanted."""
+        value: Value | None = self._do(self._arrived, rref, fork, peer)
+        return value
 
     def _arrived(self, rref: RRefId, fork: ForkId, peer: Peer) -> Value | None:
-        """Where the object of a creation is to be put; None if it is not wanted."""
         wanted = self._protocol.arrived(rref, fork, peer.incarnation)
         return self._values.setdefault(rref, Value()) if wanted else None
 
-    def _accept(self, request: Request, run: Callable[[Request], None]) -> None:
-        tasks: list[Task] = []
-        self.agent.accept(request, run, tasks)
-        self.agent.executor.submit_batch(tasks)
+    def finished(self, rref: RRefId) -> None:
+        """A creation has been run: its object, or its error, is there."""
+        self._do(self._protocol.finished, rref)
 
-    def _accept_on_object(
-        self, request: Request, target: RRefId, run: Callable[[Value], None], *, quick: bool = False
-    ) -> None:
-        """Run a request once the object that it is for is there. The object stays until it has run.
+    def expect(self, rref: RRefId) -> Ref:
+        """A local reference to an object that this worker owns or will own, to be released."""
+        ref: Ref = self._do(self._protocol.expect, rref)
+        return ref
 
-        Args:
-            quick: it calls no method of the object: the thread that makes the object may run it.
-        """
-        value = self._values.get(target)
-        if value is not None:
-            if value.is_ready or not self._accept_when_made(request, value, run, quick):
-                self._accept(request, lambda _: run(value))
-            return
-        ref = self._do(self._protocol.expect, target)
-
-        def run_and_release(_: Request) -> None:
-            try:
-                run(self._values.get(target) or self._missing(target))
-            finally:
-                self.agent.deferred.soon(self.release, ref)
-
-        def known() -> None:
-            value = self._values.get(target) or self._missing(target)
-            if value.when_ready(accept):
-                accept()
-
-        def accept() -> None:
-            self._accept(request, run_and_release)
-
-        if self.when_settled(ref, known):
-            known()
-
-    def _accept_when_made(
-        self, request: Request, value: Value, run: Callable[[Value], None], quick: bool
-    ) -> bool:
-        """Run a request as soon as the object is there; false if it has just come."""
-        postponed = self.agent.postponed
-        self.agent.requests_begun += 1
-        postponed.begin()
-
-        def made() -> None:
-            try:
-                if quick:
-                    run(value)
-                else:
-                    self._accept(request, lambda _: run(value))
-            finally:
-                postponed.end()
-                self.agent.something_ended()
-
-        if value.when_ready(made):
-            postponed.end()
-            return False
-        return True
+    def find(self, rref: RRefId) -> Value | None:
+        """The object of a reference whose owner is this worker; None if it is not here (any more, or yet)."""
+        return self._values.get(rref)
 
     def _missing(self, rref: RRefId) -> Value:
         missing = Value()
@@ -372,76 +296,6 @@ class References:
     def value(self, rref: RRefId) -> Value:
         """The object of a reference whose owner is this worker; its error if it is not here (any more)."""
         return self._values.get(rref) or self._missing(rref)
-
-    def _load(
-        self, request: Request, on: Value | None
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """What a request is to call: a function, or a method of the object that it is for."""
-        function, args, kwargs = self.agent.callee.load(request)
-        if on is not None:
-            name = request.frame.header.get("method")
-            if function is not method_of_object or not isinstance(name, str):
-                raise ProtocolError(f"asked to call {function!r}, as {name!r}, of an object")
-            if self.agent.allow is not None and name.startswith("_") and name != "__call__":
-                raise SerializationError(f"safe mode does not admit calls of the private method '{name}'")
-            function = getattr(on.get(), name)
-        return function, args, kwargs
-
-    def _run_creation(self, request: Request, rref: RRefId, value: Value, on: Value | None) -> None:
-        peer, frame, _ = request
-        agent = self.agent
-
-        def answer(content: Any, error: BaseException | None) -> None:
-            if error is None:
-                value.set(content)
-            else:
-                value.fail(error)
-            del content
-            self._do(self._protocol.finished, rref)
-            if error is None:
-                agent.reply(peer, frame.call_id, None)
-            else:
-                agent.fail(peer, frame.call_id, error)
-
-        try:
-            function, args, kwargs = self._load(request, on)
-            content = agent.callee.start(function, args, kwargs, frame.header, peer, answer)
-        except BaseException as error:
-            answer(None, error)
-        else:
-            if content is not LATER:
-                answer(content, None)
-
-    def _fetch_arrived(self, peer: Peer, frame: Frame) -> None:
-        def run(value: Value) -> None:
-            if value.error is not None:
-                self.agent.fail(peer, frame.call_id, value.error)
-                return
-            content = value.get()
-            if "type" in frame.header:
-                content = type(content)
-            self.agent.reply(peer, frame.call_id, content, "the object")
-
-        self._accept_on_object(Request(peer, frame, None), _id(frame.header.get("object")), run, quick=True)
-
-    def _invocation_arrived(self, peer: Peer, frame: Frame) -> None:
-        request = Request(peer, frame, serialization.adopt(frame.header, peer))
-
-        def run(value: Value) -> None:
-            if value.error is not None:
-                self.agent.fail(peer, frame.call_id, value.error)
-                return
-            callee = self.agent.callee
-            try:
-                function, args, kwargs = self._load(request, value)
-                result = callee.start(function, args, kwargs, frame.header, peer, callee.replier(request))
-            except BaseException as error:
-                self.agent.fail(peer, frame.call_id, error)
-            else:
-                if result is not LATER:
-                    self.agent.reply(peer, frame.call_id, result, function)
-
-        self._accept_on_object(request, _id(frame.header.get("object")), run)
 
     # ---- looking in
 
@@ -478,17 +332,3 @@ class References:
 def _drop(content: list[Any]) -> None:
     """Let go of objects on this thread, where their destructors may do what they like."""
     content.clear()
-
-
-def _id(value: Any) -> tuple[int, int]:
-    match value:
-        case [int(creator), int(number)]:
-            return creator, number
-    raise ProtocolError(f"a message names an object by {str(value)[:80]}, which is no id")
-
-
-def _ids(value: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    match value:
-        case [rref, fork]:
-            return _id(rref), _id(fork)
-    raise ProtocolError(f"a creation names itself by {str(value)[:80]}")

@@ -44,7 +44,7 @@ def remote(
     """
     shell = references()
     agent = shell.agent
-    timeout = agent.effective_timeout(timeout)
+    timeout = agent.caller.effective_timeout(timeout)
     peer = agent.peer(to)
-    payload = agent.dump_call(callable_(func), positional(args), keywords(kwargs), peer)
+    payload = agent.caller.dump_call(callable_(func), positional(args), keywords(kwargs), peer)
     return RRef._of(shell, peer, *shell.create(peer, {}, payload, timeout, func))

@@ -1,0 +1,128 @@
+"""The caller's side: make a call of a function and its arguments, and send it.
+
+A call is serialized on the caller's thread, entered into the table of calls, and its frame handed to the
+peer. What comes of it is the business of ``futures``; how it is run, of ``callee``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import TIMEOUT_MAX
+from typing import TYPE_CHECKING, Any, Final
+
+from rpc import serialization
+from rpc.errors import WorkerLostError
+from rpc.futures import Future, PendingCall
+from rpc.membership import Callee
+from rpc.peer import Peer
+from rpc.pickling import replacement
+from rpc.serialization import Payload
+from rpc.wire import Kind
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+__all__ = ["UNSET_TIMEOUT", "Caller"]
+
+UNSET_TIMEOUT: Final = -1.0
+"""As a call's timeout: the agent's default."""
+
+
+class Caller:
+    """Makes the calls of one agent, from any thread."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def call(
+        self,
+        to: Callee,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> PendingCall:
+        """Send a call; what cannot be sent raises here.
+
+        Args:
+            timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
+        """
+        agent = self._agent
+        timeout = agent.rpc_timeout if timeout == UNSET_TIMEOUT else self.effective_timeout(timeout)
+        peer = agent.peer(to)
+        payload = serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
+        if agent.interceptors:
+            self.attach(payload.header, peer)
+        call = agent.calls.open(peer, function, timeout)
+        self.transmit(call, Kind.CALL, payload)
+        return call
+
+    def dump_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
+    ) -> Payload:
+        """Serialize a call, with the pickler that the user has put in place of ours, if there is one."""
+        return serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
+
+    def attach(self, header: dict[str, Any], peer: Peer) -> None:
+        """Let every interceptor add to the header of a call that is about to be sent."""
+        try:
+            for interceptor in self._agent.interceptors:
+                value = interceptor.outgoing(peer.member.info)
+                if value is not None:
+                    header[interceptor.key] = value
+        except BaseException:
+            serialization.take_back(header, peer)
+            raise
+
+    def request(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> PendingCall:
+        """Send any message that is answered by a reply or a failure.
+
+        A worker that is gone is not an error here, but the call's outcome.
+
+        Args:
+            what: what is asked, for error messages: a text or a function.
+        """
+        try:
+            timeout = self.effective_timeout(timeout)
+        except BaseException:
+            serialization.take_back(payload.header, peer)
+            raise
+        call = self._agent.calls.open(peer, what, timeout)
+        self.transmit(call, kind, payload)
+        return call
+
+    def effective_timeout(self, timeout: float) -> float:
+        """A timeout as the user gave it, with ``UNSET_TIMEOUT`` replaced by the default.
+
+        Raises:
+            TypeError, ValueError: it is no number of seconds.
+        """
+        try:
+            if timeout < 0:
+                return self._agent.rpc_timeout
+            if timeout <= TIMEOUT_MAX:
+                return timeout
+            if timeout > TIMEOUT_MAX:
+                return 0.0
+        except TypeError:
+            given = f"{type(timeout).__name__} {timeout!r:.60}"
+            raise TypeError(f"a timeout is a number of seconds, 0 for none, not {given}") from None
+        raise ValueError(f"a timeout is a number of seconds, 0 for none, not {timeout}")
+
+    def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
+        """Send the message of a call that is in the table; see ``request``."""
+        try:
+            self._agent.send(call.peer, kind, call.call_id, payload)
+        except WorkerLostError:
+            # If the loop has not noted why the connection is closed, it is about to, and ends the call then.
+            if call.peer.lost is not None and self._agent.calls.take(call.call_id) is not None:
+                call.settle(call.lost_error())
+        except BaseException:
+            self._agent.calls.take(call.call_id)
+            raise
+
+    def future(self, call: PendingCall) -> Future[Any]:
+        """The future of a call just made."""
+        future = Future.for_call(call)
+        self._agent.calls.watch(call)
+        return future

@@ -1,0 +1,124 @@
+"""What comes in: each frame goes to whom it concerns.
+
+A request goes to the executor, where the callee runs it; a reply to whoever waits for it; any other frame
+to the handler of its kind. All on the loop's thread, except for calls to oneself, which come in on the
+sender's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from rpc import serialization
+from rpc.callee import Request
+from rpc.errors import ProtocolError, RpcError
+from rpc.executor import Task
+from rpc.peer import Peer
+from rpc.wire import Frame, Kind
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+__all__ = ["Dispatcher", "KindHandler"]
+
+logger = logging.getLogger(__name__)
+
+KindHandler = Callable[[Peer, Frame], None]
+
+_OWN_KINDS: Final = (Kind.CALL, Kind.REPLY, Kind.FAILURE)
+
+_new_request = tuple.__new__
+"""Makes a named tuple without the Python function that it has for a constructor."""
+
+
+class Dispatcher:
+    """Takes in the frames of one agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._handlers: dict[int, KindHandler] = {}
+        self.requests_begun = 0
+        """How many requests were ever taken in."""
+
+    def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
+        """Take in frames of one worker, in order."""
+        agent = self._agent
+        run, calls = agent.callee.run, agent.calls
+        tasks: list[Task] = []
+        for frame in frames:
+            kind, call_id, header, _ = frame
+            try:
+                if kind == Kind.CALL:
+                    if not header:
+                        self.requests_begun += 1
+                        tasks.append((run, _new_request(Request, (peer, frame, None))))
+                    else:
+                        request = Request(peer, frame, serialization.adopt(header, peer))
+                        self.accept(request, run, tasks)
+                elif kind == Kind.REPLY or kind == Kind.FAILURE:
+                    arrivals = serialization.adopt(header, peer) if header else None
+                    call = calls.take(call_id)
+                    if call is None:
+                        calls.answered_late(call_id)
+                    else:
+                        if call.peer is not peer:
+                            calls.restore(call)
+                            raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
+                        call.arrivals = arrivals
+                        if call.settle(frame) and call.future is not None:
+                            tasks.append((call.future.complete, None))
+                else:
+                    self._handler(kind)(peer, frame)
+            except Exception as error:
+                # Whatever a malformed message makes fail, it ends this connection and nothing else.
+                if isinstance(error, RpcError):
+                    agent.links.lose(peer, f"it sent a malformed message: {error}")
+                else:
+                    logger.exception("a malformed message from worker '%s'", peer.name)
+                    agent.links.lose(peer, f"it sent a malformed message ({type(error).__name__}: {error})")
+                break
+        if tasks:
+            agent.executor.submit_batch(tasks)
+        agent.something_ended()
+
+    def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
+        """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
+        travelled beside its pickle is ready.
+
+        Args:
+            tasks: where to put it if it can run now.
+        """
+        agent = self._agent
+        self.requests_begun += 1
+        task = (run, request)
+        arrivals = request.arrivals
+        if arrivals is None:
+            tasks.append(task)
+            return
+        agent.postponed.begin()
+
+        def admit() -> None:
+            agent.executor.submit(task)
+            agent.postponed.end()
+
+        if serialization.ready(arrivals, admit):
+            tasks.append(task)
+            agent.postponed.end()
+
+    def _handler(self, kind: int) -> KindHandler:
+        handler = self._handlers.get(kind)
+        if handler is None:
+            raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
+        return handler
+
+    def on(self, kind: int, handler: KindHandler) -> None:
+        """Have frames of a kind passed to ``handler``. It must neither block nor run user code.
+
+        Raises:
+            ValueError: the kind has a handler, or is the dispatcher's own.
+        """
+        if kind in _OWN_KINDS or kind in self._handlers:
+            raise ValueError(f"message kind {kind} is taken")
+        self._handlers[kind] = handler

@@ -1,0 +1,196 @@
+"""The owner's end of requests: objects are made, fetched, and their methods called.
+
+Handlers run on the loop's thread, and hand over to executor threads once what a request needs is there: the
+references that travelled with it confirmed, and the object that it is for made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rpc import serialization
+from rpc.agent import Agent
+from rpc.callee import LATER, Request
+from rpc.errors import ProtocolError, RRefError, SerializationError
+from rpc.executor import Task
+from rpc.peer import Peer
+from rpc.wire import Frame, Kind
+from rref.messages import RRefId
+from rref.references import References
+from rref.requests import CREATE, FETCH, INVOKE, created_ids, method_of_object, object_id
+from rref.value import Value
+
+__all__ = ["Server"]
+
+_GIVEN_UP = "its creator gave it up"
+
+
+class Server:
+    """Serves the objects of one agent to those who refer to them.
+
+    Args:
+        agent: before it joins a group.
+        references: its references.
+    """
+
+    def __init__(self, agent: Agent, references: References) -> None:
+        self._agent = agent
+        self._references = references
+        serialization.allow_function(method_of_object)
+        agent.on(CREATE, self._creation_arrived)
+        agent.on(FETCH, self._fetch_arrived)
+        agent.on(INVOKE, self._invocation_arrived)
+
+    def _creation_arrived(self, peer: Peer, frame: Frame) -> None:
+        rref, fork = created_ids(frame.header)
+        arrivals = serialization.adopt(frame.header, peer)
+        value = self._references.arrived(rref, fork, peer)
+        request = Request(peer, frame, arrivals)
+        if value is None:
+            refusal = serialization.dump_exception(RRefError(_GIVEN_UP), self._agent.info)
+            refusal.header["refused"] = _GIVEN_UP
+            self._accept(request, lambda _: self._agent.answer(peer, Kind.FAILURE, frame.call_id, refusal))
+            return
+        target = object_id(frame.header)
+        if target is None:
+            self._accept(request, lambda _: self._run_creation(request, rref, value, None))
+        else:
+            self._accept_on_object(request, target, lambda on: self._run_creation(request, rref, value, on))
+
+    def _accept(self, request: Request, run: Callable[[Request], None]) -> None:
+        tasks: list[Task] = []
+        self._agent.dispatcher.accept(request, run, tasks)
+        self._agent.executor.submit_batch(tasks)
+
+    def _accept_on_object(
+        self, request: Request, target: RRefId, run: Callable[[Value], None], *, quick: bool = False
+    ) -> None:
+        """Run a request once the object that it is for is there. The object stays until it has run.
+
+        Args:
+            quick: it calls no method of the object: the thread that makes the object may run it.
+        """
+        value = self._references.find(target)
+        if value is not None:
+            if value.is_ready or not self._accept_when_made(request, value, run, quick):
+                self._accept(request, lambda _: run(value))
+            return
+        ref = self._references.expect(target)
+
+        def run_and_release(_: Request) -> None:
+            try:
+                run(self._references.value(target))
+            finally:
+                self._agent.deferred.soon(self._references.release, ref)
+
+        def known() -> None:
+            value = self._references.value(target)
+            if value.when_ready(accept):
+                accept()
+
+        def accept() -> None:
+            self._accept(request, run_and_release)
+
+        if self._references.when_settled(ref, known):
+            known()
+
+    def _accept_when_made(
+        self, request: Request, value: Value, run: Callable[[Value], None], quick: bool
+    ) -> bool:
+        """Run a request as soon as the object is there; false if it has just come."""
+        postponed = self._agent.postponed
+        self._agent.dispatcher.requests_begun += 1
+        postponed.begin()
+
+        def made() -> None:
+            try:
+                if quick:
+                    run(value)
+                else:
+                    self._accept(request, lambda _: run(value))
+            finally:
+                postponed.end()
+                self._agent.something_ended()
+
+        if value.when_ready(made):
+            postponed.end()
+            return False
+        return True
+
+    def _load(
+        self, request: Request, on: Value | None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """What a request is to call: a function, or a method of the object that it is for."""
+        function, args, kwargs = self._agent.callee.load(request)
+        if on is not None:
+            name = request.frame.header.get("method")
+            if function is not method_of_object or not isinstance(name, str):
+                raise ProtocolError(f"asked to call {function!r}, as {name!r}, of an object")
+            if self._agent.allow is not None and name.startswith("_") and name != "__call__":
+                raise SerializationError(f"safe mode does not admit calls of the private method '{name}'")
+            function = getattr(on.get(), name)
+        return function, args, kwargs
+
+    def _run_creation(self, request: Request, rref: RRefId, value: Value, on: Value | None) -> None:
+        peer, frame, _ = request
+        agent = self._agent
+
+        def answer(content: Any, error: BaseException | None) -> None:
+            if error is None:
+                value.set(content)
+            else:
+                value.fail(error)
+            del content
+            self._references.finished(rref)
+            if error is None:
+                agent.reply(peer, frame.call_id, None)
+            else:
+                agent.fail(peer, frame.call_id, error)
+
+        try:
+            function, args, kwargs = self._load(request, on)
+            content = agent.callee.start(function, args, kwargs, frame.header, peer, answer)
+        except BaseException as error:
+            answer(None, error)
+        else:
+            if content is not LATER:
+                answer(content, None)
+
+    def _fetch_arrived(self, peer: Peer, frame: Frame) -> None:
+        def run(value: Value) -> None:
+            if value.error is not None:
+                self._agent.fail(peer, frame.call_id, value.error)
+                return
+            content = value.get()
+            if "type" in frame.header:
+                content = type(content)
+            self._agent.reply(peer, frame.call_id, content, "the object")
+
+        self._accept_on_object(Request(peer, frame, None), _target(frame), run, quick=True)
+
+    def _invocation_arrived(self, peer: Peer, frame: Frame) -> None:
+        request = Request(peer, frame, serialization.adopt(frame.header, peer))
+
+        def run(value: Value) -> None:
+            if value.error is not None:
+                self._agent.fail(peer, frame.call_id, value.error)
+                return
+            callee = self._agent.callee
+            try:
+                function, args, kwargs = self._load(request, value)
+                result = callee.start(function, args, kwargs, frame.header, peer, callee.replier(request))
+            except BaseException as error:
+                self._agent.fail(peer, frame.call_id, error)
+            else:
+                if result is not LATER:
+                    self._agent.reply(peer, frame.call_id, result, function)
+
+        self._accept_on_object(request, _target(frame), run)
+
+
+def _target(frame: Frame) -> RRefId:
+    target = object_id(frame.header)
+    if target is None:
+        raise ProtocolError("a request does not say which object it is for")
+    return target
