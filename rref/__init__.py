@@ -1,4 +1,4 @@
-"""Remote references: ``RRef`` and ``remote``."""
+"""Remote references: ``RRef``, ``remote`` and ``RemoteModule``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ if Path(_found).parent.parent != Path(__file__).parent.parent:
 from rref.installation import install
 from rref.reference import RRef, references
 from rref.remote import remote
+from rref.remote_module import RemoteModule
 
-__all__ = ["RRef", "debug_info", "install", "release_all_users", "remote"]
+__all__ = ["RRef", "RemoteModule", "debug_info", "install", "release_all_users", "remote"]
 
 
 def debug_info() -> dict[str, int]:

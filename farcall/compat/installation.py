@@ -1,4 +1,4 @@
-"""Puts our facades where Python looks for ``torch.distributed.rpc``, and takes them away again.
+"""Puts our facades where Python looks for ``torch.distributed.rpc`` and its kin, and takes them away again.
 
 PyTorch imports ``torch.distributed.rpc`` itself, long before a program does. So the entries of
 ``sys.modules`` are replaced, and the attributes of parent packages, and those few places in PyTorch that
@@ -21,19 +21,25 @@ import rpc
 
 __all__ = ["CompatError", "install", "is_installed", "uninstall"]
 
-_REPLACED: Final = "torch.distributed.rpc"
+_RPC: Final = "torch.distributed.rpc"
 
 _FACADES: Final = {
-    "": "farcall.compat.torch_rpc",
-    ".api": "farcall.compat.torch_rpc.api",
-    ".backend_registry": "rpc.backend_registry",
-    ".constants": "farcall.compat.torch_rpc.constants",
-    ".functions": "rpc.functions",
-    ".internal": "farcall.compat.torch_rpc.internal",
-    ".options": "rpc.options",
-    ".rref_proxy": "rref.proxy",
+    _RPC: "farcall.compat.torch_rpc",
+    _RPC + ".api": "farcall.compat.torch_rpc.api",
+    _RPC + ".backend_registry": "rpc.backend_registry",
+    _RPC + ".constants": "farcall.compat.torch_rpc.constants",
+    _RPC + ".functions": "rpc.functions",
+    _RPC + ".internal": "farcall.compat.torch_rpc.internal",
+    _RPC + ".options": "rpc.options",
+    _RPC + ".rref_proxy": "rref.proxy",
+    "torch.distributed.nn.api.remote_module": "farcall.compat.torch_nn",
 }
-"""What stands in for ``torch.distributed.rpc`` and its submodules."""
+"""What stands in for which of PyTorch's modules. Submodules of these without a facade disappear."""
+
+_SHOWN_BY: Final = {
+    "torch.distributed.nn": ("RemoteModule", "farcall.compat.torch_nn"),
+}
+"""Packages of PyTorch's that stay, but offer a name of a module that is replaced."""
 
 _NAMES_HELD: Final = frozenset({"RRef", "init_rpc", "remote", "rpc_async", "rpc_sync", "shutdown"})
 """What programs import by name."""
@@ -43,6 +49,8 @@ _MISSING: Final = object()
 _lock = threading.RLock()
 _undo: list[tuple[Any, str, Any]] = []
 _modules: dict[str, ModuleType] | None = None
+_not_imported: list[str] = []
+"""Of the packages in ``_SHOWN_BY``, those that were imported only after the installation, if at all."""
 
 
 class CompatError(rpc.errors.RpcError):
@@ -55,7 +63,7 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Make ``torch.distributed.rpc`` and its submodules mean farcall, until :func:`uninstall`.
+    """Make ``torch.distributed.rpc`` and its kin mean farcall, until :func:`uninstall`.
 
     Call it before the program imports them; a module that did already keeps what it has, and a warning
     names it. Doing it twice is doing it once.
@@ -67,19 +75,19 @@ def install() -> None:
     with _lock:
         if _modules is not None:
             return
-        theirs = sys.modules.get(_REPLACED)
+        theirs = sys.modules.get(_RPC)
         if theirs is not None and _agent_runs(theirs):
             raise CompatError(
                 "torch.distributed.rpc is running in this process (its init_rpc was called): call its "
                 "shutdown() first, or install farcall.compat before init_rpc"
             )
-        facades = {_REPLACED + suffix: importlib.import_module(name) for suffix, name in _FACADES.items()}
+        facades = {name: importlib.import_module(facade) for name, facade in _FACADES.items()}
         _warn_of_holders(theirs)
         _modules = {name: module for name, module in sys.modules.items() if _is_replaced(name)}
         for name in _modules:
             del sys.modules[name]
         sys.modules.update(facades)
-        _set(torch.distributed, "rpc", facades[_REPLACED])
+        _show(facades)
         _rebind()
 
 
@@ -104,11 +112,41 @@ def uninstall() -> None:
                 delattr(target, attribute)
             else:
                 setattr(target, attribute, before)
+        _forget_importers()
         _modules = None
 
 
 def _is_replaced(name: str) -> bool:
-    return name == _REPLACED or name.startswith(_REPLACED + ".")
+    return any(_is_within(name, replaced) for replaced in _FACADES)
+
+
+def _is_within(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+def _show(facades: dict[str, ModuleType]) -> None:
+    """Where packages that stay have what is replaced."""
+    for name, facade in facades.items():
+        parent, _, leaf = name.rpartition(".")
+        if parent in sys.modules and not _is_replaced(parent):
+            _set(sys.modules[parent], leaf, facade)
+    for package, (attribute, facade_name) in _SHOWN_BY.items():
+        if package in sys.modules:
+            _set(sys.modules[package], attribute, getattr(sys.modules[facade_name], attribute))
+        else:
+            _not_imported.append(package)
+
+
+def _forget_importers() -> None:
+    """Packages that were imported meanwhile have our names: they are to be imported anew."""
+    while _not_imported:
+        package = _not_imported.pop()
+        if sys.modules.get(package) is None:
+            continue
+        for name in [name for name in sys.modules if _is_within(name, package)]:
+            del sys.modules[name]
+        parent, _, leaf = package.rpartition(".")
+        delattr(sys.modules[parent], leaf)
 
 
 def _agent_runs(theirs: ModuleType) -> bool:

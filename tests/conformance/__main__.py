@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     unexpected, surprises = [], []
     # Not a TemporaryDirectory: that would be removed by each worker as it exits.
     folder = options.logs or Path(tempfile.mkdtemp(prefix="conformance-"))
-    pool = Pool(suites.run_rank, folder, suites.WORKERS, options.jobs, options.limit)
+    pool = Pool(suites.run_rank, folder, suites.workers_of, options.jobs, options.limit)
     try:
         with Report(console, len(to_run), options.log_lines) as report:
             for outcome in pool.run(to_run):

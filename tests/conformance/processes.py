@@ -78,6 +78,7 @@ class Outcome(Generic[T]):
 class _Run(Generic[T]):
     task: T
     folder: Path
+    workers: int
     started: float
     deadline: float
     pids: dict[int, int] = field(default_factory=dict)
@@ -87,23 +88,25 @@ class _Run(Generic[T]):
 
 
 class Pool(Generic[T]):
-    """Runs tasks, each in ``workers`` forked processes.
+    """Runs tasks, each in forked processes of its own.
 
     Args:
         body: what each worker runs.
         folder: logs and the tasks' own files go to subfolders of it.
-        workers: processes per task.
+        workers: how many processes a task takes.
         jobs: tasks at one time.
         limit: seconds a task may take; then its workers' stacks are logged and it is killed.
 
     Example::
 
-        pool = Pool(body, Path(folder), workers=4, jobs=2, limit=60)
+        pool = Pool(body, Path(folder), workers=lambda test: 4, jobs=2, limit=60)
         for outcome in pool.run(tests):
             print(outcome.task, outcome.ending.value)
     """
 
-    def __init__(self, body: Body[T], folder: Path, workers: int, jobs: int, limit: float) -> None:
+    def __init__(
+        self, body: Body[T], folder: Path, workers: Callable[[T], int], jobs: int, limit: float
+    ) -> None:
         self._body = body
         self._folder = folder
         self._workers = workers
@@ -124,7 +127,7 @@ class Pool(Generic[T]):
                 self._reap()
                 for run in list(self._runs):
                     self._press(run)
-                    if len(run.exits) == self._workers:
+                    if len(run.exits) == run.workers:
                         self._runs.remove(run)
                         yield self._outcome(run)
         finally:
@@ -134,10 +137,10 @@ class Pool(Generic[T]):
     def _start(self, task: T, folder: Path) -> _Run[T]:
         folder.mkdir(parents=True)
         now = time.monotonic()
-        run = _Run(task, folder, now, now + self._limit)
+        run = _Run(task, folder, self._workers(task), now, now + self._limit)
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in range(self._workers):
+        for rank in range(run.workers):
             parent = os.getpid()
             pid = os.fork()
             if pid == 0:
@@ -184,7 +187,7 @@ class Pool(Generic[T]):
     def _press(self, run: _Run[T]) -> None:
         """Past its deadline: first ask the workers for their stacks, then kill them."""
         now = time.monotonic()
-        if now < run.deadline or len(run.exits) == self._workers:
+        if now < run.deadline or len(run.exits) == run.workers:
             return
         if run.stacks_asked:
             self._kill(run)
@@ -204,14 +207,14 @@ class Pool(Generic[T]):
         run.deadline = float("inf")
 
     def _outcome(self, run: _Run[T]) -> Outcome[T]:
-        exits = tuple(run.exits[rank] for rank in range(self._workers))
+        exits = tuple(run.exits[rank] for rank in range(run.workers))
         if all(status == 0 for status in exits):
             ending = Ending.PASSED
         elif all(status in (0, _SKIPPED) for status in exits):
             ending = Ending.SKIPPED
         else:
             ending = Ending.TIMED_OUT if run.late else Ending.FAILED
-        logs = tuple(_log(run, rank).read_text(errors="replace") for rank in range(self._workers))
+        logs = tuple(_log(run, rank).read_text(errors="replace") for rank in range(run.workers))
         return Outcome(run.task, ending, time.monotonic() - run.started, exits, logs)
 
 

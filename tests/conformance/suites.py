@@ -13,14 +13,20 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import TEST_SKIPS
 from torch.testing._internal.common_utils import TestCase, set_rng_seed
+from torch.testing._internal.distributed.nn.api.remote_module_test import (
+    RemoteModuleTest,
+    ThreeWorkersRemoteModuleTest,
+)
+from torch.testing._internal.distributed.rpc.examples.parameter_server_test import ParameterServerTest
+from torch.testing._internal.distributed.rpc.examples.reinforcement_learning_rpc_test import (
+    ReinforcementLearningRpcTest,
+)
 from torch.testing._internal.distributed.rpc.rpc_test import RpcTest, TensorPipeAgentRpcTest
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
     TensorPipeRpcAgentTestFixture,
 )
 
-__all__ = ["SUITES", "WORKERS", "Test", "run_rank", "tests"]
-
-WORKERS = 4
+__all__ = ["SUITES", "Test", "run_rank", "tests", "workers_of"]
 
 
 class RpcSuite(RpcTest, TensorPipeRpcAgentTestFixture, TestCase):
@@ -31,7 +37,30 @@ class TensorPipeSuite(TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, Tes
     """What PyTorch's default backend does besides."""
 
 
-SUITES: dict[str, Any] = {"RpcTest": RpcSuite, "TensorPipeAgentRpcTest": TensorPipeSuite}
+class RemoteModuleSuite(RemoteModuleTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """Modules that live on another worker."""
+
+
+class ThreeWorkersRemoteModuleSuite(ThreeWorkersRemoteModuleTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """Such modules, sent to a third worker."""
+
+
+class ParameterServerSuite(ParameterServerTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """A parameter server that answers a batch of updates at once."""
+
+
+class ReinforcementLearningSuite(ReinforcementLearningRpcTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """An agent that learns from observers."""
+
+
+SUITES: dict[str, Any] = {
+    "RpcTest": RpcSuite,
+    "TensorPipeAgentRpcTest": TensorPipeSuite,
+    "RemoteModuleTest": RemoteModuleSuite,
+    "ThreeWorkersRemoteModuleTest": ThreeWorkersRemoteModuleSuite,
+    "ParameterServerTest": ParameterServerSuite,
+    "ReinforcementLearningRpcTest": ReinforcementLearningSuite,
+}
 
 
 class Test(NamedTuple):
@@ -51,6 +80,12 @@ def tests() -> list[Test]:
         for suite, cls in SUITES.items()
         for name in unittest.TestLoader().getTestCaseNames(cls)
     ]
+
+
+def workers_of(test: Test) -> int:
+    """How many processes a test takes: one for each worker."""
+    workers: int = SUITES[test.suite](test.name).world_size
+    return workers
 
 
 def run_rank(test: Test, rank: int, folder: Path) -> None:

@@ -34,7 +34,7 @@ def body(task: str, rank: int, folder: Path) -> None:
 
 
 def run_all(worker: Worker, tasks: list[str], limit: float) -> list[Outcome[str]]:
-    pool = Pool(body, worker.folder / "runs", workers=2, jobs=2, limit=limit)
+    pool = Pool(body, worker.folder / "runs", workers=lambda _: 2, jobs=2, limit=limit)
     return sorted(pool.run(tasks), key=lambda outcome: tasks.index(outcome.task))
 
 

@@ -1,0 +1,39 @@
+"""Stands in for ``torch.distributed.nn.api.remote_module``."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import nn
+
+import rref
+
+__all__ = ["RemoteModule"]
+
+_METHODS_KEPT: Final = ("forward_async", "forward")
+
+
+class RemoteModule(rref.RemoteModule):
+    """A module that lives on another worker; see ``rref.RemoteModule``.
+
+    As PyTorch's, it keeps ``forward_async`` and ``forward`` in its ``__dict__``, where programs may look.
+    """
+
+    def _bind(self, *args: Any) -> None:
+        super()._bind(*args)
+        for name in _METHODS_KEPT:
+            vars(self)[name] = getattr(self, name)
+
+
+_RemoteModule = RemoteModule
+
+_REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
+    *vars(nn.Module()),
+    "on",
+    "device",
+    "is_device_map_set",
+    "is_scriptable",
+    "module_rref",
+    "_interface",
+)
+"""The attributes of a remote module that has just arrived in a message, but for those methods."""

@@ -1,0 +1,199 @@
+"""``RemoteModule``: an ``nn.Module`` whose parameters and computation are on another worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from rpc.agent import UNSET_TIMEOUT
+from rpc.api import keywords, positional, rpc_async, rpc_sync
+from rpc.current import current_agent, is_initialized
+from rpc.errors import NotInitializedError
+from rpc.futures import Future
+from rref.proxy import invoke_async, invoke_sync
+from rref.reference import RRef
+from rref.remote import remote
+from rref.remote_module.owner import call_on_device, make_module, parameter_references, set_training
+from rref.remote_module.remote_device import RemoteDevice
+from rref.remote_module.script import check_interface, script_face
+from rref.remote_module.unavailable import WithoutLocalState
+
+__all__ = ["RemoteModule", "reduce_remote_module"]
+
+
+class RemoteModule(WithoutLocalState):
+    """A module that is made on another worker, lives there, and is called from here.
+
+    It can be part of a local model, and can be sent to other workers, which then use the same module. Inside
+    ``dist_autograd.context`` gradients flow through it. The local model's own ``parameters()`` and the like
+    raise, since they would leave out what is remote: give optimizers the parameters of the local parts, and
+    ``remote_parameters()`` of this one.
+
+    Calling it calls the remote module as such, so that hooks that were registered there run.
+
+    Args:
+        remote_device: where it is to live: ``"worker1/cpu"``, ``"worker1/cuda:0"``, ``"rank:1/cpu"``, or
+            ``"worker1"``, which means the CPU. On another device than the CPU, tensors among the arguments
+            are moved there, and those in the result are moved to the CPU unless this worker has a device
+            map for that one.
+        module_cls: a class derived from ``nn.Module``, or a function that returns a module.
+        args: positional arguments for ``module_cls``.
+        kwargs: keyword arguments for ``module_cls``.
+        _module_interface_cls: a class decorated with ``@torch.jit.interface``: the module is then made in
+            TorchScript, and ``torch.jit.script`` of this object gives a module with that interface and a
+            ``forward_async``. As in PyTorch, it may change.
+
+    Attributes:
+        on: the name of the worker that it lives on.
+        device: the device there.
+        is_device_map_set: whether this worker has a device map for that one.
+        is_scriptable: whether ``torch.jit.script`` of it is possible.
+        module_rref: the reference that ``get_module_rref`` returns.
+
+    Raises:
+        NotInitializedError: there is no agent.
+        ValueError: ``remote_device`` is malformed, or the interface is none.
+        UnknownWorkerError: there is no such worker.
+
+    What goes wrong in making the module is raised by its first use.
+
+    Example::
+
+        layer = RemoteModule("worker1/cpu", nn.Linear, args=(20, 30))
+        output = layer(torch.randn(128, 20))                     # computed on worker1
+        future = layer.forward_async(torch.randn(128, 20))       # a torch.futures.Future of it
+        optimizer = DistributedOptimizer(optim.SGD, layer.remote_parameters(), lr=0.1)
+    """
+
+    on: str
+    device: str
+    is_device_map_set: bool
+    is_scriptable: bool
+    module_rref: RRef[nn.Module]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        _module_interface_cls: type | None = None,
+    ) -> None:
+        super().__init__()
+        _check_initialized()
+        place = RemoteDevice.parse(remote_device)
+        if _module_interface_cls is not None:
+            check_interface(_module_interface_cls)
+        making = (module_cls, positional(args), keywords(kwargs), str(place.device), _module_interface_cls)
+        module: RRef[nn.Module] = remote(place.worker, make_module, args=making)
+        self._bind(module, place.device, _module_interface_cls)
+
+    @classmethod
+    def init_from_module_rref(
+        cls, remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: type | None = None
+    ) -> Self:
+        """A remote module out of a reference to a module that exists already, and is shared.
+
+        Args:
+            remote_device: as for ``RemoteModule``; the worker is always the reference's owner, and the device
+                must be the one that the module is on.
+            module_rref: refers to an ``nn.Module``.
+            _module_interface_cls: as for ``RemoteModule``.
+
+        Example::
+
+            shared = RemoteModule.init_from_module_rref("worker1/cpu", layer.get_module_rref())
+        """
+        _check_initialized()
+        place = RemoteDevice.parse(remote_device)
+        if _module_interface_cls is not None:
+            check_interface(_module_interface_cls)
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._bind(module_rref, place.device, _module_interface_cls)
+        return self
+
+    def _bind(self, module: RRef[nn.Module], device: torch.device, interface: type | None) -> None:
+        self.on = module.owner_name()
+        self.device = str(device)
+        self.is_device_map_set = bool(current_agent().options.device_maps.get(self.on))
+        self.is_scriptable = interface is not None
+        self.module_rref = module
+        self._interface = interface
+
+    # ---- calling it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output for these inputs, computed on its owner.
+
+        Raises:
+            WorkerLostError: the owner is gone.
+            RpcTimeoutError: no answer within the timeout of calls.
+            Exception: what making the module, or its ``forward``, raised.
+        """
+        if self.device == "cpu":
+            return invoke_sync(self.module_rref, "__call__", args, kwargs, UNSET_TIMEOUT)
+        return self.forward_async(*args, **kwargs).wait()
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As ``forward``, but returns a future of the output at once."""
+        module = self.module_rref
+        if self.device == "cpu":
+            return invoke_async(module, "__call__", args, kwargs, UNSET_TIMEOUT)
+        how = (module, self.device, self.is_device_map_set, args, kwargs)
+        return rpc_async(module.owner(), call_on_device, args=how)
+
+    # ---- what it consists of
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """References to the module's parameters, as ``DistributedOptimizer`` takes them.
+
+        Args:
+            recurse: also those of its submodules.
+        """
+        references: list[RRef[nn.Parameter]] = rpc_sync(
+            self.module_rref.owner(), parameter_references, args=(self.module_rref, recurse)
+        )
+        return references
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """The reference to the module itself."""
+        return self.module_rref
+
+    def train(self, mode: bool = True) -> Self:
+        """Puts the remote module, and this stand-in, into training mode; evaluation mode if not ``mode``."""
+        rpc_sync(self.module_rref.owner(), set_training, args=(self.module_rref, mode))
+        self.training = mode
+        return self
+
+    # ---- as a Python object
+
+    def __repr__(self) -> str:
+        return f"RemoteModule(on='{self.on}', device='{self.device}', {self.module_rref!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: "
+            "save get_module_rref().rpc_sync().state_dict() instead."
+        )
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles in place of this object."""
+        if self._interface is None:
+            raise RuntimeError(f"{self!r} was made without _module_interface_cls: it cannot be scripted")
+        return script_face(self._interface, self.forward_async)
+
+
+def _check_initialized() -> None:
+    if not is_initialized():
+        raise NotInitializedError("RemoteModule only works in RPC: call rpc.init_rpc first")
+
+
+def reduce_remote_module(remote_module: RemoteModule) -> tuple[Any, ...]:
+    """How a remote module travels in messages: as the reference to the module, and where that is."""
+    kind, state = type(remote_module), vars(remote_module)
+    place = f"{state['on']}/{state['device']}"
+    return kind.init_from_module_rref, (place, state["module_rref"], state["_interface"])

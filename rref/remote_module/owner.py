@@ -1,0 +1,89 @@
+"""What the owner of a remote module does for those who use it. Called remotely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from rpc.current import current_agent
+from rref.reference import RRef
+
+__all__ = ["call_on_device", "make_module", "parameter_references", "set_training"]
+
+T = TypeVar("T")
+
+
+def make_module(
+    module_cls: Callable[..., nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: str,
+    interface: type | None,
+) -> nn.Module:
+    """Makes the module, on a device of this worker, in TorchScript if an interface is asked for."""
+    _check_device(torch.device(device))
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    module.to(device)
+    if interface is None or isinstance(module, torch.jit.ScriptModule):
+        return module
+    scripted: nn.Module = torch.jit.script(module)
+    return scripted
+
+
+def _check_device(device: torch.device) -> None:
+    """Says which devices there are, where PyTorch would only say that its build or driver lacks one."""
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        worker = current_agent().info.name
+        raise RuntimeError(
+            f"CUDA error: invalid device ordinal: worker '{worker}' has no {device}, since it sees "
+            f"{count} CUDA devices. Place the module on '{worker}/cpu' or on a worker that has one."
+        )
+
+
+def call_on_device(
+    module: RRef[nn.Module],
+    device: str,
+    answers_from_device: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a module that is not on the CPU: tensors among the arguments are moved to its device.
+
+    Args:
+        module: owned by this worker.
+        device: where it is.
+        answers_from_device: whether tensors in the answer may stay there; else they are moved to the CPU.
+        args: positional arguments of ``forward``.
+        kwargs: keyword arguments.
+    """
+    args, kwargs = _moved((args, kwargs), device)
+    answer = module.local_value()(*args, **kwargs)
+    return answer if answers_from_device else _moved(answer, "cpu")
+
+
+def _moved(tree: T, device: str) -> T:
+    """All tensors in nested tuples, lists and dicts on a device."""
+    moved: T = tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
+    return moved
+
+
+def parameter_references(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    """A reference to each parameter of a module that this worker owns."""
+    return [RRef(parameter) for parameter in module.local_value().parameters(recurse)]
+
+
+def set_training(module: RRef[nn.Module], mode: bool) -> None:
+    """Puts a module that this worker owns into training mode, or into evaluation mode."""
+    module.local_value().train(mode)

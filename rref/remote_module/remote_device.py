@@ -1,0 +1,65 @@
+"""Where a remote module is to live: a worker and one of its devices, written ``"worker/device"``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+
+from rpc.membership import Callee
+
+__all__ = ["RemoteDevice"]
+
+_RANK: Final = re.compile("rank:([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDevice:
+    """A worker and a device there.
+
+    Attributes:
+        worker: the worker's name, or its rank.
+        device: as that worker calls it.
+    """
+
+    worker: Callee
+    device: torch.device
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads ``"worker1/cpu"``, ``"rank:1/cuda:0"`` or, for the CPU, ``"worker1"``.
+
+        Raises:
+            TypeError: it is no string.
+            ValueError: it has another form, or names no worker.
+            RuntimeError: PyTorch knows no such kind of device.
+
+        Example::
+
+            RemoteDevice.parse("rank:1/cuda:0") == RemoteDevice(1, torch.device("cuda:0"))
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"remote_device is a string such as 'worker1/cpu', not a {type(text).__name__}")
+        worker, slash, device = text.partition("/")
+        if not worker or "/" in device:
+            raise ValueError(
+                f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' or "
+                "'rank:<rank>/<device>'; without a device it means the worker's CPU."
+            )
+        if not slash and _is_device(worker):
+            raise ValueError(
+                f"remote_device {text!r} names a device but no worker: write '<workername>/{text}' "
+                f"(or '{text}/cpu' if a worker is called so)"
+            )
+        rank = _RANK.fullmatch(worker)
+        return cls(int(rank[1]) if rank else worker, torch.device(device if slash else "cpu"))
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
