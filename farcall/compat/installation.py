@@ -11,6 +11,9 @@ import importlib
 import sys
 import threading
 import warnings
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any, Final
 
@@ -86,8 +89,10 @@ def install() -> None:
         _modules = {name: module for name, module in sys.modules.items() if _is_replaced(name)}
         for name in _modules:
             del sys.modules[name]
-        sys.modules.update(facades)
-        _show(facades)
+        for name, facade in facades.items():
+            _put(name, facade)
+        sys.meta_path.insert(0, _finder)
+        _show()
         _rebind()
 
 
@@ -103,6 +108,7 @@ def uninstall() -> None:
             return
         if rpc.is_initialized():
             raise CompatError("farcall is running in this process: call shutdown() before uninstall()")
+        sys.meta_path.remove(_finder)
         for name in [name for name in sys.modules if _is_replaced(name)]:
             del sys.modules[name]
         sys.modules.update(_modules)
@@ -124,15 +130,38 @@ def _is_within(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
 
 
-def _show(facades: dict[str, ModuleType]) -> None:
-    """Where packages that stay have what is replaced."""
-    for name, facade in facades.items():
-        parent, _, leaf = name.rpartition(".")
-        if parent in sys.modules and not _is_replaced(parent):
+def _put(name: str, facade: ModuleType) -> None:
+    """Put a facade in its place, if the package around it is loaded; if not, ``_Finder`` will do it."""
+    parent, _, leaf = name.rpartition(".")
+    if parent in sys.modules:
+        sys.modules[name] = facade
+        if not _is_replaced(parent):
             _set(sys.modules[parent], leaf, facade)
-    for package, (attribute, facade_name) in _SHOWN_BY.items():
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Has Python find the facades below packages of PyTorch's that are imported only now."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        return spec_from_loader(fullname, self) if fullname in _FACADES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        facade = importlib.import_module(_FACADES[spec.name])
+        self._own_spec = facade.__spec__
+        return facade
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own_spec
+
+
+_finder = _Finder()
+
+
+def _show() -> None:
+    """Where packages that stay offer what is replaced."""
+    for package, (attribute, facade) in _SHOWN_BY.items():
         if package in sys.modules:
-            _set(sys.modules[package], attribute, getattr(sys.modules[facade_name], attribute))
+            _set(sys.modules[package], attribute, getattr(sys.modules[facade], attribute))
         else:
             _not_imported.append(package)
 

@@ -68,8 +68,9 @@ def call_on_device(
         args: positional arguments of ``forward``.
         kwargs: keyword arguments.
     """
+    callable_here = module.local_value()
     args, kwargs = _moved((args, kwargs), device)
-    answer = module.local_value()(*args, **kwargs)
+    answer = callable_here(*args, **kwargs)
     return answer if answers_from_device else _moved(answer, "cpu")
 
 

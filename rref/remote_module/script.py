@@ -59,7 +59,7 @@ class ScriptRemoteModule(nn.Module):
 
 
 @torch.jit.ignore
-def begin(module: Tensor, {types}) -> Tensor:
+def begin(module: Tensor, {parameters}) -> Tensor:
     return begin_call(module, {arguments})
 
 
@@ -120,14 +120,9 @@ def _compiled(interface: type) -> Any:
 def _source_module(interface: type) -> Any:
     """The Python module that is written for an interface; TorchScript looks up its source line by line."""
     schema = _compiled(interface).getMethod("forward")
-    arguments = schema.arguments[1:]  # without self
-    types = [f"{argument.name}: {argument.type.annotation_str}" for argument in arguments]
-    defaults = [
-        f" = {argument.default_value!r}" if argument.has_default_value() else "" for argument in arguments
-    ]
+    arguments = schema.arguments[1:]  # without self; an interface has no defaults
     source = _SOURCE.format(
-        parameters=", ".join(map("".join, zip(types, defaults, strict=True))),
-        types=", ".join(types),
+        parameters=", ".join(f"{argument.name}: {argument.type.annotation_str}" for argument in arguments),
         arguments=", ".join(argument.name for argument in arguments),
         returns=schema.returns[0].type.annotation_str,
         unsendable=_UNSENDABLE,

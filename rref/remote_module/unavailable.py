@@ -76,6 +76,11 @@ class WithoutLocalState(nn.Module):
     register_full_backward_pre_hook = _on_owner("register_full_backward_pre_hook")
     register_forward_pre_hook = _on_owner("register_forward_pre_hook")
     register_forward_hook = _on_owner("register_forward_hook")
+    register_state_dict_pre_hook = _on_owner("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _on_owner("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _on_owner("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _on_owner("register_load_state_dict_post_hook")
+    compile = _on_owner("compile")
     state_dict = unavailable("state_dict", "Use ``get_module_rref().rpc_sync().state_dict()``.")
     load_state_dict = unavailable(
         "load_state_dict", "Use ``get_module_rref().rpc_sync().load_state_dict(state_dict)``."
@@ -88,6 +93,10 @@ class WithoutLocalState(nn.Module):
     named_children = _lists_parts("named_children")
     modules = _lists_parts("modules")
     named_modules = _lists_parts("named_modules")
+    get_parameter = _lists_parameters("get_parameter")
+    get_buffer = _on_owner("get_buffer")
+    get_submodule = _lists_parts("get_submodule")
+    set_submodule = _lists_parts("set_submodule")
     requires_grad_ = _on_owner("requires_grad_")
     zero_grad = unavailable(
         "zero_grad",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import rref
 from tests.workers import RunWorkers, Worker
 
 
@@ -54,6 +55,27 @@ def modules_mean_ours(worker: Worker) -> None:
 
 def test_modules_mean_ours_until_it_is_uninstalled(run_workers: RunWorkers) -> None:
     run_workers(modules_mean_ours, 1)
+
+
+@pytest.mark.parametrize("imported_before", [True, False])
+def test_remote_modules_mean_ours_wherever_pytorch_shows_them(
+    run_workers: RunWorkers, imported_before: bool
+) -> None:
+    def look(_: Worker) -> None:
+        from farcall import compat
+
+        before = importlib.import_module("torch.distributed.nn").RemoteModule if imported_before else None
+        compat.install()
+        package = importlib.import_module("torch.distributed.nn")
+        module = importlib.import_module("torch.distributed.nn.api.remote_module")
+        assert package.RemoteModule is package.api.remote_module.RemoteModule is module.RemoteModule
+        assert issubclass(module.RemoteModule, rref.RemoteModule)
+        compat.uninstall()
+        after = importlib.import_module("torch.distributed.nn").RemoteModule
+        assert after.__module__ == "torch.distributed.nn.api.remote_module"
+        assert before in (None, after)
+
+    run_workers(look, 1)
 
 
 def works_without_torchs(worker: Worker) -> None:
