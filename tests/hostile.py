@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from rpc.current import current_agent
-from rpc.wire import PREAMBLE, Decoder, Frame, Kind, encode
+from rpc.decoder import Decoder
+from rpc.wire import PREAMBLE, Frame, Kind, encode
 from rpc.workers import Member, WorkerInfo
 
 __all__ = ["Hostile", "Target", "frame", "target"]

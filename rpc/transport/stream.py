@@ -28,10 +28,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from rpc.decoder import Decoder
 from rpc.errors import ProtocolError
 from rpc.transport import syscalls
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionClosed, ConnectionOwner
-from rpc.wire import PREAMBLE, Decoder
+from rpc.wire import PREAMBLE
 
 __all__ = ["StreamConnection"]
 

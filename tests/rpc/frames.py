@@ -10,7 +10,8 @@ import msgpack
 from hypothesis import strategies as st
 
 from rpc import wire
-from rpc.wire import Decoder, Frame, encode
+from rpc.decoder import Decoder
+from rpc.wire import Frame, Kind, encode
 
 __all__ = [
     "BUFFER",
@@ -59,7 +60,7 @@ def feed(decoder: Decoder, data: bytes, chunks: Iterator[int] | None = None) -> 
         buffer = decoder.buffer()
         assert len(buffer) > 0
         if decoder.scratch_offset >= 0:
-            assert len(buffer) == len(decoder.scratch) - decoder.scratch_offset
+            assert len(buffer) == decoder.scratch_end - decoder.scratch_offset
         count = min(len(buffer), len(view), next(chunks) if chunks else len(view))
         buffer[:count] = view[:count]
         frames += decoder.received(count)
@@ -96,7 +97,9 @@ values = (
 )
 headers: st.SearchStrategy[dict[str, Any]] = st.just({}) | st.dictionaries(texts, values, max_size=3)
 segment_lists = st.lists(st.binary(max_size=80), max_size=6)
-small_messages = st.tuples(st.integers(0, 255), u64, headers, segment_lists)
+kinds = st.integers(0, Kind.OPENING - 1) | st.integers(Kind.CANCELLED + 1, 255)
+"""All that are not about chunks."""
+small_messages = st.tuples(kinds, u64, headers, segment_lists)
 sizes_round_the_buffer = st.sampled_from(
     [BUFFER - 28 - 1, BUFFER - 28, BUFFER - 28 + 1, BUFFER, BUFFER + 1, 2 * BUFFER, (1 << 20) - 1, 1 << 20]
 )

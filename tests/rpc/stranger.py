@@ -6,8 +6,9 @@ import contextlib
 import socket
 from typing import Any
 
+from rpc.decoder import Decoder
 from rpc.handshake import Hello
-from rpc.wire import PREAMBLE, Decoder, Frame, Kind, encode
+from rpc.wire import PREAMBLE, Frame, Kind, encode
 from rpc.workers import Member
 from tests.rpc.members import member
 from tests.rpc.nodes import GROUP, Node

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rpc.decoder import Decoder
 from rpc.loop import LoopThread
 from rpc.transport import Connection
 from rpc.transport.stream import StreamConnection
-from rpc.wire import PREAMBLE, Decoder, Frame, encode
+from rpc.wire import PREAMBLE, Frame, encode
 
 __all__ = [
     "SOON",

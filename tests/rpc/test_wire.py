@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc import wire
+from rpc.decoder import Decoder
 from rpc.errors import ProtocolError
-from rpc.wire import Decoder, decode_one, encode, encode_small
+from rpc.wire import decode_one, encode, encode_small
 from tests.rpc.effort import EFFORT, PROFILE
 from tests.rpc.frames import (
     BUFFER,

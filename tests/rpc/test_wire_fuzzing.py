@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rpc import decoder as decoding
 from rpc import wire
+from rpc.decoder import Decoder
 from rpc.errors import ProtocolError
-from rpc.wire import Decoder
 from tests.rpc.effort import PROFILE
 from tests.rpc.frames import (
     Message,
@@ -32,14 +33,14 @@ FUZZ_LIMIT = 300_000
 def allocations() -> Iterator[list[int]]:
     """The sizes of what the decoder allocates for bodies that don't fit its buffer."""
     sizes: list[int] = []
-    allocate = wire._allocate
+    allocate = decoding._allocate
 
     def noting(length: int) -> memoryview:
         sizes.append(length)
         return allocate(length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "_allocate", noting)
+        patch.setattr(decoding, "_allocate", noting)
         yield sizes
 
 
