@@ -35,6 +35,7 @@ from rpc.membership import Callee as CalleeName
 from rpc.membership import Membership
 from rpc.options import AgentOptions
 from rpc.peer import Peer
+from rpc.segments import SegmentExchange
 from rpc.serialization import Payload
 from rpc.transport import transports
 from rpc.wire import Frame, Kind, encode, encode_small
@@ -90,6 +91,12 @@ class Agent:
         self._joined_handlers: list[Callable[[Peer], None]] = []
         self.deferred = Deferred(self.loop, self._look_whether_idle)
         self.allow = serialization.allowed if options.deserialization == "safe" else None
+        self.segments = SegmentExchange(
+            self, options.shared_memory_bytes, options.max_message_bytes, takes=self.allow is None
+        )
+        self.dispatcher.on(Kind.SEGMENTS, self.segments.received)
+        self.dispatcher.on(Kind.IN_SEGMENT, self.segments.message_received)
+        self.on_gone(self.segments.peer_gone)
         self.extensions: dict[str, Any] = {}
         """What stands on this agent, by name: each part's own object, where its code finds it again."""
         self._peers: dict[int, Peer] = {}
@@ -215,7 +222,7 @@ class Agent:
             count = len(segments)
             if not count or (count == 1 and len(segments[0]) <= _SMALL_BYTES and len(header) <= _FEW):
                 peer.send_small(encode_small(kind, call_id, header, segments), wait)
-            else:
+            elif count == 1 or not self.segments.send(peer, kind, call_id, payload, wait):
                 buffers, size = encode(kind, call_id, header, segments)
                 if size > self.options.max_message_bytes:
                     # The other side would break off the connection; it has the same limit, as a rule.
@@ -351,6 +358,7 @@ class Agent:
             handler()
         if not self._loop_thread.is_current():
             self._loop_thread.wait_for(self.links.close(list(self._peers.values()), reason))
+            self._loop_thread.call(self.segments.close)
         for call in list(self.calls.waiting()):
             if self.calls.take(call.call_id) is not None:
                 asked = f"{call.asked} on worker '{call.peer.name}'"
@@ -381,6 +389,7 @@ class Agent:
         _inherited.append(self)  # destroying the loop here would touch what the parent still uses
         for connection in self.links.connections(self._peers.values()):
             connection.abandon()
+        self.segments.abandon()
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         if self._interval is not None:

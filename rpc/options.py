@@ -87,13 +87,20 @@ def _interval_or_none(name: str, value: object) -> float | None:
     return None if value is None else _positive_seconds(name, value)
 
 
-def _positive_int(name: str, value: object) -> int:
+def _int_or_zero(name: str, value: object) -> int:
     if not hasattr(value, "__index__") or isinstance(value, bool):
         raise _wrong_type(name, value, "an integer")
     number = int(value)
+    if number < 0:
+        raise InvalidOptionError(f"{name} must not be negative, got {number}")
+    return number
+
+
+def _positive_int(name: str, value: object) -> int:
+    number = _int_or_zero(name, value)
     if number <= 0:
         raise InvalidOptionError(f"{name} must be positive, got {number}")
-    return int(number)
+    return number
 
 
 def _string(name: str, value: object) -> str:
@@ -193,6 +200,10 @@ class AgentOptions(RpcBackendOptions):
             it two or three times. ``None`` leaves the interpreter's setting alone.
         send_queue_bytes: how much one connection keeps unsent before callers wait (default 64 MiB).
         max_message_bytes: the largest message accepted from a peer (default 64 GiB).
+        shared_memory_bytes: how much shared memory large tensors for workers on this host may take (default
+            1 GiB), and how much of each peer's is taken; what does not fit goes through the socket. 0 turns
+            shared memory off. It is made as it is needed, kept for further messages, and given back after 20
+            idle seconds.
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
             address that reaches the rendezvous, loopback if that is on loopback.
         deserialization: ``"pickle"`` (default), or ``"safe"``: accept only tensors, containers, scalars
@@ -215,6 +226,7 @@ class AgentOptions(RpcBackendOptions):
     switch_interval = _Option(_interval_or_none)
     send_queue_bytes = _Option(_positive_int)
     max_message_bytes = _Option(_positive_int)
+    shared_memory_bytes = _Option(_int_or_zero)
     listen = _Option(_listen)
     deserialization = _Option(_deserialization)
 
@@ -231,6 +243,7 @@ class AgentOptions(RpcBackendOptions):
         switch_interval: float | None = 0.0005,
         send_queue_bytes: int = 64 * _MIB,
         max_message_bytes: int = 64 * 1024 * _MIB,
+        shared_memory_bytes: int = 1024 * _MIB,
         listen: str | None = None,
         deserialization: Literal["pickle", "safe"] = "pickle",
     ) -> None:
@@ -243,6 +256,7 @@ class AgentOptions(RpcBackendOptions):
         self.switch_interval = switch_interval
         self.send_queue_bytes = send_queue_bytes
         self.max_message_bytes = max_message_bytes
+        self.shared_memory_bytes = shared_memory_bytes
         self.listen = listen
         self.deserialization = deserialization
 

@@ -79,6 +79,8 @@ class Kind:
     OPENING: Final = 10
     CHUNK: Final = 11
     CANCELLED: Final = 12
+    SEGMENTS: Final = 13
+    IN_SEGMENT: Final = 14
     EXTENSION: Final = 32
 
 

@@ -1,0 +1,236 @@
+"""The receiving end: segments of one peer, mapped here, and the memory of received tensors in them.
+
+What is received *is* the segment's memory, and the receiver's own: writable, and nobody changes it, until the
+last tensor, view or array over it is gone. Then the finalizer of that memory notes its use as returned.
+
+**Forks.** A forked child shares what its parent has mapped, so without more ado it would see the parent's
+changes, and those of later messages. Therefore all these mappings are exchanged for private ones right before
+a fork, in place, and
+retired: they are never returned, and what is written after the fork is the writer's own, as with any other
+    memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+import weakref
+from typing import Any, Final
+
+import numpy as np
+
+from rpc.errors import ProtocolError
+from rpc.segments.ledger import REFUSED, RETIRED, SLOTS, Ledger
+from rpc.segments.memory import Mapping, SegmentRefused, check
+from rpc.segments.packing import places
+
+__all__ = ["IncomingSegments"]
+
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_DESCRIPTORS: Final = 4
+_LARGE_BYTES: Final = 1 << 20
+_SMALL_SHARE: Final = 16
+
+
+class _Segment:
+    """One segment of a peer, as its receiver sees it."""
+
+    __slots__ = ("__weakref__", "in_use", "ledger", "mapping", "retired", "slot")
+
+    def __init__(self, mapping: Mapping, slot: int, ledger: Ledger) -> None:
+        self.mapping = mapping
+        self.slot = slot
+        self.ledger = ledger
+        self.in_use = False
+        self.retired = False
+
+    def returned(self, use: int) -> None:
+        """Nobody refers to the memory any more. From any thread, in the middle of anything."""
+        self.in_use = False
+        if not self.retired:
+            self.ledger.words[self.slot] = use
+            if self._was_retired():
+                self.ledger.words[self.slot] = RETIRED
+
+    def _was_retired(self) -> bool:
+        """Whether this process was forked since ``retired`` was looked at."""
+        return self.retired
+
+    def retire(self) -> None:
+        """Before a fork: keep what there is, for this process and apart from its children."""
+        self.retired = True
+        self.ledger.words[self.slot] = RETIRED
+        self.mapping.make_private()
+
+
+_segments: weakref.WeakSet[_Segment] = weakref.WeakSet()
+"""All of this process: those whose peer is gone as well, as long as there are tensors in them."""
+
+_forking: Final = threading.RLock()
+"""Held while this process forks and while a segment is mapped, so that none is mapped in between."""
+
+
+class _Memory:
+    """The memory of one message, as numpy takes it: when the last array over it is gone, it is returned."""
+
+    __slots__ = ("__array_interface__", "_segment", "_use")
+
+    def __init__(self, segment: _Segment, size: int, use: int) -> None:
+        self.__array_interface__ = {
+            "data": (segment.mapping.address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        self._segment = segment
+        self._use = use
+        segment.in_use = True
+
+    def __del__(self) -> None:
+        self._segment.returned(self._use)
+
+
+class IncomingSegments:
+    """The segments that one peer sends through. On the loop's thread.
+
+    Args:
+        name: of the peer, for the log.
+        ledger: where returns are noted.
+        bound: bytes of all its segments, at most.
+        count: how many segments, at most.
+    """
+
+    def __init__(self, name: str, ledger: Ledger, bound: int, count: int) -> None:
+        self._name = name
+        self._ledger = ledger
+        self._bound = bound
+        self._count = count
+        self._segments: dict[int, _Segment] = {}
+        self._size = 0
+        self._told = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its segments that are mapped here."""
+        return self._size
+
+    def introduce(
+        self, number: object, slot: object, size: object, use: object, descriptor: int | None
+    ) -> None:
+        """Take a segment that the peer introduces, or refuse it, and note which.
+
+        Args:
+            number: its name from now on.
+            slot: its word in the ledger.
+            size: what it has in bytes.
+            use: what to note when it is mapped.
+            descriptor: its own, to be closed here; None if it did not arrive.
+
+        Raises:
+            ProtocolError: that is no introduction.
+        """
+        try:
+            if (
+                not (type(number) is int and type(slot) is int and type(size) is int and type(use) is int)
+                or number in self._segments
+                or not (0 <= slot < SLOTS and size > 0 and 0 < use < REFUSED)
+            ):
+                raise ProtocolError("a malformed introduction of a segment")
+            try:
+                self._segments[number] = self._map(slot, size, descriptor)
+            except (OSError, SegmentRefused) as error:
+                self._ledger.words[slot] = REFUSED
+                if not self._told:
+                    self._told = True
+                    logger.warning(
+                        "worker '%s' must send large tensors through the socket for now: %s",
+                        self._name,
+                        error,
+                    )
+                return
+            descriptor = None
+            self._size += size
+            self._ledger.words[slot] = use
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _map(self, slot: int, size: int, descriptor: int | None) -> _Segment:
+        if descriptor is None:
+            raise SegmentRefused("a descriptor did not arrive: this process may have no more files open")
+        if len(self._segments) >= self._count or self._size + size > self._bound:
+            raise SegmentRefused(
+                f"its segments would be more than {self._count}, or than {self._bound} bytes"
+            )
+        if len(_segments) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS:
+            raise SegmentRefused("too many of the files that this process may have open are segments")
+        check(descriptor, size)
+        with _forking:
+            segment = _Segment(Mapping(descriptor, size, keep=True), slot, self._ledger)
+            _segments.add(segment)
+        return segment
+
+    def open(self, note: Any, limit: int) -> list[memoryview]:
+        """The memory that a message names: buffers that are the receiver's own.
+
+        Args:
+            note: what the message says: a segment's number, the number of the use, and the buffers' lengths.
+            limit: how many bytes a message may have.
+
+        Raises:
+            ProtocolError: there is no such memory, or it is still in use.
+        """
+        try:
+            number, use, lengths = note
+            segment = self._segments[number]
+            offsets, size = places(lengths)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError("a message names no segment that was introduced") from error
+        if segment.in_use:
+            raise ProtocolError("a message names a segment whose memory is still in use here")
+        if not (type(use) is int and 0 < use < REFUSED and size <= min(segment.mapping.size, limit)):
+            raise ProtocolError(f"a message names {size} bytes of a segment of {segment.mapping.size}")
+        whole = np.asarray(_Memory(segment, size, use))
+        return [_piece(whole, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
+
+    def drop(self, numbers: object) -> None:
+        """The peer will not use these segments again.
+
+        Raises:
+            ProtocolError: that is no list of numbers.
+        """
+        if not isinstance(numbers, list):
+            raise ProtocolError("a malformed list of segments")
+        for number in numbers:
+            segment = self._segments.pop(number, None)
+            if segment is not None:
+                self._size -= segment.mapping.size
+
+    def close(self) -> None:
+        """The peer is gone. What was received stays as it is; everything else is unmapped."""
+        self._segments.clear()
+        self._size = 0
+
+
+def _piece(whole: Any, offset: int, length: int) -> memoryview:
+    """One buffer. A view of ``whole`` is taken for a small part of something large, and will be copied."""
+    end = offset + length
+    if length < _LARGE_BYTES and length * _SMALL_SHARE < len(whole):
+        return memoryview(whole)[offset:end]
+    return memoryview(whole[offset:end])
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    for segment in list(_segments):
+        if not segment.retired:
+            try:
+                segment.retire()
+            except OSError as error:
+                logger.error("tensors in shared memory will be shared with a forked child: %s", error)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_forking.release, after_in_child=_forking.release)

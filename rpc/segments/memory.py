@@ -1,0 +1,143 @@
+"""Memory that processes share: making it, checking what another process has made, mapping it.
+
+A segment is a *memfd*: memory without a name, which is gone when nobody maps it or has its descriptor any
+more, however its holders end. It is *sealed*: nobody can change its size, so no access to a mapping can fail
+(with ``SIGBUS``). Its pages are allocated when it is made, so that a lack of memory is an error here and
+nowhere else.
+
+Calls to ``mmap`` are made directly, because Python's own mappings cannot be exchanged in place (see
+``Mapping.make_private``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import sys
+from typing import Final
+
+from rpc.errors import RpcError
+
+__all__ = ["AVAILABLE", "Mapping", "SegmentRefused", "check", "create"]
+
+AVAILABLE: Final = sys.platform == "linux" and hasattr(os, "memfd_create")
+"""Whether this system has memfds."""
+
+_NAME: Final = "farcall"
+_MAP_FIXED: Final = 0x10
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+_SHRINK: Final[int] = getattr(fcntl, "F_SEAL_SHRINK", 0)
+_GROW: Final[int] = getattr(fcntl, "F_SEAL_GROW", 0)
+_SEAL: Final[int] = getattr(fcntl, "F_SEAL_SEAL", 0)
+
+_libc = ctypes.CDLL(None, use_errno=True) if AVAILABLE else None
+if _libc is not None:
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class SegmentRefused(RpcError):
+    """A descriptor is not that of a segment as it should be."""
+
+
+def create(size: int) -> int:
+    """Make a sealed segment of ``size`` bytes, all zero, and return its descriptor.
+
+    Raises:
+        OSError: there is no memory, no descriptor, or no such thing on this system.
+    """
+    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        os.posix_fallocate(descriptor, 0, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SHRINK | _GROW | _SEAL)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check(descriptor: int, size: int) -> None:
+    """Make sure that a descriptor from another process is that of a sealed segment of ``size`` bytes.
+
+    Raises:
+        SegmentRefused: it is not; says why.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise SegmentRefused(f"what it sent is no memory segment ({error.strerror})") from error
+    if seals & (_SHRINK | _GROW) != _SHRINK | _GROW:
+        raise SegmentRefused("it sent a segment that could still change its size")
+    actual = os.fstat(descriptor).st_size
+    if actual != size:
+        raise SegmentRefused(f"it sent a segment of {actual} bytes and said that it has {size}")
+
+
+class Mapping:
+    """A segment mapped into this process, for reading and writing, until the object is gone.
+
+    Args:
+        descriptor: the segment's.
+        size: its size in bytes.
+        keep: own the descriptor and keep it open, as ``make_private`` needs it; else it stays the caller's.
+
+    Raises:
+        OSError: it cannot be mapped. The descriptor stays the caller's then.
+
+    Attributes:
+        address: where the memory begins.
+        size: its size in bytes.
+    """
+
+    __slots__ = ("__weakref__", "_descriptor", "address", "size")
+
+    def __init__(self, descriptor: int, size: int, *, keep: bool = False) -> None:
+        self.address = 0
+        self._descriptor = -1
+        self.size = size
+        self.address = _map(None, size, mmap.MAP_SHARED, descriptor)
+        if keep:
+            self._descriptor = descriptor
+
+    def make_private(self) -> None:
+        """From now on, what this process or its forked children write is theirs alone.
+
+        The memory stays where it is and as it is; what others have written is still seen, as long as this
+        process has not written there. Raises ``OSError`` if that cannot be done.
+        """
+        if self._descriptor >= 0:
+            _map(self.address, self.size, mmap.MAP_PRIVATE | _MAP_FIXED, self._descriptor)
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if self.address:
+            assert _libc is not None
+            _libc.munmap(self.address, self.size)
+            self.address = 0
+        self._close()
+
+
+def _map(address: int | None, size: int, flags: int, descriptor: int) -> int:
+    assert _libc is not None
+    found: int | None = _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if found is None or found == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return found

@@ -1,0 +1,173 @@
+"""The sending end: large buffers of messages to one peer are copied into segments that it has mapped."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Final, NamedTuple
+
+import msgpack
+
+from rpc.peer import Peer
+from rpc.segments import channel
+from rpc.segments.copying import copy
+from rpc.segments.ledger import REFUSED, RETIRED, Ledger
+from rpc.segments.memory import Mapping, create
+from rpc.segments.packing import places
+from rpc.segments.pool import Pool, Segment
+
+__all__ = ["Loan", "OutgoingSegments"]
+
+_PAUSE_SECONDS: Final = 10.0
+
+
+class Loan(NamedTuple):
+    """Buffers that lie in a segment now.
+
+    Attributes:
+        segment: where they lie.
+        note: tells the peer where.
+    """
+
+    segment: Segment
+    note: list[Any]
+
+
+class OutgoingSegments:
+    """The segments that one peer is sent messages through. From any thread.
+
+    Args:
+        peer: who gets them.
+        pool: of the agent.
+        lock: guards the pool.
+        sock: for descriptors.
+        ledger: where the peer notes what it returns.
+        discard: called with segments that are not in the pool any more.
+        say: tells the user why large messages do not go through segments.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        pool: Pool,
+        lock: threading.RLock,
+        sock: socket.socket,
+        ledger: Ledger,
+        discard: Callable[[Sequence[Segment]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._peer = peer
+        self._pool = pool
+        self._lock = lock
+        self._socket = sock
+        self._ledger = ledger
+        self._discard = discard
+        self._say = say
+        self._mappings: dict[int, Mapping] = {}
+        self._paused_until = 0.0
+        self._closed = False
+
+    def lend(self, buffers: Sequence[memoryview]) -> Loan | None:
+        """Copy the buffers of a message into a segment, if there is one for them.
+
+        If there is none, one is made for the next message of that size, where the bounds permit.
+        """
+        lengths = [len(buffer) for buffer in buffers]
+        offsets, size = places(lengths)
+        now = monotonic()
+        with self._lock:
+            self.look(now)
+            segment = self._pool.lend(self._peer.incarnation, size, now)
+            mapping = self._mappings.get(segment.number) if segment is not None else None
+        if segment is None or mapping is None:
+            if now >= self._paused_until:
+                self._add(size, now)
+            return None
+        try:
+            for offset, buffer in zip(offsets, buffers, strict=True):
+                copy(mapping.address + offset, buffer)
+        except BaseException:
+            self.withdraw(segment)
+            raise
+        return Loan(segment, [segment.number, segment.use, lengths])
+
+    def look(self, now: float) -> None:
+        """With the lock: see what has been returned, or will never be."""
+        words = self._ledger.words
+        for segment in self._pool.segments(self._peer.incarnation):
+            word = words[segment.slot]
+            if word == segment.use:
+                if segment.lent:
+                    self._pool.returned(segment, now)
+            elif word in (RETIRED, REFUSED):
+                if word == REFUSED:
+                    self._pause(now, f"worker '{self._peer.name}' cannot take it; its log says why")
+                self._pool.drop(segment)
+                self._discard([segment])
+
+    def withdraw(self, segment: Segment) -> None:
+        """It is not certain that a message with this segment was sent, nor that it was not: never use it
+        again.
+        """
+        with self._lock:
+            self._pool.drop(segment, keep_slot=True)
+        self._discard([segment])
+
+    def forget(self, segment: Segment) -> bool:
+        """Unmap a segment; returns whether the peer knows it."""
+        return self._mappings.pop(segment.number, None) is not None
+
+    def _add(self, size: int, now: float) -> None:
+        """Make one more segment and introduce it to the peer, which says so in the ledger when it has
+        mapped it.
+        """
+        with self._lock:
+            segment, dropped = self._pool.add(self._peer.incarnation, size, now)
+        if dropped:
+            self._discard(dropped)
+        if segment is None:
+            return
+        try:
+            self._introduce(segment)
+        except BaseException as error:
+            with self._lock:
+                self._pool.drop(segment, keep_slot=True)
+            self._discard([segment])
+            if not isinstance(error, OSError):
+                raise
+            self._pause(now, error.strerror or str(error))
+
+    def _introduce(self, segment: Segment) -> None:
+        descriptor = create(segment.size)
+        try:
+            mapping = Mapping(descriptor, segment.size)
+            record = msgpack.packb([segment.number, segment.slot, segment.size, segment.use])
+            with self._lock:
+                if self._closed:
+                    return
+                self._ledger.words[segment.slot] = 0
+                self._mappings[segment.number] = mapping
+                channel.send(self._socket, record, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _pause(self, now: float, reason: str) -> None:
+        self._paused_until = now + _PAUSE_SECONDS
+        self._say(reason)
+
+    def close(self) -> None:
+        """The peer is gone: nothing is used again."""
+        with self._lock:
+            self._closed = True
+            self._pool.close(self._peer.incarnation)
+            self._mappings.clear()
+            self._socket.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of what the parent goes on using, without taking a lock."""
+        self._closed = True
+        self._mappings.clear()
+        os.close(self._socket.detach())
