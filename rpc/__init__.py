@@ -11,6 +11,9 @@ Example::
 
 from __future__ import annotations
 
+# The one place that looks up: what PyTorch has in this package, though it stands on it. A context that one
+# worker has made follows its calls to all others, so all take part in distributed autograd.
+from dist_autograd.installation import install as install_autograd
 from rpc import errors, functions
 from rpc.api import (
     UNSET_RPC_TIMEOUT,
@@ -37,13 +40,12 @@ from rpc.pickling import allow_class, allow_function, use_pickler
 from rpc.shutdown import shutdown
 from rpc.startup import init_rpc, init_with_store, on_agent_start
 from rpc.workers import WorkerInfo
-
-# The one place that looks up: what PyTorch has in this package, though it stands on it.
 from rref.installation import install
 from rref.reference import RRef
 from rref.remote import remote
 
 on_agent_start(install)
+on_agent_start(install_autograd)
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from torch import Tensor
+
 from rpc import serialization
 from rpc.callee import Callee, Interceptor
 from rpc.caller import UNSET_TIMEOUT, Caller
@@ -36,7 +38,8 @@ from rpc.membership import Membership
 from rpc.options import AgentOptions
 from rpc.peer import Peer
 from rpc.segments import SegmentExchange
-from rpc.serialization import Payload
+from rpc.serialization import Connect, Payload
+from rpc.tape import Tape, note
 from rpc.transport import transports
 from rpc.wire import Frame, Kind, encode, encode_small
 from rpc.workers import Member, WorkerInfo
@@ -69,6 +72,7 @@ class Agent:
         self.rpc_timeout = options.rpc_timeout
         self.incarnation = secrets.randbits(63)
         self.interceptors: list[Interceptor] = []
+        self.tape: Tape | None = None
         self._loop_thread = LoopThread(
             "farcall-loop", "a blocking call on the agent's own thread would stop the agent"
         )
@@ -235,10 +239,24 @@ class Agent:
             serialization.take_back(header, peer)
             raise
 
-    def reply(self, peer: Peer, call_id: int, value: Any, of: object = None) -> None:
-        """Answer a request with a value; if it cannot be sent, with that error."""
+    def reply(
+        self, peer: Peer, call_id: int, value: Any, of: object = None, asked: dict[str, Any] | None = None
+    ) -> None:
+        """Answer a request with a value; if it cannot be sent, with that error.
+
+        Args:
+            of: the function whose value it is, or a text, for error messages.
+            asked: the request's header.
+        """
+        tape = self.tape
+        noted_in = tape.answering(asked) if asked and tape is not None else None
         try:
-            payload = serialization.dumps(value, peer, what=of)
+            if tape is None or noted_in is None:
+                payload = serialization.dumps(value, peer, what=of)
+            else:
+                tensors: list[Tensor] = []
+                payload = serialization.dumps(value, peer, what=of, tracked=tensors)
+                note(tape, noted_in, tensors, payload, peer)
         except BaseException as error:
             self.fail(peer, call_id, error)
         else:
@@ -279,7 +297,15 @@ class Agent:
             raise serialization.load_exception(
                 frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow
             )
-        return serialization.loads(frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow)
+        connect = self.connect_for(frame.header, call.peer) if frame.header else None
+        return serialization.loads(
+            frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow, connect=connect
+        )
+
+    def connect_for(self, header: dict[str, Any], source: Peer) -> Connect | None:
+        """How the tensors of a message with this header become part of a graph here."""
+        tape = self.tape
+        return tape.received(header[tape.key], source) if tape is not None and tape.key in header else None
 
     def complete_soon(self, future: Future[Any]) -> None:
         self.executor.submit((future.complete, None))

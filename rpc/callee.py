@@ -22,7 +22,6 @@ from rpc.loop import LoopThread
 from rpc.peer import Peer
 from rpc.pickling import replacement
 from rpc.wire import Frame
-from rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
@@ -36,10 +35,10 @@ class Interceptor(Protocol):
     key: str
     """Its place in the header."""
 
-    def outgoing(self, to: WorkerInfo) -> Any:
+    def outgoing(self, to: Peer) -> Any:
         """On the calling thread: what to attach to a call, anything msgpack can encode; None for nothing."""
 
-    def incoming(self, value: Any, source: WorkerInfo) -> AbstractContextManager[Any]:
+    def incoming(self, value: Any, source: Peer) -> AbstractContextManager[Any]:
         """On the callee: what is entered round the function when ``value`` was attached."""
 
 
@@ -61,18 +60,19 @@ LATER: Final = object()
 class _Replier:
     """Answers one call."""
 
-    __slots__ = ("_agent", "_call_id", "_peer")
+    __slots__ = ("_agent", "_asked", "_call_id", "_peer")
 
-    def __init__(self, agent: Agent, peer: Peer, call_id: int) -> None:
+    def __init__(self, agent: Agent, request: Request) -> None:
         self._agent = agent
-        self._peer = peer
-        self._call_id = call_id
+        self._peer = request.peer
+        self._call_id = request.frame.call_id
+        self._asked = request.frame.header
 
     def __call__(self, value: Any, error: BaseException | None) -> None:
         if error is not None:
             self._agent.fail(self._peer, self._call_id, error)
         else:
-            self._agent.reply(self._peer, self._call_id, value)
+            self._agent.reply(self._peer, self._call_id, value, None, self._asked)
 
 
 class Callee:
@@ -85,12 +85,10 @@ class Callee:
 
     def run(self, request: Request) -> None:
         """Run a call and reply to it."""
-        peer, frame, arrivals = request
+        peer, frame, _ = request
         agent = self._agent
         try:
-            function, args, kwargs = serialization.load_call(
-                frame.header, frame.segments, arrivals, peer, allow=agent.allow, pickler=replacement.pickler
-            )
+            function, args, kwargs = self.load(request)
             if frame.header:
                 value = self.start(function, args, kwargs, frame.header, peer, self.replier(request))
             else:
@@ -101,14 +99,20 @@ class Callee:
             agent.fail(peer, frame.call_id, error)
         else:
             if value is not LATER:
-                agent.reply(peer, frame.call_id, value, function)
+                agent.reply(peer, frame.call_id, value, function, frame.header)
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a request; raises what unpickling raises."""
         peer, frame, arrivals = request
         agent = self._agent
         return serialization.load_call(
-            frame.header, frame.segments, arrivals, peer, allow=agent.allow, pickler=replacement.pickler
+            frame.header,
+            frame.segments,
+            arrivals,
+            peer,
+            allow=agent.allow,
+            pickler=replacement.pickler,
+            connect=agent.connect_for(frame.header, peer) if frame.header else None,
         )
 
     def start(
@@ -180,7 +184,7 @@ class Callee:
         stack = ExitStack()
         for interceptor in self._agent.interceptors:
             if interceptor.key in header:
-                stack.enter_context(interceptor.incoming(header[interceptor.key], peer.member.info))
+                stack.enter_context(interceptor.incoming(header[interceptor.key], peer))
         return stack
 
     async def _finish(
@@ -201,7 +205,7 @@ class Callee:
 
     def replier(self, request: Request) -> Answer:
         """What answers a request later."""
-        return _Replier(self._agent, request.peer, request.frame.call_id)
+        return _Replier(self._agent, request)
 
     def _coroutine_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:

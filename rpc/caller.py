@@ -10,6 +10,8 @@ from collections.abc import Callable
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Final
 
+from torch import Tensor
+
 from rpc import serialization
 from rpc.errors import WorkerLostError
 from rpc.futures import Future, PendingCall
@@ -17,6 +19,7 @@ from rpc.membership import Callee
 from rpc.peer import Peer
 from rpc.pickling import replacement
 from rpc.serialization import Payload
+from rpc.tape import note
 from rpc.wire import Kind
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class Caller:
         agent = self._agent
         timeout = agent.rpc_timeout if timeout == UNSET_TIMEOUT else self.effective_timeout(timeout)
         peer = agent.peer(to)
-        payload = serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
+        payload = self.dump_call(function, args, kwargs, peer)
         if agent.interceptors:
             self.attach(payload.header, peer)
         call = agent.calls.open(peer, function, timeout)
@@ -61,13 +64,22 @@ class Caller:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
     ) -> Payload:
         """Serialize a call, with the pickler that the user has put in place of ours, if there is one."""
-        return serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
+        tape = self._agent.tape
+        noted_in = None if tape is None else tape.calling()
+        if tape is None or noted_in is None:
+            return serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
+        tensors: list[Tensor] = []
+        payload = serialization.dump_call(
+            function, args, kwargs, peer, pickler=replacement.pickler, tracked=tensors
+        )
+        note(tape, noted_in, tensors, payload, peer)
+        return payload
 
     def attach(self, header: dict[str, Any], peer: Peer) -> None:
         """Let every interceptor add to the header of a call that is about to be sent."""
         try:
             for interceptor in self._agent.interceptors:
-                value = interceptor.outgoing(peer.member.info)
+                value = interceptor.outgoing(peer)
                 if value is not None:
                     header[interceptor.key] = value
         except BaseException:

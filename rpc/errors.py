@@ -9,6 +9,8 @@ from __future__ import annotations
 
 __all__ = [
     "AlreadyInitializedError",
+    "AutogradError",
+    "BackwardError",
     "BlockingCallError",
     "ForkedProcessError",
     "FunctionNotFoundError",
@@ -117,6 +119,25 @@ class WorkerLostError(RpcError, ConnectionError):
 
     def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, str, str]]:
         return type(self), (str(self), self.worker, self.reason)
+
+
+class AutogradError(RpcError):
+    """Distributed autograd cannot do this: there is no such context, or a root that it cannot begin from."""
+
+
+class BackwardError(AutogradError):
+    """A worker's part of a distributed backward failed; its ``__cause__`` is the error raised there.
+
+    Attributes:
+        worker: the name of the worker.
+    """
+
+    def __init__(self, message: str, worker: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+
+    def __reduce__(self) -> tuple[type[BackwardError], tuple[str, str]]:
+        return type(self), (str(self), self.worker)
 
 
 class RRefError(RpcError):

@@ -151,9 +151,10 @@ class RRef(Generic[T]):
             )
             return value
         shell = self._usable("to_here", timeout)
-        call = shell.agent.caller.request(
-            self._owner, FETCH, Payload({"object": self._rref}, []), timeout, self.to_here
-        )
+        payload = Payload({"object": self._rref}, [])
+        if shell.agent.interceptors:
+            shell.agent.caller.attach(payload.header, self._owner)
+        call = shell.agent.caller.request(self._owner, FETCH, payload, timeout, self.to_here)
         try:
             fetched: T = call.result()
         except RRefError:
@@ -269,6 +270,28 @@ class RRef(Generic[T]):
             done.set_result(None)
             return done
         return creation.future_of_end()
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Begin a backward at the object, a tensor of one element, on its owner.
+
+        Args:
+            dist_autograd_ctx_id: the distributed autograd context that gets the gradients; -1 for a local
+                backward on the owner, which puts them into ``.grad``.
+            retain_graph: keep what is needed to run the same graph once more.
+
+        Raises:
+            RRefError: the object is no tensor.
+            AutogradError: the owner does not know the context, or the tensor is no possible root.
+            WorkerLostError: the owner, or another worker that takes part, is gone.
+
+        Example::
+
+            with dist_autograd.context() as context_id:
+                loss = rref.rpc_sync().forward(x)
+                rpc.remote(rref.owner(), torch.sum, args=(loss,)).backward(context_id)
+        """
+        shell = self._usable("backward", UNSET_TIMEOUT)
+        shell.agent.extensions["autograd"].backward_of(self, dist_autograd_ctx_id, retain_graph)
 
     # ---- as a Python object
 

@@ -165,7 +165,7 @@ class Server:
             content = value.get()
             if "type" in frame.header:
                 content = type(content)
-            self._agent.reply(peer, frame.call_id, content, "the object")
+            self._agent.reply(peer, frame.call_id, content, "the object", frame.header)
 
         self._accept_on_object(Request(peer, frame, None), _target(frame), run, quick=True)
 
@@ -184,7 +184,7 @@ class Server:
                 self._agent.fail(peer, frame.call_id, error)
             else:
                 if result is not LATER:
-                    self._agent.reply(peer, frame.call_id, result, function)
+                    self._agent.reply(peer, frame.call_id, result, function, frame.header)
 
         self._accept_on_object(request, _target(frame), run)
 

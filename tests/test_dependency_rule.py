@@ -27,7 +27,7 @@ MAY_IMPORT = {
 }
 """For each package, the others that it may import."""
 
-FACES = {"rpc/__init__.py": {"rref"}}
+FACES = {"rpc/__init__.py": {"rref", "dist_autograd"}}
 """Files that may look up, and where to."""
 
 REPLACED = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_rpc")

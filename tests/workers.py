@@ -64,6 +64,7 @@ PRELOADED = (
     "cloudpickle",
     "rpc",
     "rref",
+    "dist_autograd",
     "farcall",
     "farcall.compat",
 )

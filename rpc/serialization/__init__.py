@@ -15,7 +15,7 @@ from rpc.serialization.calls import Call, dump_call, dumps, load_call, loads
 from rpc.serialization.carriers import Carrier, adopt, ready, take_back
 from rpc.serialization.exceptions import dump_exception, load_exception, text_of
 from rpc.serialization.functions import main_identity
-from rpc.serialization.payload import Arrivals, Buffer, Destination, Payload, Source
+from rpc.serialization.payload import Arrivals, Buffer, Connect, Destination, Payload, Source
 from rpc.serialization.pickler import register_carrier, register_reducer
 from rpc.serialization.portable import (
     PortablePickler,
@@ -32,6 +32,7 @@ __all__ = [
     "Buffer",
     "Call",
     "Carrier",
+    "Connect",
     "Destination",
     "Payload",
     "PortablePickler",

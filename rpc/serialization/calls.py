@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import cloudpickle
@@ -31,11 +31,12 @@ from torch import Tensor
 from rpc.errors import RpcError
 from rpc.serialization.failures import cannot_call, cannot_send, unreadable
 from rpc.serialization.functions import MAIN_NAMES, name_of, resolve
-from rpc.serialization.payload import Arrivals, Buffer, Destination, Payload, Source
+from rpc.serialization.payload import Arrivals, Buffer, Connect, Destination, Payload, Source
 from rpc.serialization.pickler import PROTOCOL, dump, load
 from rpc.serialization.portable import PortablePickler, PythonUDF, ReplacementPickler
 from rpc.serialization.safe import AllowList
 from rpc.serialization.tensors import dense, plain
+from rpc.serialization.tracked import rebuilt
 
 __all__ = ["Call", "dump_call", "dumps", "fill_in", "load_call", "loads"]
 
@@ -46,6 +47,8 @@ _SCALARS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 _SEQUENCES: Final = frozenset((list, tuple))
 _SHORT: Final = 64
+_WITH_GRAD: Final = 4
+"""So many arguments ``dense`` gets for a tensor that requires grad."""
 
 _inference = torch.is_inference_mode_enabled
 _modules = sys.modules
@@ -60,6 +63,7 @@ def dump_call(
     to: Destination,
     *,
     pickler: ReplacementPickler | None = None,
+    tracked: list[Tensor] | None = None,
 ) -> Payload:
     """Serialize a call.
 
@@ -69,6 +73,8 @@ def dump_call(
         kwargs: its keyword arguments.
         to: where it goes.
         pickler: what the user has put in place of our pickler.
+        tracked: a list for those tensors among the arguments that require grad, in an order that the
+            receiver finds again; None if nobody wants to know.
 
     Raises:
         SerializationError: something cannot be sent; names which argument, its type and why. Nothing has
@@ -83,7 +89,7 @@ def dump_call(
         func, args, kwargs = load_call(header, segments, arrivals, peer)
     """
     if pickler is not None:
-        return _dump_replaced(func, args, kwargs, to, pickler)
+        return _dump_replaced(func, args, kwargs, to, pickler, tracked)
     try:
         module = func.__module__
         name = func.__qualname__
@@ -93,7 +99,7 @@ def dump_call(
     if not found or _registered_by_value():
         named = name_of(func, to)
         if named is None:
-            return _dump_any_call((func, args, kwargs), func, args, kwargs, to)
+            return _dump_any_call((func, args, kwargs), func, args, kwargs, to, tracked)
         module, name = named
     if not args and not kwargs:
         return Payload({}, [_pickle((module, name, (), {}), PROTOCOL)])
@@ -102,10 +108,16 @@ def dump_call(
     except RuntimeError:
         simple = None  # a tensor inside a torch.func transform; the slow way says which
     if simple is None:
-        return _dump_any_call((module, name, args, kwargs), func, args, kwargs, to)
+        return _dump_any_call((module, name, args, kwargs), func, args, kwargs, to, tracked)
     places, words, tensors = simple
     if tensors is None:
         return Payload({}, [_pickle((module, name, places, words), PROTOCOL)])
+    if tracked is not None:
+        tracked += [
+            args[place] if type(place) is int else kwargs[place]
+            for place, usual in tensors
+            if len(usual) == _WITH_GRAD
+        ]
     return _with_buffers((module, name, places, words, tensors))
 
 
@@ -177,9 +189,10 @@ def _dump_any_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     to: Destination,
+    tracked: list[Tensor] | None,
 ) -> Payload:
     try:
-        return dump(record, to)
+        return dump(record, to, tracked=tracked)
     except Exception as error:
         reason = error
     raise cannot_call(reason, func, args, kwargs, to)
@@ -191,10 +204,11 @@ def _dump_replaced(
     kwargs: dict[str, Any],
     to: Destination,
     pickler: ReplacementPickler,
+    tracked: list[Tensor] | None,
 ) -> Payload:
     call = PythonUDF(func, args, kwargs)
     try:
-        return dump(call, to, prepare=pickler.serialize)
+        return dump(call, to, prepare=pickler.serialize, tracked=tracked)
     except Exception as error:
         reason = error
     raise cannot_call(reason, func, args, kwargs, to)
@@ -208,6 +222,7 @@ def load_call(
     *,
     allow: AllowList | None = None,
     pickler: ReplacementPickler | None = None,
+    connect: Connect | None = None,
 ) -> Call:
     """Rebuild a call.
 
@@ -218,6 +233,8 @@ def load_call(
         source: who sent it.
         allow: read it with this allow-list ("safe"); without, the pickle may run any code.
         pickler: what reads calls that a replacement pickler has serialized, if not ours.
+        connect: makes those tensors that the sender put into ``tracked`` part of a graph here, in that
+            order; without, they are leaves that require grad.
 
     Raises:
         FunctionNotFoundError: the function, or a class among the arguments, cannot be imported here.
@@ -225,10 +242,15 @@ def load_call(
     """
     if _inference():
         with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
-            return load_call(header, segments, arrivals, source, allow=allow, pickler=pickler)
+            return load_call(
+                header, segments, arrivals, source, allow=allow, pickler=pickler, connect=connect
+            )
     try:
+        if header:
+            read = load if allow is None else allow.read
+            segments, arrivals = rebuilt(header, segments, arrivals, connect, read)
         if allow is not None:
-            return allow.load_call(segments, arrivals)
+            return allow.load_call(segments, arrivals, connect)
         record = load(segments, arrivals)
         count = len(record)
         if count == 3:
@@ -244,7 +266,7 @@ def load_call(
             func = None
         if func is None:
             func = resolve(module, name)  # out here, so that its error has no context
-        return fill_in(func, args, kwargs, record[4]) if count == 5 else (func, args, kwargs)
+        return fill_in(func, args, kwargs, record[4], connect) if count == 5 else (func, args, kwargs)
     except RpcError:
         raise
     except Exception as error:
@@ -256,22 +278,38 @@ def fill_in(
     places: Any,
     kwargs: dict[str, Any],
     tensors: Sequence[Any],
+    connect: Connect | None = None,
     rebuild: Callable[..., Tensor] = dense,
 ) -> Call:
     """Put tensors back where ``_take_tensors`` took them from."""
     args = list(places)
-    for place, usual in tensors:
+    for place, tensor in _rebuild_all(tensors, connect, rebuild):
         if type(place) is int:
-            args[place] = rebuild(*usual)
+            args[place] = tensor
         else:
-            kwargs[place] = rebuild(*usual)
+            kwargs[place] = tensor
     return func, tuple(args), kwargs
+
+
+def _rebuild_all(
+    tensors: Sequence[Any], connect: Connect | None, rebuild: Callable[..., Tensor]
+) -> Iterable[tuple[Any, Tensor]]:
+    if connect is None:
+        return [(place, rebuild(*usual)) for place, usual in tensors]
+    plain_ones = [(place, rebuild(*usual)) for place, usual in tensors if len(usual) != _WITH_GRAD]
+    tracked = [(place, usual) for place, usual in tensors if len(usual) == _WITH_GRAD]
+    if tracked:
+        stand_ins = connect([rebuild(*usual[:3]) for _, usual in tracked])
+        plain_ones += zip((place for place, _ in tracked), stand_ins, strict=True)
+    return plain_ones
 
 
 _NONE: Final = _pickle((None,), PROTOCOL)
 
 
-def dumps(obj: Any, to: Destination | None, *, what: object = None) -> Payload:
+def dumps(
+    obj: Any, to: Destination | None, *, what: object = None, tracked: list[Tensor] | None = None
+) -> Payload:
     """Serialize any object.
 
     Args:
@@ -279,6 +317,7 @@ def dumps(obj: Any, to: Destination | None, *, what: object = None) -> Payload:
         to: where it goes; None if that is not known, and then what ``__main__`` defines goes by value and
             nothing can travel beside the pickle.
         what: for error messages: a text that names the object, or the function whose result it is.
+        tracked: as for ``dump_call``.
 
     Raises:
         SerializationError: it cannot be sent; says which part of it, of which type, and why.
@@ -291,8 +330,10 @@ def dumps(obj: Any, to: Destination | None, *, what: object = None) -> Payload:
         if kind is Tensor and not obj.__dict__:
             usual = plain(obj)
             if usual is not None:
+                if tracked is not None and len(usual) == _WITH_GRAD:
+                    tracked.append(obj)
                 return _with_buffers(usual)
-        return dump((obj,), to)
+        return dump((obj,), to, tracked=tracked)
     except Exception as error:
         reason = error
     raise cannot_send(reason, obj, to, what)  # out here, so that no error is the other's context
@@ -305,16 +346,24 @@ def loads(
     source: Source,
     *,
     allow: AllowList | None = None,
+    connect: Connect | None = None,
 ) -> Any:
     """Rebuild what ``dumps`` serialized; arguments and errors as for ``load_call``."""
     if _inference():
         with torch.inference_mode(False):
-            return loads(header, segments, arrivals, source, allow=allow)
+            return loads(header, segments, arrivals, source, allow=allow, connect=connect)
     try:
+        if header:
+            read = load if allow is None else allow.read
+            segments, arrivals = rebuilt(header, segments, arrivals, connect, read)
         if allow is not None:
-            return allow.load(segments, arrivals)
+            return allow.load(segments, arrivals, connect)
         record = load(segments, arrivals)
-        return record[0] if len(record) == 1 else dense(*record)
+        if len(record) == 1:
+            return record[0]
+        if connect is not None and len(record) == _WITH_GRAD:
+            return connect([dense(*record[:3])])[0]
+        return dense(*record)
     except RpcError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rpc.errors import SerializationError
-from rpc.serialization.payload import Arrivals, Destination, Source
+from rpc.serialization.payload import TRACKED, Arrivals, Destination, Source
 
 __all__ = ["Carrier", "adopt", "arrived", "ready", "receiving", "register_kind", "take_back"]
 
@@ -69,7 +69,7 @@ def register_kind(carrier: Carrier) -> None:
     Raises:
         ValueError: another carrier has that kind, or it is one of the header's own keys.
     """
-    if carrier.kind == "!" or _carriers.setdefault(carrier.kind, carrier) is not carrier:
+    if carrier.kind in ("!", TRACKED) or _carriers.setdefault(carrier.kind, carrier) is not carrier:
         raise ValueError(f"carrier kind {carrier.kind!r} is taken")
 
 

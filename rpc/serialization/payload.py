@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
-__all__ = ["Arrivals", "Buffer", "Destination", "Payload", "Source"]
+from torch import Tensor
+
+__all__ = ["TRACKED", "Arrivals", "Buffer", "Connect", "Destination", "Payload", "Source"]
 
 Buffer = bytes | bytearray | memoryview
 """A contiguous run of bytes: ``len()`` is their number."""
 
 Arrivals = dict[str, Sequence[Any]]
 """What travelled beside a pickle and has been adopted: the objects, by the kind of their carrier."""
+
+Connect = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Makes those tensors of a message that require grad at the sender part of the receiver's graph: takes
+their values, returns what stands for them."""
+
+TRACKED: Final = "tensors"
+"""The header's key for the segment with the tensors that were pickled apart, since they require grad."""
 
 
 class Destination(Protocol):

@@ -39,7 +39,7 @@ from rpc.serialization.functions import (
     reduce_script_module,
 )
 from rpc.serialization.memory import INLINE_BYTES, is_borrowed, settle
-from rpc.serialization.payload import Arrivals, Buffer, Destination, Payload
+from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
 
 __all__ = ["PROTOCOL", "Pickler", "Reducer", "dump", "load", "register_carrier", "register_reducer"]
@@ -141,11 +141,13 @@ class Pickler(pickle.Pickler):
         to: where the message goes; None if that is not known.
         carried: descriptors of what travels beside the pickle, by kind.
         trial: nothing will be sent: nothing departs.
+        tracked: where tensors that require grad go, to be sent apart; None if they stay in the pickle.
     """
 
     to: Destination | None = None
     carried: dict[str, list[Any]] | None = None
     trial: bool = False
+    tracked: list[torch.Tensor] | None = None
     _by_value: Any = None
 
     @property
@@ -186,6 +188,7 @@ def dump(
     *,
     prepare: Callable[[Any], Any] | None = None,
     trial: bool = False,
+    tracked: list[torch.Tensor] | None = None,
 ) -> Payload:
     """Pickle one object.
 
@@ -195,6 +198,8 @@ def dump(
         prepare: makes what is pickled out of ``record``; what it pickles itself, with a
             ``PortablePickler``, counts as part of this message.
         trial: only find out whether it can be pickled.
+        tracked: the tensors that require grad are put in here, and pickled apart, so that the receiver
+            has them before it builds what they are part of: see ``load``.
 
     Raises:
         Exception: whatever pickling raises; what has departed by then is taken back.
@@ -215,17 +220,27 @@ def dump(
     pickler = Pickler(stream, PROTOCOL, buffer_callback=leave)
     pickler.to = to
     pickler.trial = trial
+    pickler.tracked = tracked
     outer, sending.pickler = sending.pickler, pickler
     try:
         pickler.dump(record if prepare is None else prepare(record))
+        segments[0] = stream.getvalue()
+        header: dict[str, Any] = pickler.carried or {}
+        if tracked:
+            place = header[TRACKED] = len(segments)
+            segments.append(b"")
+            apart = io.BytesIO()
+            pickler_apart = Pickler(apart, PROTOCOL, buffer_callback=leave)
+            pickler_apart.to = to
+            pickler_apart.dump(tuple([tensor.detach() for tensor in tracked]))
+            segments[place] = apart.getvalue()
     except BaseException:
         if pickler.carried and to is not None:
             take_back(pickler.carried, to)
         raise
     finally:
         sending.pickler = outer
-    segments[0] = stream.getvalue()
-    return Payload(pickler.carried or {}, segments, borrowed)
+    return Payload(header, segments, borrowed)
 
 
 def load(segments: Sequence[Any], arrivals: Arrivals | None) -> Any:

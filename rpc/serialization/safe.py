@@ -41,7 +41,7 @@ from rpc.serialization import carriers, tensor_kinds, tensors
 from rpc.serialization.functions import name_of
 from rpc.serialization.machine import Machine
 from rpc.serialization.memory import layout_of, settle
-from rpc.serialization.payload import Arrivals
+from rpc.serialization.payload import Arrivals, Connect
 
 __all__ = ["AllowList", "allow_class", "allow_function", "allowed"]
 
@@ -109,16 +109,21 @@ class AllowList:
         """Whether a pickle may set attributes of new instances of this class."""
         return kind in self._classes
 
-    def load(self, segments: Sequence[Any], arrivals: Arrivals | None) -> Any:
+    def load(self, segments: Sequence[Any], arrivals: Arrivals | None, connect: Connect | None = None) -> Any:
         """Read an object.
 
         Raises:
             SerializationError: it holds what is not admitted, or it is malformed.
         """
-        record = self._record(segments, arrivals)
-        return record[0] if len(record) == 1 else _dense(*record)
+        record = self.read(segments, arrivals)
+        if len(record) == 1:
+            return record[0]
+        if connect is not None and len(record) == 4:
+            return connect([_dense(*record[:3])])[0]
+        return _dense(*record)
 
-    def _record(self, segments: Sequence[Any], arrivals: Arrivals | None) -> Any:
+    def read(self, segments: Sequence[Any], arrivals: Arrivals | None) -> Any:
+        """One pickle and its buffers, as a record: a tuple."""
         outer, carriers.receiving.arrivals = carriers.receiving.arrivals, arrivals
         try:
             record = Machine(self, bytes(segments[0]), [settle(segment) for segment in segments[1:]]).run()
@@ -128,11 +133,13 @@ class AllowList:
             raise SerializationError("the message is not a record that this package writes")
         return record
 
-    def load_call(self, segments: Sequence[Any], arrivals: Arrivals | None) -> tuple[Any, Any, Any]:
+    def load_call(
+        self, segments: Sequence[Any], arrivals: Arrivals | None, connect: Connect | None = None
+    ) -> tuple[Any, Any, Any]:
         """Read a call, whose function must be admitted; raises as ``load`` does."""
         from rpc.serialization.calls import fill_in
 
-        record = self._record(segments, arrivals)
+        record = self.read(segments, arrivals)
         if len(record) == 3:
             func, args, kwargs = record
         elif len(record) in (4, 5) and type(record[0]) is str and type(record[1]) is str:
@@ -145,7 +152,7 @@ class AllowList:
         if type(args) not in (tuple, list) or type(kwargs) is not dict:
             raise SerializationError("the arguments of the call are malformed")
         if len(record) == 5:
-            return fill_in(func, args, kwargs, record[4], _dense)
+            return fill_in(func, args, kwargs, record[4], connect, _dense)
         return func, tuple(args), kwargs
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rpc.errors import SerializationError
 from rpc.serialization.memory import memory_at
 from rpc.serialization.tensors import dense, plain, reduce_strided
+from rpc.serialization.tracked import is_tracked, take_out
 
 __all__ = [
     "constant",
@@ -46,14 +47,17 @@ _WHOLE_BYTES: Final = (torch.quint8, torch.qint8, torch.qint32)
 _OWN_REDUCE: Final = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
 
-def reduce_tensor(tensor: Tensor, _: object = None) -> Any:
+def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
     """Reduce any tensor.
 
     Raises:
         SerializationError: it is on a device that it cannot leave, or its memory is gone.
     """
     kind = type(tensor)
-    if kind is Tensor:
+    tracked = getattr(pickler, "tracked", None)
+    if tracked is not None and is_tracked(tensor):
+        reduced = take_out(tensor, tracked)
+    elif kind is Tensor:
         if not tensor.__dict__:
             usual = plain(tensor)
             if usual is not None:

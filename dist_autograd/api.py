@@ -1,0 +1,128 @@
+"""What users call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from dist_autograd.contexts import Context, current
+from dist_autograd.following import Inside
+from dist_autograd.installation import autograd
+from rpc.errors import AutogradError
+
+__all__ = ["backward", "context", "get_gradients", "has_context"]
+
+
+class context:  # noqa: N801  # PyTorch's name
+    """Inside the block, what calls to other workers compute is recorded for ``backward``.
+
+    The context follows every call made inside it, on this thread or coroutine, and the calls that these
+    make. Leaving the block releases it on all workers.
+
+    Returns:
+        From ``with``: the context's id, the same on all workers.
+
+    Raises:
+        AutogradError: this thread is in a context already.
+        NotInitializedError: there is no agent.
+
+    Example::
+
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", torch.add, args=(x, y)).sum()
+            dist_autograd.backward(context_id, [loss])
+            gradients = dist_autograd.get_gradients(context_id)
+            gradients[x]
+    """
+
+    def __enter__(self) -> int:
+        contexts = autograd().contexts
+        inside = contexts.current()
+        if inside is not None:
+            raise AutogradError(
+                f"Already have an autograd context id for this thread: {inside.id}. Contexts do not nest: "
+                "leave that one first, or use another thread"
+            )
+        self._context: Context = contexts.new()
+        self._inside = Inside(self._context)
+        self._inside.__enter__()
+        return self._context.id
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside.__exit__()
+        self._context.contexts.release(self._context)
+
+
+def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+    """Compute the gradients of ``roots`` on all workers that take part, and add them up in the context.
+
+    Each worker's graph is run by PyTorch's own engine, so hooks, checkpoints and custom functions work as
+    they do locally. Nothing is put into ``.grad``. Several backwards may run at once, also in one context.
+
+    Args:
+        context_id: what ``context`` returned.
+        roots: the tensors to begin from, each of one element and computed from something that requires
+            grad.
+        retain_graph: keep what is needed to run the same graph once more.
+
+    Raises:
+        AutogradError: there is no such context, or a root that this cannot begin from.
+        BackwardError: something failed on another worker; names it, and has the error as its cause.
+        WorkerLostError: a worker that takes part is gone.
+        Exception: what a node of this worker's graph raised.
+
+    Example::
+
+        with dist_autograd.context() as context_id:
+            loss = model(batch).sum()
+            dist_autograd.backward(context_id, [loss])
+    """
+    given: Any = roots
+    if type(context_id) is not int or isinstance(given, Tensor) or not isinstance(given, Iterable):
+        raise TypeError(
+            "backward(): incompatible function arguments: it takes a context id (int) and a list of tensors, "
+            f"not {type(context_id).__name__} and {type(roots).__name__}"
+        )
+    autograd().backward(context_id, given, retain_graph)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients that backwards in a context have computed for this worker's leaves.
+
+    Returns:
+        For each leaf its gradient, of the same shape. The dict is the caller's own.
+
+    Raises:
+        AutogradError: there is no such context.
+
+    Example::
+
+        for parameter, gradient in dist_autograd.get_gradients(context_id).items():
+            ...
+    """
+    return autograd().contexts.get(context_id).gradients()
+
+
+def has_context(context_id: int) -> bool:
+    """Whether this worker knows the context: made here or come with a call, and not over yet."""
+    return autograd().contexts.find(context_id) is not None
+
+
+def current_context() -> Context:
+    """The context that this thread runs in.
+
+    Raises:
+        AutogradError: there is none.
+    """
+    found = current.get()
+    if found is None or found.over:
+        raise AutogradError(
+            "Trying to access the autograd context of a thread that has none: make the calls inside "
+            "'with dist_autograd.context() as context_id:'"
+        )
+    return found

@@ -1,0 +1,253 @@
+"""The backwards that this worker takes part in, and what their workers say to each other.
+
+========= ======================= ================================================================
+mark      root to a worker        these tensors of these messages take part; answered by the marks
+                                  that follow from it, on whatever workers
+gradients receiver to sender      the gradients of one message
+done      a worker to the root    its part is done, or has failed
+abort     root to a worker        the backward has failed elsewhere
+========= ======================= ================================================================
+
+Handlers run on the loop's thread. A worker's part runs on a thread of its own, which the executor of calls
+does not count: it waits for other workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from dist_autograd.contexts import Context, Contexts
+from dist_autograd.graph import Mark
+from dist_autograd.passes import Key, Pass
+from dist_autograd.recording import Origin
+from dist_autograd.root import Root, Workers
+from rpc import serialization
+from rpc.agent import Agent
+from rpc.callee import Request
+from rpc.errors import AutogradError, BackwardError, NotInitializedError, ProtocolError, WorkerLostError
+from rpc.executor import Executor, Task
+from rpc.peer import Peer
+from rpc.serialization import Payload
+from rpc.wire import Frame, Kind
+
+__all__ = ["Backwards"]
+
+logger = logging.getLogger(__name__)
+
+MARK: Final = Kind.EXTENSION + 16
+GRADIENTS: Final = Kind.EXTENSION + 17
+DONE: Final = Kind.EXTENSION + 18
+ABORT: Final = Kind.EXTENSION + 19
+
+_THREADS: Final = 8
+
+
+class Backwards:
+    """Runs backwards, as their root and for other roots. From any thread, except where noted.
+
+    Args:
+        agent: of this worker, before it joins a group.
+        contexts: of this worker.
+    """
+
+    def __init__(self, agent: Agent, contexts: Contexts) -> None:
+        self._agent = agent
+        self._contexts = contexts
+        self._passes: dict[Key, Pass] = {}
+        self._roots: dict[Key, Root] = {}
+        self._numbers = itertools.count(1)
+        self._threads: Executor | None = None
+        agent.on(MARK, self._mark_arrived)
+        agent.on(GRADIENTS, self._gradients_arrived)
+        agent.on(DONE, self._done_arrived)
+        agent.on(ABORT, self._abort_arrived)
+        agent.on_gone(self._peer_gone)
+        agent.on_closed(self._closed)
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    # ---- as the root
+
+    def run(self, context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
+        """Run a backward from ``roots``, which have been checked; see ``dist_autograd.backward``."""
+        agent = self._agent
+        key = (agent.incarnation, next(self._numbers))
+        own = self._new_pass(key, context, agent.own_peer, retain_graph)
+        own.begun = True
+        root = Root(own, Workers(self._ask, self._abort, agent.peer_by_incarnation))
+        self._passes[key] = own
+        self._roots[key] = root
+        try:
+            root.run(roots)
+        finally:
+            self._passes.pop(key, None)
+            self._roots.pop(key, None)
+
+    def _new_pass(self, key: Key, context: Context, root: Peer, retain_graph: bool) -> Pass:
+        return Pass(key, context, root, retain_graph, self._post, self._read)
+
+    def _ask(self, own: Pass, peer: Peer, marks: list[tuple[int, int]]) -> Callable[[], list[Mark]]:
+        header = {"mark": [own.key[1], own.context.to_wire(), own.retain_graph, marks]}
+        call = self._agent.caller.request(peer, MARK, Payload(header, []), 0, "a distributed backward")
+
+        def answer() -> list[Mark]:
+            call.wait_settled()
+            outcome = call.outcome
+            if isinstance(outcome, Frame) and outcome.kind == Kind.REPLY:
+                return [Mark(*mark) for mark in outcome.header["marks"]]
+            call.result()
+            raise ProtocolError(f"worker '{peer.name}' answered a mark with a value")
+
+        return answer
+
+    def _abort(self, own: Pass, peer: Peer, error: BaseException) -> None:
+        header = {"abort": [own.key[1], f"{type(error).__name__}: {serialization.text_of(error)}"]}
+        self._send(peer, ABORT, Payload(header, []))
+
+    def _done_arrived(self, peer: Peer, frame: Frame) -> None:
+        root = self._roots.get((self._agent.incarnation, frame.header["done"]))
+        if root is None:
+            return  # it was over before
+        if "!" in frame.header:
+            root.own.fail_later(lambda: self._failure(peer, frame))
+        else:
+            root.done(peer)
+
+    def _failure(self, peer: Peer, frame: Frame) -> BaseException:
+        """What a worker's failure is to its root: loading the error may run code of the user's."""
+        agent = self._agent
+        error = serialization.load_exception(frame.header, frame.segments, None, peer, allow=agent.allow)
+        if isinstance(error, WorkerLostError):
+            return error
+        failure = BackwardError(
+            f"Error on Node {peer.member.id}: {error}\n(raised in the backward on worker '{peer.name}')",
+            peer.name,
+        )
+        failure.__cause__ = error
+        return failure
+
+    # ---- for other roots
+
+    def _mark_arrived(self, peer: Peer, frame: Frame) -> None:
+        match frame.header.get("mark"):
+            case [int(number), [int(context_id), int()], bool(retain_graph), list(marks)]:
+                key = (peer.incarnation, number)
+            case other:
+                raise ProtocolError(f"a mark that cannot be: {str(other)[:80]}")
+        running = self._passes.get(key)
+        if running is None:
+            context = self._contexts.find(context_id)
+            if context is not None:
+                self._agent.postponed.begin()
+                running = self._passes[key] = self._new_pass(key, context, peer, retain_graph)
+
+        def mark(request: Request) -> None:
+            try:
+                if running is None:
+                    self._contexts.get(context_id)
+                    raise AutogradError(f"context {context_id} is just made known to this worker")
+                found = running.mark([(message, index) for message, index in marks], peer)
+            except BaseException as error:
+                self._agent.fail(peer, frame.call_id, error)
+            else:
+                reply = Payload({"marks": [list(mark) for mark in found]}, [])
+                self._agent.answer(peer, Kind.REPLY, frame.call_id, reply)
+
+        tasks: list[Task] = []
+        self._agent.dispatcher.accept(Request(peer, frame, None), mark, tasks)
+        self._agent.executor.submit_batch(tasks)
+
+    def _gradients_arrived(self, peer: Peer, frame: Frame) -> None:
+        match frame.header.get("gradients"):
+            case [int(root), int(number), int(message)]:
+                running = self._passes.get((root, number))
+            case other:
+                raise ProtocolError(f"gradients that cannot be: {str(other)[:80]}")
+        if running is None:
+            return  # it has failed meanwhile
+        running.arrived(message, (peer, frame))
+        if not running.begun:
+            running.begun = True
+            self._start(running)
+
+    def _start(self, running: Pass) -> None:
+        if self._threads is None:
+            self._threads = Executor(_THREADS, "farcall-backward")
+        self._threads.submit((self._run_part, running))
+
+    def _run_part(self, running: Pass) -> None:
+        peer, done = running.root, {"done": running.key[1]}
+        try:
+            running.run()
+        except BaseException as error:
+            payload = serialization.dump_exception(error, self._agent.info, peer)
+            payload.header.update(done)
+        else:
+            payload = Payload(done, [])
+        self._forget(running)
+        self._send(peer, DONE, payload)
+
+    def _forget(self, running: Pass) -> None:
+        if self._passes.pop(running.key, None) is not None:
+            self._agent.postponed.end()
+            self._agent.something_ended()
+
+    def _abort_arrived(self, peer: Peer, frame: Frame) -> None:
+        match frame.header.get("abort"):
+            case [int(number), str(reason)]:
+                running = self._passes.get((peer.incarnation, number))
+            case other:
+                raise ProtocolError(f"an abort that cannot be: {str(other)[:80]}")
+        if running is not None:
+            self._end(running, AutogradError(f"the backward was given up by worker '{peer.name}': {reason}"))
+
+    def _end(self, running: Pass, error: BaseException) -> None:
+        running.fail(error)
+        if not running.begun:
+            running.begun = True
+            self._forget(running)
+
+    # ---- for both
+
+    def _post(self, running: Pass, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        value = gradients[0] if len(gradients) == 1 else gradients
+        payload = serialization.dumps(value, origin.source, what="a gradient")
+        payload.header["gradients"] = [*running.key, origin.message]
+        self._agent.send(origin.source, GRADIENTS, 0, payload)
+
+    def _read(self, message: tuple[Peer, Frame]) -> Sequence[Tensor | None]:
+        peer, frame = message
+        value: Any = serialization.loads(frame.header, frame.segments, None, peer, allow=self._agent.allow)
+        return value if isinstance(value, tuple) else (value,)
+
+    def _send(self, peer: Peer, kind: int, payload: Payload) -> None:
+        try:
+            self._agent.send(peer, kind, 0, payload)
+        except WorkerLostError as error:
+            logger.debug("nobody is left to be told how a backward went: %s", error)
+
+    def _peer_gone(self, peer: Peer, reason: str) -> None:
+        for root in self._roots.copy().values():
+            if peer in root.others:
+                root.own.fail(peer.lost_error("The backward cannot be finished"))
+        for running in self._passes.copy().values():
+            if running.root is peer:
+                self._end(running, peer.lost_error("Its backward is over"))
+
+    def context_over(self, context: Context) -> None:
+        """A context is released: its backwards end."""
+        for running in self._passes.copy().values():
+            if running.context is context:
+                self._end(running, AutogradError(f"context {context.id} was left during its backward"))
+
+    def _closed(self) -> None:
+        for running in self._passes.copy().values():
+            self._end(running, NotInitializedError("RPC has been shut down during a backward"))
+        if self._threads is not None:
+            self._threads.stop(timeout=1.0)

@@ -1,0 +1,229 @@
+"""Contexts: what one forward, spread over workers, has recorded, and the gradients of its backward.
+
+A context is made by one worker, the *creator*, and known to every worker that a call made inside it reaches.
+Its id holds the creator's rank in the upper 16 bits of 64; the rest counts from a number drawn at random, so
+that it is unique in the group also where a rank is given again.
+
+*Release.* Who takes part remembers whom it has told. At the end of the ``with`` the creator tells all those
+that the context is over, and they tell theirs; the messages are sent by ``agent.control``, which repeats
+them until they arrive. A call that comes late is run outside of any context. When a worker dies, the
+contexts that it made are over, and those who know of another context only through it ask its creator to be
+told of its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Final
+
+from torch import Tensor
+
+from dist_autograd.recording import Sent
+from rpc.agent import Agent
+from rpc.errors import AutogradError, ProtocolError
+from rpc.peer import Peer
+
+__all__ = ["COUNTER_BITS", "Context", "Contexts", "current"]
+
+COUNTER_BITS: Final = 48
+_TOPIC: Final = "autograd"
+_REMEMBERED: Final = 4096
+
+current: Final[ContextVar[Context | None]] = ContextVar("dist_autograd.current", default=None)
+"""The context that this thread, or coroutine, runs in."""
+
+
+class Context:
+    """One context on one worker. From any thread.
+
+    Attributes:
+        id: the same on all workers.
+        creator: the incarnation of the worker that made it.
+        through: who has brought it here; None on its creator.
+        sends: the messages sent from here, by number.
+        recvs: the recv node of each message received here.
+        told: who was told of it by this worker.
+        over: whether it is released.
+    """
+
+    def __init__(self, contexts: Contexts, context_id: int, creator: int, through: Peer | None) -> None:
+        self.contexts = contexts
+        self.id = context_id
+        self.creator = creator
+        self.through = through
+        self.sends: dict[int, Sent] = {}
+        self.recvs: list[Any] = []
+        self.told: set[Peer] = set()
+        self.over = False
+        self._lock = threading.Lock()
+        self._gradients: dict[Tensor, Tensor] = {}
+
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """The gradient of each leaf of this worker that a backward has reached."""
+        with self._lock:
+            return dict(self._gradients)
+
+    def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Add to a leaf's gradient, whose tensor is not changed: somebody may hold it."""
+        with self._lock:
+            before = self._gradients.get(leaf)
+            if before is None:
+                self._gradients[leaf] = gradient
+            elif before.is_sparse and not gradient.is_sparse:
+                self._gradients[leaf] = gradient + before  # the only order that PyTorch knows
+            else:
+                self._gradients[leaf] = before + gradient
+
+    def let_go(self) -> None:
+        """Free what was recorded: destructors of the user's may run."""
+        self.sends.clear()
+        self.recvs.clear()
+        with self._lock:
+            gradients, self._gradients = self._gradients, {}
+        gradients.clear()
+
+    def to_wire(self) -> list[int]:
+        """What a message made in this context says of it."""
+        return [self.id, self.creator]
+
+
+class Contexts:
+    """The contexts that one worker knows of.
+
+    Args:
+        agent: of this worker.
+        when_released: called with each context that is over, before what it holds is freed.
+    """
+
+    def __init__(self, agent: Agent, when_released: Callable[[Context], object]) -> None:
+        self._agent = agent
+        self._when_released = when_released
+        self._known: dict[int, Context] = {}
+        self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may leave a context
+        self._over: set[int] = set()
+        self._order: deque[int] = deque()
+        agent.control.on(_TOPIC, self._told)
+        agent.on_gone(self._gone)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def current(self) -> Context | None:
+        """The context that this thread runs in; None outside, and when it is over."""
+        context = current.get()
+        if context is None or context.over or context.contexts is not self:
+            return None
+        return context
+
+    def new(self) -> Context:
+        """A new context, of which this worker is the creator."""
+        rank = self._agent.info.id
+        number = next(self._counter) % (1 << COUNTER_BITS)
+        context = Context(self, (rank << COUNTER_BITS) + number, self._agent.incarnation, None)
+        self._known[context.id] = context
+        return context
+
+    def find(self, context_id: int) -> Context | None:
+        """The context of this id; None if it is over, or has never been known here."""
+        return self._known.get(context_id)
+
+    def get(self, context_id: int) -> Context:
+        """As ``find``; raises ``AutogradError`` if there is none."""
+        context = self._known.get(context_id)
+        if context is None:
+            raise AutogradError(
+                f"Could not find autograd context with id: {context_id} on worker "
+                f"'{self._agent.info.name}'. It is over, or no call made inside it has come here: use the id "
+                "inside its 'with dist_autograd.context() as context_id:'."
+            )
+        return context
+
+    def join(self, wire: Any, through: Peer) -> Context | None:
+        """The context that an arrived message names, made known here if need be; None if it is over."""
+        match wire:
+            case [int(context_id), int(creator), *_]:
+                pass
+            case _:
+                raise ProtocolError(f"a message names a context by {str(wire)[:80]}")
+        context = self._known.get(context_id)
+        if context is not None:
+            return context
+        with self._lock:
+            if creator == self._agent.incarnation or context_id in self._over:
+                return self._known.get(context_id)
+            maker = self._agent.peer_by_incarnation(creator)
+            if maker is not None and maker.lost is not None:
+                return None
+            context = Context(self, context_id, creator, through)
+            return self._known.setdefault(context_id, context)
+
+    def release(self, context: Context, heard_from: Peer | None = None, *, on_loop: bool = False) -> None:
+        """A context is over: forget it, and tell those that were told of it.
+
+        Args:
+            heard_from: who said so.
+            on_loop: this is the loop's thread, which must run no destructor of the user's.
+        """
+        with self._lock:
+            if self._known.pop(context.id, None) is None:
+                return
+            self._remember(context.id)
+        context.over = True
+        for peer in context.told.copy():
+            if peer is not heard_from:
+                self._agent.control.post(peer, _TOPIC, ["over", context.id])
+        self._when_released(context)
+        if on_loop:
+            self._agent.executor.submit((Context.let_go, context))
+        else:
+            context.let_go()
+
+    def release_all(self) -> None:
+        """This worker leaves."""
+        for context in list(self._known.values()):
+            self.release(context)
+
+    def _remember(self, context_id: int) -> None:
+        """That a context is over, in case that a call made inside it comes late."""
+        if context_id not in self._over:
+            self._over.add(context_id)
+            self._order.append(context_id)
+            if len(self._order) > _REMEMBERED:
+                self._over.discard(self._order.popleft())
+
+    def _told(self, peer: Peer, message: Any) -> None:
+        match message:
+            case ["over", int(context_id)]:
+                context = self._known.get(context_id)
+                if context is not None:
+                    self.release(context, heard_from=peer, on_loop=True)
+                else:
+                    with self._lock:
+                        self._remember(context_id)
+            case ["joined", int(context_id)]:
+                context = self._known.get(context_id)
+                if context is not None:
+                    context.told.add(peer)
+                else:
+                    self._agent.control.post(peer, _TOPIC, ["over", context_id])
+            case _:
+                raise ProtocolError(f"an autograd message that cannot be: {str(message)[:80]}")
+
+    def _gone(self, peer: Peer, reason: str) -> None:
+        for context in list(self._known.values()):
+            context.told.discard(peer)
+            if context.creator == peer.incarnation:
+                self.release(context, on_loop=True)
+            elif context.through is peer:
+                creator = self._agent.peer_by_incarnation(context.creator)
+                if creator is None or creator.lost is not None:
+                    self.release(context, on_loop=True)
+                else:
+                    context.through = creator
+                    self._agent.control.post(creator, _TOPIC, ["joined", context.id])

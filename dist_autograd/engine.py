@@ -1,0 +1,115 @@
+"""PyTorch's autograd engine: the one file that calls what PyTorch keeps private.
+
+Tried on torch 2.13.0. What is needed is looked for at import, so that another version says at once what it
+lacks, and not in the middle of a backward.
+
+*Sequence numbers.* Each node gets one when it is made; of the nodes that are ready, the engine runs the one
+with the highest first. Number 0 comes last. So a node that is held back (``hold_back``) runs when nothing
+else can, provided that no other node of the pass has 0 too: ``give_way`` sees to it.
+
+*What a pass knows.* Nodes find the pass that runs them in storage that PyTorch carries along to whichever
+thread runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+__all__ = ["current_pass", "give_way", "hold_back", "is_running", "run"]
+
+_KEY: Final = "farcall.dist_autograd"
+_NEEDED: Final = (
+    "_current_graph_task_id",
+    "_get_obj_in_tls",
+    "_is_key_in_tls",
+    "_remove_obj_from_tls",
+    "_stash_obj_in_tls",
+)
+
+_C: Final[Any] = torch._C
+_engine: Final[Any] = torch.autograd.Variable._execution_engine
+
+
+def _missing() -> list[str]:
+    """What this version of PyTorch does not have."""
+    missing = [f"torch._C.{name}" for name in _NEEDED if not hasattr(_C, name)]
+    if not hasattr(_engine, "run_backward"):
+        missing.append("Variable._execution_engine.run_backward")
+    node: Any = torch.empty(0, requires_grad=True).clone().grad_fn
+    missing += [f"Node.{name}" for name in ("_sequence_nr", "_set_sequence_nr") if not hasattr(node, name)]
+    return missing
+
+
+if _missing():
+    raise ImportError(
+        f"distributed autograd needs what torch {torch.__version__} does not have: {', '.join(_missing())}. "
+        "Use torch 2.13, which it was tried on."
+    )
+
+
+def run(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[GradientEdge],
+    *,
+    retain_graph: bool,
+    accumulate: bool,
+    known_as: object,
+) -> Sequence[Tensor | None]:
+    """Run every node between ``roots`` and ``inputs`` once, on this thread.
+
+    Args:
+        roots: where it begins.
+        gradients: one for each root.
+        inputs: where it ends.
+        retain_graph: whether the graph can be run again.
+        accumulate: add the gradients of the inputs, which must be leaves, to their ``.grad``.
+        known_as: what ``current_pass`` returns to the nodes that run.
+
+    Returns:
+        The gradients of the inputs, None where there is none; nothing of use if ``accumulate``.
+    """
+    outer = current_pass()
+    _C._stash_obj_in_tls(_KEY, known_as)
+    try:
+        captured: Sequence[Tensor | None] = _engine.run_backward(
+            tuple(roots),
+            tuple(gradients),
+            retain_graph,
+            False,
+            tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=accumulate,
+        )
+        return captured
+    finally:
+        if outer is None:
+            _C._remove_obj_from_tls(_KEY)
+        else:
+            _C._stash_obj_in_tls(_KEY, outer)
+
+
+def current_pass() -> Any:
+    """What ``run`` was told to be known as, on the thread of a node that it runs; None elsewhere."""
+    return _C._get_obj_in_tls(_KEY) if _C._is_key_in_tls(_KEY) else None
+
+
+def is_running() -> bool:
+    """Whether this thread is in the middle of a backward, ours or any other."""
+    return bool(_C._current_graph_task_id() != -1)
+
+
+def hold_back(node: Node) -> None:
+    """Have a node run when no other of its pass is ready."""
+    node._set_sequence_nr(0)  # type: ignore[attr-defined]
+
+
+def give_way(node: Node) -> None:
+    """See to it that a node runs before those that are held back."""
+    if node._sequence_nr() == 0:
+        node._set_sequence_nr(1)  # type: ignore[attr-defined]

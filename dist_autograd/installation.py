@@ -1,0 +1,88 @@
+"""Makes an agent take part in distributed autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from dist_autograd.backwards import Backwards
+from dist_autograd.contexts import Context, Contexts
+from dist_autograd.following import Follower, Tape
+from dist_autograd.roots import checked
+from rpc import serialization
+from rpc.agent import UNSET_TIMEOUT, Agent
+from rpc.current import current_agent
+from rpc.errors import RRefError
+from rpc.futures import check_may_block
+
+__all__ = ["Autograd", "autograd", "install"]
+
+_EXTENSION: Final = "autograd"
+
+
+class Autograd:
+    """All of distributed autograd on one agent.
+
+    Args:
+        agent: before it joins a group.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.contexts = Contexts(agent, self._context_over)
+        self.backwards = Backwards(agent, self.contexts)
+        agent.interceptors.append(Follower(self.contexts))
+        agent.tape = Tape(self.contexts)
+
+    def backward(self, context_id: int, roots: Iterable[Any], retain_graph: bool) -> None:
+        """See ``dist_autograd.backward``."""
+        context = self.contexts.get(context_id)
+        tensors = checked(list(roots))
+        check_may_block()
+        self.backwards.run(context, tensors, bool(retain_graph))
+
+    def backward_of(self, rref: Any, context_id: int, retain_graph: bool) -> None:
+        """See ``RRef.backward``."""
+        if rref.is_owner():
+            backward_here(rref, context_id, retain_graph)
+            return
+        agent = self.agent
+        call = agent.caller.call(
+            rref.owner(), backward_here, (rref, context_id, retain_graph), {}, UNSET_TIMEOUT
+        )
+        call.result()
+
+    def _context_over(self, context: Context) -> None:
+        self.backwards.context_over(context)
+
+
+def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
+    """Begin a backward at an object of this worker."""
+    root = rref.local_value()
+    if not isinstance(root, Tensor):
+        raise RRefError(
+            f"RRef should contain a tensor for .backward(), and {rref!r} refers to a {type(root).__name__}"
+        )
+    if context_id == -1:
+        torch.autograd.backward((root,), retain_graph=retain_graph)
+    else:
+        autograd().backward(context_id, [root], retain_graph)
+
+
+def install(agent: Agent) -> None:
+    """Make an agent that has not joined its group yet take part in distributed autograd."""
+    serialization.allow_function(backward_here)
+    agent.extensions[_EXTENSION] = Autograd(agent)
+
+
+def autograd() -> Autograd:
+    """Distributed autograd of the current agent.
+
+    Raises:
+        NotInitializedError: there is no agent.
+    """
+    found: Autograd = current_agent().extensions[_EXTENSION]
+    return found

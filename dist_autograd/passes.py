@@ -1,0 +1,251 @@
+"""A worker's part of one backward: one pass of PyTorch's engine over all that takes part here.
+
+The marks say which tensors, sent from here, will get a gradient. For each message that has one the pass has
+a *ticket*: a node that waits until the gradients of that message are there, and behind which its send nodes
+hang. Tickets are chained, so that only one is ready at any time, that of the newest message; and all other
+nodes that are ready run before it. So when it waits, everything that can run has run.
+
+Why nothing waits for ever: a gradient that is on its way to a message depends only on nodes that were made
+after the message was sent. The pass that waits for the newest of all messages, wherever it is, can thus
+always go on: ``_check_all_newer_have_run`` holds this against the facts.
+
+A pass on a worker other than the root begins when the first gradients arrive, which the root lets flow only
+when all is marked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dist_autograd import engine
+from dist_autograd.contexts import Context
+from dist_autograd.graph import Mark, Reach
+from dist_autograd.leaves import owned
+from dist_autograd.recording import ANCHOR, ANCHOR_EDGE, RECV_NODE, Origin, Sent
+from rpc.errors import AutogradError, RpcError
+from rpc.futures import wait_for_event
+from rpc.peer import Peer
+
+__all__ = ["Key", "Pass"]
+
+Key = tuple[int, int]
+"""Which backward: the incarnation of its root, and a number."""
+
+PostGradients = Callable[["Pass", Origin, Sequence[Tensor | None]], None]
+"""Sends the gradients of a message to where it came from."""
+
+
+class Pass:
+    """One worker's part of one backward.
+
+    ``mark`` and ``run`` are called on one thread at a time, everything else from any thread.
+
+    Args:
+        key: of the backward.
+        context: the context that it runs in.
+        root: the worker that has begun it.
+        retain_graph: whether the graph can be run again.
+        post: sends gradients.
+        read: turns a message that ``arrived`` into its gradients.
+    """
+
+    def __init__(
+        self,
+        key: Key,
+        context: Context,
+        root: Peer,
+        retain_graph: bool,
+        post: PostGradients,
+        read: Callable[[Any], Sequence[Tensor | None]],
+    ) -> None:
+        self.key = key
+        self.context = context
+        self.root = root
+        self.begun = False
+        self.retain_graph = retain_graph
+        self._post = post
+        self._read = read
+        self._reach = Reach(RECV_NODE, engine.give_way)
+        self._marked: defaultdict[int, set[int]] = defaultdict(set)
+        self._run: set[int] = set()
+        self._arrived: dict[int, Any] = {}
+        self._gradients: dict[int, Sequence[Tensor | None]] = {}
+        self._news = threading.Event()
+        self._error: Callable[[], BaseException] | None = None
+
+    # ---- before it runs
+
+    def start(self, edges: Sequence[GradientEdge]) -> list[Mark]:
+        """Begin from the roots themselves; returns what they mark on other workers, or on this one."""
+        return self._extend([(edge.node, edge.output_nr) for edge in edges])
+
+    def mark(self, marks: Iterable[tuple[int, int]], receiver: Peer) -> list[Mark]:
+        """Take in which tensors of which messages, sent from here, take part; returns what that marks.
+
+        Raises:
+            AutogradError: there is no such message.
+        """
+        edges: list[tuple[Any, int]] = []
+        for number, index in marks:
+            sent = self.context.sends.get(number)
+            if sent is None or not 0 <= index < len(sent.ends):
+                raise AutogradError(
+                    f"worker '{receiver.name}' asks for tensor {index} of message {number}, which was not "
+                    f"sent in context {self.context.id}"
+                )
+            if index not in self._marked[number]:
+                self._marked[number].add(index)
+                edges.append((sent.ends[index].grad_fn, 0))
+        return self._extend(edges)
+
+    def _extend(self, edges: list[tuple[Any, int]]) -> list[Mark]:
+        recvs = self._reach.recvs
+        known = len(recvs)
+        marks = self._reach.extend(edges)
+        for node in recvs[known:]:
+            if node.origin.context_id != self.context.id:
+                raise AutogradError(
+                    f"the graph leads to a tensor that was received from worker '{node.origin.source.name}' "
+                    f"in context {node.origin.context_id}, but this backward runs in {self.context.id}: use "
+                    "one context for the forward and its backward"
+                )
+        return marks
+
+    # ---- while it runs
+
+    def run(self, roots: Sequence[GradientEdge] = (), gradients: Sequence[Tensor] = ()) -> None:
+        """Run all that takes part here, waiting for gradients that come from elsewhere, and put those of
+        the leaves into the context.
+
+        Raises:
+            BaseException: what a node raised, or what ended the backward elsewhere.
+        """
+        roots, gradients = list(roots), list(gradients)
+        if self._marked:
+            last = self._tickets()
+            roots.append(get_gradient_edge(last))
+            gradients.append(torch.empty(0))
+        leaves = self._reach.leaves
+        try:
+            captured = engine.run(
+                roots,
+                gradients,
+                [GradientEdge(node, 0) for node in leaves] + [ANCHOR_EDGE],
+                retain_graph=self.retain_graph,
+                accumulate=False,
+                known_as=self,
+            )
+        except BaseException:
+            self._raise_error()
+            raise
+        self._check_recvs_have_run(self._reach.recvs, "at the end")
+        for node, gradient in zip(leaves, owned(captured[: len(leaves)]), strict=True):
+            if gradient is not None:
+                self.context.accumulate(node.variable, gradient)
+
+    def _tickets(self) -> Tensor:
+        """The chain of tickets, oldest first; returns the newest, which is the first to run."""
+        ticket = ANCHOR
+        sends = self.context.sends
+        with torch.enable_grad():
+            for number in sorted(self._marked):
+                ends = [sends[number].ends[index] for index in sorted(self._marked[number])]
+                ticket = _new_ticket(self, sends[number], ticket, *ends)
+                assert ticket.grad_fn is not None
+                engine.hold_back(ticket.grad_fn)
+        return ticket
+
+    def await_gradients(self, sent: Sent) -> None:
+        """Wait for the gradients of a message; only when nothing else can run."""
+        newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
+        self._check_recvs_have_run(newer, f"before message {sent.number}")
+        self.wait_until(lambda: sent.number in self._arrived)
+        gradients = self._read(self._arrived.pop(sent.number))
+        if len(gradients) != len(sent.ends):
+            raise AutogradError(
+                f"worker '{sent.to.name}' sent {len(gradients)} gradients for {len(sent.ends)} tensors"
+            )
+        self._gradients[sent.number] = gradients
+
+    def _check_recvs_have_run(self, recvs: list[Any], when: str) -> None:
+        idle = [node for node in recvs if id(node) not in self._run]
+        if idle:
+            raise RpcError(
+                f"a backward has left out {len(idle)} of the messages that take part ({when}): this is a "
+                "defect of farcall's, please report it"
+            )
+
+    def gradient(self, number: int, index: int) -> Tensor | None:
+        """The gradient of a tensor that was sent; for its send node."""
+        return self._gradients[number][index]
+
+    def post(self, node: Any, gradients: Sequence[Tensor | None]) -> None:
+        """A recv node has run: its gradients go to where its tensors came from."""
+        if id(node) in self._run:
+            raise RpcError(
+                "a backward has run a message twice: this is a defect of farcall's, please report it"
+            )
+        self._run.add(id(node))
+        self._post(self, node.origin, gradients)
+
+    # ---- from elsewhere
+
+    def arrived(self, number: int, message: Any) -> None:
+        """Gradients for a message that was sent from here have come."""
+        self._arrived[number] = message
+        self._news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the backward here; the first error counts."""
+        self.fail_later(lambda: error)
+
+    def fail_later(self, error: Callable[[], BaseException]) -> None:
+        """As ``fail``, with an error that only the thread that raises it may make."""
+        if self._error is None:
+            self._error = error
+        self._news.set()
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait for what others send; raises the error that ended the backward, if that comes first."""
+        while True:
+            self._raise_error()
+            if ready():
+                return
+            self._news.clear()
+            if ready() or self._error is not None:
+                continue
+            wait_for_event(self._news)
+
+    def news(self) -> None:
+        """What ``wait_until`` waits for may have come."""
+        self._news.set()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error()
+
+
+class Ticket(Function):
+    """Waits for the gradients of one message; then the send nodes of its tensors can run."""
+
+    @staticmethod
+    def forward(ctx: Any, running: Pass, sent: Sent, previous: Tensor, *ends: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sent, ctx.count = sent, 1 + len(ends)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        engine.current_pass().await_gradients(ctx.sent)
+        return (None, None, *[torch.empty(0)] * ctx.count)
+
+
+_new_ticket: Final[Callable[..., Tensor]] = Ticket.apply

@@ -1,0 +1,124 @@
+"""The edges between workers: a *send* at the worker that sends a tensor, a *recv* at the one that gets it.
+
+A send is made for each tensor, since only some tensors of a message may take part in a backward. It hangs on
+an empty tensor that nobody but the context refers to, so that no backward of a user's ever runs it. A recv
+is made for each message. All recvs lead to one leaf, the *anchor*: as one of the inputs of a pass, it makes
+the engine run every recv that the pass reaches, although nothing behind it is wanted here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
+
+from dist_autograd import engine
+from rpc.errors import AutogradError
+from rpc.peer import Peer
+
+__all__ = ["ANCHOR", "ANCHOR_EDGE", "RECV_NODE", "Origin", "Sent", "receive", "send"]
+
+clock: Final = itertools.count(1)
+"""Stamps what is recorded in this process: whatever has a later stamp was made later."""
+
+ANCHOR: Final = torch.empty(0, requires_grad=True)
+ANCHOR_EDGE: Final = get_gradient_edge(ANCHOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message that was sent from here.
+
+    Attributes:
+        number: names it, and is the time at which it was recorded.
+        to: who got it.
+        ends: for each of its tensors that require grad the empty tensor behind its send node.
+    """
+
+    number: int
+    to: Peer
+    ends: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a recv's tensors came from.
+
+    Attributes:
+        context_id: the context of the message.
+        source: the worker that sent it.
+        message: its number there.
+        received: when it was recorded here.
+    """
+
+    context_id: int
+    source: Peer
+    message: int
+    received: int
+
+    @property
+    def sender(self) -> int:
+        """The incarnation of the worker that sent it."""
+        return self.source.incarnation
+
+
+class Send(Function):
+    """Passes on the gradient that the receiver of a tensor has sent."""
+
+    @staticmethod
+    def forward(ctx: Any, message: int, index: int, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.message, ctx.index = message, index
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None, Tensor | None]:
+        return None, None, engine.current_pass().gradient(ctx.message, ctx.index)
+
+
+class Recv(Function):
+    """Sends the gradients of a message's tensors to where they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], origin: Origin) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.origin = origin
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        running = engine.current_pass()
+        if running is None:
+            source = ctx.origin.source.name
+            raise AutogradError(
+                f"this graph goes on at worker '{source}', where a local backward cannot follow: call "
+                f"dist_autograd.backward({ctx.origin.context_id}, [loss]) in place of loss.backward()"
+            )
+        running.post(ctx, gradients)
+        return None, None, None
+
+
+_send: Final[Callable[..., Tensor]] = Send.apply
+_recv: Final[Callable[..., tuple[Tensor, ...]]] = Recv.apply
+RECV_NODE: Final[type] = Recv._backward_cls
+
+
+def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
+    """Record tensors that require grad as sent."""
+    with torch.enable_grad():
+        number = next(clock)
+        ends = [_send(number, index, tensor) for index, tensor in enumerate(tensors)]
+    return Sent(number, to, ends)
+
+
+def receive(tensors: list[Tensor], context_id: int, source: Peer, message: int) -> tuple[Tensor, ...]:
+    """Record tensors as received; returns what stands for them, with gradient history."""
+    with torch.enable_grad():
+        origin = Origin(context_id, source, message, next(clock))
+        return _recv(ANCHOR, tensors, origin)
