@@ -11,16 +11,15 @@ __all__ = ["copy"]
 
 _SHORT_BYTES: Final = 256 << 10
 
-_copy_keeping_interpreter = ctypes.PyDLL(None).memmove
-_copy_keeping_interpreter.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_copy_keeping_interpreter.restype = ctypes.c_void_p
 
-
-def copy(address: int, buffer: memoryview) -> None:
-    """Copy a buffer's bytes to an address, where there must be room."""
-    source = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    size = len(buffer)
-    if size <= _SHORT_BYTES:
-        _copy_keeping_interpreter(address, source, size)
+def copy(buffer: memoryview, into: memoryview) -> None:
+    """Copy a buffer's bytes over another buffer of the same length."""
+    if len(buffer) <= _SHORT_BYTES:
+        into[:] = buffer
     else:
-        ctypes.memmove(address, source, size)
+        ctypes.memmove(_address(into), _address(buffer), len(buffer))
+
+
+def _address(buffer: memoryview) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address

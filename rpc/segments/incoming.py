@@ -202,7 +202,7 @@ class IncomingSegments:
         Raises:
             ProtocolError: that is no list of numbers.
         """
-        if not isinstance(numbers, list):
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
             raise ProtocolError("a malformed list of segments")
         for number in numbers:
             segment = self._segments.pop(number, None)

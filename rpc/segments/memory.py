@@ -16,7 +16,8 @@ import fcntl
 import mmap
 import os
 import sys
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from rpc.errors import RpcError
 
@@ -99,15 +100,17 @@ class Mapping:
     Attributes:
         address: where the memory begins.
         size: its size in bytes.
+        memory: all of it; must not be used longer than the object lives.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "address", "size")
+    __slots__ = ("__weakref__", "_descriptor", "address", "memory", "size")
 
     def __init__(self, descriptor: int, size: int, *, keep: bool = False) -> None:
         self.address = 0
         self._descriptor = -1
         self.size = size
         self.address = _map(None, size, mmap.MAP_SHARED, descriptor)
+        self.memory = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
         if keep:
             self._descriptor = descriptor
 
@@ -121,15 +124,15 @@ class Mapping:
             _map(self.address, self.size, mmap.MAP_PRIVATE | _MAP_FIXED, self._descriptor)
             self._close()
 
-    def _close(self) -> None:
+    def _close(self, close: Callable[[int], None] = os.close) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            close(descriptor)
 
-    def __del__(self) -> None:
+    def __del__(self, unmap: Any = _libc and _libc.munmap) -> None:
+        # What it needs are defaults, since globals may be gone when the interpreter ends.
         if self.address:
-            assert _libc is not None
-            _libc.munmap(self.address, self.size)
+            unmap(self.address, self.size)
             self.address = 0
         self._close()
 

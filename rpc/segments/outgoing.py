@@ -88,7 +88,7 @@ class OutgoingSegments:
             return None
         try:
             for offset, buffer in zip(offsets, buffers, strict=True):
-                copy(mapping.address + offset, buffer)
+                copy(buffer, mapping.memory[offset : offset + len(buffer)])
         except BaseException:
             self.withdraw(segment)
             raise

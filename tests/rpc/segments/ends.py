@@ -1,0 +1,102 @@
+"""The two ends of segments in one process, and raw descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgpack
+
+from rpc.peer import Peer
+from rpc.segments import channel, memory
+from rpc.segments.incoming import IncomingSegments
+from rpc.segments.ledger import LEDGER_BYTES, SLOTS, Ledger
+from rpc.segments.memory import Mapping
+from rpc.segments.outgoing import OutgoingSegments
+from rpc.segments.pool import Limits, Pool, Segment
+
+__all__ = ["MIB", "Ends", "in_child", "open_descriptors"]
+
+MIB = 1 << 20
+BOUND = 64 * MIB
+
+
+class Ends:
+    """A sender and a receiver over a channel of their own."""
+
+    def __init__(self) -> None:
+        descriptor = memory.create(LEDGER_BYTES)
+        self.here, self.there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.here.setblocking(False)
+        self.there.setblocking(False)
+        self.pool = Pool(BOUND)
+        self.pool.open(1, Limits(BOUND, 8, SLOTS))
+        self.ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))
+        self.discarded: list[Segment] = []
+        self.said: list[str] = []
+        peer = cast("Peer", SimpleNamespace(incarnation=1, name="receiver"))
+        self.outgoing = OutgoingSegments(
+            peer, self.pool, threading.RLock(), self.here, self.ledger, self._discard, self.said.append
+        )
+        self.incoming = IncomingSegments("sender", Ledger(Mapping(descriptor, LEDGER_BYTES)), BOUND, 8)
+        os.close(descriptor)
+
+    def _discard(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            self.discarded.append(segment)
+            self.outgoing.forget(segment)
+
+    def introduce(self) -> int:
+        """Have the receiver take what has been introduced; returns how many there were."""
+        count = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                record, descriptor = channel.receive(self.there)
+                number, slot, size, use = msgpack.unpackb(record)
+                self.incoming.introduce(number, slot, size, use, descriptor)
+                count += 1
+        return count
+
+    def send(self, *buffers: bytes) -> list[memoryview] | None:
+        """Send and receive buffers; None if there is no segment for them yet, but perhaps next time."""
+        loan = self.outgoing.lend([memoryview(each) for each in buffers])
+        if loan is None:
+            self.introduce()
+            return None
+        return self.incoming.open(loan.note, BOUND)
+
+    def close(self) -> None:
+        self.incoming.close()
+        self.outgoing.close()
+        self.there.close()
+        self.__dict__.clear()  # there are cycles, and nothing is to wait for their collection
+
+
+def open_descriptors() -> set[str]:
+    """What this process has open."""
+    return set(os.listdir("/proc/self/fd"))
+
+
+def in_child(function: Callable[[], Any]) -> None:
+    """Run a function in a forked child, as whoever and with whatever limits it likes; it must not raise."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = ""
+        try:
+            function()
+        except BaseException as error:
+            text = repr(error)
+        finally:
+            os.write(writing, text.encode()[:4000])
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        text = stream.read().decode()
+    _, status = os.waitpid(pid, 0)
+    assert (text, status) == ("", 0)
