@@ -35,13 +35,14 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 import rpc
+from command_line import add_group_arguments, example_parser, parse_arguments, positive
+from digits import Images, load_images
 from local_group import run_on_this_machine
 from training_display import TrainerProgress, training_display
 
@@ -51,39 +52,12 @@ TARGET = 0.95
 Weights: TypeAlias = list[Tensor]
 
 
-# ---------------------------------------------------------------- the model and the images: plain PyTorch
+# ---------------------------------------------------------------- the model: plain PyTorch
 
 
 def make_model() -> nn.Module:
     """64 pixels in, one score for each of the ten digits out."""
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images of handwritten digits: pixels of shape (N, 64), values 0 to 1, and labels of shape (N,)."""
-
-    pixels: Tensor
-    labels: Tensor
-
-    def __getitem__(self, which: slice | Tensor) -> Images:
-        return Images(self.pixels[which], self.labels[which])
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-def load_images() -> tuple[Images, Images]:
-    """The 1,797 images that come with scikit-learn: three quarters to train on, one quarter held out."""
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError as error:
-        raise RuntimeError("this example needs scikit-learn: pip install 'farcall[examples]'") from error
-    digits = load_digits()
-    images = Images(torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target))
-    shuffled = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
-    held_out = len(images) // 4
-    return shuffled[held_out:], shuffled[:held_out]
 
 
 # ---------------------------------------------------------------- what lives on the server
@@ -256,12 +230,9 @@ def direct(options: argparse.Namespace) -> float:
 # ---------------------------------------------------------------- the command line
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Reads the command line; what torchrun puts into the environment are the defaults."""
-    head, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of this example, and those that tell one worker its place."""
+    parser = example_parser(__doc__)
     training = parser.add_argument_group("training (what rank 0 is told counts)")
     training.add_argument(
         "--steps", type=positive, default=1500, help="updates by each trainer (%(default)s)"
@@ -274,41 +245,13 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--seed", type=int, default=0, help="for the first weights (%(default)s)")
     training.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
     training.add_argument("--trainers", type=positive, default=2, help="how many to start here (%(default)s)")
-    group = parser.add_argument_group("one process per worker, by hand")
-    group.add_argument("--rank", type=int, default=os.environ.get("RANK"), help="0: server; others: trainers")
-    group.add_argument(
-        "--world-size", type=int, default=os.environ.get("WORLD_SIZE"), help="how many workers"
-    )
-    group.add_argument("--master-addr", metavar="HOST", help="where rank 0 runs")
-    group.add_argument(
-        "--master-port", metavar="PORT", type=int, default=29500, help="a free one there (29500)"
-    )
-    group.add_argument(
-        "--init-method", metavar="URL", help="another way to meet, such as file:///shared/path"
-    )
-    options = parser.parse_args()
-    if options.rank is None:
-        return options
-    if options.world_size is None or not 0 <= options.rank < options.world_size or options.world_size < 2:
-        parser.error("--rank needs a --world-size of 2 or more, and lies between 0 and that")
-    if options.init_method is None:
-        tcp = f"tcp://{options.master_addr}:{options.master_port}"
-        options.init_method = tcp if options.master_addr else "env://"
-    if options.init_method == "env://" and "MASTER_ADDR" not in os.environ:
-        parser.error("--rank needs a --master-addr, where rank 0 runs")
-    return options
-
-
-def positive(text: str) -> int:
-    """A whole number, 1 or more."""
-    if (number := int(text)) < 1:
-        raise ValueError(text)
-    return number
+    add_group_arguments(parser)
+    return parser
 
 
 def main() -> None:
     """Runs one worker if told which, else all of them."""
-    options = parse_arguments()
+    options = parse_arguments(make_parser())
     try:
         if options.rank is None:
             names = [worker_name(rank) for rank in range(options.trainers + 1)]

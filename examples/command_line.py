@@ -1,0 +1,57 @@
+"""The command line that the examples share: how one worker is told its place in the group.
+
+Without ``--rank`` an example starts all of its workers on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+__all__ = ["add_group_arguments", "example_parser", "parse_arguments", "positive"]
+
+
+def example_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help shows an example's docstring as it is written."""
+    head, _, rest = (description or "").partition("\n\n")
+    return argparse.ArgumentParser(
+        description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_group_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments by which one process is told who it is; torchrun puts theirs into the environment."""
+    group = parser.add_argument_group("one process per worker, by hand")
+    group.add_argument("--rank", type=int, default=os.environ.get("RANK"), help="which worker; 0 directs")
+    group.add_argument(
+        "--world-size", type=int, default=os.environ.get("WORLD_SIZE"), help="how many workers"
+    )
+    group.add_argument("--master-addr", metavar="HOST", help="where rank 0 runs")
+    group.add_argument(
+        "--master-port", metavar="PORT", type=int, default=29500, help="a free one there (29500)"
+    )
+    group.add_argument(
+        "--init-method", metavar="URL", help="another way to meet, such as file:///shared/path"
+    )
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Reads the command line and completes what it says about the group."""
+    options = parser.parse_args()
+    if options.rank is None:
+        return options
+    if options.world_size is None or not 0 <= options.rank < options.world_size or options.world_size < 2:
+        parser.error("--rank needs a --world-size of 2 or more, and lies between 0 and that")
+    if options.init_method is None:
+        tcp = f"tcp://{options.master_addr}:{options.master_port}"
+        options.init_method = tcp if options.master_addr else "env://"
+    if options.init_method == "env://" and "MASTER_ADDR" not in os.environ:
+        parser.error("--rank needs a --master-addr, where rank 0 runs")
+    return options
+
+
+def positive(text: str) -> int:
+    """A whole number, 1 or more."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
