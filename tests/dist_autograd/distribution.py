@@ -1,0 +1,294 @@
+"""A program run over the workers of a group: what each of them does for it.
+
+All functions here are called remotely, but for ``run_over_workers``, which the worker that leads the test
+calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dist_autograd
+import torch
+from torch import Tensor
+
+import rpc
+from tests.dist_autograd.interpretation import (
+    Calls,
+    Future,
+    Run,
+    Station,
+    Values,
+    interpret,
+    roots_of,
+    wait_for_all,
+)
+from tests.dist_autograd.observations import Observed
+from tests.dist_autograd.program import Call, Manner, Plan, Program, Style
+from tests.dist_autograd.reference import passes
+
+__all__ = ["introduce", "run_over_workers"]
+
+_stations: dict[int, Station] = {}
+_runs: dict[tuple[int, int], Run] = {}
+_doers: list[rpc.RRef[Doer]] = []
+
+
+def name_of(worker: int) -> str:
+    """The name of a worker in the group."""
+    return f"worker{worker}"
+
+
+def run_over_workers(program: Program, timeout: float) -> tuple[list[Observed], Observed]:
+    """What each context sees, and what the hooks of leaves and modules see, which all contexts share.
+
+    Args:
+        timeout: seconds that it may take.
+    """
+    workers = [name_of(worker) for worker in range(program.workers)]
+    for worker in workers:
+        rpc.rpc_sync(worker, prepare, args=(program,))
+    try:
+        contexts = rpc.rpc_sync(name_of(program.driver), drive, args=(program.seed,), timeout=timeout)
+    finally:
+        stations = [rpc.rpc_sync(worker, forget, args=(program.seed,)) for worker in workers]
+    shared = Observed()
+    for station in stations:
+        shared.update(station)
+    return contexts, shared
+
+
+# ---- before and after
+
+
+def introduce(workers: int) -> None:
+    """Makes what the calls through proxies need, once in a group's life."""
+    _doers[:] = [rpc.remote(name_of(worker), Doer) for worker in range(workers)]
+
+
+def dismiss() -> None:
+    """Undoes ``introduce``."""
+    _doers.clear()
+
+
+def prepare(program: Program) -> None:
+    """Makes this worker's part of a program."""
+    worker = rpc.get_worker_info().id
+    station = _stations[program.seed] = Station(program, worker)
+    for context in range(program.contexts):
+        _runs[program.seed, context] = Run(station)
+
+
+def forget(seed: int) -> Observed:
+    """Drops this worker's part of a program; what its hooks have seen."""
+    station = _stations.pop(seed)
+    for context in range(station.program.contexts):
+        _runs.pop((seed, context)).close()
+    return Observed(seen=dict(station.seen))
+
+
+# ---- the driver
+
+
+def drive(seed: int) -> list[Observed]:
+    """Runs the program in as many contexts at once as it wants."""
+    program = _stations[seed].program
+    if program.contexts == 1:
+        return [_drive_one(program, 0)]
+    start = threading.Barrier(program.contexts)
+
+    def drive_one(context: int) -> Observed:
+        start.wait()
+        return _drive_one(program, context)
+
+    with ThreadPoolExecutor(program.contexts) as threads:
+        return list(threads.map(drive_one, range(program.contexts)))
+
+
+def _drive_one(program: Program, context: int) -> Observed:
+    with dist_autograd.context() as context_id:
+        if program.remote_root:
+            where = name_of(program.bodies[0].worker)
+            references = rpc.rpc_sync(where, main_for_another, args=(program.seed, context))
+            roots = [reference.to_here().detach() for reference in references]
+            _backward_from_references(program.plan, context_id, references)
+        else:
+            roots = main(program.seed, context)
+            _backward(program.plan, context_id, roots)
+        observed = Observed(roots=[root.detach() for root in roots])
+        for worker in range(program.workers):
+            args = (program.seed, context, context_id)
+            observed.update(rpc.rpc_sync(name_of(worker), observe, args=args))
+    return observed
+
+
+def main(seed: int, context: int) -> Values:
+    """Body 0; the roots."""
+    run = _runs[seed, context]
+    return wait_for_all(interpret(_Calling(context), run, 0, [], roots_of(run.program, run)))
+
+
+def main_for_another(seed: int, context: int) -> list[rpc.RRef[Tensor]]:
+    """Body 0; references to the roots."""
+    return [rpc.RRef(root) for root in main(seed, context)]
+
+
+def _backward(plan: Plan, context_id: int, roots: list[Tensor]) -> None:
+    def run(some: list[Tensor], retain: bool) -> None:
+        dist_autograd.backward(context_id, some, retain_graph=retain)
+
+    _run_passes(plan, roots, run)
+
+
+def _backward_from_references(plan: Plan, context_id: int, references: list[rpc.RRef[Tensor]]) -> None:
+    def run(some: list[rpc.RRef[Tensor]], retain: bool) -> None:
+        some[0].backward(context_id, retain_graph=retain)
+
+    _run_passes(plan, references, run)
+
+
+def _run_passes(plan: Plan, roots: list[Any], run: Callable[[list[Any], bool], None]) -> None:
+    each = passes(plan, roots)
+    if plan is not Plan.AT_ONCE:
+        for some, retain in each:
+            run(some, retain)
+        return
+    start = threading.Barrier(len(each))
+
+    def run_with_others(one: tuple[list[Any], bool]) -> None:
+        start.wait()
+        run(*one)
+
+    with ThreadPoolExecutor(len(each)) as threads:
+        list(threads.map(run_with_others, each))
+
+
+def observe(seed: int, context: int, context_id: int) -> Observed:
+    """What this worker saw of one context, its gradients included."""
+    observed = _runs[seed, context].observed()
+    gradients = dist_autograd.get_gradients(context_id)
+    for name, parameter in _stations[seed].parameters().items():
+        observed.gradients[name] = gradients.pop(parameter, None)
+        if parameter.grad is not None:
+            observed.gradients[f"{name}.grad"] = parameter.grad
+    for number, gradient in enumerate(gradients.values()):
+        observed.gradients[f"worker{_stations[seed].worker} unknown tensor {number}"] = gradient
+    return observed
+
+
+# ---- bodies
+
+
+class _Calling(Calls):
+    """Calls of other workers, made in the current context."""
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+
+    def sync(self, run: Run, call: Call, values: Values) -> Values:
+        with torch.set_grad_enabled(call.grad):
+            if call.style is Style.PROXY:
+                results = _doers[call.worker].rpc_sync().run_body(*self._args(run, call, values))
+            else:
+                results = rpc.rpc_sync(*self._function(run, call), args=self._args(run, call, values))
+        return _unpack(results)
+
+    def start(self, run: Run, call: Call, values: Values) -> Future:
+        return rpc.rpc_async(*self._function(run, call), args=self._args(run, call, values))
+
+    def received(self, value: Any) -> Values:
+        return _unpack(value)
+
+    def remote(self, run: Run, call: Call, values: Values) -> rpc.RRef[Any]:
+        return rpc.remote(*self._function(run, call), args=self._args(run, call, values))
+
+    def fetch(self, run: Run, reference: rpc.RRef[Any]) -> Values:
+        return _unpack(reference.to_here())
+
+    def _function(self, run: Run, call: Call) -> tuple[str, Callable[..., Any]]:
+        manner = run.program.bodies[call.body].manner
+        return name_of(call.worker), _FUNCTIONS[manner]
+
+    def _args(self, run: Run, call: Call, values: Values) -> tuple[Any, ...]:
+        return run.program.seed, self._context, call.body, _pack(values, call.body)
+
+
+def run_body(seed: int, context: int, number: int, arguments: Any) -> Any:
+    """Runs a body in a plain function."""
+    return _pack(wait_for_all(_interpret(seed, context, number, arguments)), number)
+
+
+async def run_body_in_coroutine(seed: int, context: int, number: int, arguments: Any) -> Any:
+    """Runs a body in a coroutine."""
+    body = _interpret(seed, context, number, arguments)
+    value: Any = None
+    while True:
+        try:
+            future: Any = body.send(value)
+        except StopIteration as end:
+            return _pack(end.value, number)
+        value = await future
+
+
+@rpc.functions.async_execution
+def run_body_in_callbacks(seed: int, context: int, number: int, arguments: Any) -> torch.futures.Future[Any]:
+    """Runs a body up to where it waits, and goes on where what it waits for is completed."""
+    body = _interpret(seed, context, number, arguments)
+    results: torch.futures.Future[Any] = torch.futures.Future()
+
+    def go_on(previous: Future | None) -> None:
+        try:
+            future = body.send(previous.value() if previous else None)
+        except StopIteration as end:
+            results.set_result(_pack(end.value, number))
+        except Exception as error:  # the caller's
+            results.set_exception(error)
+        else:
+            future.add_done_callback(go_on)
+
+    go_on(None)
+    return results
+
+
+class Doer:
+    """Runs bodies in a method."""
+
+    def run_body(self, seed: int, context: int, number: int, arguments: Any) -> Any:
+        """Runs a body."""
+        return run_body(seed, context, number, arguments)
+
+
+def _interpret(seed: int, context: int, number: int, arguments: Any) -> Any:
+    return interpret(_Calling(context), _runs[seed, context], number, _unpack(arguments))
+
+
+_FUNCTIONS: dict[Manner, Callable[..., Any]] = {
+    Manner.PLAIN: run_body,
+    Manner.COROUTINE: run_body_in_coroutine,
+    Manner.CONTINUED: run_body_in_callbacks,
+}
+
+
+def _pack(values: Values, number: int) -> Any:
+    """The values in one container or another."""
+    match number % 3:
+        case 0:
+            return tuple(values)
+        case 1:
+            return {"values": list(values)}
+        case _:
+            return [(value,) for value in values]
+
+
+def _unpack(packed: Any) -> Values:
+    match packed:
+        case tuple():
+            return list(packed)
+        case dict():
+            values: Values = packed["values"]
+            return values
+        case _:
+            return [value for (value,) in packed]

@@ -1,0 +1,136 @@
+"""Random programs, run over workers and compared with the same in one process.
+
+``python -m tests.dist_autograd.programs --count 1000`` runs a thousand. ``--seed 17 --count 1`` runs a
+single one, ``--show`` prints it, ``--shrink`` makes those that go wrong as small as it can. Exits with 1 if
+any went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tests.dist_autograd.features import features
+from tests.dist_autograd.generation import generate
+from tests.dist_autograd.session import WORKERS, Outcome, lead
+from tests.fork_server import ForkServer
+from tests.serving import serve
+from tests.workers import RunWorkers, WorkersFailed, worker_main
+
+__all__ = ["main", "outcomes"]
+
+PATIENCE = 60.0
+"""Seconds without news after which the workers are aborted; a program that hangs is reported much earlier."""
+
+
+def outcomes(run_workers: RunWorkers, seeds: Sequence[int], shrinks: bool = False) -> Iterator[Outcome]:
+    """Runs the programs of these seeds over one group of workers; over a new one if a program spoils it.
+
+    Raises:
+        WorkersFailed: a worker crashed, or nothing was heard for too long.
+    """
+    left = list(seeds)
+    while left:
+        first = functools.partial(lead, seeds=tuple(left), shrinks=shrinks)
+        workers = run_workers.start([first, *[serve] * (WORKERS - 1)], time_limit=PATIENCE)
+        hung = False
+        while left and not hung:
+            workers.restart_clock()
+            outcome: Outcome = workers[0].wait_for("outcome")
+            left.remove(outcome.seed)
+            hung = outcome.hung
+            yield outcome
+        if hung:
+            for worker in workers:
+                worker.kill()
+        workers.results()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = _options(arguments)
+    console = Console()
+    seeds = range(options.seed, options.seed + options.count)
+    if options.show:
+        for seed in seeds:
+            console.print(str(generate(seed)), markup=False, highlight=False, soft_wrap=True)
+    server = ForkServer.start(worker_main)
+    try:
+        with tempfile.TemporaryDirectory(prefix="programs-") as folder:
+            runner = RunWorkers(server, Path(folder))
+            wrong = _run_all(console, runner, seeds, options.shrink)
+            runner.close()
+    finally:
+        server.stop()
+    return 1 if wrong else 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.dist_autograd.programs", description=__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="how many programs (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
+    parser.add_argument("--show", action="store_true", help="print the programs")
+    parser.add_argument("--shrink", action="store_true", help="make programs that go wrong smaller")
+    return parser.parse_args(arguments)
+
+
+def _run_all(console: Console, runner: RunWorkers, seeds: Sequence[int], shrinks: bool) -> int:
+    """Runs the programs and shows how they went; how many went wrong."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    done: list[Outcome] = []
+    with progress:
+        bar = progress.add_task("programs", total=len(seeds))
+        try:
+            for outcome in outcomes(runner, seeds, shrinks):
+                done.append(outcome)
+                wrong = sum(bool(each.problems) for each in done)
+                progress.update(bar, advance=1, description=f"{wrong} wrong")
+                if outcome.problems:
+                    console.rule(f"program {outcome.seed}")
+                    console.print(*outcome.problems, sep="\n", markup=False, highlight=False, soft_wrap=True)
+        except WorkersFailed as failure:
+            console.rule(f"program {seeds[len(done)]}")
+            console.print(failure, generate(seeds[len(done)]), sep="\n", markup=False, highlight=False)
+    _summarize(console, done)
+    return sum(bool(each.problems) for each in done) + len(seeds) - len(done)
+
+
+def _summarize(console: Console, done: Sequence[Outcome]) -> None:
+    table = Table("programs", "count", title="programs over workers, beside one process")
+    table.columns[1].justify = "right"
+    counts = Counter(feature for outcome in done for feature in features(generate(outcome.seed)))
+    for feature, count in counts.most_common():
+        table.add_row(feature.value, str(count))
+    console.print(table)
+    hung = sum(outcome.hung for outcome in done)
+    wrong = sum(bool(outcome.problems) for outcome in done) - hung
+    console.print(
+        f"{len(done)} programs: {wrong} wrong, {hung} hanging; "
+        f"{sum(outcome.exact for outcome in done)} compared bit by bit\n"
+        f"{sum(outcome.nodes for outcome in done)} nodes run, gradients of "
+        f"{sum(outcome.arrivals for outcome in done)} messages sent back, "
+        f"{sum(outcome.seconds for outcome in done):.1f} s over the workers",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Gradients are exact: random programs over real workers, beside the same in one process.
+
+``make test`` runs a few; ``python -m tests.dist_autograd.programs`` runs a thousand, or as many as one likes.
+"""
+
+from __future__ import annotations
+
+from tests.dist_autograd.programs import outcomes
+from tests.dist_autograd.session import QUICK_SEEDS
+from tests.workers import RunWorkers
+
+
+def test_random_programs_match_the_same_in_one_process(run_workers: RunWorkers) -> None:
+    done = list(outcomes(run_workers, QUICK_SEEDS))
+    problems = [problem for outcome in done for problem in outcome.problems]
+    assert not problems, "\n".join(problems)
+    assert [outcome.seed for outcome in done] == list(QUICK_SEEDS)
+    assert sum(outcome.arrivals for outcome in done) > 100
