@@ -162,7 +162,8 @@ class BodyGenerator:
             value.memory.frozen |= rule.saves
         if rule.view:
             name = self.program.name()
-            return [Value(name, Kind.MATRIX, first.memory, final=rule.final or first.final)]
+            final, overlaps = rule.final or first.final, rule.overlaps or first.overlaps
+            return [Value(name, Kind.MATRIX, first.memory, final=final, overlaps=overlaps)]
         return [
             Value(
                 self.program.name(),

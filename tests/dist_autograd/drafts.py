@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from tests.dist_autograd.operations import OPERATIONS, Kind
@@ -31,6 +31,7 @@ class Value:
     tensor: object = field(default_factory=object)
     """The same for names of the same Python object."""
     final: bool = False
+    overlaps: bool = False
     owner: int = 0
     target: tuple[Value, ...] = ()
     """Of a reference, what it refers to, and where."""
@@ -76,7 +77,7 @@ class Draft:
 
     def same(self, value: Value, name: str) -> Value:
         """The same object under another name."""
-        return Value(name, value.kind, value.memory, value.tensor, value.final, value.owner, value.target)
+        return replace(value, name=name)
 
     def copies(self, values: Sequence[Value], grad: bool) -> list[Value]:
         """What arrives when values are sent: a tensor that occurs twice arrives as one."""
@@ -86,6 +87,7 @@ class Draft:
             requires_grad = grad and value.memory.requires_grad
             copy = Value(self.name(), value.kind, Memory(requires_grad), owner=value.owner)
             copy.target = value.target
+            copy.final = copy.overlaps = value.overlaps
             first = memories.setdefault(value.tensor, copy)
             copy.memory, copy.tensor = first.memory, first.tensor
             copies.append(copy)

@@ -99,7 +99,7 @@ class Run:
         self.slots: dict[str, Any] = {}
         self.seen: defaultdict[str, Seen] = defaultdict(list)
         self._retained: dict[str, Tensor] = {}
-        self._runs: list[str] = []
+        self._runs: list[tuple[str, int]] = []
         self._nodes: dict[int, Node] = {}
 
     def record(self, key: str, seen: Tensor | None) -> None:
@@ -137,15 +137,19 @@ class Run:
     def _watch(self, node: Node, key: str) -> None:
         self._nodes[id(node)] = node
         runs = self._runs
-        node.register_prehook(lambda _gradients: runs.append(key))
+        node.register_prehook(lambda _gradients: runs.append((key, torch._C._current_graph_task_id())))
 
     def observed(self) -> Observed:
         """What was seen so far; gradients and roots are not known here."""
-        executions = Counter(self._runs)
+        executions = Counter(key for key, _ in self._runs)
+        passes: defaultdict[str, set[int]] = defaultdict(set)
         arrivals: Counter[str] = Counter()
-        for key in [key for key in executions if key.startswith(_ARRIVAL)]:
-            message = key.removeprefix(_ARRIVAL).rpartition(" ")[0]
-            arrivals[message] = max(arrivals[message], executions.pop(key))
+        for key, running in self._runs:
+            if key.startswith(_ARRIVAL):
+                message = key.removeprefix(_ARRIVAL).rpartition(" ")[0]
+                passes[message].add(running)
+                arrivals[message] = max(arrivals[message], len(passes[message]), executions[key])
+        executions = Counter({key: n for key, n in executions.items() if not key.startswith(_ARRIVAL)})
         return Observed(
             seen=dict(self.seen),
             executions=executions,

@@ -29,7 +29,8 @@ class Observed:
         gradients: of every leaf, by ``"worker1 leaf0"``; ``None`` where there is none.
         seen: what hooks and custom functions were given, by step.
         executions: how often each node of the graph ran, by step and the node's name.
-        arrivals: how often the node that a message's tensors hang on ran, by message.
+        arrivals: by message, in how many passes gradients of its tensors came back; and if a node that they
+            hang on ran more often, how often that was.
         retained: the gradients of intermediate values, by step.
         roots: the roots' values.
     """

@@ -65,6 +65,7 @@ class Rule:
         saves: its backward needs the inputs, so they must not be changed in place any more.
         final: its outputs must not be changed in place.
         view: its output shares memory with the first input.
+        overlaps: elements of its output share memory, as they do where it has been sent.
         changes: it changes its first input in place.
         needs_grad: its first input must require grad.
         own_parameters: it uses parameters of the worker, so that its outputs require grad anyway.
@@ -79,6 +80,7 @@ class Rule:
     saves: bool = False
     final: bool = False
     view: bool = False
+    overlaps: bool = False
     changes: bool = False
     needs_grad: bool = False
     own_parameters: bool = False
@@ -142,12 +144,12 @@ def _view(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tupl
     return ((x[0].t(), x[0].unsqueeze(0).squeeze(0), x[0][:], x[0].view_as(x[0]))[variant % 4],)
 
 
-@_operation((_M,), view=True, final=True)
+@_operation((_M,), view=True, overlaps=True, final=True)
 def _spread(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (x[0][variant % 3].expand(3, 3),)
 
 
-@_operation((_M,), view=True, final=True, saves=True)
+@_operation((_M,), view=True, overlaps=True, final=True, saves=True)
 def _part(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """One of several views that one operation makes; no such base may be changed in place."""
     return (x[0].unbind(variant % 2)[variant % 3].expand(3, 3),)
