@@ -3,13 +3,16 @@
 The interceptor part carries the context from the caller to round the function's run; the tape part records
 the tensors of calls and answers that require grad, a send at one end and a recv at the other. An answer is
 recorded in the context of its call, whichever thread gives it or reads it.
+
+A call that is made under ``no_grad`` is not recorded, and neither is its answer: as in one process, what it
+takes and what it gives has no history. The context goes along all the same.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +24,9 @@ from rpc.peer import Peer
 from rpc.serialization import Connect
 
 __all__ = ["Follower", "Inside", "Tape"]
+
+_NO_GRAD: Final = "no grad"
+"""Stands in messages for a context in which they are not recorded."""
 
 
 class Inside:
@@ -52,7 +58,7 @@ class Follower:
             return None
         if to not in context.told and not to.is_self:
             context.told.add(to)
-        return context.to_wire()
+        return context.to_wire() if torch.is_grad_enabled() else [*context.to_wire(), _NO_GRAD]
 
     def incoming(self, value: Any, source: Peer) -> AbstractContextManager[Any]:
         context = self._contexts.join(value, source)
@@ -67,20 +73,30 @@ class Tape:
     def __init__(self, contexts: Contexts) -> None:
         self._contexts = contexts
 
-    def calling(self) -> Context | None:
-        return self._contexts.current() if torch.is_grad_enabled() else None
+    def calling(self) -> Context | str | None:
+        context = self._contexts.current()
+        return context if context is None or torch.is_grad_enabled() else _NO_GRAD
 
-    def answering(self, header: dict[str, Any]) -> Context | None:
-        asked_in = header.get(Follower.key)
-        return None if asked_in is None else self._contexts.find(asked_in[0])
+    def answering(self, header: dict[str, Any]) -> Context | str | None:
+        match header.get(Follower.key):
+            case None:
+                return None
+            case [_, _, "no grad"]:
+                return _NO_GRAD
+            case asked_in:
+                return self._contexts.find(asked_in[0])
 
-    def sent(self, noted_in: Context, tensors: list[Tensor], to: Peer) -> Any:
+    def sent(self, noted_in: Context | str, tensors: list[Tensor], to: Peer) -> Any:
+        if isinstance(noted_in, str):
+            return noted_in
         sent = recording.send(tensors, to)
         noted_in.sends[sent.number] = sent
         return [*noted_in.to_wire(), sent.number]
 
     def received(self, value: Any, source: Peer) -> Connect | None:
         match value:
+            case "no grad":
+                return tuple
             case [_, _, int(number)]:
                 context = self._contexts.join(value, source)
             case _:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import dist_autograd
 import torch
 from torch import Tensor
 
+import dist_autograd
 import rpc
 from tests.dist_autograd.interpretation import (
     Calls,

@@ -219,7 +219,8 @@ class _Inspection:
         if any(len(bodies) > 1 for bodies in parameters.values()):
             yield Feature.SHARED_PARAMETER
         for worker, name in parameters:
-            if worker in self.program.hooked and name in _HOOKED:
+            seen = name in _HOOKED and (name != "module" or self.program.plan is not Plan.AT_ONCE)
+            if worker in self.program.hooked and seen:
                 yield _HOOKED[name]
 
 

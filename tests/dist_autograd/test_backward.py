@@ -177,3 +177,30 @@ def sum_of(rref: rpc.RRef[Tensor]) -> Tensor:
 
 def test_a_backward_may_begin_at_a_reference(run_workers: RunWorkers) -> None:
     first_of(run_workers, begin_at_a_reference)
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def call_under_no_grad(_: Worker) -> None:
+    a, b = leaves()
+    calls: list[Callable[..., Any]] = [
+        lambda function, *args: rpc.rpc_sync(OTHER, function, args),
+        lambda function, *args: rpc.rpc_async(OTHER, function, args).wait(),
+        lambda function, *args: rpc.remote(OTHER, function, args).to_here(),
+    ]
+    with dist_autograd.context() as context_id:
+        scale = rpc.remote(OTHER, Scale)
+        for call in calls:
+            with torch.no_grad():
+                assert call(requires_grad, a * 2) is False
+                product = call(multiply, a, b)
+                scaled = scale.rpc_sync().forward(a)
+            assert not product.requires_grad
+            assert not scaled.requires_grad
+        assert rpc.rpc_sync(OTHER, dist_autograd.has_context, (context_id,))
+
+
+def test_calls_under_no_grad_are_without_history(run_workers: RunWorkers) -> None:
+    first_of(run_workers, call_under_no_grad)
