@@ -116,8 +116,7 @@ class Decoder:
                 and PREFIX_BYTES + body_length == count
                 and body_length <= self.max_frame_bytes
             ):
-                segment = memoryview(self.scratch[PREFIX_BYTES:count])
-                return [_new_frame(Frame, (kind, call_id, {}, [segment]))]
+                return [_new_frame(Frame, (kind, call_id, {}, [self.scratch[PREFIX_BYTES:count]]))]
         frames: list[Frame] = []
         if self.scratch_offset < 0:
             self._filled += count
@@ -199,25 +198,29 @@ class Decoder:
         return not target
 
     def _read_frames(self, frames: list[Frame], end: int) -> None:
-        view, start = self._view, self._start
+        scratch, view, start = self.scratch, self._view, self._start
+        limit = self.max_frame_bytes
         self._start = 0
         self.postponed = False
         missing = 0
         within = False
         while end - start >= PREFIX_BYTES:
-            prefix = unpack_prefix(view, start)
-            body_length, _, header_length, count, kind = prefix
-            if body_length > self.max_frame_bytes:
+            prefix = unpack_prefix(scratch, start)
+            body_length, call_id, header_length, count, kind = prefix
+            body_start = start + PREFIX_BYTES
+            body_end = body_start + body_length
+            if count == 1 and not header_length and body_end <= end and body_length <= limit:
+                # Most frames are such; as they may come many at a time, nothing more is made of each.
+                frames.append(_new_frame(Frame, (kind, call_id, {}, [scratch[body_start:body_end]])))
+                start = body_end
+                continue
+            if body_length > limit:
                 if frames:
                     self.postponed = True
                     break
-                raise ProtocolError(
-                    f"a frame of {body_length} bytes is over the limit of {self.max_frame_bytes}"
-                )
+                raise ProtocolError(f"a frame of {body_length} bytes is over the limit of {limit}")
             if header_length or count > 1:
                 check_layout(prefix)
-            body_start = start + PREFIX_BYTES
-            body_end = body_start + body_length
             if kind == Kind.CHUNK:
                 available = view[body_start : min(body_end, end)]
                 start = body_start + len(available)
@@ -228,7 +231,7 @@ class Decoder:
                 if kind == Kind.OPENING and frames and self._is_over_limit(view[body_start:body_end]):
                     self.postponed = True
                     break
-                self._complete(prefix, memoryview(bytearray(view[body_start:body_end])), frames)
+                self._complete(prefix, memoryview(scratch[body_start:body_end]), frames)
                 start = body_end
             elif PREFIX_BYTES + body_length > len(view):
                 self._body = _allocate(body_length)

@@ -93,7 +93,7 @@ class Frame(NamedTuple):
     kind: int
     call_id: int
     header: dict[str, Any]
-    segments: list[memoryview]
+    segments: list[Any]
 
 
 def padding_after(offset: int) -> int:
@@ -198,7 +198,7 @@ def build(prefix: Prefix, body: memoryview) -> Frame:
     table_length = table_bytes(count)
     offset = table_length + header_length
     header = unpack_header(body[table_length:offset]) if header_length else {}
-    segments: list[memoryview] = []
+    segments: list[Any] = []
     for end in segment_ends(body, len(body), offset, count):
         segments.append(body[offset:end])
         offset = end + padding_after(end)
