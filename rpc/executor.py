@@ -97,9 +97,15 @@ class Executor:
         with self._lock:
             if self._stopped or not tasks:
                 return
-            self._submitted += len(tasks)
-            self._backlog.extend(tasks)
-            self._wake_another()
+            try:
+                self._submitted += len(tasks)
+                self._backlog.extend(tasks)
+                self._wake_another()
+            except BaseException:
+                # Ctrl-C: whether a thread was woken is not known, so the monitor shall look after the tasks.
+                self._waking = False
+                self._starved.set()
+                raise
 
     def active(self) -> int:
         """Tasks submitted and not yet finished."""
@@ -170,8 +176,10 @@ class Executor:
         if self._waking:
             return  # that thread will look at the backlog
         if self._idle:
+            worker = self._idle[-1]
+            del self._idle[-1]
             self._waking = True
-            self._idle.pop().wake.release()
+            worker.wake.release()
         elif (len(self._threads) >= self._workers or not self._start_thread()) and not self._starved.is_set():
             self._starved.set()
 

@@ -239,15 +239,16 @@ class Future(torch.futures.Future[T]):
         total = await future            # in a coroutine, on any asyncio loop
     """
 
-    __slots__ = ("_call", "_claim", "_ending")
+    __slots__ = ("_call", "_claim", "_ending", "_following")
 
     _call: PendingCall | None
     _claim: LockType | None
     _ending: tuple[Any, BaseException | None] | None
+    _following: list[_Continuation] | None
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
-        self._call = self._claim = self._ending = None
+        self._call = self._claim = self._ending = self._following = None
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
@@ -256,7 +257,7 @@ class Future(torch.futures.Future[T]):
         _construct(future, _NO_DEVICES)  # what PyTorch's constructor does, at half the cost
         future._call = call
         future._claim = allocate_lock()
-        future._ending = None
+        future._ending = future._following = None
         call.future = future
         if call.outcome is not None:
             call.owner.complete_soon(future)
@@ -279,6 +280,8 @@ class Future(torch.futures.Future[T]):
                     interruption = ending[1]
         _end(self, *ending)
         self._call = None
+        if self._following:
+            self._follow()
         if interruption is not None:
             raise interruption
 
@@ -308,7 +311,8 @@ class Future(torch.futures.Future[T]):
                 done = threading.Lock()
                 done.acquire()
                 self.add_done_callback(lambda _: done.release())
-                wait_for(done)
+                if not _is_done(self):  # else Ctrl-C may have come in the callback, where it has no effect
+                    wait_for(done)
         return cast("T", _value_of(self))
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
@@ -319,20 +323,19 @@ class Future(torch.futures.Future[T]):
         """
         if not callable(callback):
             super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
-        following: Future[S] = Future()
+        continuation = _Continuation(self, callback)
+        if self._following is None:
+            self._following = []
+        self._following.append(continuation)
+        self.add_done_callback(continuation)
+        if _is_done(self):
+            self._follow()
+        return cast("Future[S]", continuation.future)
 
-        def run(_: object) -> None:
-            try:
-                value = callback(self)
-            except BaseException as error:
-                _fail(following, RuntimeError(f"{type(error).__name__}: {error}"), error)
-                if isinstance(error, KeyboardInterrupt):
-                    _thread_state.interruption = error  # raised here, it would only be printed
-            else:
-                following.set_result(value)
-
-        self.add_done_callback(run)
-        return following
+    def _follow(self) -> None:
+        """Run what ``then`` has added, unless PyTorch has: see ``_Continuation``."""
+        for continuation in self._following or ():
+            continuation(self)
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -350,6 +353,36 @@ class Future(torch.futures.Future[T]):
             self.add_done_callback(wake)
             yield from waiter
         return cast("T", _value_of(self))
+
+
+class _Continuation:
+    """What ``then`` has added to a future: it completes the next one. It runs once, however often called.
+
+    PyTorch calls it, and only prints what is raised before its first line, where a thread that waited for
+    the interpreter notices Ctrl-C. So whoever completes the future, or finds it completed, calls it again.
+    """
+
+    __slots__ = ("_due", "_source", "future")
+
+    def __init__(self, source: Future[Any], callback: Callable[[Any], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self._source: Future[Any] | None = source
+        self._due = [callback]
+
+    def __call__(self, _: object) -> None:
+        try:
+            callback = self._due.pop()
+        except IndexError:
+            return
+        try:
+            _end(self.future, callback(self._source), None)
+        except BaseException as error:
+            if not _is_done(self.future):
+                _fail(self.future, RuntimeError(f"{type(error).__name__}: {error}"), error)
+            if isinstance(error, KeyboardInterrupt):
+                _thread_state.interruption = error  # raised here, it would only be printed
+        self._source = None  # which refers to this object
+        self.future._follow()
 
 
 def _raise_interruption() -> None:
