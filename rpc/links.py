@@ -173,7 +173,7 @@ class Links:
         handshake.finish()
         connection = handshake.connection
         connection.description = f"worker '{peer.name}'"
-        connection.set_frame_limit(self._max_frame_bytes)
+        connection.set_frame_limits(self._max_frame_bytes, self._max_frame_bytes)
         connection.owner = _Link(self, peer)
         peer.connecting = False
         peer.established(connection)
@@ -228,7 +228,7 @@ class Links:
                 farewells.append(farewell)
                 leaving.append(connection)
                 with contextlib.suppress(ConnectionClosed):
-                    connection.send(buffers, size, wait=False)
+                    connection.send(buffers, size, wait=False, last=True)
                 connection.close("shut down", flush=True)
         if farewells:
             await asyncio.wait([farewell.sent for farewell in farewells], timeout=FAREWELL_SECONDS)

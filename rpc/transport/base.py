@@ -55,18 +55,30 @@ class Connection(Protocol):
     def start(self, owner: ConnectionOwner) -> None:
         """Begin to receive, reporting to ``owner``."""
 
-    def set_frame_limit(self, max_frame_bytes: int) -> None:
-        """How long a frame from the peer may be; small until the peer has said who it is."""
+    def set_frame_limits(self, received: int, sent: int) -> None:
+        """How many bytes a message from the peer, and one to it, may have: few until it is known."""
 
-    def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
+    def send(
+        self,
+        buffers: Sequence[Any],
+        size: int,
+        *,
+        aliased: bool = False,
+        wait: bool = True,
+        last: bool = False,
+    ) -> None:
         """Send the ``size`` bytes of one frame. From any thread.
+
+        Frames that are not too large arrive in the order in which they were sent; large ones may arrive
+        after some that were sent later.
 
         Args:
             buffers: the frame's pieces, in order.
             size: the sum of their lengths.
-            aliased: some pieces are memory that the caller's user may change once this returns; what the
-                kernel does not take at once is copied.
+            aliased: some pieces are memory that the caller's user may change: once this returns, or, if
+                they are large and the transport says so, once the call that the frame belongs to is over.
             wait: block while the send queue is over its limit. Never on the loop's thread.
+            last: this frame is to arrive after all others, and nothing is sent after it.
 
         Raises:
             ConnectionClosed: the connection is closed; the frame was not sent.

@@ -51,20 +51,17 @@ def send_bytes(descriptor: int, data: bytes) -> int:
 class ReceiveBuffer:
     """Receives repeatedly into one writable buffer, whose address is looked up once."""
 
-    __slots__ = ("_address", "_length")
+    __slots__ = ("_address",)
 
     def __init__(self, buffer: bytearray) -> None:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        self._length = len(buffer)
 
-    def receive(self, descriptor: int, offset: int) -> int:
-        """Receive at most what fits behind ``offset``.
+    def receive(self, descriptor: int, offset: int, capacity: int) -> int:
+        """Receive at most ``capacity`` bytes to ``offset``; the caller makes sure that they fit.
 
         Returns:
             The number of bytes received, 0 at the end of the stream, or -1: ask the socket.
         """
         assert _recv is not None
-        count: int = _recv(
-            descriptor, ctypes.c_void_p(self._address + offset), c_size_t(self._length - offset), _FLAGS
-        )
+        count: int = _recv(descriptor, ctypes.c_void_p(self._address + offset), c_size_t(capacity), _FLAGS)
         return count

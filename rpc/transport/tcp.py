@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Final
+import sys
+from collections.abc import Callable
+from typing import Any, Final
 
 from rpc.transport.base import Accepted
 from rpc.transport.listening import SocketListener
@@ -13,10 +15,19 @@ from rpc.transport.stream import StreamConnection
 __all__ = ["TcpTransport"]
 
 _BACKLOG: Final = 1024
+_CAPTURED_BYTES: Final = 1 << 20
+_NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
+_BUFFERED_BYTES: Final = 128 << 10
+"""What the kernel keeps of large messages delays small ones. It needs little beyond what is under way on
+the network, and within a host, nothing is under way (throughput is the same, measured).
+"""
 
 
 class TcpTransport:
-    """Connections over TCP. Addresses are ``tcp:HOST:PORT``, IPv6 hosts in brackets."""
+    """Connections over TCP. Addresses are ``tcp:HOST:PORT``, IPv6 hosts in brackets.
+
+    Tensors of more than 1 MiB are sent from where they are, as long as that takes; smaller ones are copied.
+    """
 
     scheme = "tcp"
 
@@ -63,7 +74,18 @@ class TcpTransport:
 
     def _connection(self, sock: socket.socket, description: str) -> StreamConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return StreamConnection(self._loop, sock, description, self._send_queue_bytes)
+        if _NOT_SENT is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, _BUFFERED_BYTES)
+        if _host(sock.getsockname) == _host(sock.getpeername):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFERED_BYTES)
+        return StreamConnection(self._loop, sock, description, self._send_queue_bytes, _CAPTURED_BYTES)
+
+
+def _host(name: Callable[[], Any]) -> str | None:
+    try:
+        return str(name()[0])
+    except OSError:  # it broke at once
+        return None
 
 
 def _description(sock: socket.socket) -> str:

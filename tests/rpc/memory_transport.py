@@ -35,10 +35,18 @@ class MemoryConnection:
         self.owner = owner
         self.started = True
 
-    def set_frame_limit(self, max_frame_bytes: int) -> None:
+    def set_frame_limits(self, received: int, sent: int) -> None:
         pass
 
-    def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
+    def send(
+        self,
+        buffers: Sequence[Any],
+        size: int,
+        *,
+        aliased: bool = False,
+        wait: bool = True,
+        last: bool = False,
+    ) -> None:
         self.send_small(b"".join(buffers), wait)
 
     def send_small(self, frame: bytes, wait: bool) -> None:

@@ -96,7 +96,7 @@ def open_connection(
 
     def start() -> StreamConnection:
         connection = StreamConnection(asyncio.get_running_loop(), sock, "the peer", send_queue_bytes)
-        connection.set_frame_limit(1 << 30)
+        connection.set_frame_limits(1 << 30, 1 << 30)
         connection.start(owner)
         return connection
 

@@ -90,7 +90,7 @@ def test_a_reader_that_takes_a_few_bytes_at_a_time_gets_whole_frames(
 ) -> None:
     here, there = sockets(family, TINY_BUFFER)
     connection = open_connection(loop, here, Recorder())
-    payloads = [b"small", b"m" * 50_000, b"l" * 300_000, b""]
+    payloads = [b"small", b"m" * 50_000, b"l" * 250_000, b"", b"c" * 900_000]
     for payload in payloads:
         send(connection, {}, payload)
     loop.call(lambda: connection.close("done", flush=True))
@@ -286,7 +286,7 @@ def test_frames_are_small_until_the_limit_is_raised(loop: LoopThread, sockets: S
     here, there = sockets()
     owner = Recorder()
     connection = open_connection(loop, here, owner)
-    loop.call(connection.set_frame_limit, 1000)
+    loop.call(connection.set_frame_limits, 1000, 1000)
     there.sendall(PREAMBLE + frame_bytes({}, b"x" * 900) + frame_bytes({}, b"x" * 1001))
     assert owner.reason() == "a frame of 1001 bytes is over the limit of 1000"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rpc.loop import LoopThread
-from rpc.transport import ConnectionClosed, stream, syscalls
+from rpc.transport import ConnectionClosed, sending, syscalls
 from rpc.transport.stream import StreamConnection
 from tests.rpc.streams import (
     SOON,
@@ -205,7 +205,7 @@ def interrupt_once(function: Callable[..., Any], *, after: bool) -> Callable[...
 def test_ctrl_c_right_after_the_send_lock_was_acquired_leaves_the_connection_usable(
     loop: LoopThread, sockets: Sockets, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "_LOCK_SECONDS", 0.01)
+    monkeypatch.setattr(sending, "_LOCK_SECONDS", 0.01)
     pair = Pair(loop, sockets())
 
     class Lock(HeldLock):
