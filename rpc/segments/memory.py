@@ -2,8 +2,8 @@
 
 A segment is a *memfd*: memory without a name, which is gone when nobody maps it or has its descriptor any
 more, however its holders end. It is *sealed*: nobody can change its size, so no access to a mapping can fail
-(with ``SIGBUS``). Its pages are allocated when it is made, so that a lack of memory is an error here and
-nowhere else.
+(with ``SIGBUS``). Its pages are allocated before it is first used, so that a lack of memory is an error then,
+and no signal later.
 
 Calls to ``mmap`` are made directly, because Python's own mappings cannot be exchanged in place (see
 ``Mapping.make_private``).
@@ -53,15 +53,14 @@ class SegmentRefused(RpcError):
 
 
 def create(size: int) -> int:
-    """Make a sealed segment of ``size`` bytes, all zero, and return its descriptor.
+    """Make a sealed segment of ``size`` bytes, all zero, which takes no memory yet; returns its descriptor.
 
     Raises:
-        OSError: there is no memory, no descriptor, or no such thing on this system.
+        OSError: there is no descriptor, or no such thing on this system.
     """
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SHRINK | _GROW | _SEAL)
     except BaseException:
         os.close(descriptor)
@@ -92,7 +91,8 @@ class Mapping:
     Args:
         descriptor: the segment's.
         size: its size in bytes.
-        keep: own the descriptor and keep it open, as ``make_private`` needs it; else it stays the caller's.
+        keep: own the descriptor and keep it open, for ``allocate`` or ``make_private``; else it stays the
+            caller's.
 
     Raises:
         OSError: it cannot be mapped. The descriptor stays the caller's then.
@@ -113,6 +113,12 @@ class Mapping:
         self.memory = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
         if keep:
             self._descriptor = descriptor
+
+    def allocate(self) -> None:
+        """Have all of the memory, unless this was called before; ``OSError`` if there is not so much."""
+        if self._descriptor >= 0:
+            os.posix_fallocate(self._descriptor, 0, self.size)
+            self._close()
 
     def make_private(self) -> None:
         """From now on, what this process or its forked children write is theirs alone.

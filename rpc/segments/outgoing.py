@@ -87,11 +87,15 @@ class OutgoingSegments:
                 self._add(size, now)
             return None
         try:
+            mapping.allocate()
             for offset, buffer in zip(offsets, buffers, strict=True):
                 copy(buffer, mapping.memory[offset : offset + len(buffer)])
-        except BaseException:
+        except BaseException as error:
             self.withdraw(segment)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            self._pause(now, error.strerror or str(error))
+            return None
         return Loan(segment, [segment.number, segment.use, lengths])
 
     def look(self, now: float) -> None:
@@ -143,16 +147,16 @@ class OutgoingSegments:
     def _introduce(self, segment: Segment) -> None:
         descriptor = create(segment.size)
         try:
-            mapping = Mapping(descriptor, segment.size)
-            record = msgpack.packb([segment.number, segment.slot, segment.size, segment.use])
-            with self._lock:
-                if self._closed:
-                    return
+            mapping = Mapping(descriptor, segment.size, keep=True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        record = msgpack.packb([segment.number, segment.slot, segment.size, segment.use])
+        with self._lock:
+            if not self._closed:
                 self._ledger.words[segment.slot] = 0
                 self._mappings[segment.number] = mapping
                 channel.send(self._socket, record, descriptor)
-        finally:
-            os.close(descriptor)
 
     def _pause(self, now: float, reason: str) -> None:
         self._paused_until = now + _PAUSE_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -145,6 +146,20 @@ def test_a_sender_that_can_make_no_segment_says_so_and_goes_on(ends: Ends, said:
         assert ends.pool.size == 0
 
     in_child(limited)
+
+
+def test_a_sender_without_memory_for_a_segment_that_there_is_goes_on(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    ends.send(DATA)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    for _ in range(3):
+        assert ends.send(DATA) is None
+    assert ends.said == ["Cannot allocate memory"]
+    assert ends.pool.size == 0
 
 
 def fill(sock: socket.socket, descriptor: int) -> None:

@@ -89,17 +89,25 @@ def test_a_private_mapping_stays_where_and_as_it_is_and_is_its_own(descriptor: i
     assert bytes(writer.memory[:4]) == b"once"
 
 
+def test_a_segment_takes_memory_when_it_is_allocated(descriptor: int) -> None:
+    mapping = Mapping(os.dup(descriptor), SIZE, keep=True)
+    assert os.fstat(descriptor).st_blocks == 0
+    mapping.allocate()
+    assert os.fstat(descriptor).st_blocks * 512 == SIZE
+    mapping.allocate()
+
+
 def test_memory_that_there_is_not_is_an_error_and_no_signal() -> None:
     def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        made = create(SIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))
         before = open_descriptors()
         with pytest.raises(OSError, match="File too large"):
-            create(1 << 21)
+            create(2 * SIZE)
         assert open_descriptors() == before
-        made = create(1 << 20)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
         resource.setrlimit(resource.RLIMIT_AS, (used, used))
         with pytest.raises(OSError, match="Cannot allocate memory"):
-            Mapping(made, 1 << 20)
+            Mapping(made, SIZE)
 
     in_child(limited)
