@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,10 +11,10 @@ import torch
 import rpc
 
 __all__ = [
+    "arriving_in_segment",
     "echo_through_segments",
     "in_segment",
     "mapped_segments",
-    "resident_bytes",
     "send_through_segments",
 ]
 
@@ -37,23 +38,24 @@ def in_segment(tensor: torch.Tensor) -> bool:
     return any(begin <= address < end for begin, end in mapped_segments())
 
 
-def resident_bytes(kind: str = "RssAnon") -> int:
-    """How much memory this process has, of the kind that ``/proc`` names so."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(rf"^{kind}:\s+(\d+) kB", status, re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
-
-
-def _echo(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
-def send_through_segments(to: str, size: int) -> None:
-    """Call a worker with tensors of ``size`` bytes until they arrive there in a segment."""
-    tensor = torch.zeros(size, dtype=torch.uint8)
+def arriving_in_segment(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make a call again and again until what it returns lies in a segment; that is returned."""
     for _ in range(_ATTEMPTS):
-        if rpc.rpc_sync(to, in_segment, args=(tensor,)):
+        result = call()
+        if in_segment(result):
+            return result
+        del result
+    raise AssertionError("tensors come back through the socket")
+
+
+def send_through_segments(to: str, size: int, receive: Callable[[torch.Tensor], bool] = in_segment) -> None:
+    """Call a worker with tensors of ``size`` bytes until one arrives there in a segment.
+
+    Args:
+        receive: what is called with them, which says whether they did.
+    """
+    for _ in range(_ATTEMPTS):
+        if rpc.rpc_sync(to, receive, args=(torch.ones(size, dtype=torch.uint8),)):
             return
     raise AssertionError("tensors go through the socket")
 
@@ -61,8 +63,5 @@ def send_through_segments(to: str, size: int) -> None:
 def echo_through_segments(to: str, size: int) -> None:
     """The same, until they come back in a segment, too."""
     send_through_segments(to, size)
-    tensor = torch.zeros(size, dtype=torch.uint8)
-    for _ in range(_ATTEMPTS):
-        if in_segment(rpc.rpc_sync(to, _echo, args=(tensor,))):
-            return
-    raise AssertionError("tensors come back through the socket")
+    tensor = torch.ones(size, dtype=torch.uint8)
+    arriving_in_segment(lambda: rpc.rpc_sync(to, torch.neg, args=(tensor,)))
