@@ -21,7 +21,22 @@ if Path(_found).parent.parent != Path(__file__).parent.parent:
         f"{Path(__file__).parent}: rename that file or folder, or start Python elsewhere"
     )
 
-from dist_autograd.api import backward, context, get_gradients, has_context
-from dist_autograd.installation import install
+from dist_autograd.api import backward, context, current_context, get_gradients, has_context
+from dist_autograd.installation import autograd, install
 
-__all__ = ["backward", "context", "get_gradients", "has_context", "install"]
+__all__ = [
+    "backward",
+    "context",
+    "current_context",
+    "debug_info",
+    "get_gradients",
+    "has_context",
+    "install",
+]
+
+
+def debug_info() -> dict[str, int]:
+    """How many contexts this worker knows, ``num_autograd_contexts``, and in how many backwards it takes
+    part right now, ``num_current_backward_passes``.
+    """
+    return autograd().debug_info()

@@ -13,7 +13,7 @@ from dist_autograd.following import Inside
 from dist_autograd.installation import autograd
 from rpc.errors import AutogradError
 
-__all__ = ["backward", "context", "get_gradients", "has_context"]
+__all__ = ["backward", "context", "current_context", "get_gradients", "has_context"]
 
 
 class context:  # noqa: N801  # PyTorch's name
@@ -72,9 +72,8 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
 
     Raises:
         AutogradError: there is no such context, or a root that this cannot begin from.
-        BackwardError: something failed on another worker; names it, and has the error as its cause.
+        BackwardError: a node of the graph raised an error; names the worker, and has the error as its cause.
         WorkerLostError: a worker that takes part is gone.
-        Exception: what a node of this worker's graph raised.
 
     Example::
 

@@ -22,14 +22,15 @@ from typing import Any, Final
 from torch import Tensor
 
 from dist_autograd.contexts import Context, Contexts
+from dist_autograd.ddp import Models
 from dist_autograd.graph import Mark
 from dist_autograd.passes import Key, Pass
 from dist_autograd.recording import Origin
-from dist_autograd.root import Root, Workers
+from dist_autograd.root import Root, Workers, failure_of
 from rpc import serialization
 from rpc.agent import Agent
 from rpc.callee import Request
-from rpc.errors import AutogradError, BackwardError, NotInitializedError, ProtocolError, WorkerLostError
+from rpc.errors import AutogradError, NotInitializedError, ProtocolError, WorkerLostError
 from rpc.executor import Executor, Task
 from rpc.peer import Peer
 from rpc.serialization import Payload
@@ -53,11 +54,13 @@ class Backwards:
     Args:
         agent: of this worker, before it joins a group.
         contexts: of this worker.
+        models: of this worker, under ``DistributedDataParallel``.
     """
 
-    def __init__(self, agent: Agent, contexts: Contexts) -> None:
+    def __init__(self, agent: Agent, contexts: Contexts, models: Models) -> None:
         self._agent = agent
         self._contexts = contexts
+        self._models = models
         self._passes: dict[Key, Pass] = {}
         self._roots: dict[Key, Root] = {}
         self._numbers = itertools.count(1)
@@ -90,7 +93,7 @@ class Backwards:
             self._roots.pop(key, None)
 
     def _new_pass(self, key: Key, context: Context, root: Peer, retain_graph: bool) -> Pass:
-        return Pass(key, context, root, retain_graph, self._post, self._read)
+        return Pass(key, context, root, retain_graph, self._post, self._read, self._models)
 
     def _ask(self, own: Pass, peer: Peer, marks: list[tuple[int, int]]) -> Callable[[], list[Mark]]:
         header = {"mark": [own.key[1], own.context.to_wire(), own.retain_graph, marks]}
@@ -125,10 +128,7 @@ class Backwards:
         error = serialization.load_exception(frame.header, frame.segments, None, peer, allow=agent.allow)
         if isinstance(error, WorkerLostError):
             return error
-        failure = BackwardError(
-            f"Error on Node {peer.member.id}: {error}\n(raised in the backward on worker '{peer.name}')",
-            peer.name,
-        )
+        failure = failure_of(peer.member.info, error)
         failure.__cause__ = error
         return failure
 

@@ -97,11 +97,15 @@ class Contexts:
 
     Args:
         agent: of this worker.
+        when_made: called when a context is about to become known.
         when_released: called with each context that is over, before what it holds is freed.
     """
 
-    def __init__(self, agent: Agent, when_released: Callable[[Context], object]) -> None:
+    def __init__(
+        self, agent: Agent, when_made: Callable[[], object], when_released: Callable[[Context], object]
+    ) -> None:
         self._agent = agent
+        self._when_made = when_made
         self._when_released = when_released
         self._known: dict[int, Context] = {}
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
@@ -123,6 +127,7 @@ class Contexts:
 
     def new(self) -> Context:
         """A new context, of which this worker is the creator."""
+        self._when_made()
         rank = self._agent.info.id
         number = next(self._counter) % (1 << COUNTER_BITS)
         context = Context(self, (rank << COUNTER_BITS) + number, self._agent.incarnation, None)
@@ -160,6 +165,7 @@ class Contexts:
             maker = self._agent.peer_by_incarnation(creator)
             if maker is not None and maker.lost is not None:
                 return None
+            self._when_made()
             context = Context(self, context_id, creator, through)
             return self._known.setdefault(context_id, context)
 

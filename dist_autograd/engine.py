@@ -7,12 +7,14 @@ lacks, and not in the middle of a backward.
 with the highest first. Number 0 comes last. So a node that is held back (``hold_back``) runs when nothing
 else can, provided that no other node of the pass has 0 too: ``give_way`` sees to it.
 
-*What a pass knows.* Nodes find the pass that runs them in storage that PyTorch carries along to whichever
-thread runs them.
+*What a pass knows.* The engine runs nodes whose tensors are on the CPU, as those between workers are, on the
+thread that calls it; so they find their pass by the thread. (PyTorch's own storage, which it carries along to
+other threads, is no alternative: process groups carry it too, and free it where they may not have the GIL.)
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,22 +24,20 @@ from torch.autograd.graph import GradientEdge, Node
 
 __all__ = ["current_pass", "give_way", "hold_back", "is_running", "run"]
 
-_KEY: Final = "farcall.dist_autograd"
-_NEEDED: Final = (
-    "_current_graph_task_id",
-    "_get_obj_in_tls",
-    "_is_key_in_tls",
-    "_remove_obj_from_tls",
-    "_stash_obj_in_tls",
-)
-
 _C: Final[Any] = torch._C
 _engine: Final[Any] = torch.autograd.Variable._execution_engine
 
 
+class _Running(threading.local):
+    known_as: Any = None
+
+
+_running: Final = _Running()
+
+
 def _missing() -> list[str]:
     """What this version of PyTorch does not have."""
-    missing = [f"torch._C.{name}" for name in _NEEDED if not hasattr(_C, name)]
+    missing = [] if hasattr(_C, "_current_graph_task_id") else ["torch._C._current_graph_task_id"]
     if not hasattr(_engine, "run_backward"):
         missing.append("Variable._execution_engine.run_backward")
     node: Any = torch.empty(0, requires_grad=True).clone().grad_fn
@@ -72,12 +72,12 @@ def run(
         known_as: what ``current_pass`` returns to the nodes that run.
 
     Returns:
-        The gradients of the inputs, None where there is none; nothing of use if ``accumulate``.
+        The gradients of the inputs, None where there is none; nothing if ``accumulate``.
     """
-    outer = current_pass()
-    _C._stash_obj_in_tls(_KEY, known_as)
+    outer = _running.known_as
+    _running.known_as = known_as
     try:
-        captured: Sequence[Tensor | None] = _engine.run_backward(
+        captured: Sequence[Tensor | None] | None = _engine.run_backward(
             tuple(roots),
             tuple(gradients),
             retain_graph,
@@ -86,17 +86,14 @@ def run(
             allow_unreachable=True,
             accumulate_grad=accumulate,
         )
-        return captured
+        return captured or ()
     finally:
-        if outer is None:
-            _C._remove_obj_from_tls(_KEY)
-        else:
-            _C._stash_obj_in_tls(_KEY, outer)
+        _running.known_as = outer
 
 
 def current_pass() -> Any:
     """What ``run`` was told to be known as, on the thread of a node that it runs; None elsewhere."""
-    return _C._get_obj_in_tls(_KEY) if _C._is_key_in_tls(_KEY) else None
+    return _running.known_as
 
 
 def is_running() -> bool:

@@ -77,14 +77,14 @@ class Tape:
         context = self._contexts.current()
         return context if context is None or torch.is_grad_enabled() else _NO_GRAD
 
-    def answering(self, header: dict[str, Any]) -> Context | str | None:
+    def answering(self, header: dict[str, Any], to: Peer) -> Context | str | None:
         match header.get(Follower.key):
             case None:
                 return None
             case [_, _, "no grad"]:
                 return _NO_GRAD
             case asked_in:
-                return self._contexts.find(asked_in[0])
+                return self._contexts.join(asked_in, to)
 
     def sent(self, noted_in: Context | str, tensors: list[Tensor], to: Peer) -> Any:
         if isinstance(noted_in, str):

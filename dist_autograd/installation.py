@@ -10,12 +10,13 @@ from torch import Tensor
 
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Context, Contexts
+from dist_autograd.ddp import Models
 from dist_autograd.following import Follower, Tape
 from dist_autograd.roots import checked
 from rpc import serialization
 from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
-from rpc.errors import RRefError
+from rpc.errors import AutogradError, RRefError
 from rpc.futures import check_may_block
 
 __all__ = ["Autograd", "autograd", "install"]
@@ -32,8 +33,10 @@ class Autograd:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self.contexts = Contexts(agent, self._context_over)
-        self.backwards = Backwards(agent, self.contexts)
+        self.contexts = Contexts(agent, self._context_made, self._context_over)
+        self.models = Models()
+        self.backwards = Backwards(agent, self.contexts, self.models)
+        agent.on_closed(self.models.stop)
         agent.interceptors.append(Follower(self.contexts))
         agent.tape = Tape(self.contexts)
 
@@ -49,11 +52,26 @@ class Autograd:
         if rref.is_owner():
             backward_here(rref, context_id, retain_graph)
             return
+        if context_id == -1:
+            raise AutogradError(
+                f"User RRefs require 'dist_autograd_ctx_id' to be specified: {rref!r} refers to an object of "
+                f"worker '{rref.owner_name()}'; pass the id of the context that its tensor was computed in"
+            )
         agent = self.agent
         call = agent.caller.call(
             rref.owner(), backward_here, (rref, context_id, retain_graph), {}, UNSET_TIMEOUT
         )
         call.result()
+
+    def debug_info(self) -> dict[str, int]:
+        """Counts, for ``rpc.get_debug_info``."""
+        return {
+            "num_autograd_contexts": len(self.contexts),
+            "num_current_backward_passes": len(self.backwards),
+        }
+
+    def _context_made(self) -> None:
+        self.models.watch()
 
     def _context_over(self, context: Context) -> None:
         self.backwards.context_over(context)

@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dist_autograd import engine
 from dist_autograd.contexts import Context
+from dist_autograd.ddp import Models, accumulating
 from dist_autograd.graph import Mark, Reach
 from dist_autograd.leaves import owned
 from dist_autograd.recording import ANCHOR, ANCHOR_EDGE, RECV_NODE, Origin, Sent
@@ -55,6 +56,7 @@ class Pass:
         retain_graph: whether the graph can be run again.
         post: sends gradients.
         read: turns a message that ``arrived`` into its gradients.
+        models: the models whose gradients are averaged over processes.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Pass:
         retain_graph: bool,
         post: PostGradients,
         read: Callable[[Any], Sequence[Tensor | None]],
+        models: Models,
     ) -> None:
         self.key = key
         self.context = context
@@ -73,6 +76,7 @@ class Pass:
         self.retain_graph = retain_graph
         self._post = post
         self._read = read
+        self._models = models
         self._reach = Reach(RECV_NODE, engine.give_way)
         self._marked: defaultdict[int, set[int]] = defaultdict(set)
         self._run: set[int] = set()
@@ -133,23 +137,34 @@ class Pass:
             last = self._tickets()
             roots.append(get_gradient_edge(last))
             gradients.append(torch.empty(0))
-        leaves = self._reach.leaves
+        leaves: list[Tensor] = [node.variable for node in self._reach.leaves]
+        locks = self._models.of(leaves)
         try:
-            captured = engine.run(
-                roots,
-                gradients,
-                [GradientEdge(node, 0) for node in leaves] + [ANCHOR_EDGE],
-                retain_graph=self.retain_graph,
-                accumulate=False,
-                known_as=self,
-            )
+            if locks:
+                with accumulating(leaves, locks) as captured:
+                    self._run_engine(roots, gradients, accumulate=True)
+            else:
+                captured = self._run_engine(roots, gradients, accumulate=False)
         except BaseException:
             self._raise_error()
             raise
         self._check_recvs_have_run(self._reach.recvs, "at the end")
-        for node, gradient in zip(leaves, owned(captured[: len(leaves)]), strict=True):
+        for leaf, gradient in zip(leaves, owned(captured), strict=True):
             if gradient is not None:
-                self.context.accumulate(node.variable, gradient)
+                self.context.accumulate(leaf, gradient)
+
+    def _run_engine(
+        self, roots: list[GradientEdge], gradients: list[Tensor], *, accumulate: bool
+    ) -> list[Tensor | None]:
+        captured = engine.run(
+            roots,
+            gradients,
+            [*(GradientEdge(node, 0) for node in self._reach.leaves), ANCHOR_EDGE],
+            retain_graph=self.retain_graph,
+            accumulate=accumulate,
+            known_as=self,
+        )
+        return list(captured)[: len(self._reach.leaves)]
 
     def _tickets(self) -> Tensor:
         """The chain of tickets, oldest first; returns the newest, which is the first to run."""

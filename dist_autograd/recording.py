@@ -22,7 +22,7 @@ from dist_autograd import engine
 from rpc.errors import AutogradError
 from rpc.peer import Peer
 
-__all__ = ["ANCHOR", "ANCHOR_EDGE", "RECV_NODE", "Origin", "Sent", "receive", "send"]
+__all__ = ["ANCHOR", "ANCHOR_EDGE", "RECV_NODE", "SEND_NODE", "Origin", "Sent", "receive", "send"]
 
 clock: Final = itertools.count(1)
 """Stamps what is recorded in this process: whatever has a later stamp was made later."""
@@ -106,6 +106,7 @@ class Recv(Function):
 
 _send: Final[Callable[..., Tensor]] = Send.apply
 _recv: Final[Callable[..., tuple[Tensor, ...]]] = Recv.apply
+SEND_NODE: Final[type] = Send._backward_cls
 RECV_NODE: Final[type] = Recv._backward_cls
 
 

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dist_autograd import engine
 from dist_autograd.graph import Mark
 from dist_autograd.passes import Pass
-from rpc.errors import AutogradError
+from rpc.errors import AutogradError, BackwardError, RpcError
 from rpc.peer import Peer
+from rpc.workers import WorkerInfo
 
-__all__ = ["Root", "Workers"]
+__all__ = ["Root", "Workers", "failure_of"]
 
 Marks = dict[Peer, list[tuple[int, int]]]
 """For each worker the tensors that take part, by message and index."""
@@ -54,6 +55,7 @@ class Root:
 
     def __init__(self, own: Pass, workers: Workers) -> None:
         self.own = own
+        self._me = own.root.member.info
         self.others: set[Peer] = set()
         self._workers = workers
         self._left: set[Peer] = set()
@@ -66,15 +68,23 @@ class Root:
             self._mark_all(self.own.start(edges))
             self._left = self.others.copy()
             gradients = [torch.ones_like(root) for root in roots]
-            if engine.is_running():
-                _on_another_thread(lambda: self.own.run(edges, gradients))
-            else:
-                self.own.run(edges, gradients)
+            self._run_own(edges, gradients)
             self.own.wait_until(lambda: not self._left)
         except BaseException as error:
             for peer in self.others:
                 self._workers.abort(self.own, peer, error)
             raise
+
+    def _run_own(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        try:
+            if engine.is_running():
+                _on_another_thread(lambda: self.own.run(edges, gradients))
+            else:
+                self.own.run(edges, gradients)
+        except RpcError:
+            raise
+        except Exception as error:
+            raise failure_of(self._me, error) from error
 
     def _mark_all(self, found: Sequence[Mark]) -> None:
         while found:
@@ -106,6 +116,13 @@ class Root:
         """A worker's part is done."""
         self._left.discard(peer)
         self.own.news()
+
+
+def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:
+    """What the failure of a worker's part is to the one who called ``backward``."""
+    return BackwardError(
+        f"Error on Node {worker.id}: {error}\n(raised in the backward on worker '{worker.name}')", worker.name
+    )
 
 
 def _on_another_thread(run: Callable[[], Any]) -> None:

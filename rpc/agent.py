@@ -249,7 +249,7 @@ class Agent:
             asked: the request's header.
         """
         tape = self.tape
-        noted_in = tape.answering(asked) if asked and tape is not None else None
+        noted_in = tape.answering(asked, peer) if asked and tape is not None else None
         try:
             if tape is None or noted_in is None:
                 payload = serialization.dumps(value, peer, what=of)

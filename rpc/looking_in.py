@@ -13,7 +13,8 @@ def get_debug_info() -> dict[str, int]:
     Keys that begin with ``agent.`` tell of threads, tasks, calls and messages; the others, from ``rref``, of
     references: ``num_owner_rrefs`` (objects of this worker that others refer to), ``num_forks`` (their
     references to them), ``num_pending_users`` (references on their way), ``num_pending_futures`` (objects
-    still being made elsewhere).
+    still being made elsewhere); and, from ``dist_autograd``, ``num_autograd_contexts`` (contexts that this
+    worker knows) and ``num_current_backward_passes`` (backwards in which it takes part).
 
     Example::
 

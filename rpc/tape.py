@@ -26,8 +26,8 @@ class Tape(Protocol):
     def calling(self) -> Any:
         """What a call made now, on this thread, is noted in; None if it isn't noted."""
 
-    def answering(self, header: dict[str, Any]) -> Any:
-        """What the answer to a request with this header is noted in; None if it isn't noted."""
+    def answering(self, header: dict[str, Any], to: Peer) -> Any:
+        """What the answer to a request of ``to`` with this header is noted in; None if it isn't noted."""
 
     def sent(self, noted_in: Any, tensors: list[Tensor], to: Peer) -> Any:
         """Note the tensors of a message that is about to be sent.

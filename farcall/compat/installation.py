@@ -21,6 +21,7 @@ import torch.distributed
 import torch.futures
 
 import rpc
+from dist_autograd.recording import RECV_NODE, SEND_NODE
 
 __all__ = ["CompatError", "install", "is_installed", "uninstall"]
 
@@ -35,6 +36,7 @@ _FACADES: Final = {
     _RPC + ".internal": "farcall.compat.torch_rpc.internal",
     _RPC + ".options": "rpc.options",
     _RPC + ".rref_proxy": "rref.proxy",
+    "torch.distributed.autograd": "farcall.compat.torch_autograd",
     "torch.distributed.nn.api.remote_module": "farcall.compat.torch_nn",
 }
 """What stands in for which of PyTorch's modules. Submodules of these without a facade disappear."""
@@ -189,8 +191,11 @@ def _set(target: Any, attribute: str, value: Any) -> None:
 
 
 def _rebind() -> None:
-    """Where PyTorch itself looks at a program's futures and references."""
+    """Where PyTorch itself looks at a program's futures and references, and programs at its graph."""
     from farcall.compat import futures
+
+    _set(SEND_NODE, "__name__", "torch::distributed::autograd::SendRpcBackward")
+    _set(RECV_NODE, "__name__", "torch::distributed::autograd::RecvRpcBackward")
 
     data_parallel = sys.modules.get("torch.nn.parallel.distributed")
     if data_parallel is not None:

@@ -13,9 +13,17 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import TEST_SKIPS
 from torch.testing._internal.common_utils import TestCase, set_rng_seed
+from torch.testing._internal.distributed.ddp_under_dist_autograd_test import (
+    DdpComparisonTest,
+    DdpUnderDistAutogradTest,
+)
 from torch.testing._internal.distributed.nn.api.remote_module_test import (
     RemoteModuleTest,
     ThreeWorkersRemoteModuleTest,
+)
+from torch.testing._internal.distributed.rpc.dist_autograd_test import (
+    DistAutogradTest,
+    TensorPipeAgentDistAutogradTest,
 )
 from torch.testing._internal.distributed.rpc.examples.parameter_server_test import ParameterServerTest
 from torch.testing._internal.distributed.rpc.examples.reinforcement_learning_rpc_test import (
@@ -45,6 +53,22 @@ class ThreeWorkersRemoteModuleSuite(ThreeWorkersRemoteModuleTest, TensorPipeRpcA
     """Such modules, sent to a third worker."""
 
 
+class DistAutogradSuite(DistAutogradTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """Gradients through calls."""
+
+
+class TensorPipeDistAutogradSuite(TensorPipeAgentDistAutogradTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """Gradients through calls of PyTorch's default backend, sparse ones above all."""
+
+
+class DdpUnderDistAutogradSuite(DdpUnderDistAutogradTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """A model in three parts, under DistributedDataParallel and on another worker."""
+
+
+class DdpComparisonSuite(DdpComparisonTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """DistributedDataParallel inside and outside of a context."""
+
+
 class ParameterServerSuite(ParameterServerTest, TensorPipeRpcAgentTestFixture, TestCase):
     """A parameter server that answers a batch of updates at once."""
 
@@ -58,6 +82,10 @@ SUITES: dict[str, Any] = {
     "TensorPipeAgentRpcTest": TensorPipeSuite,
     "RemoteModuleTest": RemoteModuleSuite,
     "ThreeWorkersRemoteModuleTest": ThreeWorkersRemoteModuleSuite,
+    "DistAutogradTest": DistAutogradSuite,
+    "TensorPipeAgentDistAutogradTest": TensorPipeDistAutogradSuite,
+    "DdpUnderDistAutogradTest": DdpUnderDistAutogradSuite,
+    "DdpComparisonTest": DdpComparisonSuite,
     "ParameterServerTest": ParameterServerSuite,
     "ReinforcementLearningRpcTest": ReinforcementLearningSuite,
 }

@@ -1,0 +1,124 @@
+"""Stands in for ``torch.distributed.autograd``: PyTorch's names, public and private."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+import dist_autograd
+from dist_autograd.contexts import COUNTER_BITS, Context, current
+from dist_autograd.installation import autograd
+
+__all__ = ["context", "is_available"]
+
+context = dist_autograd.context
+get_gradients = dist_autograd.get_gradients
+
+
+def is_available() -> bool:
+    """Whether distributed autograd can be used: it can."""
+    return True
+
+
+class SendRpcBackward:
+    """What a message sent from here is to those who look at the graph: one node for all its tensors."""
+
+    def __init__(self, ends: Sequence[Tensor]) -> None:
+        self._ends = ends
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        """The nodes that computed the message's tensors."""
+        return tuple(
+            edge
+            for end in self._ends
+            if end.grad_fn is not None
+            for edge in end.grad_fn.next_functions
+            if edge[0] is not None
+        )
+
+    def name(self) -> str:
+        """PyTorch's name of such a node."""
+        return "torch::distributed::autograd::SendRpcBackward"
+
+
+class DistAutogradContext:
+    """A context, for those who look into it."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def _context_id(self) -> int:
+        return self._context.id
+
+    def _send_functions(self) -> dict[int, SendRpcBackward]:
+        return {number: SendRpcBackward(sent.ends) for number, sent in self._context.sends.items()}
+
+    def _recv_functions(self) -> dict[int, Any]:
+        return dict(enumerate(self._context.recvs))
+
+    def _known_worker_ids(self) -> set[int]:
+        return {peer.member.id for peer in self._context.told}
+
+
+def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+    """As ``dist_autograd.backward``; in a profile it has PyTorch's name."""
+    if torch._C._autograd._profiler_enabled():
+        with record_function("torch::distributed::autograd::backward"):
+            dist_autograd.backward(context_id, roots, retain_graph)
+    else:
+        dist_autograd.backward(context_id, roots, retain_graph)
+
+
+def _current_context() -> DistAutogradContext:
+    """The context of this thread."""
+    return DistAutogradContext(dist_autograd.current_context())
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    """The context of an id."""
+    return DistAutogradContext(autograd().contexts.get(context_id))
+
+
+def _new_context() -> DistAutogradContext:
+    """A new context, which this thread is in until ``_release_context``."""
+    entered = dist_autograd.context()
+    entered.__enter__()
+    return _current_context()
+
+
+def _release_context(context_id: int) -> None:
+    """A context is over."""
+    contexts = autograd().contexts
+    found = contexts.get(context_id)
+    if current.get() is found:
+        current.set(None)
+    contexts.release(found)
+
+
+def _is_valid_context(context_id: int) -> None:
+    """Raise if there is no such context."""
+    autograd().contexts.get(context_id)
+
+
+def _init(worker_id: int) -> None:
+    """``init_rpc`` does it: nothing is left to do."""
+    del worker_id
+
+
+def _get_max_id() -> int:
+    """The largest id that a context of this worker can have."""
+    return (autograd().agent.info.id << COUNTER_BITS) + (1 << COUNTER_BITS) - 1
+
+
+def _get_debug_info() -> dict[str, str]:
+    """How many contexts there are here, and how many backwards are under way."""
+    return {key: str(value) for key, value in dist_autograd.debug_info().items()}
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(f"farcall.compat has no counterpart of torch.distributed.autograd.{name}")
