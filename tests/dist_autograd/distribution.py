@@ -1,13 +1,14 @@
 """A program run over the workers of a group: what each of them does for it.
 
-All functions here are called remotely, but for ``run_over_workers``, which the worker that leads the test
-calls.
+All functions here are called remotely, but for ``run_over_workers`` and ``leftovers``, which the worker
+that leads the test calls.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,13 +17,16 @@ from torch import Tensor
 
 import dist_autograd
 import rpc
+from dist_autograd.installation import autograd
 from tests.dist_autograd.interpretation import (
     Calls,
     Future,
     Run,
     Station,
+    Strike,
     Values,
     interpret,
+    no_strike,
     roots_of,
     wait_for_all,
 )
@@ -30,7 +34,7 @@ from tests.dist_autograd.observations import Observed
 from tests.dist_autograd.program import Call, Manner, Plan, Program, Style
 from tests.dist_autograd.reference import passes
 
-__all__ = ["introduce", "run_over_workers"]
+__all__ = ["drive", "forget", "introduce", "leftovers", "name_of", "prepare", "run_over_workers"]
 
 _stations: dict[int, Station] = {}
 _runs: dict[tuple[int, int], Run] = {}
@@ -61,6 +65,12 @@ def run_over_workers(program: Program, timeout: float) -> tuple[list[Observed], 
     return contexts, shared
 
 
+def leftovers(workers: Iterable[int]) -> list[str]:
+    """What workers still have of contexts and backwards, though all are over; waits a while for none."""
+    left = {name_of(worker): rpc.rpc_sync(name_of(worker), wait_until_free) for worker in workers}
+    return [f"{worker} is left with {counts}" for worker, counts in left.items() if any(counts.values())]
+
+
 # ---- before and after
 
 
@@ -74,10 +84,9 @@ def dismiss() -> None:
     _doers.clear()
 
 
-def prepare(program: Program) -> None:
+def prepare(program: Program, strike: Strike = no_strike) -> None:
     """Makes this worker's part of a program."""
-    worker = rpc.get_worker_info().id
-    station = _stations[program.seed] = Station(program, worker)
+    station = _stations[program.seed] = Station(program, rpc.get_worker_info().id, strike)
     for context in range(program.contexts):
         _runs[program.seed, context] = Run(station)
 
@@ -88,6 +97,17 @@ def forget(seed: int) -> Observed:
     for context in range(station.program.contexts):
         _runs.pop((seed, context)).close()
     return Observed(seen=dict(station.seen))
+
+
+def wait_until_free(seconds: float = 10.0) -> dict[str, int]:
+    """Waits until this worker knows of no context and runs no backward; counts of what is left."""
+    deadline = time.monotonic() + seconds
+    while True:
+        mine = autograd()
+        counts = {"contexts": len(mine.contexts), "backwards": len(mine.backwards)}
+        if not any(counts.values()) or time.monotonic() > deadline:
+            return counts
+        time.sleep(0.002)
 
 
 # ---- the driver

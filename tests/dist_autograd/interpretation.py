@@ -29,20 +29,33 @@ from tests.dist_autograd.program import (
     Wait,
 )
 
-__all__ = ["Calls", "Run", "Station", "interpret", "roots_of", "wait_for_all"]
+__all__ = ["Calls", "Run", "Station", "Strike", "interpret", "no_strike", "roots_of", "wait_for_all"]
 
 Values = list[Any]
 Future = torch.futures.Future[Any]
 Finish = Callable[[dict[str, Any]], Values]
 
+Strike = Callable[[str], None]
+"""Is called with the key of each hook and custom function that runs; it may raise, or worse."""
+
 _ARRIVAL = "arrival "
 
 
-class Station:
-    """One worker's part of a program."""
+def no_strike(_key: str) -> None:
+    """Nothing goes wrong."""
 
-    def __init__(self, program: Program, worker: int) -> None:
+
+class Station:
+    """One worker's part of a program.
+
+    Args:
+        worker: which one.
+        strike: by default nothing goes wrong.
+    """
+
+    def __init__(self, program: Program, worker: int, strike: Strike = no_strike) -> None:
         self.program = program
+        self.strike = strike
         self.worker = worker
         self.numbers = program.numbers
         self.seen: defaultdict[str, Seen] = defaultdict(list)
@@ -85,6 +98,7 @@ class Station:
 
     def record(self, key: str, seen: Tensor | None) -> None:
         """Notes what a hook of a leaf or module was given."""
+        self.strike(key)
         self.seen[key].append(None if seen is None else seen.detach().clone())
 
 
@@ -93,6 +107,7 @@ class Run:
 
     def __init__(self, station: Station) -> None:
         self.program = station.program
+        self._strike = station.strike
         self.worker = station.worker
         self.numbers = station.numbers
         self.module: torch.nn.Module = station.module
@@ -106,12 +121,14 @@ class Run:
 
     def record(self, key: str, seen: Tensor | None) -> None:
         """Notes what a hook or custom function was given."""
+        self._strike(key)
         self.seen[key].append(None if seen is None else seen.detach().clone())
 
     def retain(self, key: str, value: Tensor) -> None:
         """Has an intermediate value's gradient kept."""
-        value.retain_grad()
-        self._retained[key] = value
+        if self.program.plan is not Plan.AT_ONCE:  # PyTorch does not add to ``.grad`` atomically
+            value.retain_grad()
+            self._retained[key] = value
 
     def arrived(self, what: str, values: Sequence[Any]) -> None:
         """Counts the runs of the nodes that a message's tensors hang on."""

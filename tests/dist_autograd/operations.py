@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Protocol
 
 import torch
+import torch._dynamo  # what the first checkpoint would import, for a second or more in every worker
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -90,7 +91,6 @@ class Rule:
 
 
 OPERATIONS: dict[str, Rule] = {}
-
 _M = Kind.MATRIX
 
 

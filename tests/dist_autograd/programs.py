@@ -8,7 +8,6 @@ any went wrong.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from tests.dist_autograd.generation import generate
 from tests.dist_autograd.session import WORKERS, Outcome, lead
 from tests.fork_server import ForkServer
 from tests.serving import serve
-from tests.workers import RunWorkers, WorkersFailed, worker_main
+from tests.workers import RunWorkers, Task, Worker, WorkersFailed, worker_main
 
 __all__ = ["main", "outcomes"]
 
@@ -41,8 +40,7 @@ def outcomes(run_workers: RunWorkers, seeds: Sequence[int], shrinks: bool = Fals
     """
     left = list(seeds)
     while left:
-        first = functools.partial(lead, seeds=tuple(left), shrinks=shrinks)
-        workers = run_workers.start([first, *[serve] * (WORKERS - 1)], time_limit=PATIENCE)
+        workers = run_workers.start(_tasks(tuple(left), shrinks), time_limit=PATIENCE)
         hung = False
         while left and not hung:
             workers.restart_clock()
@@ -54,6 +52,13 @@ def outcomes(run_workers: RunWorkers, seeds: Sequence[int], shrinks: bool = Fals
             for worker in workers:
                 worker.kill()
         workers.results()
+
+
+def _tasks(seeds: Sequence[int], shrinks: bool) -> list[Task]:
+    def first(worker: Worker) -> None:  # of this module, which so is imported before workers are forked
+        lead(worker, seeds, shrinks=shrinks)
+
+    return [first, *[serve] * (WORKERS - 1)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import rpc
 from rpc.errors import RpcTimeoutError
-from tests.dist_autograd.distribution import dismiss, introduce, name_of, run_over_workers
+from tests.dist_autograd.distribution import dismiss, introduce, leftovers, name_of, run_over_workers
 from tests.dist_autograd.generation import generate
 from tests.dist_autograd.observations import is_exact, mismatches
 from tests.dist_autograd.program import Program
@@ -19,7 +19,7 @@ from tests.dist_autograd.reference import run_in_one_process
 from tests.dist_autograd.shrinking import shrink
 from tests.workers import Worker
 
-__all__ = ["QUICK_SEEDS", "WORKERS", "Outcome", "check", "lead"]
+__all__ = ["QUICK_SEEDS", "WORKERS", "Outcome", "check", "lead", "stacks_of_all"]
 
 WORKERS = 4
 """How many the group has; a program uses two to four of them."""
@@ -73,6 +73,7 @@ def lead(worker: Worker, seeds: Iterable[int], time_limit: float = TIME_LIMIT, s
                 worker.wait_for("end")  # which is a violent one
         for other in range(worker.world_size):
             rpc.rpc_sync(name_of(other), dismiss)
+        assert leftovers(range(worker.world_size)) == []
 
 
 def _goes_wrong(program: Program) -> bool:
@@ -114,10 +115,12 @@ def check(program: Program, time_limit: float = TIME_LIMIT) -> Outcome:
     )
 
 
-def stacks_of_all(workers: int) -> str:
+def stacks_of_all(workers: int, without: int | None = None) -> str:
     """Where every thread of every worker is, for a program that hangs."""
     return "\n".join(
-        f"{name_of(worker)}:\n{rpc.rpc_sync(name_of(worker), stacks)}" for worker in range(workers)
+        f"{name_of(worker)}:\n{rpc.rpc_sync(name_of(worker), stacks)}"
+        for worker in range(workers)
+        if worker != without
     )
 
 
