@@ -32,15 +32,21 @@ PATIENCE = 60.0
 """Seconds without news after which the workers are aborted; a program that hangs is reported much earlier."""
 
 
-def outcomes(run_workers: RunWorkers, seeds: Sequence[int], shrinks: bool = False) -> Iterator[Outcome]:
+def outcomes(
+    run_workers: RunWorkers, seeds: Sequence[int], at_once: int = 1, shrinks: bool = False
+) -> Iterator[Outcome]:
     """Runs the programs of these seeds over one group of workers; over a new one if a program spoils it.
+
+    Args:
+        at_once: so many programs at the same time.
+        shrinks: make programs that go wrong smaller.
 
     Raises:
         WorkersFailed: a worker crashed, or nothing was heard for too long.
     """
     left = list(seeds)
     while left:
-        workers = run_workers.start(_tasks(tuple(left), shrinks), time_limit=PATIENCE)
+        workers = run_workers.start(_tasks(tuple(left), at_once, shrinks), time_limit=PATIENCE)
         hung = False
         while left and not hung:
             workers.restart_clock()
@@ -54,9 +60,9 @@ def outcomes(run_workers: RunWorkers, seeds: Sequence[int], shrinks: bool = Fals
         workers.results()
 
 
-def _tasks(seeds: Sequence[int], shrinks: bool) -> list[Task]:
+def _tasks(seeds: Sequence[int], at_once: int, shrinks: bool) -> list[Task]:
     def first(worker: Worker) -> None:  # of this module, which so is imported before workers are forked
-        lead(worker, seeds, shrinks=shrinks)
+        lead(worker, seeds, at_once, shrinks)
 
     return [first, *[serve] * (WORKERS - 1)]
 
@@ -73,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="programs-") as folder:
             runner = RunWorkers(server, Path(folder))
-            wrong = _run_all(console, runner, seeds, options.shrink)
+            wrong = _run_all(console, runner, seeds, options.at_once, options.shrink)
             runner.close()
     finally:
         server.stop()
@@ -84,12 +90,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.dist_autograd.programs", description=__doc__)
     parser.add_argument("--count", type=int, default=1000, help="how many programs (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
+    parser.add_argument("--at-once", type=int, default=1, help="how many at the same time (default: 1)")
     parser.add_argument("--show", action="store_true", help="print the programs")
     parser.add_argument("--shrink", action="store_true", help="make programs that go wrong smaller")
     return parser.parse_args(arguments)
 
 
-def _run_all(console: Console, runner: RunWorkers, seeds: Sequence[int], shrinks: bool) -> int:
+def _run_all(console: Console, runner: RunWorkers, seeds: Sequence[int], at_once: int, shrinks: bool) -> int:
     """Runs the programs and shows how they went; how many went wrong."""
     progress = Progress(
         TextColumn("{task.description}"),
@@ -103,7 +110,7 @@ def _run_all(console: Console, runner: RunWorkers, seeds: Sequence[int], shrinks
     with progress:
         bar = progress.add_task("programs", total=len(seeds))
         try:
-            for outcome in outcomes(runner, seeds, shrinks):
+            for outcome in outcomes(runner, seeds, at_once, shrinks):
                 done.append(outcome)
                 wrong = sum(bool(each.problems) for each in done)
                 progress.update(bar, advance=1, description=f"{wrong} wrong")

@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import rpc
@@ -54,23 +55,29 @@ class Outcome:
     seconds: float
 
 
-def lead(worker: Worker, seeds: Iterable[int], time_limit: float = TIME_LIMIT, shrinks: bool = False) -> None:
+def lead(worker: Worker, seeds: Sequence[int], at_once: int = 1, shrinks: bool = False) -> None:
     """What the first worker runs, while the others serve: reports an ``Outcome`` for each seed.
 
     Args:
+        at_once: so many programs are run at the same time.
         shrinks: make programs that go wrong smaller.
     """
+
+    def run(seed: int) -> Outcome:
+        program = generate(seed)
+        outcome = check(program)
+        if outcome.problems and not outcome.hung and shrinks:
+            return check(shrink(program, _goes_wrong))
+        return outcome
+
     with worker.group():
         for other in range(worker.world_size):
             rpc.rpc_sync(name_of(other), introduce, args=(worker.world_size,))
-        for seed in seeds:
-            program = generate(seed)
-            outcome = check(program, time_limit)
-            if outcome.problems and not outcome.hung and shrinks:
-                outcome = check(shrink(program, _goes_wrong), time_limit)
-            worker.report("outcome", outcome)
-            if outcome.hung:
-                worker.wait_for("end")  # which is a violent one
+        with ThreadPoolExecutor(at_once) as threads:
+            for outcome in threads.map(run, seeds):
+                worker.report("outcome", outcome)
+                if outcome.hung:
+                    worker.wait_for("end")  # which is a violent one
         for other in range(worker.world_size):
             rpc.rpc_sync(name_of(other), dismiss)
         assert leftovers(range(worker.world_size)) == []
@@ -85,14 +92,14 @@ def _goes_wrong(program: Program) -> bool:
     return bool(outcome.problems) and not outcome.hung
 
 
-def check(program: Program, time_limit: float = TIME_LIMIT) -> Outcome:
+def check(program: Program) -> Outcome:
     """Runs a program both ways and compares."""
     expected, expected_shared = run_in_one_process(program)
     exact = is_exact(expected) and is_exact(expected_shared)
     started = time.perf_counter()
     problems, hung = [], False
     try:
-        contexts, shared = run_over_workers(program, time_limit)
+        contexts, shared = run_over_workers(program, TIME_LIMIT)
     except RpcTimeoutError:
         problems, hung = [f"it hangs; stacks of all threads:\n{stacks_of_all(program.workers)}"], True
     except Exception:

@@ -9,6 +9,15 @@ from tests.dist_autograd.programs import outcomes
 from tests.dist_autograd.session import QUICK_SEEDS
 from tests.workers import RunWorkers
 
+AT_ONCE = range(60, 100)
+
+
+def test_programs_at_once_do_not_disturb_each_other(run_workers: RunWorkers) -> None:
+    done = list(outcomes(run_workers, AT_ONCE, at_once=4))
+    problems = [problem for outcome in done for problem in outcome.problems]
+    assert not problems, "\n".join(problems)
+    assert len(done) == len(AT_ONCE)
+
 
 def test_random_programs_match_the_same_in_one_process(run_workers: RunWorkers) -> None:
     done = list(outcomes(run_workers, QUICK_SEEDS))
