@@ -25,6 +25,7 @@ __all__ = ["Control", "TopicHandler"]
 logger = logging.getLogger(__name__)
 
 TopicHandler = Callable[[Peer, Any], None]
+BatchHandler = Callable[[Peer, list[Any]], None]
 
 
 class Control:
@@ -35,7 +36,7 @@ class Control:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._topics: dict[str, TopicHandler] = {}
+        self._topics: dict[str, BatchHandler] = {}
         self._links: dict[Peer, Delivery] = {}
         self._to_flush: set[Peer] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -45,6 +46,15 @@ class Control:
 
     def on(self, topic: str, handler: TopicHandler) -> None:
         """Have the messages of a topic passed to ``handler``, on the loop's thread."""
+
+        def one_by_one(peer: Peer, bodies: list[Any]) -> None:
+            for body in bodies:
+                handler(peer, body)
+
+        self.on_batch(topic, one_by_one)
+
+    def on_batch(self, topic: str, handler: BatchHandler) -> None:
+        """As ``on``, with a list of messages that arrived together."""
         if topic in self._topics:
             raise ValueError(f"topic '{topic}' is taken")
         self._topics[topic] = handler
@@ -56,7 +66,7 @@ class Control:
     def _post(self, message: tuple[Peer, str, Any]) -> None:
         peer, topic, body = message
         if peer.is_self:
-            self._agent.loop.call_soon(self._topics[topic], peer, body)
+            self._agent.loop.call_soon(self._topics[topic], peer, [body])
             return
         if peer.lost is not None:
             return
@@ -75,12 +85,15 @@ class Control:
         if delivery is None:
             delivery = self._links[peer] = Delivery()
         messages = delivery.received(frame.header.get("batch"), time.monotonic())
+        by_topic: dict[str, list[Any]] = {}
         for message in messages:
             topic, body = _parse(message)
+            by_topic.setdefault(topic, []).append(body)
+        for topic, bodies in by_topic.items():
             handler = self._topics.get(topic)
             if handler is None:
                 raise ProtocolError(f"a control message on topic '{topic}', which nobody here follows")
-            handler(peer, body)
+            handler(peer, bodies)
         self._set_timer(delivery.next_due())
 
     def forget(self, peer: Peer) -> None:

@@ -17,7 +17,7 @@ from rpc.workers import WorkerInfo
 from rref.creation import Creation
 from rref.messages import Ref, RRefId, State
 from rref.references import References
-from rref.requests import FETCH, INVOKE, method_of_object
+from rref.requests import FETCH, INVOKE, fetch, method_of_object
 from rref.value import Value
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RRef(Generic[T]):
             shell, ref = self._references, self._ref
         except AttributeError:
             return  # its making failed
-        shell.agent.deferred.gathered(shell.release, ref)
+        shell.release(ref)
 
     # ---- whose it is
 
@@ -151,7 +151,7 @@ class RRef(Generic[T]):
             )
             return value
         shell = self._usable("to_here", timeout)
-        payload = Payload({"object": self._rref}, [])
+        payload = fetch(self._rref)
         if shell.agent.interceptors:
             shell.agent.caller.attach(payload.header, self._owner)
         call = shell.agent.caller.request(self._owner, FETCH, payload, timeout, self.to_here)
@@ -180,8 +180,11 @@ class RRef(Generic[T]):
     def _usable(self, doing: str, timeout: float) -> References:
         """Check that the owner may be asked about the object, once it has confirmed this reference."""
         shell = self._check_open(doing)
-        if self._creation is not None:
-            self._creation.check()
+        creation = self._creation
+        if creation is not None:
+            creation.check()
+            if creation.outcome is None and self._owner.lost is None:
+                return shell  # nothing is known against it yet
         elif self._owner.lost is None:
             shell.wait_settled(self._ref, shell.agent.caller.effective_timeout(timeout), self._owner.name)
         if self._owner.lost is not None:
@@ -250,7 +253,8 @@ class RRef(Generic[T]):
                 kind.set_result(type(self.local_value()))
             else:
                 shell = self._usable("_get_type", timeout)
-                ask = Payload({"object": self._rref, "type": True}, [])
+                ask = fetch(self._rref)
+                ask.header["type"] = True
                 call = shell.agent.caller.request(self._owner, FETCH, ask, timeout, f"the type of {self!r}")
                 kind = shell.agent.caller.future(call)
             self._type = kind

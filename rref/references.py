@@ -15,6 +15,7 @@ import gc
 import threading
 import time
 from _thread import LockType
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ from rpc.serialization import Payload
 from rref.creation import Creation
 from rref.messages import Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
 from rref.protocol import Protocol
-from rref.requests import CREATE
+from rref.requests import CREATE, name_creation
 from rref.value import Value
 
 __all__ = ["References"]
@@ -50,11 +51,13 @@ class References:
         self._protocol = Protocol(agent.incarnation)
         self.lock = threading.RLock()  # right before and after a step, a finalizer may come back here
         self._values: dict[RRefId, Value] = {}
+        self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        """Steps that are in no hurry; whoever does another one does these first."""
         self._awaiting: dict[Ref, list[Callable[[], object]]] = {}
         self._waiting: set[LockType] = set()
         """Threads that wait for a reference to be settled, each on its lock."""
         self._sweep_timer: asyncio.TimerHandle | None = None
-        agent.control.on(TOPIC, self._message_arrived)
+        agent.control.on_batch(TOPIC, self._messages_arrived)
         agent.on_joined(self._peer_joined)
         agent.on_gone(self._peer_gone)
         agent.on_closed(self._closed)
@@ -62,7 +65,13 @@ class References:
     # ---- the protocol
 
     def _do(self, step: Callable[..., Any], *args: Any) -> Any:
-        """One step of the protocol, and the actions that it asks for."""
+        """One step of the protocol, after those that wait, and the actions that they ask for."""
+        if self._later:
+            self._do_alone(self._catch_up)
+        return self._do_alone(step, *args)
+
+    def _do_alone(self, step: Callable[..., Any], *args: Any) -> Any:
+        """As ``_do``, for a step to which it makes no difference whether it comes before those that wait."""
         with self.lock:
             collecting = gc.isenabled()
             try:
@@ -76,7 +85,22 @@ class References:
             self._act(actions)
         return result
 
+    def _do_later(self, step: Callable[..., Any], *args: Any) -> None:
+        """Have a step done soon, before any that depends on it. Safe in finalizers."""
+        self._later.append((step, args))
+        self.agent.deferred.gathered(self._do_gathered, None)
+
+    def _do_gathered(self, _: None) -> None:
+        if self._later:
+            self._do_alone(self._catch_up)
+
+    def _catch_up(self) -> None:
+        while self._later:
+            step, args = self._later.popleft()
+            step(*args)
+
     def _act(self, actions: list[Any]) -> None:
+        freed: list[Value] = []
         for action in actions:
             match action:
                 case Send(incarnation, message):
@@ -89,7 +113,7 @@ class References:
                 case Free(rref):
                     value = self._values.pop(rref, None)
                     if value is not None:
-                        self.agent.executor.submit((_drop, [value]))
+                        freed.append(value)
                         del value
                 case Fence(incarnation, reason):
                     peer = self.agent.peer_by_incarnation(incarnation)
@@ -97,6 +121,8 @@ class References:
                         self.agent.deferred.soon(self._fence, (peer, reason))
                     else:
                         self.agent.deferred.soon(self._never_met, (incarnation, reason))
+        if freed:
+            self.agent.executor.submit((_drop, freed))
         if self._protocol.waits_for_sweep and self._sweep_timer is None:
             self.agent.deferred.soon(self._set_sweep_timer, None)
 
@@ -127,8 +153,12 @@ class References:
     def _peer_gone(self, peer: Peer, reason: str) -> None:
         self._do(self._protocol.peer_lost, peer.incarnation, f"worker '{peer.name}' is gone: {reason}")
 
-    def _message_arrived(self, peer: Peer, message: Any) -> None:
-        self._do(self._protocol.receive, peer.incarnation, message)
+    def _messages_arrived(self, peer: Peer, messages: list[Any]) -> None:
+        self._do(self._receive, peer.incarnation, messages)
+
+    def _receive(self, peer: int, messages: list[Any]) -> None:
+        for message in messages:
+            self._protocol.receive(peer, message)
 
     # ---- beginnings and ends
 
@@ -149,15 +179,16 @@ class References:
 
         Args:
             target: added to the payload's header: what to call, if it is a method; see ``target_of``.
+            timeout: seconds, 0 for none.
         """
-        rref, fork = self._do(self._create, peer)
+        rref, fork = self._do_alone(self._create, peer)
         payload.header.update(target)
-        payload.header["create"] = [rref, fork]
+        name_creation(payload, rref, fork)
         agent = self.agent
         if agent.interceptors:
             agent.caller.attach(payload.header, peer)
 
-        creation = agent.calls.open(peer, what, agent.caller.effective_timeout(timeout), Creation)
+        creation = agent.calls.open(peer, what, timeout, Creation)
         creation.begin(self, rref, fork)
         try:
             agent.caller.transmit(creation, CREATE, payload)
@@ -175,7 +206,8 @@ class References:
 
     def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
         """The owner has answered a creation."""
-        self._do(self._protocol.created, owner, rref, fork)
+        do = self._do if fork in self._awaiting else self._do_later
+        do(self._protocol.created, owner, rref, fork)
 
     def creation_failed(self, fork: ForkId, reason: str) -> None:
         """A creation timed out, or could not be sent."""
@@ -197,8 +229,8 @@ class References:
         return ref
 
     def release(self, ref: Ref) -> None:
-        """The last Python object of a reference is gone. On the loop's thread."""
-        self._do(self._protocol.release, ref)
+        """The last Python object of a reference is gone. Safe in finalizers."""
+        self._do_later(self._protocol.release, ref)
 
     def release_all(self) -> None:
         """For a graceful shutdown: give back everything that this worker refers to elsewhere."""
@@ -265,7 +297,7 @@ class References:
 
     def arrived(self, rref: RRefId, fork: ForkId, peer: Peer) -> Value | None:
         """A creation is here: where its object is to be put; None if it is not wanted."""
-        value: Value | None = self._do(self._arrived, rref, fork, peer)
+        value: Value | None = self._do_alone(self._arrived, rref, fork, peer)
         return value
 
     def _arrived(self, rref: RRefId, fork: ForkId, peer: Peer) -> Value | None:
@@ -274,7 +306,7 @@ class References:
 
     def finished(self, rref: RRefId) -> None:
         """A creation has been run: its object, or its error, is there."""
-        self._do(self._protocol.finished, rref)
+        self._do_alone(self._protocol.finished, rref)
 
     def expect(self, rref: RRefId) -> Ref:
         """A local reference to an object that this worker owns or will own, to be released."""

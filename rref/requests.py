@@ -1,18 +1,32 @@
 """What one worker asks of another about objects that live there: the kinds of message, and their words.
 
-A request is a frame whose header names the object: ``create`` with the ids of a creation, ``object`` with the
-one that is to be fetched, or whose ``method`` is to be called.
+Requests to create and to fetch begin their first segment with two numbers, 64 bits each, little-endian: a
+creation those of its reference and of its fork, both made by the sender, and behind them comes the pickle of
+the call; a fetch the two numbers of the object's id. Where a method is called, the header names the
+``object`` and the ``method``.
 """
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import Any, Final
 
 from rpc.errors import ProtocolError
-from rpc.wire import Kind
-from rref.messages import ForkId, RRefId
+from rpc.serialization import Payload
+from rpc.wire import Frame, Kind
+from rref.messages import ForkId, Peer, RRefId
 
-__all__ = ["CREATE", "FETCH", "INVOKE", "created_ids", "method_of_object", "object_id"]
+__all__ = [
+    "CREATE",
+    "FETCH",
+    "INVOKE",
+    "creation",
+    "fetch",
+    "fetched_id",
+    "method_of_object",
+    "name_creation",
+    "object_id",
+]
 
 CREATE: Final = Kind.EXTENSION
 """Call a function and keep its value."""
@@ -20,6 +34,8 @@ FETCH: Final = Kind.EXTENSION + 1
 """Send an object, or its type."""
 INVOKE: Final = Kind.EXTENSION + 2
 """Call a method of an object."""
+
+_NUMBERS: Final = Struct("<QQ")
 
 
 def method_of_object(*args: Any, **kwargs: Any) -> Any:
@@ -33,13 +49,38 @@ def object_id(header: dict[str, Any]) -> RRefId | None:
     return None if named is None else _id(named)
 
 
-def created_ids(header: dict[str, Any]) -> tuple[RRefId, ForkId]:
-    """Under which ids a creation is to be kept."""
-    match header.get("create"):
-        case [rref, fork]:
-            return _id(rref), _id(fork)
-        case other:
-            raise ProtocolError(f"a creation names itself by {str(other)[:80]}")
+def name_creation(payload: Payload, rref: RRefId, fork: ForkId) -> None:
+    """Make the message of a call one of a creation, under these ids."""
+    payload.segments[0] = _NUMBERS.pack(rref[1], fork[1]) + payload.segments[0]
+
+
+def creation(frame: Frame, creator: Peer) -> tuple[RRefId, ForkId, Frame]:
+    """The ids under which a creation is to be kept, and the call that it is.
+
+    Args:
+        creator: the sender's incarnation.
+    """
+    kind, call_id, header, segments = frame
+    rref, fork = _numbers(segments)
+    call = Frame(kind, call_id, header, [memoryview(segments[0])[_NUMBERS.size :], *segments[1:]])
+    return (creator, rref), (creator, fork), call
+
+
+def fetch(rref: RRefId) -> Payload:
+    """The message that asks for an object."""
+    return Payload({}, [_NUMBERS.pack(*rref)])
+
+
+def fetched_id(frame: Frame) -> RRefId:
+    """The object that a message asks for."""
+    return _numbers(frame.segments)
+
+
+def _numbers(segments: list[Any]) -> tuple[int, int]:
+    if not segments or len(segments[0]) < _NUMBERS.size:
+        raise ProtocolError("a request does not say which object it is about")
+    first, second = _NUMBERS.unpack_from(segments[0])
+    return first, second
 
 
 def _id(value: Any) -> tuple[int, int]:

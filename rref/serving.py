@@ -6,24 +6,36 @@ references that travelled with it confirmed, and the object that it is for made.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from rpc import serialization
 from rpc.agent import Agent
 from rpc.callee import LATER, Request
-from rpc.errors import ProtocolError, RRefError, SerializationError
+from rpc.errors import ProtocolError, RRefError, SerializationError, WorkerLostError
 from rpc.executor import Task
 from rpc.peer import Peer
-from rpc.wire import Frame, Kind
+from rpc.wire import Frame, Kind, encode_small
 from rref.messages import RRefId
 from rref.references import References
-from rref.requests import CREATE, FETCH, INVOKE, created_ids, method_of_object, object_id
-from rref.value import Value
+from rref.requests import (
+    CREATE,
+    FETCH,
+    INVOKE,
+    creation,
+    fetched_id,
+    method_of_object,
+    object_id,
+)
+from rref.value import Fetch, Value
 
 __all__ = ["Server"]
 
-_GIVEN_UP = "its creator gave it up"
+logger = logging.getLogger(__name__)
+
+_SMALL_BYTES: Final = 64 << 10
+_GIVEN_UP: Final = "its creator gave it up"
 
 
 class Server:
@@ -43,16 +55,16 @@ class Server:
         agent.on(INVOKE, self._invocation_arrived)
 
     def _creation_arrived(self, peer: Peer, frame: Frame) -> None:
-        rref, fork = created_ids(frame.header)
-        arrivals = serialization.adopt(frame.header, peer)
+        rref, fork, call = creation(frame, peer.incarnation)
+        header = call.header
+        request = Request(peer, call, serialization.adopt(header, peer) if header else None)
         value = self._references.arrived(rref, fork, peer)
-        request = Request(peer, frame, arrivals)
         if value is None:
             refusal = serialization.dump_exception(RRefError(_GIVEN_UP), self._agent.info)
             refusal.header["refused"] = _GIVEN_UP
             self._accept(request, lambda _: self._agent.answer(peer, Kind.FAILURE, frame.call_id, refusal))
             return
-        target = object_id(frame.header)
+        target = object_id(header) if header else None
         if target is None:
             self._accept(request, lambda _: self._run_creation(request, rref, value, None))
         else:
@@ -82,7 +94,7 @@ class Server:
             try:
                 run(self._references.value(target))
             finally:
-                self._agent.deferred.soon(self._references.release, ref)
+                self._references.release(ref)
 
         def known() -> None:
             value = self._references.value(target)
@@ -137,16 +149,20 @@ class Server:
         agent = self._agent
 
         def answer(content: Any, error: BaseException | None) -> None:
-            if error is None:
-                value.set(content)
-            else:
-                value.fail(error)
+            parked = value.set(content) if error is None else value.fail(error)
             del content
             self._references.finished(rref)
-            if error is None:
-                agent.reply(peer, frame.call_id, None)
-            else:
+            if error is not None:
                 agent.fail(peer, frame.call_id, error)
+                self._answer_parked(parked, value)
+            elif parked and parked[0][0] is peer:
+                _, call_id = parked.pop(0)
+                self._reply_together(peer, (call_id, value.get(), "the object"), (frame.call_id, None, None))
+                self._parked_ended()
+                self._answer_parked(parked, value)
+            else:
+                agent.reply(peer, frame.call_id, None)
+                self._answer_parked(parked, value)
 
         try:
             function, args, kwargs = self._load(request, on)
@@ -157,7 +173,79 @@ class Server:
             if content is not LATER:
                 answer(content, None)
 
+    def _reply_together(self, peer: Peer, *answers: tuple[int, Any, object]) -> None:
+        """Answer several calls of one worker at once where the answers are small.
+
+        Args:
+            answers: for each call its id, the value, and what that is.
+        """
+        agent = self._agent
+        frames: list[bytes] = []
+        for call_id, value, of in answers:
+            try:
+                payload = serialization.dumps(value, peer, what=of)
+            except BaseException as error:
+                agent.fail(peer, call_id, error)
+                continue
+            if payload.header or len(payload.segments) > 1 or len(payload.segments[0]) > _SMALL_BYTES:
+                agent.answer(peer, Kind.REPLY, call_id, payload)
+            else:
+                frames.append(encode_small(Kind.REPLY, call_id, {}, payload.segments))
+        if frames:
+            try:
+                peer.send_small(b"".join(frames), True)
+            except WorkerLostError as error:
+                logger.debug("dropped answers: %s", error)
+
+    def _answer_parked(self, parked: list[Fetch], value: Value) -> None:
+        for peer, call_id in parked:
+            try:
+                self._answer_fetch((peer, call_id, value))
+            finally:
+                self._parked_ended()
+
+    def _parked_ended(self) -> None:
+        self._agent.postponed.end()
+        self._agent.something_ended()
+
+    def _answer_fetch(self, fetch: tuple[Peer, int, Value]) -> None:
+        peer, call_id, value = fetch
+        if value.error is not None:
+            self._agent.fail(peer, call_id, value.error)
+        else:
+            self._agent.reply(peer, call_id, value.get(), "the object")
+
+    def _answer_quickly(self, peer: Peer, call_id: int, value: Value) -> bool:
+        """On the loop's thread: answer a fetch if that is a matter of a few bytes; else return false."""
+        payload = serialization.dump_quickly(value.get()) if value.error is None else None
+        if payload is None:
+            return False
+        try:
+            self._agent.send(peer, Kind.REPLY, call_id, payload, wait=False)
+        except WorkerLostError as error:
+            logger.debug("dropped an answer: %s", error)
+        return True
+
     def _fetch_arrived(self, peer: Peer, frame: Frame) -> None:
+        agent = self._agent
+        target = fetched_id(frame)
+        value = None if frame.header else self._references.find(target)
+        if value is None:
+            self._special_fetch_arrived(peer, frame, target)
+            return
+        agent.dispatcher.requests_begun += 1
+        call_id = frame.call_id
+        if not value.is_ready:
+            agent.postponed.begin()
+            if value.park((peer, call_id)):
+                return
+            agent.postponed.end()
+        if not self._answer_quickly(peer, call_id, value):
+            agent.executor.submit((self._answer_fetch, (peer, call_id, value)))
+
+    def _special_fetch_arrived(self, peer: Peer, frame: Frame, target: RRefId) -> None:
+        """One of an object that is not known yet or any more, or whose header says more."""
+
         def run(value: Value) -> None:
             if value.error is not None:
                 self._agent.fail(peer, frame.call_id, value.error)
@@ -167,7 +255,7 @@ class Server:
                 content = type(content)
             self._agent.reply(peer, frame.call_id, content, "the object", frame.header)
 
-        self._accept_on_object(Request(peer, frame, None), _target(frame), run, quick=True)
+        self._accept_on_object(Request(peer, frame, None), target, run, quick=True)
 
     def _invocation_arrived(self, peer: Peer, frame: Frame) -> None:
         request = Request(peer, frame, serialization.adopt(frame.header, peer))

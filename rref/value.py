@@ -10,8 +10,12 @@ from typing import Any, Final
 
 from rpc.errors import RpcTimeoutError
 from rpc.futures import INFINITE, check_may_block, wait_for
+from rpc.peer import Peer
 
-__all__ = ["Value"]
+__all__ = ["Fetch", "Value"]
+
+Fetch = tuple[Peer, int]
+"""Who asks for the object, and the id of the call by which."""
 
 _OWN_PACKAGES: Final = ("rpc.", "rref.")
 
@@ -23,7 +27,7 @@ class Value:
     that sets it.
     """
 
-    __slots__ = ("_content", "_error", "_lock", "_ready", "_waiting")
+    __slots__ = ("_content", "_error", "_lock", "_parked", "_ready", "_waiting")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may come back here
@@ -31,6 +35,7 @@ class Value:
         self._content: Any = None
         self._error: BaseException | None = None
         self._waiting: list[Callable[[], object]] = []
+        self._parked: list[Fetch] = []
 
     @classmethod
     def of(cls, content: Any) -> Value:
@@ -50,21 +55,30 @@ class Value:
         """The error of making the object, once there is one."""
         return self._error
 
-    def set(self, content: Any) -> None:
-        """The object is there."""
-        self._finish(content, None)
+    def set(self, content: Any) -> list[Fetch]:
+        """The object is there. Returns the fetches that were parked, for the caller to answer."""
+        return self._finish(content, None)
 
-    def fail(self, error: BaseException) -> None:
-        """Making the object failed: whoever asks for it gets ``error``."""
+    def fail(self, error: BaseException) -> list[Fetch]:
+        """Making the object failed: whoever asks for it gets ``error``. Returns the parked fetches."""
         _let_go(error)
-        self._finish(None, error)
+        return self._finish(None, error)
 
-    def _finish(self, content: Any, error: BaseException | None) -> None:
+    def _finish(self, content: Any, error: BaseException | None) -> list[Fetch]:
         with self._lock:
             self._content, self._error, self._ready = content, error, True
             waiting, self._waiting = self._waiting, []
+            parked, self._parked = self._parked, []
         for callback in waiting:
             callback()
+        return parked
+
+    def park(self, fetch: Fetch) -> bool:
+        """Leave a fetch to whoever makes the object; false if it is there, or failed."""
+        with self._lock:
+            if not self._ready:
+                self._parked.append(fetch)
+            return not self._ready
 
     def when_ready(self, callback: Callable[[], object]) -> bool:
         """Whether the object is there or failed; if not, ``callback`` is called once it is."""

@@ -14,6 +14,7 @@ import rpc
 from rpc import serialization
 from rpc.current import current_agent
 from rpc.wire import Kind
+from rref.requests import CREATE, name_creation
 from tests.hostile import Hostile, Target, frame, target
 from tests.serving import open_gate, wait_at_gate
 from tests.tracked import Tracked
@@ -66,8 +67,8 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         frame(Kind.CALL, {"rref": [[5, [5, 1], [6, 1]]]}, [b""]),
         "a reference names incarnation 5, which is not in this group",
     ),
-    "a creation of nothing": (frame(32, {}), "a creation names itself by None"),
-    "a fetch of nothing": (frame(33, {}), "names an object by None"),
+    "a creation of nothing": (frame(32, {}), "does not say which object"),
+    "a fetch of nothing": (frame(33, {}), "does not say which object"),
     "a method of nothing": (frame(34, {"object": "x"}), "names an object by x"),
     "no batch": (frame(Kind.CONTROL, {}), "a batch of control messages that cannot be: None"),
     "an unknown topic": (frame(Kind.CONTROL, {"batch": [0, [], 1, [["gossip", 1]]]}), "on topic 'gossip'"),
@@ -232,7 +233,8 @@ def leave_something(at: Target) -> None:
     with Hostile(at) as peer:
         member = peer.newcomer(1)
         peer.join(member)
-        peer.say(frame(32, {"create": [[member.incarnation, 1], [member.incarnation, 2]]}, call.segments))
+        name_creation(call, (member.incarnation, 1), (member.incarnation, 2))
+        peer.say(frame(CREATE, {}, call.segments))
         answer = peer.hear()
         assert answer is not None
         assert answer.kind == Kind.REPLY

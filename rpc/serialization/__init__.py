@@ -11,7 +11,7 @@ the pickle. All functions may be called from any thread.
 
 from __future__ import annotations
 
-from rpc.serialization.calls import Call, dump_call, dumps, load_call, loads
+from rpc.serialization.calls import Call, dump_call, dump_quickly, dumps, load_call, loads
 from rpc.serialization.carriers import Carrier, adopt, ready, take_back
 from rpc.serialization.exceptions import dump_exception, load_exception, text_of
 from rpc.serialization.functions import main_identity
@@ -45,6 +45,7 @@ __all__ = [
     "allowed",
     "dump_call",
     "dump_exception",
+    "dump_quickly",
     "dumps",
     "dumps_with_tensors",
     "load_call",

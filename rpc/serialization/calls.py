@@ -38,15 +38,17 @@ from rpc.serialization.safe import AllowList
 from rpc.serialization.tensors import dense, plain
 from rpc.serialization.tracked import rebuilt
 
-__all__ = ["Call", "dump_call", "dumps", "fill_in", "load_call", "loads"]
+__all__ = ["Call", "dump_call", "dump_quickly", "dumps", "fill_in", "load_call", "loads"]
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function, its positional and its keyword arguments."""
 
+_NUMBERS: Final = frozenset((type(None), bool, int, float, complex))
 _SCALARS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 _SEQUENCES: Final = frozenset((list, tuple))
 _SHORT: Final = 64
+_QUICK_BYTES: Final = 1024
 _WITH_GRAD: Final = 4
 """So many arguments ``dense`` gets for a tensor that requires grad."""
 
@@ -337,6 +339,24 @@ def dumps(
     except Exception as error:
         reason = error
     raise cannot_send(reason, obj, to, what)  # out here, so that no error is the other's context
+
+
+def dump_quickly(obj: Any) -> Payload | None:
+    """Serialize an object that is small, and such that none of the user's code takes part; None if it isn't.
+
+    May be called on the agent's loop.
+    """
+    kind = type(obj)
+    try:
+        if kind in _NUMBERS or ((kind is str or kind is bytes) and len(obj) <= _QUICK_BYTES):
+            return Payload({}, [_NONE if obj is None else _pickle((obj,), PROTOCOL)])
+        if kind is Tensor and not obj.__dict__ and obj.is_cpu and obj.nbytes <= _QUICK_BYTES:
+            usual = plain(obj)
+            payload = None if usual is None else _with_buffers(usual)
+            return payload if payload is not None and len(payload.segments) == 1 else None
+    except RuntimeError:
+        pass  # a tensor of some unusual kind
+    return None
 
 
 def loads(
