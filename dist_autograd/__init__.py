@@ -21,7 +21,14 @@ if Path(_found).parent.parent != Path(__file__).parent.parent:
         f"{Path(__file__).parent}: rename that file or folder, or start Python elsewhere"
     )
 
-from dist_autograd.api import backward, context, current_context, get_gradients, has_context
+from dist_autograd.api import (
+    backward,
+    context,
+    current_context,
+    get_gradients,
+    has_context,
+    replace_gradients,
+)
 from dist_autograd.installation import autograd, install
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
     "get_gradients",
     "has_context",
     "install",
+    "replace_gradients",
 ]
 
 

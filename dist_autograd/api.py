@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +13,7 @@ from dist_autograd.following import Inside
 from dist_autograd.installation import autograd
 from rpc.errors import AutogradError
 
-__all__ = ["backward", "context", "current_context", "get_gradients", "has_context"]
+__all__ = ["backward", "context", "current_context", "get_gradients", "has_context", "replace_gradients"]
 
 
 class context:  # noqa: N801  # PyTorch's name
@@ -105,6 +105,19 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
             ...
     """
     return autograd().contexts.get(context_id).gradients()
+
+
+def replace_gradients(context_id: int, gradients: Mapping[Tensor, Tensor]) -> None:
+    """Put others in the place of gradients that a context has on this worker, clipped ones for example.
+
+    Args:
+        context_id: what ``context`` returned.
+        gradients: by leaf; of leaves that are not named, the context keeps what it has.
+
+    Raises:
+        AutogradError: there is no such context.
+    """
+    autograd().contexts.get(context_id).replace(gradients)
 
 
 def has_context(context_id: int) -> bool:

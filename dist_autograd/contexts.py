@@ -17,7 +17,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -78,6 +78,11 @@ class Context:
                 self._gradients[leaf] = gradient + before  # the only order that PyTorch knows
             else:
                 self._gradients[leaf] = before + gradient
+
+    def replace(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Put others in the place of the gradients of some leaves."""
+        with self._lock:
+            self._gradients.update(gradients)
 
     def let_go(self) -> None:
         """Free what was recorded: destructors of the user's may run."""

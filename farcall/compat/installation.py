@@ -38,11 +38,13 @@ _FACADES: Final = {
     _RPC + ".rref_proxy": "rref.proxy",
     "torch.distributed.autograd": "farcall.compat.torch_autograd",
     "torch.distributed.nn.api.remote_module": "farcall.compat.torch_nn",
+    "torch.distributed.optim.optimizer": "farcall.compat.torch_optim",
 }
 """What stands in for which of PyTorch's modules. Submodules of these without a facade disappear."""
 
 _SHOWN_BY: Final = {
     "torch.distributed.nn": ("RemoteModule", "farcall.compat.torch_nn"),
+    "torch.distributed.optim": ("DistributedOptimizer", "farcall.compat.torch_optim"),
 }
 """Packages of PyTorch's that stay, but offer a name of a module that is replaced."""
 

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.rpc.dist_autograd_test import (
     DistAutogradTest,
     TensorPipeAgentDistAutogradTest,
 )
+from torch.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
 from torch.testing._internal.distributed.rpc.examples.parameter_server_test import ParameterServerTest
 from torch.testing._internal.distributed.rpc.examples.reinforcement_learning_rpc_test import (
     ReinforcementLearningRpcTest,
@@ -69,6 +70,10 @@ class DdpComparisonSuite(DdpComparisonTest, TensorPipeRpcAgentTestFixture, TestC
     """DistributedDataParallel inside and outside of a context."""
 
 
+class DistOptimizerSuite(DistOptimizerTest, TensorPipeRpcAgentTestFixture, TestCase):
+    """Optimizers for parameters on many workers."""
+
+
 class ParameterServerSuite(ParameterServerTest, TensorPipeRpcAgentTestFixture, TestCase):
     """A parameter server that answers a batch of updates at once."""
 
@@ -86,6 +91,7 @@ SUITES: dict[str, Any] = {
     "TensorPipeAgentDistAutogradTest": TensorPipeDistAutogradSuite,
     "DdpUnderDistAutogradTest": DdpUnderDistAutogradSuite,
     "DdpComparisonTest": DdpComparisonSuite,
+    "DistOptimizerTest": DistOptimizerSuite,
     "ParameterServerTest": ParameterServerSuite,
     "ReinforcementLearningRpcTest": ReinforcementLearningSuite,
 }

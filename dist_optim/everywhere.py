@@ -1,0 +1,68 @@
+"""Doing something on all owners at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from rpc.errors import WorkerLostError
+from rpc.futures import Future, wait_futures
+
+__all__ = ["on_all"]
+
+T = TypeVar("T")
+
+
+def on_all(parts: Mapping[str, T], doing: str, call: Callable[[T], Future[Any]]) -> list[Any]:
+    """Makes one call for each worker, and waits for all.
+
+    Args:
+        parts: what each worker's call is about, by the worker's name.
+        doing: what is done, for errors.
+        call: makes the call.
+
+    Returns:
+        The values, in the order of ``parts``.
+
+    Raises:
+        WorkerLostError: a worker is gone. Then the others are not waited for.
+        Exception: what a worker's function raised; nothing is under way any more.
+
+        The notes name all workers on which it failed, and say how the others fared.
+    """
+    calls = {worker: call(part) for worker, part in parts.items()}
+    try:
+        return wait_futures(list(calls.values()))
+    except WorkerLostError as error:
+        _add_notes(error, doing, calls)
+        raise
+    except Exception as error:
+        for future in calls.values():
+            _error_of(future)
+        _add_notes(error, doing, calls)
+        raise
+
+
+def _add_notes(error: Exception, doing: str, calls: Mapping[str, Future[Any]]) -> None:
+    done: list[str] = []
+    under_way: list[str] = []
+    for worker, future in calls.items():
+        if not future.done():
+            under_way.append(f"'{worker}'")
+        elif (failure := _error_of(future)) is not None:
+            error.add_note(f"{doing} failed on worker '{worker}': {type(failure).__name__}: {failure}")
+        else:
+            done.append(f"'{worker}'")
+    if done:
+        error.add_note(f"{doing} was done on {', '.join(done)}")
+    if under_way:
+        error.add_note(f"{doing} is under way on {', '.join(under_way)}")
+
+
+def _error_of(future: Future[Any]) -> Exception | None:
+    """Waits for a call; the error with which it ended."""
+    try:
+        future.wait()
+    except Exception as error:
+        return error
+    return None

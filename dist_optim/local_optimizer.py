@@ -1,0 +1,147 @@
+"""An owner's part of a distributed optimizer: the optimizer of the parameters that live there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dist_autograd
+from dist_optim.parameter_locks import ParameterLocks
+from rpc.api import get_worker_info
+from rref import RRef
+
+__all__ = ["LocalOptimizer", "OptimizerFactory", "make_local_optimizer"]
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+class LocalOptimizer:
+    """Optimizes parameters of this worker with the gradients of a context. Called remotely, by many at once.
+
+    While it works, no other optimizer of this process works on the same parameters.
+
+    Args:
+        optimizer_class: what makes the optimizer, out of the parameters and the arguments.
+        parameters: each once.
+        args: positional arguments after the parameters.
+        kwargs: keyword arguments.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: OptimizerFactory,
+        parameters: Sequence[Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._parameters = list(parameters)
+        self._optimizer = optimizer_class(self._parameters, *args, **kwargs)
+        self._locks = ParameterLocks(self._parameters)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizer, while nobody else uses it."""
+        with self._locks.held():
+            yield self._optimizer
+
+    def step(self, context_id: int) -> None:
+        """Takes one step with the gradients of a context. Parameters without one are left out."""
+        gradients = _gradients(context_id)
+        with self.held() as optimizer, self._lent(gradients):
+            optimizer.step()
+
+    @contextlib.contextmanager
+    def _lent(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """The parameters have these gradients as their ``.grad``, and then again what they had before."""
+        before = [parameter.grad for parameter in self._parameters]
+        try:
+            for parameter in self._parameters:
+                parameter.grad = gradients.get(parameter)
+            yield
+        finally:
+            for parameter, gradient in zip(self._parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def norms(self, context_id: int, norm_type: float) -> Tensor:
+        """The norm of each gradient that the context has for these parameters, of shape (gradients,)."""
+        gradients = _gradients(context_id)
+        norms = [
+            torch.linalg.vector_norm(_elements(gradients[parameter]), norm_type).cpu()
+            for parameter in self._parameters
+            if parameter in gradients
+        ]
+        return torch.stack(norms) if norms else torch.zeros(0)
+
+    def scale(self, context_id: int, factor: float) -> None:
+        """Multiplies the gradients that the context has for these parameters."""
+        gradients = _gradients(context_id)
+        # Out of place: two leaves may have one tensor as their gradient.
+        scaled = {
+            parameter: gradients[parameter] * factor
+            for parameter in self._parameters
+            if parameter in gradients
+        }
+        if scaled:
+            dist_autograd.replace_gradients(context_id, scaled)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the optimizer's state, as ``torch.optim.Optimizer.state_dict`` gives it."""
+        with self.held() as optimizer:
+            return copy.deepcopy(optimizer.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state that ``state_dict`` gave."""
+        with self.held() as optimizer:
+            optimizer.load_state_dict(state)
+
+
+def _gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The context's gradients on this worker; none if nothing of the context was computed here."""
+    if not dist_autograd.has_context(context_id):
+        return {}
+    with torch.no_grad():
+        return dist_autograd.get_gradients(context_id)
+
+
+def _elements(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def make_local_optimizer(
+    optimizer_class: OptimizerFactory,
+    references: Sequence[RRef[Tensor]],
+    positions: Sequence[int],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[RRef[LocalOptimizer], list[int]]:
+    """Makes the optimizer for parameters of this worker. Called remotely.
+
+    Args:
+        optimizer_class: as for ``LocalOptimizer``.
+        references: to the parameters; a tied parameter may come several times.
+        positions: of these references among those that the user gave.
+        args: as for ``LocalOptimizer``.
+        kwargs: as for ``LocalOptimizer``.
+
+    Returns:
+        A reference to it, and the positions of its parameters, the first one for a tied parameter.
+
+    Raises:
+        TypeError: a reference is to something else than a tensor.
+    """
+    found: dict[Tensor, int] = {}
+    for reference, position in zip(references, positions, strict=True):
+        parameter = reference.local_value()
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                f"params_rref[{position}] refers to a {type(parameter).__name__} on worker "
+                f"'{get_worker_info().name}': DistributedOptimizer takes references to tensors, such as "
+                "those of RemoteModule.remote_parameters()"
+            )
+        found.setdefault(parameter, position)
+    return RRef(LocalOptimizer(optimizer_class, list(found), args, kwargs)), list(found.values())

@@ -1,0 +1,231 @@
+"""``DistributedOptimizer``: one optimizer for parameters on many workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import dist_autograd
+from dist_optim import checkpoint
+from dist_optim.everywhere import on_all
+from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
+from dist_optim.lr_scheduler import DistributedLRScheduler, LocalScheduler, SchedulerFactory
+from rpc.api import rpc_async
+from rref import RRef
+
+__all__ = ["DistributedOptimizer"]
+
+
+class _Part(NamedTuple):
+    """What one owner has of the optimizer: a reference to it, and which of the parameters it is for."""
+
+    optimizer: RRef[LocalOptimizer]
+    positions: list[int]
+
+
+class DistributedOptimizer:
+    """An optimizer for parameters that live on many workers; each owner has a local one for its own.
+
+    It takes the gradients that ``dist_autograd.backward`` has left in a context, and leaves ``.grad`` alone.
+
+    Several trainers may step at once, with this object (which can be sent) or each with its own: on each
+    owner one step runs at a time on the same parameters. Between forward and step others may have stepped,
+    so gradients may be a little old, as always in asynchronous training; and there is no common order of
+    steps on different owners.
+
+    A parameter that is given several times, because modules share it, is optimized once.
+
+    Args:
+        optimizer_class: any class of ``torch.optim``, or one like them, or a function that makes one. It
+            runs on each owner, and must be something that can be sent.
+        params_rref: references to parameters, such as ``RemoteModule.remote_parameters()``; for those of
+            this worker, ``rpc.RRef(parameter)``.
+        args: for ``optimizer_class``, after the parameters.
+        kwargs: for ``optimizer_class``.
+
+    Raises:
+        TypeError: one of ``params_rref`` is no reference, or one to something else than a tensor.
+        ValueError: there are no parameters.
+        WorkerLostError: an owner is gone.
+        Exception: what ``optimizer_class`` raised on an owner, which the notes name.
+
+    Example::
+
+        optimizer = DistributedOptimizer(optim.SGD, model.remote_parameters(), lr=0.1, momentum=0.9)
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [loss_fn(model(x), y)])
+            optimizer.clip_grad_norm_(context_id, max_norm=1.0)
+            optimizer.step(context_id)
+    """
+
+    def __init__(
+        self,
+        optimizer_class: OptimizerFactory,
+        params_rref: Iterable[RRef[Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        references = _checked(params_rref)
+        placed: dict[str, list[int]] = {}
+        for position, reference in enumerate(references):
+            placed.setdefault(reference.owner_name(), []).append(position)
+        made = on_all(
+            {owner: (owner, positions) for owner, positions in placed.items()},
+            f"making a {getattr(optimizer_class, '__name__', optimizer_class)}",
+            lambda part: rpc_async(
+                part[0],
+                make_local_optimizer,
+                args=(optimizer_class, [references[each] for each in part[1]], part[1], args, kwargs),
+            ),
+        )
+        self._parts = {owner: _Part(*part) for owner, part in zip(placed, made, strict=True)}
+
+    def step(self, context_id: int) -> None:
+        """Takes one step on each owner, with the gradients that the context has there, and waits for all.
+
+        Parameters without a gradient in this context are left as they are.
+
+        Args:
+            context_id: what ``dist_autograd.context`` returned.
+
+        Raises:
+            AutogradError: there is no such context.
+            WorkerLostError: an owner is gone.
+            Exception: what an optimizer raised, with that worker's traceback. Its notes name the workers on
+                which the step failed, and those on which it was made.
+        """
+        _check_context(context_id)
+        on_all(self._parts, "step", lambda part: part.optimizer.rpc_async().step(context_id))
+
+    def clip_grad_norm_(
+        self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scales the context's gradients so that their norm is at most ``max_norm``.
+
+        As ``torch.nn.utils.clip_grad_norm_``, by the norm of the gradients of all parameters on all owners,
+        taken together as if they were one vector.
+
+        Args:
+            context_id: what ``dist_autograd.context`` returned.
+            max_norm: the most that the norm may be afterwards.
+            norm_type: which norm; ``inf`` for the largest element.
+            error_if_nonfinite: raise if the norm is infinite or no number, and change nothing.
+
+        Returns:
+            The norm as it was before, of shape ().
+
+        Raises:
+            AutogradError: there is no such context.
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        """
+        _check_context(context_id)
+        norms = on_all(
+            self._parts,
+            "clip_grad_norm_",
+            lambda part: part.optimizer.rpc_async().norms(context_id, norm_type),
+        )
+        total: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "
+                "clipped; to scale them anyway, set error_if_nonfinite=False"
+            )
+        factor = float(max_norm / (total + 1e-6))
+        if not factor >= 1:  # also where it is no number
+            on_all(
+                self._parts,
+                "clip_grad_norm_",
+                lambda part: part.optimizer.rpc_async().scale(context_id, factor),
+            )
+        return total
+
+    def lr_scheduler(
+        self, scheduler_class: SchedulerFactory, *args: Any, **kwargs: Any
+    ) -> DistributedLRScheduler:
+        """A learning-rate schedule, made and stepped on all owners alike.
+
+        Args:
+            scheduler_class: any class of ``torch.optim.lr_scheduler``, or a function that takes an optimizer
+                and returns a schedule, as for ``SequentialLR``.
+            args: for ``scheduler_class``, after the optimizer.
+            kwargs: for ``scheduler_class``.
+
+        Example::
+
+            scheduler = optimizer.lr_scheduler(torch.optim.lr_scheduler.StepLR, step_size=10, gamma=0.5)
+            for epoch in range(30):
+                train_one_epoch()
+                scheduler.step()
+        """
+        made = on_all(
+            self._parts,
+            f"making a {getattr(scheduler_class, '__name__', scheduler_class)}",
+            lambda part: rpc_async(
+                part.optimizer.owner(),
+                _make_local_scheduler,
+                args=(part.optimizer, scheduler_class, args, kwargs),
+            ),
+        )
+        return DistributedLRScheduler(dict(zip(self._parts, made, strict=True)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all local optimizers, momentum and the like, to go on from later.
+
+        It has the form of ``torch.optim.Optimizer.state_dict``, with one parameter group for each owner and
+        the parameters numbered as they were given, and can be saved with ``torch.save``. The parameters
+        themselves are not in it. Each owner's part is taken between two steps there.
+
+        Example::
+
+            torch.save({"optimizer": optimizer.state_dict(), "model": ...}, path)
+        """
+        states = on_all(self._parts, "state_dict", lambda part: part.optimizer.rpc_async().state_dict())
+        return checkpoint.merge(
+            [(part.positions, state) for part, state in zip(self._parts.values(), states, strict=True)]
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a saved state, in this group or in one formed anew, wherever the parameters live now.
+
+        Args:
+            state_dict: what ``state_dict`` gave for the same parameters in the same order; or the state of a
+                ``torch.optim`` optimizer of the same class with all of them in one group.
+
+        Raises:
+            ValueError: the state is about other parameters, or no state. Nothing is changed then.
+        """
+        states = checkpoint.split(state_dict, [part.positions for part in self._parts.values()])
+        parts = {
+            owner: (part.optimizer, state)
+            for (owner, part), state in zip(self._parts.items(), states, strict=True)
+        }
+        on_all(parts, "load_state_dict", lambda part: part[0].rpc_async().load_state_dict(part[1]))
+
+    def __repr__(self) -> str:
+        owners = ", ".join(f"{len(part.positions)} on '{owner}'" for owner, part in self._parts.items())
+        return f"DistributedOptimizer({owners})"
+
+
+def _checked(params_rref: Iterable[RRef[Any]]) -> list[RRef[Any]]:
+    references: list[Any] = list(params_rref)
+    if not references:
+        raise ValueError("DistributedOptimizer got an empty list of parameters")
+    for position, reference in enumerate(references):
+        if not isinstance(reference, RRef):
+            raise TypeError(
+                f"params_rref[{position}] is a {type(reference).__name__}, not a reference: for a parameter "
+                "of this worker pass rpc.RRef(parameter)"
+            )
+    return references
+
+
+def _check_context(context_id: int) -> None:
+    """Raise ``AutogradError`` unless this worker knows the context."""
+    dist_autograd.get_gradients(context_id)
+
+
+def _make_local_scheduler(*args: Any) -> RRef[LocalScheduler]:
+    return RRef(LocalScheduler(*args))

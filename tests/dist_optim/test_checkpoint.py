@@ -1,0 +1,102 @@
+"""The state of a distributed optimizer as one dict, taken apart and put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from dist_optim.checkpoint import merge, split
+
+
+def trained(*sizes: int) -> optim.Adam:
+    """An optimizer with a state of its own for each parameter."""
+    parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
+    optimizer = optim.Adam(parameters, lr=0.1)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    return optimizer
+
+
+def moments(state: dict[str, Any]) -> dict[int, list[float]]:
+    return {position: kept["exp_avg"].tolist() for position, kept in state["state"].items()}
+
+
+def test_parameters_are_named_by_their_positions() -> None:
+    merged = merge([([0, 3], trained(1, 2).state_dict()), ([1, 2], trained(3, 4).state_dict())])
+    assert {position: len(values) for position, values in moments(merged).items()} == {0: 1, 3: 2, 1: 3, 2: 4}
+    assert [group["params"] for group in merged["param_groups"]] == [[0, 3], [1, 2]]
+    assert [group["lr"] for group in merged["param_groups"]] == [0.1, 0.1]
+
+
+def test_splitting_undoes_merging() -> None:
+    states = [trained(1, 2).state_dict(), trained(3).state_dict()]
+    again = split(merge([([2, 0], states[0]), ([1], states[1])]), [[2, 0], [1]])
+    assert list(map(moments, again)) == list(map(moments, states))
+    assert [state["param_groups"] for state in again] == [state["param_groups"] for state in states]
+
+
+def test_parameters_may_have_moved_to_other_workers() -> None:
+    merged = merge([([0, 1], trained(1, 2).state_dict()), ([2], trained(3).state_dict())])
+    first, second = split(merged, [[0], [2, 1]])
+    assert {index: len(values) for index, values in moments(first).items()} == {0: 1}
+    assert {index: len(values) for index, values in moments(second).items()} == {0: 3, 1: 2}
+    for state, sizes in ((first, (1,)), (second, (3, 2))):
+        trained(*sizes).load_state_dict(state)
+
+
+def test_the_state_of_a_single_optimizer_can_be_split() -> None:
+    local = trained(1, 2, 3)
+    [one, other] = split(local.state_dict(), [[0, 2], [1]])
+    assert [len(values) for values in moments(one).values()] == [1, 3]
+    assert [len(values) for values in moments(other).values()] == [2]
+
+
+def test_what_one_owner_has_makes_a_state_for_a_single_optimizer() -> None:
+    local = trained(1, 2)
+    other = trained(1, 2)
+    other.load_state_dict(merge([([0, 1], local.state_dict())]))
+    assert moments(other.state_dict()) == moments(local.state_dict())
+
+
+def test_parameters_without_a_state_yet_have_none_afterwards() -> None:
+    fresh = optim.Adam([nn.Parameter(torch.ones(1))])
+    [state] = split(merge([([0], fresh.state_dict())]), [[0]])
+    assert state["state"] == {}
+
+
+def test_other_parameters_are_refused() -> None:
+    merged = merge([([0, 1], trained(1, 2).state_dict())])
+    with pytest.raises(ValueError, match=r"about 2 parameters \(0, 1\), this optimizer has 3 \(0, 1, 2\)"):
+        split(merged, [[0, 1], [2]])
+
+
+@pytest.mark.parametrize("state", [{}, {"param_groups": []}, [1], None])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match="optimizer"):
+        split(state, [[0]])
+
+
+def test_groups_with_different_options_are_not_mixed() -> None:
+    slow = trained(1)
+    slow.param_groups[0]["lr"] = 0.01
+    merged = merge([([0], slow.state_dict()), ([1], trained(1).state_dict())])
+    assert len(split(merged, [[0], [1]])) == 2
+    with pytest.raises(ValueError, match=r"different values of 'lr': 0\.01 and 0\.1"):
+        split(merged, [[0, 1]])
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.1), (0.1, 0.2)])
+def test_rates_that_are_tensors_are_compared_as_such(rates: tuple[float, float]) -> None:
+    optimizers = [trained(1), trained(1)]
+    for optimizer, rate in zip(optimizers, rates, strict=True):
+        optimizer.param_groups[0]["lr"] = torch.tensor(rate)
+    merged = merge([([index], optimizer.state_dict()) for index, optimizer in enumerate(optimizers)])
+    if rates[0] == rates[1]:
+        assert len(split(merged, [[0, 1]])) == 1
+    else:
+        with pytest.raises(ValueError, match="different values of 'lr'"):
+            split(merged, [[0, 1]])
