@@ -36,12 +36,9 @@ def train_and_save(worker: Worker) -> None:
         scheduler = optimizer.lr_scheduler(lr_scheduler.ExponentialLR, 0.5)
         model.train(optimizer, batches(3))
         scheduler.step()
+        layers = [module.get_module_rref().rpc_sync().state_dict() for module in model.remote]
         saved.append(
-            {
-                "optimizer": optimizer.state_dict(),
-                "scheduler": scheduler.state_dict(),
-                "model": model.values(),
-            }
+            {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(), "model": layers}
         )
     torch.save(saved, worker.folder / "checkpoint")
 

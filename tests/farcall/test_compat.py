@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import dist_optim
 import rref
 from tests.workers import RunWorkers, Worker
 
@@ -58,21 +59,28 @@ def test_modules_mean_ours_until_it_is_uninstalled(run_workers: RunWorkers) -> N
 
 
 @pytest.mark.parametrize("imported_before", [True, False])
-def test_remote_modules_mean_ours_wherever_pytorch_shows_them(
-    run_workers: RunWorkers, imported_before: bool
+@pytest.mark.parametrize(
+    ("package", "module", "name", "ours"),
+    [
+        ("torch.distributed.nn", ".api.remote_module", "RemoteModule", rref.RemoteModule),
+        ("torch.distributed.optim", ".optimizer", "DistributedOptimizer", dist_optim.DistributedOptimizer),
+    ],
+    ids=["RemoteModule", "DistributedOptimizer"],
+)
+def test_what_other_packages_show_means_ours(
+    run_workers: RunWorkers, imported_before: bool, package: str, module: str, name: str, ours: type
 ) -> None:
     def look(_: Worker) -> None:
         from farcall import compat
 
-        before = importlib.import_module("torch.distributed.nn").RemoteModule if imported_before else None
+        before = getattr(importlib.import_module(package), name) if imported_before else None
         compat.install()
-        package = importlib.import_module("torch.distributed.nn")
-        module = importlib.import_module("torch.distributed.nn.api.remote_module")
-        assert package.RemoteModule is package.api.remote_module.RemoteModule is module.RemoteModule
-        assert issubclass(module.RemoteModule, rref.RemoteModule)
+        shown = getattr(importlib.import_module(package), name)
+        assert issubclass(shown, ours)
+        assert getattr(importlib.import_module(package + module), name) is shown
         compat.uninstall()
-        after = importlib.import_module("torch.distributed.nn").RemoteModule
-        assert after.__module__ == "torch.distributed.nn.api.remote_module"
+        after = getattr(importlib.import_module(package), name)
+        assert after.__module__ == package + module
         assert before in (None, after)
 
     run_workers(look, 1)
