@@ -40,7 +40,7 @@ from rpc.peer import Peer
 from rpc.segments import SegmentExchange
 from rpc.serialization import Connect, Payload
 from rpc.tape import Tape, note
-from rpc.transport import transports
+from rpc.transport import INFINITE, transports
 from rpc.wire import Frame, Kind, encode, encode_small
 from rpc.workers import Member, WorkerInfo
 
@@ -85,7 +85,10 @@ class Agent:
         self.dispatcher = Dispatcher(self)
         self.frames_received = self.dispatcher.frames_received
         self.links = Links(
-            self.loop, transports(self.loop, options.send_queue_bytes), self, options.max_message_bytes
+            self.loop,
+            transports(self.loop, options.send_queue_bytes, options.transports),
+            self,
+            options.max_message_bytes,
         )
         self.dispatcher.on(Kind.CONTROL, self.control.received)
         self.dispatcher.on(Kind.GOODBYE, self.links.goodbye_received)
@@ -170,7 +173,13 @@ class Agent:
     def peer_for(self, member: Member) -> Peer:
         peer = self._peers.get(member.incarnation)
         if peer is None:
-            peer = self._peers[member.incarnation] = Peer(member, self, self._connect)
+            peer = self._peers[member.incarnation] = Peer(
+                member,
+                self,
+                self._connect,
+                send_queue_bytes=self.options.send_queue_bytes,
+                near=member.host == self.view.me.host,
+            )
             self._routes.clear()
             for handler in self._joined_handlers:
                 handler(peer)
@@ -219,8 +228,12 @@ class Agent:
 
     # ---- sending and answering
 
-    def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, *, wait: bool = True) -> None:
-        """Send one message; if that fails, what travels beside the pickle is taken back."""
+    def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, *, wait: float = INFINITE) -> None:
+        """Send one message; if that fails, what travels beside the pickle is taken back.
+
+        Args:
+            wait: seconds to wait at most while too much is queued for that peer.
+        """
         header, segments = payload.header, payload.segments
         try:
             count = len(segments)
@@ -228,11 +241,11 @@ class Agent:
                 peer.send_small(encode_small(kind, call_id, header, segments), wait)
             elif count == 1 or not self.segments.send(peer, kind, call_id, payload, wait):
                 buffers, size = encode(kind, call_id, header, segments)
-                if size > self.options.max_message_bytes:
-                    # The other side would break off the connection; it has the same limit, as a rule.
+                if size > peer.member.max_message_bytes:
                     raise SerializationError(
                         f"a message of {size} bytes to worker '{peer.name}' is over the limit of "
-                        f"{self.options.max_message_bytes}: raise max_message_bytes in all workers' options"
+                        f"{peer.member.max_message_bytes} that it accepts: raise max_message_bytes in "
+                        "its options"
                     )
                 peer.send(buffers, size, aliased=bool(payload.borrowed), wait=wait)
         except BaseException:

@@ -20,6 +20,7 @@ from rpc.peer import Peer
 from rpc.pickling import replacement
 from rpc.serialization import Payload
 from rpc.tape import note
+from rpc.transport import INFINITE, QueueFull
 from rpc.wire import Kind
 
 if TYPE_CHECKING:
@@ -124,7 +125,10 @@ class Caller:
     def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
         """Send the message of a call that is in the table; see ``request``."""
         try:
-            self._agent.send(call.peer, kind, call.call_id, payload)
+            self._agent.send(call.peer, kind, call.call_id, payload, wait=call.timeout or INFINITE)
+        except QueueFull:
+            if self._agent.calls.take(call.call_id) is not None:
+                call.settle(call.timeout_error())
         except WorkerLostError:
             # If the loop has not noted why the connection is closed, it is about to, and ends the call then.
             if call.peer.lost is not None and self._agent.calls.take(call.call_id) is not None:

@@ -30,6 +30,9 @@ __all__ = ["LinkEvents", "Links"]
 
 logger = logging.getLogger(__name__)
 
+SMALL_FRAME_BYTES: Final = 128 << 10
+"""Frames up to this are accepted whatever the limit for messages: nobody checks them before sending."""
+
 CONNECT_SECONDS: Final = 20.0
 """How long one address may take to answer, and how long a peer may take to shake hands."""
 
@@ -173,7 +176,9 @@ class Links:
         handshake.finish()
         connection = handshake.connection
         connection.description = f"worker '{peer.name}'"
-        connection.set_frame_limits(self._max_frame_bytes, self._max_frame_bytes)
+        connection.set_frame_limits(
+            max(self._max_frame_bytes, SMALL_FRAME_BYTES), peer.member.max_message_bytes
+        )
         connection.owner = _Link(self, peer)
         peer.connecting = False
         peer.established(connection)

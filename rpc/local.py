@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rpc.peer import Peer
+from rpc.transport import INFINITE
 from rpc.wire import Kind, decode_one
 from rpc.workers import Member
 
@@ -29,10 +30,12 @@ class LocalPeer(Peer):
     def is_self(self) -> bool:
         return True
 
-    def send_small(self, frame: bytes, wait: bool) -> None:
+    def send_small(self, frame: bytes, wait: float) -> None:
         self.send((frame,), len(frame))
 
-    def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
+    def send(
+        self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
+    ) -> None:
         if self._lost is not None:
             raise self.lost_error()
         frames = [decode_one(bytearray().join(buffers))]

@@ -115,6 +115,17 @@ def _bool(name: str, value: object) -> bool:
     return value
 
 
+def _transports(name: str, value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise _wrong_type(name, value, "a sequence of names")
+    names = tuple(value)
+    if not names or not set(names) <= {"unix", "tcp"}:
+        raise InvalidOptionError(f'{name} must name at least one of "unix" and "tcp", got {value!r}')
+    return names
+
+
 def _listen(name: str, value: object) -> str | None:
     if value is None:
         return None
@@ -199,7 +210,9 @@ class AgentOptions(RpcBackendOptions):
             0.0005; Python's own is 0.005). A call in a process whose main thread computes waits for
             it two or three times. ``None`` leaves the interpreter's setting alone.
         send_queue_bytes: how much one connection keeps unsent before callers wait (default 64 MiB).
-        max_message_bytes: the largest message accepted from a peer (default 64 GiB).
+        max_message_bytes: the largest message accepted from a peer (default 64 GiB); up to 64 KiB are
+            accepted always. Who sends more gets a ``SerializationError``.
+        transports: which to use, of ``"unix"`` and ``"tcp"`` (default ``None``: all that this system has).
         shared_memory_bytes: how much shared memory large tensors for workers on this host may take (default
             1 GiB), and how much of each peer's is taken; what does not fit goes through the socket. 0 turns
             shared memory off. It is made as it is needed, kept for further messages, and given back after 20
@@ -227,6 +240,7 @@ class AgentOptions(RpcBackendOptions):
     send_queue_bytes = _Option(_positive_int)
     max_message_bytes = _Option(_positive_int)
     shared_memory_bytes = _Option(_int_or_zero)
+    transports = _Option(_transports)
     listen = _Option(_listen)
     deserialization = _Option(_deserialization)
 
@@ -243,6 +257,7 @@ class AgentOptions(RpcBackendOptions):
         switch_interval: float | None = 0.0005,
         send_queue_bytes: int = 64 * _MIB,
         max_message_bytes: int = 64 * 1024 * _MIB,
+        transports: Iterable[str] | None = None,
         shared_memory_bytes: int = 1024 * _MIB,
         listen: str | None = None,
         deserialization: Literal["pickle", "safe"] = "pickle",
@@ -256,6 +271,7 @@ class AgentOptions(RpcBackendOptions):
         self.switch_interval = switch_interval
         self.send_queue_bytes = send_queue_bytes
         self.max_message_bytes = max_message_bytes
+        self.transports = transports
         self.shared_memory_bytes = shared_memory_bytes
         self.listen = listen
         self.deserialization = deserialization

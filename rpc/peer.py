@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
 
 from rpc.errors import WorkerLostError
-from rpc.transport import Connection, ConnectionClosed
+from rpc.transport import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 from rpc.workers import Member
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
 __all__ = ["Peer"]
+
+_SLICE_SECONDS: Final = 0.5
+"""A signal right before a wait does not end it: no wait is longer than this."""
 
 
 class Peer:
@@ -26,6 +30,8 @@ class Peer:
         agent: of this worker.
         connect: called on the sender's thread when the first frame waits for a connection; it must not
             block, and calling it twice must do no harm.
+        send_queue_bytes: callers of ``send`` wait while more than this waits for the connection.
+        near: it is on this host.
     """
 
     __slots__ = (
@@ -33,15 +39,27 @@ class Peer:
         "_connection",
         "_lock",
         "_lost",
+        "_near",
+        "_queue_limit",
         "_requested",
+        "_room",
         "_waiting",
+        "_waiting_bytes",
         "agent",
         "connecting",
         "main",
         "member",
     )
 
-    def __init__(self, member: Member, agent: Agent, connect: Callable[[Peer], None]) -> None:
+    def __init__(
+        self,
+        member: Member,
+        agent: Agent,
+        connect: Callable[[Peer], None],
+        *,
+        send_queue_bytes: int = 64 << 20,
+        near: bool = True,
+    ) -> None:
         self.member = member
         self.agent = agent
         self.main = member.main
@@ -50,7 +68,11 @@ class Peer:
         self._connect = connect
         self._connection: Connection | None = None
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
-        self._waiting: list[tuple[list[bytes], int]] = []
+        self._waiting: list[tuple[list[Any], int]] = []
+        self._waiting_bytes = 0
+        self._queue_limit = send_queue_bytes
+        self._near = near
+        self._room = threading.Condition(self._lock)
         self._requested = False
         self._lost: str | None = None
 
@@ -93,7 +115,9 @@ class Peer:
         gone = f"worker '{self.name}' (id {self.member.id}) is gone: {reason}"
         return WorkerLostError(f"{gone}. {consequence}" if consequence else gone, self.name, reason)
 
-    def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
+    def send(
+        self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
+    ) -> None:
         """Send one frame, or keep it until there is a connection.
 
         Args:
@@ -101,10 +125,11 @@ class Peer:
 
         Raises:
             WorkerLostError: the worker is gone.
+            QueueFull: too much is queued for it already.
         """
         connection = self._connection
         if connection is None:
-            connection = self._keep(buffers, size)
+            connection = self._keep(buffers, size, aliased, wait)
             if connection is None:
                 return
         try:
@@ -112,7 +137,7 @@ class Peer:
         except ConnectionClosed:
             raise self.lost_error() from None
 
-    def send_small(self, frame: bytes, wait: bool) -> None:
+    def send_small(self, frame: bytes, wait: float) -> None:
         """As ``send``, for a frame in one piece: the way of most calls."""
         connection = self._connection
         if connection is None:
@@ -123,19 +148,37 @@ class Peer:
         except ConnectionClosed:
             raise self.lost_error() from None
 
-    def _keep(self, buffers: Sequence[Any], size: int) -> Connection | None:
+    def _keep(self, buffers: Sequence[Any], size: int, aliased: bool, wait: float) -> Connection | None:
         """Queue the frame until there is a connection; returns the connection if there is one by now."""
-        copied = [bytes(buffer) for buffer in buffers]
+        pieces = [self._capture(buffer) for buffer in buffers] if aliased else list(buffers)
+        deadline = monotonic() + wait
         with self._lock:
+            while wait and self._is_full():
+                left = deadline - monotonic()
+                if left <= 0:
+                    raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
+                self._room.wait(min(left, _SLICE_SECONDS))
             if self._connection is not None:
                 return self._connection
             if self._lost is not None:
                 raise self.lost_error()
-            self._waiting.append((copied, size))
+            self._waiting.append((pieces, size))
+            self._waiting_bytes += size
             if not self._requested:
                 self._connect(self)
                 self._requested = True
         return None
+
+    def _is_full(self) -> bool:
+        waits = self._connection is None and self._lost is None
+        return waits and self._waiting_bytes > self._queue_limit
+
+    def _capture(self, buffer: Any) -> Any:
+        """As a transport would, once there is a connection: see ``Connection.send``."""
+        if type(buffer) is bytes:
+            return buffer
+        large = memoryview(buffer).nbytes > CAPTURED_BYTES
+        return buffer if large and not self._near else bytes(buffer)
 
     def established(self, connection: Connection) -> None:
         """There is a connection: send what waits for it, in order, before anything else."""
@@ -143,7 +186,7 @@ class Peer:
             self._requested = True
             for buffers, size in self._waiting:
                 connection.send(buffers, size, wait=False)
-            self._waiting.clear()
+            self._forget_waiting()
             self._connection = connection
 
     def gone(self, reason: str) -> Connection | None:
@@ -151,6 +194,11 @@ class Peer:
         with self._lock:
             if self._lost is None:
                 self._lost = reason
-            self._waiting.clear()
+            self._forget_waiting()
             connection, self._connection = self._connection, None
         return connection
+
+    def _forget_waiting(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self._room.notify_all()

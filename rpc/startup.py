@@ -185,6 +185,7 @@ def start_agent(
             host_identity(),
             tuple(agent.addresses),
             main_identity(),
+            options.max_message_bytes,
         )
         for install in _installers:
             install(agent)

@@ -58,6 +58,7 @@ class Member:
         host: identity of the host and network namespace; equal where Unix sockets can connect.
         addresses: where the worker listens, best first: ``unix:@NAME`` and ``tcp:HOST:PORT``.
         main: identity of the program that runs as ``__main__`` ("" if interactive).
+        max_message_bytes: the largest message that it accepts.
     """
 
     info: WorkerInfo
@@ -65,6 +66,7 @@ class Member:
     host: str
     addresses: tuple[str, ...]
     main: str = ""
+    max_message_bytes: int = 1 << 36
 
     @property
     def name(self) -> str:
@@ -76,19 +78,28 @@ class Member:
 
     def to_wire(self) -> list[Any]:
         """As a list that msgpack can encode."""
-        return [self.info.name, self.info.id, self.incarnation, self.host, list(self.addresses), self.main]
+        return [
+            self.info.name,
+            self.info.id,
+            self.incarnation,
+            self.host,
+            list(self.addresses),
+            self.main,
+            self.max_message_bytes,
+        ]
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> Member:
         """The reverse of ``to_wire``; raises ``ValueError`` or ``TypeError`` for anything else."""
-        name, worker_id, incarnation, host, addresses, main = fields
+        name, worker_id, incarnation, host, addresses, main, max_message_bytes = fields
         if not (
             isinstance(name, str)
             and isinstance(worker_id, int)
             and isinstance(incarnation, int)
             and isinstance(host, str)
             and isinstance(main, str)
+            and isinstance(max_message_bytes, int)
             and all(isinstance(address, str) for address in addresses)
         ):
             raise TypeError(f"not a member description: {fields!r}")
-        return cls(WorkerInfo(name, worker_id), incarnation, host, tuple(addresses), main)
+        return cls(WorkerInfo(name, worker_id), incarnation, host, tuple(addresses), main, max_message_bytes)

@@ -88,7 +88,7 @@ class SegmentExchange:
 
     # ---- sending
 
-    def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, wait: bool) -> bool:
+    def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, wait: float) -> bool:
         """Send a message through a segment, if it is large enough and there is one for it.
 
         Returns:

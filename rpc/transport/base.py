@@ -13,15 +13,23 @@ from rpc.errors import RpcError
 from rpc.wire import Frame
 
 __all__ = [
+    "CAPTURED_BYTES",
     "CLOSED_BY_PEER",
+    "INFINITE",
     "Accepted",
     "Connection",
     "ConnectionClosed",
     "ConnectionOwner",
     "Listener",
+    "QueueFull",
     "Transport",
 ]
 
+
+INFINITE: Final = float("inf")
+
+CAPTURED_BYTES: Final = 1 << 20
+"""Across hosts, larger tensors are sent from where they are, and must not change meanwhile."""
 
 CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 """Why a connection is lost at whose end the other side has closed it."""
@@ -29,6 +37,10 @@ CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 
 class ConnectionClosed(RpcError):
     """A frame was given to a connection that is closed. The peer's state says why."""
+
+
+class QueueFull(RpcError):
+    """The other side does not take what is queued for it, and the sender's patience is over."""
 
 
 class ConnectionOwner(Protocol):
@@ -64,7 +76,7 @@ class Connection(Protocol):
         size: int,
         *,
         aliased: bool = False,
-        wait: bool = True,
+        wait: float = INFINITE,
         last: bool = False,
     ) -> None:
         """Send the ``size`` bytes of one frame. From any thread.
@@ -77,14 +89,15 @@ class Connection(Protocol):
             size: the sum of their lengths.
             aliased: some pieces are memory that the caller's user may change: once this returns, or, if
                 they are large and the transport says so, once the call that the frame belongs to is over.
-            wait: block while the send queue is over its limit. Never on the loop's thread.
+            wait: seconds to block at most while the send queue is over its limit; 0 on the loop's thread.
             last: this frame is to arrive after all others, and nothing is sent after it.
 
         Raises:
             ConnectionClosed: the connection is closed; the frame was not sent.
+            QueueFull: there is no room in the send queue; the frame was not sent.
         """
 
-    def send_small(self, frame: bytes, wait: bool) -> None:
+    def send_small(self, frame: bytes, wait: float) -> None:
         """As ``send``, for a frame of at most 64 KiB in one piece."""
 
     def close(self, reason: str, *, flush: bool = False) -> None:

@@ -30,11 +30,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
 from typing import Any, Final
 
 from rpc.chunks import WHOLE_BYTES, ChunkedMessage, Outgoing
 from rpc.transport import syscalls
-from rpc.transport.base import ConnectionClosed
+from rpc.transport.base import INFINITE, ConnectionClosed, QueueFull
 from rpc.wire import chunk_prefix, chunked
 
 __all__ = ["CAPTURE_ALL", "SendingHalf"]
@@ -47,6 +48,8 @@ _CALLER_BYTES: Final = 1 << 20
 """How much of large messages a caller's thread writes before it leaves the rest to the loop."""
 _LOOP_BYTES: Final = 128 << 10
 """How much the loop writes before it looks at what it has received."""
+_SLICE_SECONDS: Final = 0.5
+"""A signal right before a wait does not end it: no wait is longer than this."""
 _LOCK_SECONDS: Final = 1.0
 """Longer than anybody who is still there holds the send lock between two writes."""
 _CHUNK_END: Final = memoryview(b"")
@@ -106,7 +109,7 @@ class SendingHalf(ABC):
         size: int,
         *,
         aliased: bool = False,
-        wait: bool = True,
+        wait: float = INFINITE,
         last: bool = False,
     ) -> None:
         if size <= _SMALL_BYTES and not last:
@@ -114,8 +117,8 @@ class SendingHalf(ABC):
             return
         in_chunks = size > WHOLE_BYTES and len(buffers) > 1
         if wait and in_chunks and self._outgoing_bytes > self._queue_limit:
-            self._wait_for_room(lambda: self._outgoing_bytes <= self._queue_limit)
-        if not self._ready(wait and not in_chunks):
+            self._wait_for_room(lambda: self._outgoing_bytes <= self._queue_limit, wait)
+        if not self._ready(0 if in_chunks else wait):
             return
         pieces = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in buffers]
         try:
@@ -134,7 +137,7 @@ class SendingHalf(ABC):
             self._interrupted()
             raise
 
-    def send_small(self, frame: bytes, wait: bool) -> None:
+    def send_small(self, frame: bytes, wait: float) -> None:
         if not self._ready(wait):
             return
         try:
@@ -146,10 +149,10 @@ class SendingHalf(ABC):
             self._interrupted()
             raise
 
-    def _ready(self, wait: bool) -> bool:
+    def _ready(self, wait: float) -> bool:
         """Whether there is any point in sending; waits for room in the queue if asked to."""
         if wait and self._queued_bytes > self._queue_limit:
-            self._wait_for_room(lambda: self._queued_bytes <= self._queue_limit)
+            self._wait_for_room(lambda: self._queued_bytes <= self._queue_limit, wait)
         if not self._open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         # After a write error it is about to be closed: what was received before is still being read.
@@ -374,12 +377,16 @@ class SendingHalf(ABC):
             self._queued_bytes = self._outgoing_bytes = 0
             self._room.notify_all()
 
-    def _wait_for_room(self, there_is_room: Callable[[], bool]) -> None:
+    def _wait_for_room(self, there_is_room: Callable[[], bool], patience: float) -> None:
+        deadline = monotonic() + patience
         with self._count_lock:
             self._waiting_for_room += 1
             try:
                 while self._open and not there_is_room():
-                    self._room.wait()
+                    left = deadline - monotonic()
+                    if left <= 0:
+                        raise QueueFull(f"{self.description} does not take what is queued for it")
+                    self._room.wait(min(left, _SLICE_SECONDS))
             finally:
                 self._waiting_for_room -= 1
 

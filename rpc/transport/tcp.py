@@ -8,14 +8,13 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from rpc.transport.base import Accepted
+from rpc.transport.base import CAPTURED_BYTES, Accepted
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
 
 __all__ = ["TcpTransport"]
 
 _BACKLOG: Final = 1024
-_CAPTURED_BYTES: Final = 1 << 20
 _NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
 _BUFFERED_BYTES: Final = 128 << 10
 """What the kernel keeps of large messages delays small ones. It needs little beyond what is under way on
@@ -78,7 +77,7 @@ class TcpTransport:
             sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, _BUFFERED_BYTES)
         if _host(sock.getsockname) == _host(sock.getpeername):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFERED_BYTES)
-        return StreamConnection(self._loop, sock, description, self._send_queue_bytes, _CAPTURED_BYTES)
+        return StreamConnection(self._loop, sock, description, self._send_queue_bytes, CAPTURED_BYTES)
 
 
 def _host(name: Callable[[], Any]) -> str | None:

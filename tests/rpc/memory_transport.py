@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rpc.transport import CLOSED_BY_PEER, Accepted, Connection, ConnectionClosed, ConnectionOwner
+from rpc.transport import CLOSED_BY_PEER, INFINITE, Accepted, Connection, ConnectionClosed, ConnectionOwner
 from rpc.wire import PREAMBLE, Frame, decode_one
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
@@ -44,12 +44,12 @@ class MemoryConnection:
         size: int,
         *,
         aliased: bool = False,
-        wait: bool = True,
+        wait: float = INFINITE,
         last: bool = False,
     ) -> None:
         self.send_small(b"".join(buffers), wait)
 
-    def send_small(self, frame: bytes, wait: bool) -> None:
+    def send_small(self, frame: bytes, wait: float) -> None:
         if not self.open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         assert frame != PREAMBLE

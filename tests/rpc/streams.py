@@ -103,7 +103,7 @@ def open_connection(
     return thread.call(start)
 
 
-def send(connection: Connection, header: dict[str, Any], payload: Any = b"", **options: bool) -> None:
+def send(connection: Connection, header: dict[str, Any], payload: Any = b"", **options: Any) -> None:
     """Send one frame with a header and one segment."""
     buffers, size = encode(5, 0, header, [payload])
     connection.send(buffers, size, **options)

@@ -10,6 +10,7 @@ import pytest
 from rpc.control import Control
 from rpc.delivery import ACK_DELAY, RESEND_FIRST
 from rpc.errors import ProtocolError, WorkerLostError
+from rpc.transport import INFINITE
 from rpc.wire import Frame, Kind, decode_one
 from tests.rpc.clockwork import Clockwork
 
@@ -46,7 +47,9 @@ class Road:
         self.lost: str | None = None
         self.frames: list[Frame] = []
 
-    def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: bool = True) -> None:
+    def send(
+        self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
+    ) -> None:
         assert not wait, "the loop never waits"
         if self.lost:
             raise WorkerLostError("it is gone", self.name, self.lost)

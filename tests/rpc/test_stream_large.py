@@ -1,0 +1,183 @@
+"""Large messages on a stream connection: between small ones, from where they lie, and no copy but one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rpc.chunks import CHUNK_BYTES
+from rpc.loop import LoopThread
+from rpc.transport import CAPTURED_BYTES, ConnectionClosed, QueueFull
+from rpc.transport.sending import CAPTURE_ALL
+from rpc.transport.stream import StreamConnection
+from rpc.wire import encode
+from tests.rpc.streams import (
+    Pair,
+    Recorder,
+    Sockets,
+    open_connection,
+    read_all,
+    send,
+    skip_preamble,
+)
+
+LARGE = 2 * CAPTURED_BYTES
+BUFFER = 64 << 10
+"""Much less than that."""
+
+
+def flush(loop: LoopThread, connection: StreamConnection) -> None:
+    loop.call(lambda: connection.close("done", flush=True))
+
+
+@pytest.mark.parametrize("family", ["unix", "tcp"])
+def test_small_messages_overtake_large_ones_and_stay_in_order(
+    loop: LoopThread, sockets: Sockets, family: str
+) -> None:
+    here, there = sockets(family, BUFFER)
+    connection = open_connection(loop, here, Recorder())
+    send(connection, {"large": 0}, bytes(LARGE))
+    for index in range(100):
+        send(connection, {"small": index}, b"x")
+    flush(loop, connection)
+    headers = [frame.header for frame in read_all(there)]
+    assert headers == [*({"small": index} for index in range(100)), {"large": 0}]
+
+
+def test_large_messages_share_the_connection(loop: LoopThread, sockets: Sockets) -> None:
+    """One that begins later and is shorter is there first."""
+    here, there = sockets(buffer_bytes=BUFFER)
+    connection = open_connection(loop, here, Recorder())
+    send(connection, {"large": 0}, bytes(LARGE))
+    send(connection, {"large": 1}, bytes(LARGE // 4))
+    flush(loop, connection)
+    assert [frame.header["large"] for frame in read_all(there)] == [1, 0]
+
+
+def test_the_last_frame_is_last(loop: LoopThread, sockets: Sockets) -> None:
+    here, there = sockets(buffer_bytes=BUFFER)
+    connection = open_connection(loop, here, Recorder())
+    send(connection, {"large": 0}, bytes(LARGE))
+
+    def leave() -> None:
+        buffers, size = encode(4, 0, {"farewell": 1}, ())
+        connection.send(buffers, size, wait=0, last=True)
+        connection.close("done", flush=True)
+
+    loop.call(leave)
+    assert [frame.header for frame in read_all(there)] == [{"large": 0}, {"farewell": 1}]
+
+
+def test_threads_that_send_large_and_small_at_once_lose_nothing(loop: LoopThread, sockets: Sockets) -> None:
+    pair = Pair(loop, sockets("tcp"))
+    sizes = [10, CHUNK_BYTES, 3_000_000, 100_000, 300_000, 1_500_001]
+
+    def talk(thread: int, connection: StreamConnection) -> None:
+        for index, size in enumerate(sizes * 3):
+            fill = (50 * thread + index) % 256
+            send(connection, {"fill": fill}, bytearray([fill]) * size, aliased=index % 2 == 0)
+
+    ends = [pair.here, pair.there] * 2
+    threads = [threading.Thread(target=talk, args=(number, end)) for number, end in enumerate(ends)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for owner in (pair.here_owner, pair.there_owner):
+        frames = owner.wait_for(2 * 3 * len(sizes))
+        for frame in frames:
+            (segment,) = frame.segments
+            assert bytes(segment) == bytes([frame.header["fill"]]) * len(segment)
+        assert sorted(len(frame.segments[0]) for frame in frames) == sorted(6 * sizes)
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "captured_bytes", "captured"),
+    [
+        (CAPTURED_BYTES, CAPTURED_BYTES, True),
+        (LARGE, CAPTURED_BYTES, False),
+        (LARGE, CAPTURE_ALL, True),
+    ],
+)
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_what_is_captured(
+    loop: LoopThread, sockets: Sockets, size: int, captured_bytes: int, captured: bool, others_wait: bool
+) -> None:
+    here, there = sockets("tcp", BUFFER)
+
+    def start() -> StreamConnection:
+        connection = StreamConnection(loop.loop, here, "the peer", 1 << 30, captured_bytes)
+        connection.set_frame_limits(1 << 30, 1 << 30)
+        connection.start(Recorder())
+        return connection
+
+    connection = loop.call(start)
+    if others_wait:
+        send(connection, {}, bytes(LARGE))
+    memory = bytearray(size)
+    send(connection, {"it": 1}, memory, aliased=True)
+    memory[-1] = 255
+    flush(loop, connection)
+    (frame,) = [frame for frame in read_all(there) if frame.header]
+    assert frame.segments[0][-1] == (0 if captured else 255)
+
+
+def test_small_messages_do_not_wait_for_the_room_that_large_ones_want(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    here, there = sockets(buffer_bytes=BUFFER)
+    connection = open_connection(loop, here, Recorder(), send_queue_bytes=CAPTURED_BYTES)
+    send(connection, {"large": 0}, bytes(LARGE))
+    with pytest.raises(QueueFull, match="the peer does not take"):
+        send(connection, {"large": 1}, bytes(LARGE), wait=0.01)
+    send(connection, {"small": 0}, wait=0.01)
+    flush(loop, connection)
+    assert len(read_all(there)) == 2
+
+
+def test_a_caller_that_waits_for_room_goes_on_when_there_is_some(loop: LoopThread, sockets: Sockets) -> None:
+    pair = Pair(loop, sockets(buffer_bytes=BUFFER))
+    pair.here._queue_limit = 0
+    for index in range(20):
+        send(pair.here, {"large": index}, bytes(500_000))
+    assert len(pair.there_owner.wait_for(20)) == 20
+    pair.close()
+
+
+def test_a_connection_lost_within_a_large_message_lets_go_of_everything(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    here, there = sockets(buffer_bytes=BUFFER)
+    owner = Recorder()
+    connection = open_connection(loop, here, owner, send_queue_bytes=1)
+    send(connection, {}, bytes(LARGE))
+    refused: list[ConnectionClosed] = []
+
+    def wait_for_room() -> None:
+        with pytest.raises(ConnectionClosed) as caught:
+            send(connection, {}, bytes(LARGE))
+        refused.append(caught.value)
+
+    waiting = threading.Thread(target=wait_for_room)
+    waiting.start()
+    skip_preamble(there)
+    there.recv(100_000)
+    there.close()
+    assert "broke" in owner.reason() or "closed by the other side" in owner.reason()
+    waiting.join()
+    assert len(refused) == 1
+    assert not connection._outgoing
+    assert connection._outgoing_bytes == 0
+
+
+def test_half_a_large_message_never_arrives(loop: LoopThread, sockets: Sockets) -> None:
+    here, there = sockets(buffer_bytes=BUFFER)
+    owner = Recorder()
+    open_connection(loop, there, owner)
+    sender = open_connection(loop, here, Recorder())
+    send(sender, {}, bytes(LARGE))
+    loop.call(sender.close, "gone")
+    owner.reason()
+    assert owner.frames == []
