@@ -6,9 +6,10 @@ that leads the test calls.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 import dist_autograd
 import rpc
 from dist_autograd.installation import autograd
+from rpc.errors import WorkerLostError
 from tests.dist_autograd.interpretation import (
     Calls,
     Future,
@@ -34,7 +36,7 @@ from tests.dist_autograd.observations import Observed
 from tests.dist_autograd.program import Call, Manner, Plan, Program, Style
 from tests.dist_autograd.reference import passes
 
-__all__ = ["drive", "forget", "introduce", "leftovers", "name_of", "prepare", "run_over_workers"]
+__all__ = ["dismiss", "introduce", "leftovers", "name_of", "run_over_workers"]
 
 _stations: dict[int, Station] = {}
 _runs: dict[tuple[int, int], Run] = {}
@@ -46,22 +48,25 @@ def name_of(worker: int) -> str:
     return f"worker{worker}"
 
 
-def run_over_workers(program: Program, timeout: float) -> tuple[list[Observed], Observed]:
+def run_over_workers(
+    program: Program, timeout: float, strikes: Mapping[int, Strike] | None = None
+) -> tuple[list[Observed], Observed]:
     """What each context sees, and what the hooks of leaves and modules see, which all contexts share.
 
     Args:
         timeout: seconds that it may take.
+        strikes: by worker, what is to go wrong there.
     """
-    workers = [name_of(worker) for worker in range(program.workers)]
-    for worker in workers:
-        rpc.rpc_sync(worker, prepare, args=(program,))
+    shared = Observed()
+    for worker in range(program.workers):
+        strike = (strikes or {}).get(worker, no_strike)
+        rpc.rpc_sync(name_of(worker), prepare, args=(program, strike))
     try:
         contexts = rpc.rpc_sync(name_of(program.driver), drive, args=(program.seed,), timeout=timeout)
     finally:
-        stations = [rpc.rpc_sync(worker, forget, args=(program.seed,)) for worker in workers]
-    shared = Observed()
-    for station in stations:
-        shared.update(station)
+        for worker in range(program.workers):
+            with contextlib.suppress(WorkerLostError):  # one that was to die
+                shared.update(rpc.rpc_sync(name_of(worker), forget, args=(program.seed,)))
     return contexts, shared
 
 
@@ -84,7 +89,7 @@ def dismiss() -> None:
     _doers.clear()
 
 
-def prepare(program: Program, strike: Strike = no_strike) -> None:
+def prepare(program: Program, strike: Strike) -> None:
     """Makes this worker's part of a program."""
     station = _stations[program.seed] = Station(program, rpc.get_worker_info().id, strike)
     for context in range(program.contexts):

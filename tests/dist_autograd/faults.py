@@ -6,6 +6,7 @@ no worker that lives keeps anything of the context.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -16,20 +17,29 @@ from random import Random
 
 import rpc
 from rpc.errors import RpcTimeoutError
-from tests.dist_autograd.distribution import drive, forget, introduce, leftovers, name_of, prepare
+from tests.dist_autograd.distribution import introduce, leftovers, name_of, run_over_workers
 from tests.dist_autograd.generation import generate
+from tests.dist_autograd.interpretation import Strike, no_strike
 from tests.dist_autograd.program import Program
 from tests.dist_autograd.reference import run_in_one_process
 from tests.dist_autograd.session import Outcome, check, stacks_of_all
 from tests.workers import Worker, current_worker
 
-__all__ = ["PlannedError", "lead_through_a_death", "lead_through_errors"]
+__all__ = [
+    "PlannedError",
+    "lead_into_a_hang",
+    "lead_through_a_death",
+    "lead_through_errors",
+    "program_with_user_code",
+]
 
 TIME_LIMIT = 15.0
 """Seconds after which a program that should have failed hangs."""
 
 PROMPTLY = 6.0
 """Seconds from a death to the error; it takes milliseconds, but tests may run on a busy machine."""
+
+SURVIVED = "no error came out"
 
 
 class PlannedError(Exception):
@@ -45,6 +55,17 @@ class Raise:
     def __call__(self, key: str) -> None:
         if key == self.key:
             raise PlannedError(f"planned in {key}")
+
+
+@dataclass(frozen=True)
+class Stay:
+    """Never comes back from where a hook or custom function of this key runs."""
+
+    key: str
+
+    def __call__(self, key: str) -> None:
+        if key == self.key:
+            threading.Event().wait()
 
 
 @dataclass(frozen=True)
@@ -64,7 +85,7 @@ def lead_through_errors(worker: Worker, seeds: Iterable[int]) -> None:
         _introduce(worker.world_size)
         for seed in seeds:
             started = time.perf_counter()
-            program, places = _program_with_user_code(seed)
+            program, places = program_with_user_code(seed)
             where, key = Random(seed).choice(places)
             problems = _run_into_error(program, where, key)
             problems += leftovers(range(worker.world_size))
@@ -84,7 +105,7 @@ def lead_through_a_death(worker: Worker, seed: int) -> None:
     with worker.group():
         _introduce(workers)
         started = time.perf_counter()
-        program, places = _program_with_user_code(seed)
+        program, places = program_with_user_code(seed)
         victim, key = random.choice(places)
         if random.random() < 0.5:
             problems = _run_into_death(program, victim, Die(key))
@@ -99,12 +120,22 @@ def lead_through_a_death(worker: Worker, seed: int) -> None:
         worker.report("outcome", _outcome(seed, problems, started))
 
 
+def lead_into_a_hang(worker: Worker, seed: int) -> None:
+    """What the first worker runs, while the others serve: a hook or custom function never comes back."""
+    with worker.group():
+        _introduce(worker.world_size)
+        program, places = program_with_user_code(seed)
+        where, key = places[0]
+        worker.report("outcome", check(program, 1.0, {where: Stay(key)}))
+        worker.wait_for("end")  # which is a violent one
+
+
 def _introduce(workers: int) -> None:
     for worker in range(workers):
         rpc.rpc_sync(name_of(worker), introduce, args=(workers,))
 
 
-def _program_with_user_code(seed: int) -> tuple[Program, list[tuple[int, str]]]:
+def program_with_user_code(seed: int) -> tuple[Program, list[tuple[int, str]]]:
     """A program, and where hooks and custom functions run in its backward: worker and key."""
     while True:
         program = generate(seed)
@@ -118,59 +149,40 @@ def _program_with_user_code(seed: int) -> tuple[Program, list[tuple[int, str]]]:
 
 
 def _run_into_error(program: Program, where: int, key: str) -> list[str]:
-    workers = range(program.workers)
-    for worker in workers:
-        rpc.rpc_sync(name_of(worker), prepare, args=(program, *([Raise(key)] if worker == where else [])))
     try:
-        rpc.rpc_sync(name_of(program.driver), drive, args=(program.seed,), timeout=TIME_LIMIT)
+        run_over_workers(program, TIME_LIMIT, {where: Raise(key)})
     except RpcTimeoutError:
         return [f"it hangs; stacks of all threads:\n{stacks_of_all(program.workers)}"]
     except Exception as error:
         told = "".join(traceback.format_exception(error))
         return [] if f"planned in {key}" in str(error) else [f"another error came out:\n{told}"]
-    finally:
-        for worker in workers:
-            rpc.rpc_sync(name_of(worker), forget, args=(program.seed,))
-    return ["no error came out"]
+    return [SURVIVED]
 
 
-def _run_into_death(program: Program, victim: int, die: Die) -> list[str]:
+def _run_into_death(program: Program, victim: int, strike: Strike = no_strike) -> list[str]:
+    """Runs a program in which a worker dies; what is wrong with the error that comes out."""
     started = time.monotonic()
-    for worker in range(program.workers):
-        rpc.rpc_sync(name_of(worker), prepare, args=(program, *([die] if worker == victim else [])))
     try:
-        rpc.rpc_sync(name_of(program.driver), drive, args=(program.seed,), timeout=TIME_LIMIT)
+        run_over_workers(program, TIME_LIMIT, {victim: strike})
     except RpcTimeoutError:
         return [f"it hangs; stacks of all threads:\n{stacks_of_all(program.workers, without=victim)}"]
     except Exception as error:
-        problems = _wrong_about(error, victim)
-        if time.monotonic() - started > PROMPTLY:
-            problems.append(f"it took {time.monotonic() - started:.1f} s until the error came")
-        return problems
-    finally:
-        for worker in range(program.workers):
-            if worker != victim:
-                rpc.rpc_sync(name_of(worker), forget, args=(program.seed,))
-    return ["no error came out"]
+        took = time.monotonic() - started
+        late = [f"it took {took:.1f} s until the error came"] if took > PROMPTLY else []
+        return late + _wrong_about(error, victim)
+    return [SURVIVED]
 
 
 def _run_until_death(seed: int, victim: int) -> list[str]:
-    """Runs programs on all workers until one fails."""
+    """Runs programs in which a worker takes part until it dies."""
     deadline = time.monotonic() + TIME_LIMIT
-    while time.monotonic() < deadline:
-        seed += 1
-        program = generate(seed)
-        if victim >= program.workers:
-            continue
-        try:
-            for worker in range(program.workers):
-                rpc.rpc_sync(name_of(worker), prepare, args=(program,))
-            rpc.rpc_sync(name_of(program.driver), drive, args=(program.seed,), timeout=TIME_LIMIT)
-        except RpcTimeoutError:
-            return [f"program {seed} hangs; stacks:\n{stacks_of_all(program.workers, without=victim)}"]
-        except Exception as error:
-            return _wrong_about(error, victim)
-    return ["no error came out"]
+    programs = (generate(each) for each in itertools.count(seed))
+    for program in programs:
+        if victim < program.workers:
+            problems = _run_into_death(program, victim)
+            if problems != [SURVIVED] or time.monotonic() > deadline:
+                return problems
+    raise AssertionError("there are always more programs")
 
 
 def _wrong_about(error: Exception, victim: int) -> list[str]:

@@ -1,8 +1,9 @@
 """Random programs, run over workers and compared with the same in one process.
 
 ``python -m tests.dist_autograd.programs --count 1000`` runs a thousand. ``--seed 17 --count 1`` runs a
-single one, ``--show`` prints it, ``--shrink`` makes those that go wrong as small as it can. Exits with 1 if
-any went wrong.
+single one, ``--show`` prints it, ``--shrink`` makes those that go wrong as small as it can. With
+``--faults errors`` a hook or custom function raises in each, with ``--faults deaths`` a worker dies. Exits
+with 1 if any went wrong.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tests.dist_autograd.faults import lead_through_a_death, lead_through_errors
 from tests.dist_autograd.features import features
 from tests.dist_autograd.generation import generate
 from tests.dist_autograd.session import WORKERS, Outcome, lead
@@ -26,7 +28,7 @@ from tests.fork_server import ForkServer
 from tests.serving import serve
 from tests.workers import RunWorkers, Task, Worker, WorkersFailed, worker_main
 
-__all__ = ["main", "outcomes"]
+__all__ = ["main", "outcomes", "outcomes_with_deaths", "outcomes_with_errors"]
 
 PATIENCE = 60.0
 """Seconds without news after which the workers are aborted; a program that hangs is reported much earlier."""
@@ -60,6 +62,31 @@ def outcomes(
         workers.results()
 
 
+def outcomes_with_errors(run_workers: RunWorkers, seeds: Sequence[int]) -> Iterator[Outcome]:
+    """In each program a hook or custom function raises; see ``faults``."""
+
+    def first(worker: Worker) -> None:
+        lead_through_errors(worker, seeds)
+
+    workers = run_workers.start([first, *[serve] * (WORKERS - 1)], time_limit=PATIENCE)
+    for _ in seeds:
+        workers.restart_clock()
+        yield workers[0].wait_for("outcome")
+    workers.results()
+
+
+def outcomes_with_deaths(run_workers: RunWorkers, seeds: Sequence[int]) -> Iterator[Outcome]:
+    """In each program a worker dies; see ``faults``."""
+    for seed in seeds:
+
+        def last(worker: Worker, seed: int = seed) -> None:
+            lead_through_a_death(worker, seed)
+
+        workers = run_workers.start([*[serve] * WORKERS, last], time_limit=PATIENCE)
+        yield workers[WORKERS].wait_for("outcome")
+        workers.results()
+
+
 def _tasks(seeds: Sequence[int], at_once: int, shrinks: bool) -> list[Task]:
     def first(worker: Worker) -> None:  # of this module, which so is imported before workers are forked
         lead(worker, seeds, at_once, shrinks)
@@ -79,7 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="programs-") as folder:
             runner = RunWorkers(server, Path(folder))
-            wrong = _run_all(console, runner, seeds, options.at_once, options.shrink)
+            match options.faults:
+                case "errors":
+                    running = outcomes_with_errors(runner, seeds)
+                case "deaths":
+                    running = outcomes_with_deaths(runner, seeds)
+                case _:
+                    running = outcomes(runner, seeds, options.at_once, options.shrink)
+            wrong = _show_all(console, running, seeds)
             runner.close()
     finally:
         server.stop()
@@ -90,14 +124,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.dist_autograd.programs", description=__doc__)
     parser.add_argument("--count", type=int, default=1000, help="how many programs (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
+    parser.add_argument("--faults", choices=("errors", "deaths"), help="what is to go wrong in each program")
     parser.add_argument("--at-once", type=int, default=1, help="how many at the same time (default: 1)")
     parser.add_argument("--show", action="store_true", help="print the programs")
     parser.add_argument("--shrink", action="store_true", help="make programs that go wrong smaller")
     return parser.parse_args(arguments)
 
 
-def _run_all(console: Console, runner: RunWorkers, seeds: Sequence[int], at_once: int, shrinks: bool) -> int:
-    """Runs the programs and shows how they went; how many went wrong."""
+def _show_all(console: Console, running: Iterator[Outcome], seeds: Sequence[int]) -> int:
+    """Shows how the programs go; how many went wrong."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
@@ -110,7 +145,7 @@ def _run_all(console: Console, runner: RunWorkers, seeds: Sequence[int], at_once
     with progress:
         bar = progress.add_task("programs", total=len(seeds))
         try:
-            for outcome in outcomes(runner, seeds, at_once, shrinks):
+            for outcome in running:
                 done.append(outcome)
                 wrong = sum(bool(each.problems) for each in done)
                 progress.update(bar, advance=1, description=f"{wrong} wrong")

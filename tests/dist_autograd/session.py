@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ import rpc
 from rpc.errors import RpcTimeoutError
 from tests.dist_autograd.distribution import dismiss, introduce, leftovers, name_of, run_over_workers
 from tests.dist_autograd.generation import generate
+from tests.dist_autograd.interpretation import Strike
 from tests.dist_autograd.observations import is_exact, mismatches
 from tests.dist_autograd.program import Program
 from tests.dist_autograd.reference import run_in_one_process
@@ -92,14 +93,21 @@ def _goes_wrong(program: Program) -> bool:
     return bool(outcome.problems) and not outcome.hung
 
 
-def check(program: Program) -> Outcome:
-    """Runs a program both ways and compares."""
+def check(
+    program: Program, time_limit: float = TIME_LIMIT, strikes: Mapping[int, Strike] | None = None
+) -> Outcome:
+    """Runs a program both ways and compares.
+
+    Args:
+        time_limit: seconds after which it hangs.
+        strikes: by worker, what is to go wrong there.
+    """
     expected, expected_shared = run_in_one_process(program)
     exact = is_exact(expected) and is_exact(expected_shared)
     started = time.perf_counter()
     problems, hung = [], False
     try:
-        contexts, shared = run_over_workers(program, TIME_LIMIT)
+        contexts, shared = run_over_workers(program, time_limit, strikes)
     except RpcTimeoutError:
         problems, hung = [f"it hangs; stacks of all threads:\n{stacks_of_all(program.workers)}"], True
     except Exception:
