@@ -99,6 +99,9 @@ class Callee:
             agent.fail(peer, frame.call_id, error)
         else:
             if value is not LATER:
+                # The memory that the arguments lie in goes back before the caller goes on, and may use it.
+                del args, kwargs
+                frame.segments.clear()
                 agent.reply(peer, frame.call_id, value, function, frame.header)
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

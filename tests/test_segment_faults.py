@@ -17,7 +17,8 @@ import rpc
 from rpc import serialization
 from rpc.current import current_agent
 from rpc.errors import WorkerLostError
-from rpc.segments import ledger, outgoing
+from rpc.segments import ledger
+from rpc.segments.copying import Copier
 from tests.leftovers import nothing_left
 from tests.rpc.streams import until
 from tests.serving import first_of, in_group, open_gate, serve, wait_at_gate
@@ -165,11 +166,11 @@ def die_while_copying(worker: Worker) -> None:
     with worker.group():
         send_through_segments("worker1", 4 * MIB, keep)
 
-        def copy_half_and_die(buffer: memoryview, into: memoryview) -> None:
+        def copy_half_and_die(_: Copier, buffer: Any, into: memoryview) -> None:
             into[: len(buffer) // 2] = buffer[: len(buffer) // 2]
             worker.die()
 
-        vars(outgoing)["copy"] = copy_half_and_die
+        Copier.copy = copy_half_and_die  # type: ignore[method-assign,assignment]
         while True:
             rpc.rpc_sync("worker1", torch.numel, args=(torch.zeros(MIB),))
 

@@ -25,6 +25,7 @@ import msgpack
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.peer import Peer
 from rpc.segments import channel, memory
+from rpc.segments.copying import Copier
 from rpc.segments.door import Door
 from rpc.segments.incoming import IncomingSegments
 from rpc.segments.ledger import LEDGER_BYTES, SLOTS, Ledger
@@ -41,7 +42,7 @@ __all__ = ["SegmentExchange"]
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_BYTES: Final = 64 << 10
+SMALLEST_BYTES: Final = 128 << 10
 """Below, a socket is as fast."""
 
 IDLE_SECONDS: Final = 20.0
@@ -78,6 +79,7 @@ class SegmentExchange:
         self._takes = takes
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._pool = Pool(bound)
+        self._copier = Copier()
         self._outgoing: dict[int, OutgoingSegments | None] = {}
         self._unproved: dict[int, tuple[socket.socket, Ledger, Limits]] = {}
         self._doors: dict[int, Door] = {}
@@ -271,6 +273,7 @@ class SegmentExchange:
                 self._lock,
                 sock,
                 ledger,
+                self._copier,
                 self._discard,
                 lambda why: self._fall_back(peer, why),
             )
@@ -337,6 +340,7 @@ class SegmentExchange:
     def close(self) -> None:
         """This worker leaves."""
         self._closed = True
+        self._copier.close()
         if self._trimming is not None:
             self._trimming.cancel()
         for incarnation in {*self._doors, *self._unproved, *self._outgoing, *self._incoming}:

@@ -13,7 +13,7 @@ import msgpack
 
 from rpc.peer import Peer
 from rpc.segments import channel
-from rpc.segments.copying import copy
+from rpc.segments.copying import Copier
 from rpc.segments.ledger import REFUSED, RETIRED, Ledger
 from rpc.segments.memory import Mapping, create
 from rpc.segments.packing import places
@@ -45,6 +45,7 @@ class OutgoingSegments:
         lock: guards the pool.
         sock: for descriptors.
         ledger: where the peer notes what it returns.
+        copier: of the agent.
         discard: called with segments that are not in the pool any more.
         say: tells the user why large messages do not go through segments.
     """
@@ -56,6 +57,7 @@ class OutgoingSegments:
         lock: threading.RLock,
         sock: socket.socket,
         ledger: Ledger,
+        copier: Copier,
         discard: Callable[[Sequence[Segment]], None],
         say: Callable[[str], None],
     ) -> None:
@@ -64,6 +66,7 @@ class OutgoingSegments:
         self._lock = lock
         self._socket = sock
         self._ledger = ledger
+        self._copier = copier
         self._discard = discard
         self._say = say
         self._mappings: dict[int, Mapping] = {}
@@ -89,7 +92,7 @@ class OutgoingSegments:
         try:
             mapping.allocate()
             for offset, buffer in zip(offsets, buffers, strict=True):
-                copy(buffer, mapping.memory[offset : offset + len(buffer)])
+                self._copier.copy(buffer, mapping.memory[offset : offset + len(buffer)])
         except BaseException as error:
             self.withdraw(segment)
             if not isinstance(error, OSError):

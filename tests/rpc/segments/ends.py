@@ -14,6 +14,7 @@ import msgpack
 
 from rpc.peer import Peer
 from rpc.segments import channel, memory
+from rpc.segments.copying import Copier
 from rpc.segments.incoming import IncomingSegments
 from rpc.segments.ledger import LEDGER_BYTES, SLOTS, Ledger
 from rpc.segments.memory import Mapping
@@ -37,11 +38,19 @@ class Ends:
         self.pool = Pool(BOUND)
         self.pool.open(1, Limits(BOUND, 8, SLOTS))
         self.ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))
+        self.copier = Copier(cores=1)
         self.discarded: list[Segment] = []
         self.said: list[str] = []
         peer = cast("Peer", SimpleNamespace(incarnation=1, name="receiver"))
         self.outgoing = OutgoingSegments(
-            peer, self.pool, threading.RLock(), self.here, self.ledger, self._discard, self.said.append
+            peer,
+            self.pool,
+            threading.RLock(),
+            self.here,
+            self.ledger,
+            self.copier,
+            self._discard,
+            self.said.append,
         )
         self.incoming = IncomingSegments("sender", Ledger(Mapping(descriptor, LEDGER_BYTES)), BOUND, 8)
         os.close(descriptor)

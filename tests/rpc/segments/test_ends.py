@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rpc.errors import ProtocolError
-from rpc.segments import channel, outgoing
+from rpc.segments import channel
 from rpc.segments.ledger import REFUSED, RETIRED, SLOTS
 from rpc.segments.memory import create
 from tests.rpc.segments.ends import MIB, Ends, in_child, open_descriptors
@@ -106,7 +106,7 @@ def test_copying_that_fails_takes_the_segment_along(ends: Ends, monkeypatch: pyt
         raise KeyboardInterrupt
 
     ends.send(DATA)
-    monkeypatch.setattr(outgoing, "copy", interrupted)
+    monkeypatch.setattr(ends.copier, "copy", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ends.send(DATA)
     assert ends.pool.size == 0
