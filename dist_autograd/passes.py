@@ -78,6 +78,7 @@ class Pass:
         self._read = read
         self._models = models
         self._reach = Reach(RECV_NODE, engine.give_way)
+        self._sent: dict[int, Sent] = {}
         self._marked: defaultdict[int, set[int]] = defaultdict(set)
         self._run: set[int] = set()
         self._arrived: dict[int, Any] = {}
@@ -99,12 +100,14 @@ class Pass:
         """
         edges: list[tuple[Any, int]] = []
         for number, index in marks:
-            sent = self.context.sends.get(number)
+            sent = self._sent.get(number) or self.context.sends.get(number)
             if sent is None or not 0 <= index < len(sent.ends):
+                self._raise_error()  # its context may be over, which says more
                 raise AutogradError(
                     f"worker '{receiver.name}' asks for tensor {index} of message {number}, which was not "
                     f"sent in context {self.context.id}"
                 )
+            self._sent[number] = sent
             if index not in self._marked[number]:
                 self._marked[number].add(index)
                 edges.append((sent.ends[index].grad_fn, 0))
@@ -169,11 +172,11 @@ class Pass:
     def _tickets(self) -> Tensor:
         """The chain of tickets, oldest first; returns the newest, which is the first to run."""
         ticket = ANCHOR
-        sends = self.context.sends
         with torch.enable_grad():
             for number in sorted(self._marked):
-                ends = [sends[number].ends[index] for index in sorted(self._marked[number])]
-                ticket = _new_ticket(self, sends[number], ticket, *ends)
+                sent = self._sent[number]
+                ends = [sent.ends[index] for index in sorted(self._marked[number])]
+                ticket = _new_ticket(self, sent, ticket, *ends)
                 assert ticket.grad_fn is not None
                 engine.hold_back(ticket.grad_fn)
         return ticket

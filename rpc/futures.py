@@ -13,6 +13,7 @@ import contextlib
 import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterator
+from contextvars import copy_context
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -319,7 +320,8 @@ class Future(torch.futures.Future[T]):
         """A future of what ``callback`` returns, given this future once it is completed.
 
         The callback runs on the thread that completes the future: a waiting one or an executor's, never
-        the agent's loop, so it may make blocking calls.
+        the agent's loop, so it may make blocking calls. It sees the context variables of the thread that
+        calls ``then``; calls that it makes belong to the same distributed autograd context.
         """
         if not callable(callback):
             super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
@@ -367,7 +369,8 @@ class _Continuation:
     def __init__(self, source: Future[Any], callback: Callable[[Any], Any]) -> None:
         self.future: Future[Any] = Future()
         self._source: Future[Any] | None = source
-        self._due = [callback]
+        context = copy_context()
+        self._due: list[Callable[[Any], Any]] = [lambda source: context.run(callback, source)]
 
     def __call__(self, _: object) -> None:
         try:
