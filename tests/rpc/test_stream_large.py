@@ -175,9 +175,9 @@ def test_a_connection_lost_within_a_large_message_lets_go_of_everything(
 def test_half_a_large_message_never_arrives(loop: LoopThread, sockets: Sockets) -> None:
     here, there = sockets(buffer_bytes=BUFFER)
     owner = Recorder()
-    open_connection(loop, there, owner)
     sender = open_connection(loop, here, Recorder())
     send(sender, {}, bytes(LARGE))
     loop.call(sender.close, "gone")
+    open_connection(loop, there, owner)
     owner.reason()
     assert owner.frames == []
