@@ -253,13 +253,21 @@ class Agent:
             raise
 
     def reply(
-        self, peer: Peer, call_id: int, value: Any, of: object = None, asked: dict[str, Any] | None = None
+        self,
+        peer: Peer,
+        call_id: int,
+        value: Any,
+        of: object = None,
+        asked: dict[str, Any] | None = None,
+        *,
+        last: bool = False,
     ) -> None:
         """Answer a request with a value; if it cannot be sent, with that error.
 
         Args:
             of: the function whose value it is, or a text, for error messages.
             asked: the request's header.
+            last: the current thread is one of the executor's, and its task ends with this.
         """
         tape = self.tape
         noted_in = tape.answering(asked, peer) if asked and tape is not None else None
@@ -273,6 +281,9 @@ class Agent:
         except BaseException as error:
             self.fail(peer, call_id, error)
         else:
+            if last and peer.standby is not None:
+                # Before the answer is out, since the next request may come at once.
+                self.executor.stand_by(peer.standby)
             self.answer(peer, Kind.REPLY, call_id, payload)
 
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
@@ -319,6 +330,10 @@ class Agent:
         """How the tensors of a message with this header become part of a graph here."""
         tape = self.tape
         return tape.received(header[tape.key], source) if tape is not None and tape.key in header else None
+
+    def answered(self, call: PendingCall) -> None:
+        self.calls.take(call.call_id)
+        self.something_ended()
 
     def complete_soon(self, future: Future[Any]) -> None:
         self.executor.submit((future.complete, None))

@@ -102,7 +102,7 @@ class Callee:
                 # The memory that the arguments lie in goes back before the caller goes on, and may use it.
                 del args, kwargs
                 frame.segments.clear()
-                agent.reply(peer, frame.call_id, value, function, frame.header)
+                agent.reply(peer, frame.call_id, value, function, frame.header, last=True)
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a request; raises what unpickling raises."""

@@ -129,6 +129,28 @@ class Decoder:
         self._read_frames(frames, end)
         return frames
 
+    def is_between_frames(self) -> bool:
+        """Whether a frame is next, and may come as a whole: no other has been begun."""
+        return not self.scratch_offset and self.scratch_end == len(self.scratch) and self._greeted
+
+    def whole_frame_prefix(self, count: int) -> Prefix | None:
+        """Without taking anything in: the prefix of what ``count`` bytes that have come between frames are.
+
+        None if that is anything but one whole frame with no header and one segment.
+        """
+        if count < PREFIX_BYTES:
+            return None
+        prefix = unpack_prefix(self.scratch)
+        body_length, _, header_length, segments, _ = prefix
+        simple = segments == 1 and not header_length and PREFIX_BYTES + body_length == count
+        return prefix if simple and body_length <= self.max_frame_bytes else None
+
+    def whole_frame(self, prefix: Prefix) -> Frame:
+        """The frame that this is the prefix of."""
+        body_length, call_id, _, _, kind = prefix
+        segment = memoryview(self.scratch[PREFIX_BYTES : PREFIX_BYTES + body_length])
+        return _new_frame(Frame, (kind, call_id, {}, [segment]))
+
     def _read_preamble(self, end: int) -> bool:
         got = bytes(self._view[: min(end, len(PREAMBLE))])
         if not MAGIC.startswith(got[: len(MAGIC)]):

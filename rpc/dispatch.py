@@ -2,11 +2,12 @@
 
 A request goes to the executor, where the callee runs it; a reply to whoever waits for it; any other frame
 to the handler of its kind. All on the loop's thread, except for calls to oneself, which come in on the
-sender's.
+sender's, and for what a thread has read itself (see ``transport/role.py``).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -39,8 +40,9 @@ class Dispatcher:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._handlers: dict[int, KindHandler] = {}
+        self._numbers = itertools.count(1)
         self.requests_begun = 0
-        """How many requests were ever taken in."""
+        """How many requests were ever taken in; of several simultaneous ones, some may be counted late."""
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
         """Take in frames of one worker, in order."""
@@ -52,8 +54,7 @@ class Dispatcher:
             try:
                 if kind == Kind.CALL:
                     if not header:
-                        self.requests_begun += 1
-                        tasks.append((run, _new_request(Request, (peer, frame, None))))
+                        tasks.append(self.begun(peer, frame))
                     else:
                         request = Request(peer, frame, serialization.adopt(header, peer))
                         self.accept(request, run, tasks)
@@ -83,6 +84,11 @@ class Dispatcher:
             agent.executor.submit_batch(tasks)
         agent.something_ended()
 
+    def begun(self, peer: Peer, frame: Frame) -> Task:
+        """Count a request that has come without anything beside its pickle; returns how to run it."""
+        self.requests_begun = next(self._numbers)
+        return self._agent.callee.run, _new_request(Request, (peer, frame, None))
+
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
         """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
         travelled beside its pickle is ready.
@@ -91,7 +97,7 @@ class Dispatcher:
             tasks: where to put it if it can run now.
         """
         agent = self._agent
-        self.requests_begun += 1
+        self.requests_begun = next(self._numbers)
         task = (run, request)
         arrivals = request.arrivals
         if arrivals is None:

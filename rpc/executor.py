@@ -14,6 +14,9 @@ some thread that was woken or started is about to look at it, or the monitor tic
 
 A thread takes tasks from the backlog without the lock, and keeps account of what it has finished by itself:
 when many quick tasks wait, each costs little more than its call. The lock is taken to go idle, and to wake.
+
+A thread with nothing to do may *stand by* at a ``Station``, which gives it its next task without a hand-over.
+It is idle all the same: where tasks find no other idle thread, and no more are to be started, it is called.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-__all__ = ["Executor", "Task"]
+__all__ = ["Executor", "Station", "Task"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +40,42 @@ _TICK: Final = 0.005
 _IDLE_SECONDS: Final = 10.0
 
 
+class Station(Protocol):
+    """Where one thread at a time may wait for a task that comes from elsewhere."""
+
+    def claim(self) -> bool:
+        """Take the place for the current thread; false if it cannot have it."""
+
+    def next_task(self, timeout: float | None) -> Task | None:
+        """Having claimed it: wait for a task, and give up the place.
+
+        Returns:
+            None after ``timeout`` seconds, or when ``release`` was called, or whenever else it likes.
+        """
+
+    def leave(self) -> None:
+        """Give up the place, if the current thread has it."""
+
+    def release(self) -> None:
+        """From any thread: end the wait of the one that has the place."""
+
+
 class _Worker:
     """What the executor knows of one thread.
 
     Attributes:
         finished: tasks that the thread has done; nobody else writes it.
+        brought: tasks that it has got at a station; nobody else writes it.
+        station: where it stands by, or will if there is nothing to do after its task.
         wake: released when an idle thread is to look at the backlog.
     """
 
-    __slots__ = ("finished", "thread", "wake")
+    __slots__ = ("brought", "finished", "station", "thread", "wake")
 
     def __init__(self, executor: Executor, name: str) -> None:
         self.finished = 0
+        self.brought = 0
+        self.station: Station | None = None
         self.wake = threading.Lock()
         self.wake.acquire()
         self.thread = threading.Thread(target=executor._run, args=(self,), name=name, daemon=True)
@@ -75,6 +102,8 @@ class Executor:
         self._name = name
         self._lock = threading.RLock()  # a finalizer that runs while it is held may submit something
         self._idle: list[_Worker] = []
+        self._standing_by: list[_Worker] = []
+        self._current = threading.local()
         self._backlog: deque[Task] = deque()
         self._threads: dict[threading.Thread, _Worker] = {}
         self._started = 0
@@ -107,6 +136,15 @@ class Executor:
                 self._starved.set()
                 raise
 
+    def stand_by(self, station: Station) -> None:
+        """For a task that is about to end: have its thread wait for its next one at a station.
+
+        The place is claimed at once, and given up again if there is anything else to do.
+        """
+        worker: _Worker | None = getattr(self._current, "worker", None)
+        if worker is not None and not self._backlog and not self._stopped and station.claim():
+            worker.station = station
+
     def active(self) -> int:
         """Tasks submitted and not yet finished."""
         with self._lock:
@@ -117,7 +155,7 @@ class Executor:
         with self._lock:
             return {
                 "threads": len(self._threads),
-                "idle_threads": len(self._idle),
+                "idle_threads": len(self._idle) + len(self._standing_by),
                 "active_tasks": self._submitted - self._finished(),
                 "queued_tasks": len(self._backlog),
             }
@@ -154,8 +192,13 @@ class Executor:
             self._stopped = True
             self.drop_backlog()
             idle, self._idle = self._idle, []
+            standing_by, self._standing_by = self._standing_by, []
         for worker in idle:
             worker.wake.release()
+        for worker in standing_by:
+            worker.wake.release()
+            if worker.station is not None:
+                worker.station.release()
         self._starved.set()
         deadline = None if timeout is None else time.monotonic() + timeout
         current = threading.current_thread()
@@ -168,8 +211,8 @@ class Executor:
         return ended
 
     def _finished(self) -> int:
-        """With the lock held: tasks done or dropped so far."""
-        return self._ended + sum(worker.finished for worker in self._threads.values())
+        """With the lock held: tasks done or dropped so far, less those begun that were never submitted."""
+        return self._ended + sum(worker.finished - worker.brought for worker in self._threads.values())
 
     def _wake_another(self) -> None:
         """With the lock held and a backlog: let one more thread take from it, or the monitor see to it."""
@@ -180,7 +223,16 @@ class Executor:
             del self._idle[-1]
             self._waking = True
             worker.wake.release()
-        elif (len(self._threads) >= self._workers or not self._start_thread()) and not self._starved.is_set():
+        elif len(self._threads) < self._workers and self._start_thread():
+            return
+        elif self._standing_by:
+            worker = self._standing_by[-1]
+            del self._standing_by[-1]
+            self._waking = True
+            worker.wake.release()
+            if worker.station is not None:
+                worker.station.release()
+        elif not self._starved.is_set():
             self._starved.set()
 
     def _start_thread(self) -> bool:
@@ -196,14 +248,22 @@ class Executor:
         return True
 
     def _run(self, worker: _Worker) -> None:
+        self._current.worker = worker
         backlog = self._backlog
         while True:
             try:
                 function, argument = backlog.popleft()
             except IndexError:
-                if not self._wait(worker):
-                    return
-                continue
+                task = self._task_at_station(worker)
+                if task is None:
+                    if not self._wait(worker):
+                        return
+                    continue
+                function, argument = task
+                del task
+            if worker.station is not None:
+                worker.station.leave()
+                worker.station = None
             if backlog and not self._waking:
                 self._spread()
             try:
@@ -215,6 +275,31 @@ class Executor:
             worker.finished += 1
             if not backlog and self._on_idle is not None:
                 self._tell_if_idle(self._on_idle)
+
+    def _task_at_station(self, worker: _Worker) -> Task | None:
+        """Where the thread has claimed a station: wait there for a task, or to be called."""
+        station = worker.station
+        if station is None:
+            return None
+        self._standing_by.append(worker)
+        if self._backlog or self._stopped:
+            task = None
+            station.leave()
+        else:
+            task = station.next_task(self._patience())
+        worker.station = None
+        try:
+            self._standing_by.remove(worker)
+        except ValueError:  # it was called
+            worker.wake.acquire()
+            self._waking = False
+        if task is not None:
+            worker.brought += 1
+        return task
+
+    def _patience(self) -> float | None:
+        """How many seconds a thread may be idle: too many retire."""
+        return _IDLE_SECONDS if len(self._threads) > self._workers else None
 
     def _spread(self) -> None:
         """Let another thread take from the backlog, too: the task at hand may take long."""
@@ -240,8 +325,8 @@ class Executor:
                 return True
             self._idle.append(worker)
         while True:
-            timeout = _IDLE_SECONDS if len(self._threads) > self._workers else -1.0
-            if worker.wake.acquire(timeout=timeout):
+            patience = self._patience()
+            if worker.wake.acquire(timeout=-1.0 if patience is None else patience):
                 self._waking = False
                 return True
             with self._lock:
@@ -252,7 +337,7 @@ class Executor:
 
     def _retire(self, worker: _Worker) -> None:
         """With the lock held: the thread ends."""
-        self._ended += worker.finished
+        self._ended += worker.finished - worker.brought
         del self._threads[worker.thread]
 
     def _watch(self) -> None:

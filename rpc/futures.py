@@ -22,6 +22,7 @@ import torch
 
 from rpc.errors import BlockingCallError, RpcTimeoutError, WorkerLostError
 from rpc.peer import Peer
+from rpc.transport.reading import DirectReading
 from rpc.wire import Frame
 
 __all__ = [
@@ -108,6 +109,9 @@ class CallOwner(Protocol):
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         """The value in a reply; raises what a failure carries."""
 
+    def answered(self, call: PendingCall) -> None:
+        """The thread that waits for this call has received the reply itself."""
+
     def complete_soon(self, future: Future[Any]) -> None:
         """Have an executor thread call ``future.complete()``."""
 
@@ -145,7 +149,7 @@ class PendingCall:
         self.what = what
         self.timeout = timeout
         self.deadline = monotonic() + timeout if timeout else INFINITE
-        self._waiters: list[LockType] = []
+        self._waiters: list[LockType | DirectReading] = []
 
     @property
     def asked(self) -> str:
@@ -198,6 +202,8 @@ class PendingCall:
         if self.outcome is not None:
             return
         check_may_block()
+        if self._read_reply():
+            return
         lock = allocate_lock()
         lock.acquire()
         try:
@@ -214,6 +220,30 @@ class PendingCall:
             if lock in self._waiters:
                 self._waiters.remove(lock)
             if self.future is None:
+                self.owner.expire(self)
+            raise
+
+    def _read_reply(self) -> bool:
+        """Receive the reply on this thread, if the connection is free; returns whether it has ended."""
+        connection = self.peer.connection
+        direct = None if connection is None else connection.direct
+        if direct is None or self.keeps_place:
+            return False
+        waiters = self._waiters
+        try:
+            waiters.append(direct)
+            direct.read_reply(self, self.deadline)
+            waiters.remove(direct)
+            if self.outcome is None:
+                return False
+            self.owner.answered(self)
+            return True
+        except BaseException:
+            if direct in waiters:
+                waiters.remove(direct)
+            if self.outcome is not None:
+                self.owner.answered(self)
+            elif self.future is None:
                 self.owner.expire(self)
             raise
 

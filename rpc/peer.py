@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from rpc.errors import WorkerLostError
+from rpc.standby import Standby
 from rpc.transport import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 from rpc.workers import Member
 
@@ -49,6 +50,7 @@ class Peer:
         "connecting",
         "main",
         "member",
+        "standby",
     )
 
     def __init__(
@@ -75,6 +77,8 @@ class Peer:
         self._room = threading.Condition(self._lock)
         self._requested = False
         self._lost: str | None = None
+        self.standby: Standby | None = None
+        """Where idle threads may wait for its requests, while there is a connection."""
 
     def __repr__(self) -> str:
         return f"<Peer '{self.member.name}' (id {self.member.id})>"
@@ -188,6 +192,8 @@ class Peer:
                 connection.send(buffers, size, wait=False)
             self._forget_waiting()
             self._connection = connection
+            if connection.direct is not None:
+                self.standby = Standby(self, connection.direct)
 
     def gone(self, reason: str) -> Connection | None:
         """The worker is gone for good; returns the connection, to be closed."""
@@ -196,6 +202,7 @@ class Peer:
                 self._lost = reason
             self._forget_waiting()
             connection, self._connection = self._connection, None
+            self.standby = None
         return connection
 
     def _forget_waiting(self) -> None:

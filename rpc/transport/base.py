@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from rpc.errors import RpcError
+from rpc.transport.reading import DirectReading
 from rpc.wire import Frame
 
 __all__ = [
@@ -60,6 +61,9 @@ class Connection(Protocol):
 
     description: str
     """Names the other end in logs."""
+
+    direct: DirectReading | None
+    """How threads may read it themselves; None if only the loop's does."""
 
     received_anything: bool
     """Whether a byte has come from the other end: who only looks whether somebody listens sends none."""

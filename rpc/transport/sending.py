@@ -366,9 +366,9 @@ class SendingHalf(ABC):
         else:
             self._drain()
 
-    def _tell_loop(self, callback: Callable[[], object]) -> None:
+    def _tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
-            self._loop.call_soon_threadsafe(callback)
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _forget_queue(self) -> None:
         with self._count_lock:

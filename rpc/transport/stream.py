@@ -9,14 +9,18 @@ descriptor number that already belongs to somebody else's file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+from collections.abc import Callable
 from typing import Final
 
 from rpc.decoder import Decoder
 from rpc.errors import ProtocolError
 from rpc.transport import syscalls
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner
+from rpc.transport.reading import AVAILABLE, DirectReading
+from rpc.transport.role import LOOP, Turn
 from rpc.transport.sending import CAPTURE_ALL, SendingHalf
 from rpc.wire import PREAMBLE
 
@@ -26,6 +30,8 @@ _READS_PER_WAKE_UP: Final = 16
 _BYTES_PER_WAKE_UP: Final = 256 << 10
 """How much of large messages is received before the loop looks at what else there is to do."""
 _HANDSHAKE_FRAME_BYTES: Final = 64 << 10
+_RELEASE_SECONDS: Final = 0.001
+"""How soon to look again whether a thread that reads has left."""
 
 
 class StreamConnection(SendingHalf):
@@ -57,6 +63,7 @@ class StreamConnection(SendingHalf):
         self._decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
         self._scratch = syscalls.ReceiveBuffer(self._decoder.scratch) if syscalls.AVAILABLE else None
         self.received_anything = False
+        self.direct = DirectReading(self, self._descriptor, self._decoder) if AVAILABLE else None
 
     def start(self, owner: ConnectionOwner) -> None:
         """Begin to receive, and send the preamble."""
@@ -70,6 +77,16 @@ class StreamConnection(SendingHalf):
 
     def _readable(self) -> bool:
         """Receive what there is; returns whether there may be more, which is left for the next time."""
+        if self.direct is None:
+            return self._read()
+        if not self.direct.role.take(LOOP):
+            return False  # a thread reads
+        try:
+            return self._read()
+        finally:
+            self.direct.role.leave(LOOP)
+
+    def _read(self) -> bool:
         received = 0
         for _ in range(_READS_PER_WAKE_UP):
             if not self._open:
@@ -122,7 +139,45 @@ class StreamConnection(SendingHalf):
             self.close(CLOSED_BY_PEER)
         return count
 
+    def _wait_for_room(self, there_is_room: Callable[[], bool]) -> None:
+        if self.direct is not None:
+            self.direct.leave()
+        super()._wait_for_room(there_is_room)
+
+    # ---- what those need who read directly: any thread
+
+    def is_open(self) -> bool:
+        return self._open
+
+    def prepare_soon(self) -> None:
+        self._tell_loop(self._prepare)
+
+    def _prepare(self) -> None:
+        if self._open and self.direct is not None and self.direct.prepare():
+            self._loop.remove_reader(self._descriptor)
+            self._loop.add_reader(self.direct.watched(), self._readable)
+
+    def read_by_loop(self, turn: Turn) -> None:
+        assert self.direct is not None
+        self._tell_loop(self.direct.take_over, turn, self._decode)
+
+    def dispose(self) -> None:
+        with self._send_lock:
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        """With the send lock, when the connection is closed and nobody reads."""
+        self._socket.close()
+        if self.direct is not None:
+            self.direct.close()
+
+    # ---- the end: the loop's thread
+
     def _write_failed(self) -> None:
+        if self.direct is not None and self._open and self.direct.is_read_by_thread():
+            self.direct.release()
+            self._loop.call_later(_RELEASE_SECONDS, self._write_failed)
+            return
         if self._readable() and not self._in_doubt:
             self._loop.call_soon(self._write_failed)  # once what came meanwhile is dealt with
         elif self._open:
@@ -137,16 +192,22 @@ class StreamConnection(SendingHalf):
             # Whoever empties the queue, the loop looks again when the socket is writable.
             self._loop.add_writer(self._descriptor, self._writable)
             return
-        self._loop.remove_reader(self._descriptor)
+        self._loop.remove_reader(self._descriptor if self.direct is None else self.direct.watched())
         self._loop.remove_writer(self._descriptor)
         with self._send_lock:
             self._open = False
-            self._socket.close()
+            if self.direct is None or self.direct.role.take(LOOP):
+                self._close_descriptors()
+            else:  # the thread that reads notices, and closes them when it has left
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
         self._forget_queue()
         self.owner.connection_lost(self, reason)
 
     def abandon(self) -> None:
         self._open = False
+        if self.direct is not None:
+            self.direct.close()
         descriptor = self._socket.detach()
         if descriptor >= 0:
             os.close(descriptor)

@@ -48,6 +48,9 @@ class Owner:
         value = frame.header["value"]
         return value() if callable(value) else value
 
+    def answered(self, call: PendingCall) -> None:
+        self.open.pop(call.call_id, None)
+
     def complete_soon(self, future: Future[Any]) -> None:
         self.executor.submit((future.complete, None))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpc.transport import CLOSED_BY_PEER, INFINITE, Accepted, Connection, ConnectionClosed, ConnectionOwner
+from rpc.transport.reading import DirectReading
 from rpc.wire import PREAMBLE, Frame, decode_one
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
@@ -21,6 +22,7 @@ class MemoryConnection:
     """One end of a connection."""
 
     owner: ConnectionOwner
+    direct: DirectReading | None = None
 
     def __init__(self, description: str) -> None:
         self.description = description

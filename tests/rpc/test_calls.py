@@ -27,6 +27,9 @@ class Owner:
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         raise AssertionError("no reply was expected")
 
+    def answered(self, call: PendingCall) -> None:
+        raise AssertionError("no reply was expected")
+
     def complete_soon(self, future: Future[Any]) -> None:
         raise AssertionError("no reply was expected")
 

@@ -1,0 +1,45 @@
+"""Where an executor's idle thread waits for its next task itself: at a peer that may ask for more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rpc.executor import Task
+from rpc.transport.reading import DirectReading
+
+if TYPE_CHECKING:
+    from rpc.peer import Peer
+
+__all__ = ["Standby"]
+
+
+class Standby:
+    """Reads requests of one peer: the executor's ``Station``.
+
+    Args:
+        peer: who asks.
+        direct: how its connection is read.
+    """
+
+    __slots__ = ("_direct", "_peer")
+
+    def __init__(self, peer: Peer, direct: DirectReading) -> None:
+        self._peer = peer
+        self._direct = direct
+
+    def claim(self) -> bool:
+        """Take the place for the current thread; false if it cannot have it."""
+        return self._direct.claim(stands_by=True)
+
+    def leave(self) -> None:
+        """Give up the place."""
+        self._direct.leave()
+
+    def release(self) -> None:
+        """From another thread: end the wait."""
+        self._direct.release()
+
+    def next_task(self, timeout: float | None) -> Task | None:
+        """Wait for a request and give up the place; None if something else comes first."""
+        frame = self._direct.next_request(timeout)
+        return None if frame is None else self._peer.agent.dispatcher.begun(self._peer, frame)

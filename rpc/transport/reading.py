@@ -1,0 +1,290 @@
+"""Threads that read a connection themselves, instead of being woken by the loop that does.
+
+``role.py`` has the theory. Here are the steps of a thread's turn:
+
+1. Take the role, and stop the loop's watching the socket. The loop watches it through an epoll object, so
+   that any thread can stop and resume that by one system call.
+2. Wait until the socket is readable, or somebody calls ``release``, or the time is over.
+3. Receive. Whether it is still the thread's turn is looked at, and the count is appended to ``unread``, within
+   the C code that receives, where no signal handler runs: it is noted, or nothing was received.
+4. If what came is the one frame that the thread waits for, take it: it is stored first, then ``unread`` is
+   cleared. An exception between the two leaves a frame that the loop takes in once more, which does no harm.
+5. Leave. If anything is unread, have the loop take over; else resume its watching and give up the role.
+
+Nothing is decoded but the prefix of that one frame, and the decoder's state does not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic
+from typing import Any, Final, Protocol
+
+from rpc.decoder import Decoder
+from rpc.transport import syscalls
+from rpc.transport.role import LOOP, ReaderRole, Turn
+from rpc.wire import Frame, Kind, Prefix
+
+__all__ = ["AVAILABLE", "AwaitedReply", "DirectReading"]
+
+logger = logging.getLogger(__name__)
+
+AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
+"""Whether threads can read here; elsewhere only the loop does."""
+
+_REPLIES: Final = frozenset((Kind.REPLY, Kind.FAILURE))
+_SLICE_SECONDS: Final = 0.5
+"""A signal right before the system call would not end it, so waits are made in slices."""
+
+
+class AwaitedReply(Protocol):
+    """A call that a thread waits for."""
+
+    call_id: int
+    outcome: Any
+    """None until the reply is here or the call has ended otherwise."""
+
+
+class ReadConnection(Protocol):
+    """What a connection does for those who read it."""
+
+    def is_open(self) -> bool: ...
+
+    def read_by_loop(self, turn: Turn) -> None:
+        """From any thread: have the loop call ``take_over``."""
+
+    def prepare_soon(self) -> None:
+        """From any thread: have the loop call ``prepare``, and watch what is ``watched`` from then on."""
+
+    def dispose(self) -> None:
+        """The last reader has left a connection that is closed: close the descriptors."""
+
+
+class _Turn(Turn):
+    """A turn of a thread; ``reception`` receives once, and nothing when the turn has ended."""
+
+    __slots__ = ("reception",)
+
+    def __init__(self, stands_by: bool, reception: syscalls.Reception) -> None:
+        self.thread = get_ident()
+        self.stands_by = stands_by
+        self.unread = []
+        self.reception = reception
+
+
+class DirectReading:
+    """How threads may read one connection. The methods are for any thread, except where noted.
+
+    Args:
+        connection: whose socket it is.
+        descriptor: the socket's.
+        decoder: the connection's.
+    """
+
+    __slots__ = ("_buffer", "_connection", "_decoder", "_descriptor", "_event", "_poll", "_watch", "role")
+
+    def __init__(self, connection: ReadConnection, descriptor: int, decoder: Decoder) -> None:
+        self.role = ReaderRole()
+        self._connection = connection
+        self._descriptor = descriptor
+        self._decoder = decoder
+        self._buffer = syscalls.ReceiveBuffer(decoder.scratch)
+        self._watch: syscalls.Watch | None = None
+        self._event = -1
+        self._poll: Callable[[float | None], list[tuple[int, int]]] | None = None
+
+    # ---- the loop's thread
+
+    def prepare(self) -> bool:
+        """Get the descriptors that threads need to read; false if there are none left, or some already."""
+        if self._poll is not None:
+            return False
+        try:
+            self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._watch = syscalls.Watch(self._descriptor)
+        except OSError as error:
+            logger.warning("only the agent's own thread will read a connection: %s", error)
+            self.close()
+            return False
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        poll.register(self._event, select.POLLIN)
+        self._poll = poll.poll
+        return True
+
+    def watched(self) -> int:
+        """The descriptor that is readable when the loop shall read: the socket's until ``prepare``."""
+        return self._descriptor if self._watch is None else self._watch.descriptor
+
+    def take_over(self, turn: Turn, take_in: Callable[[int], object]) -> None:
+        """Have the loop take in what was received in a thread's turn, and read from now on."""
+        if not self.role.pass_to_loop(turn):
+            return
+        try:
+            for count in turn.unread:
+                if count > 0 and self._connection.is_open():
+                    take_in(count)
+        finally:
+            self._give_up(LOOP)
+
+    def is_read_by_thread(self) -> bool:
+        """Whether a thread other than the loop's has the role."""
+        return self.role.holder() not in (None, LOOP)
+
+    def close(self) -> None:
+        """Close the descriptors. Only when nobody reads, or in a forked child."""
+        if self._watch is not None:
+            self._watch.close()
+        if self._event >= 0:
+            event, self._event = self._event, -1
+            os.close(event)
+
+    # ---- any thread
+
+    def release(self) -> None:
+        """End the wait of the thread that reads, or of the next that does."""
+        if self._event >= 0:
+            os.eventfd_write(self._event, 1)
+
+    def claim(self, *, stands_by: bool = False) -> bool:
+        """Take the role for the current thread, which must ``leave`` then, whatever happens.
+
+        Args:
+            stands_by: it has nothing else to do, and gives way to who waits for a reply.
+
+        Returns:
+            Whether it has the role; not if somebody else has it, or it does not pay.
+        """
+        role = self.role
+        if not role.invites():
+            return False
+        watch = self._watch
+        if watch is None or self._poll is None:
+            self._connection.prepare_soon()
+            return False
+        turn = _Turn(stands_by, self._buffer.reception(self._descriptor))
+        if not role.take(turn):
+            self._refused(stands_by)
+            return False
+        watch.suspend()
+        if self._connection.is_open() and self._decoder.is_between_frames():
+            return True
+        self.leave()
+        return False
+
+    def _refused(self, stands_by: bool) -> None:
+        """The role is taken: see whether it should be."""
+        if self.role.own_turn() is not None:
+            self.leave()  # this is a signal handler or a finalizer, or an exception came before ``leave``
+            return
+        holder = self.role.holder()
+        if holder is not None and holder.stands_by and not stands_by:
+            self.role.was_in_vain()
+            self.release()
+
+    def leave(self) -> None:
+        """Give up the role, if the current thread has it. May be repeated."""
+        turn = self.role.own_turn()
+        if not isinstance(turn, _Turn):
+            return
+        turn.reception.end()
+        if turn.unread:
+            self._connection.read_by_loop(turn)
+        else:
+            self._give_up(turn)
+
+    def _give_up(self, turn: Turn) -> None:
+        if self._watch is not None:
+            self._watch.resume()
+        self.role.leave(turn)
+        if not self._connection.is_open():
+            self._connection.dispose()
+
+    def read_reply(self, call: AwaitedReply, deadline: float) -> None:
+        """Wait for a reply on the current thread, which may have claimed the role before.
+
+        Returns when ``call.outcome`` is set, or ``deadline`` on the monotonic clock has passed, or the
+        loop must go on. Ctrl-C interrupts.
+        """
+        try:
+            turn = self.role.own_turn()
+            if turn is None and self.claim():
+                turn = self.role.own_turn()
+            if isinstance(turn, _Turn):
+                self._receive_reply(turn, call, deadline)
+                self.leave()
+        except BaseException:
+            self.leave()
+            raise
+
+    def _receive_reply(self, turn: _Turn, call: AwaitedReply, deadline: float) -> None:
+        role = self.role
+        while call.outcome is None and role.holder() is turn:
+            left = deadline - monotonic()
+            if left <= 0:
+                return
+            readable = self._wait(1000 * min(left, _SLICE_SECONDS))
+            if readable is None:
+                return
+            if not readable:
+                continue
+            prefix = self._receive(turn)
+            if prefix is None or prefix[1] != call.call_id or prefix[4] not in _REPLIES:
+                role.was_in_vain()
+                return
+            frame = self._decoder.whole_frame(prefix)
+            if role.holder() is turn:  # else the loop has it
+                call.outcome = frame
+                turn.unread.clear()
+                role.was_of_use()
+
+    def next_request(self, timeout: float | None) -> Frame | None:
+        """Having claimed the role: wait for a request without a header, and give up the role.
+
+        For threads that no signal handler runs on.
+
+        Args:
+            timeout: seconds; None for no limit.
+
+        Returns:
+            None if the thread has the role no more, anything else comes, or ``release`` is called.
+        """
+        try:
+            turn = self.role.own_turn()
+            if not isinstance(turn, _Turn) or not self._wait(None if timeout is None else 1000 * timeout):
+                return None
+            prefix = self._receive(turn)
+            if prefix is None or prefix[4] != Kind.CALL:
+                self.role.was_in_vain()
+                return None
+            frame = self._decoder.whole_frame(prefix)
+            turn.unread.clear()
+            self.role.was_of_use()
+            return frame
+        finally:
+            self.leave()
+
+    def _wait(self, milliseconds: float | None) -> bool | None:
+        """Wait until the socket is readable; false when the time is over, None if ``release`` was called."""
+        assert self._poll is not None
+        try:
+            events = self._poll(milliseconds)
+        except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
+            return None
+        if not events:
+            return False
+        if len(events) == 1 and events[0][0] == self._descriptor:
+            return True
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        return None
+
+    def _receive(self, turn: _Turn) -> Prefix | None:
+        """Receive, and return the prefix of what came if it is one whole frame of the simple kind."""
+        turn.unread.extend(map(*turn.reception.call))
+        return self._decoder.whole_frame_prefix(turn.unread[0])

@@ -1,0 +1,112 @@
+"""Who reads a connection: the loop, or a thread that waits for what will come on it. Pure.
+
+Usually the loop reads. A thread that waits for a reply, or has nothing to do but to wait for the next
+request, saves two hand-overs if it reads the socket itself. One at a time may: who has the *role*. A thread
+has it for one *turn*, while it waits in the kernel, and gives it up before it does anything else: nobody has
+it who runs code of the user's, or waits for anything but the socket.
+
+A thread takes in nothing but the one frame that it waits for. Whatever else has come it leaves where it is,
+received but not looked at, and the role passes to the loop, which goes on from there. So frames are taken in
+in the order in which they came, and all that the protocol has to decide is decided on the loop's thread.
+
+An exception may hit a thread between any two steps, since Ctrl-C can come after any call; and a signal
+handler, or a finalizer, may run there that makes a call itself. So each step is one operation that either has
+happened or has not, and may be repeated; and who calls in the middle of a turn of its own thread ends it.
+
+Reading in vain costs more than it saves: where other frames come between, as when many calls are under way,
+it is better to leave the reading to the loop for a while. ``invites`` says when to try again.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+from typing import Final
+
+__all__ = ["LOOP", "ReaderRole", "Turn"]
+
+_FIRST_PENALTY: Final = 4
+_LONGEST_PENALTY: Final = 256
+
+
+class Turn:
+    """One turn at reading; a new one each time, so that none is taken for a later one.
+
+    Attributes:
+        thread: whose turn it is, by its identifier.
+        stands_by: the thread has nothing else to do, and gives way to who waits for a reply.
+        unread: how much it has received, and not taken: one number for each time.
+    """
+
+    __slots__ = ("stands_by", "thread", "unread")
+
+    def __init__(self, thread: int, stands_by: bool) -> None:
+        self.thread = thread
+        self.stands_by = stands_by
+        self.unread: list[int] = []
+
+
+LOOP: Final = Turn(0, stands_by=False)
+"""All turns of the loop's thread."""
+
+_HOLDER: Final = 0
+
+
+class ReaderRole:
+    """The role of one connection's reader. From any thread.
+
+    Example::
+
+        if role.take(turn):
+            ...
+            role.leave(turn)
+    """
+
+    __slots__ = ("_held", "_penalty", "_refusals")
+
+    def __init__(self) -> None:
+        self._held: dict[int, Turn] = {}  # whose operations are atomic
+        self._penalty = 0
+        self._refusals = 0
+
+    def take(self, turn: Turn) -> bool:
+        """Take the role if nobody has it; returns whether ``turn`` has it now."""
+        return self._held.setdefault(_HOLDER, turn) is turn
+
+    def holder(self) -> Turn | None:
+        """Who has it."""
+        return self._held.get(_HOLDER)
+
+    def own_turn(self) -> Turn | None:
+        """The current thread's turn, if it has one."""
+        turn = self._held.get(_HOLDER)
+        return turn if turn is not None and turn.thread == get_ident() else None
+
+    def pass_to_loop(self, turn: Turn) -> bool:
+        """On the loop's thread, asked by the thread whose turn it is; false if it has ended."""
+        if self._held.get(_HOLDER) is not turn:
+            return False
+        self._held[_HOLDER] = LOOP
+        return True
+
+    def leave(self, turn: Turn) -> None:
+        """Give the role up: by the thread whose turn it is, if it still is."""
+        if self._held.get(_HOLDER) is turn:
+            del self._held[_HOLDER]
+
+    # ---- is it worth the trouble?
+
+    def invites(self) -> bool:
+        """Whether a thread should try to read; each refusal counts down."""
+        if self._refusals <= 0:
+            return True
+        self._refusals -= 1
+        return False
+
+    def was_of_use(self) -> None:
+        """A thread has read what it waited for."""
+        self._penalty = 0
+
+    def was_in_vain(self) -> None:
+        """A thread had to give up the role to others."""
+        self._penalty = min(_LONGEST_PENALTY, max(_FIRST_PENALTY, 2 * self._penalty))
+        self._refusals = self._penalty
