@@ -281,7 +281,7 @@ class Agent:
         except BaseException as error:
             self.fail(peer, call_id, error)
         else:
-            if last and peer.standby is not None:
+            if last and peer.standby is not None and len(payload.segments) == 1:
                 # Before the answer is out, since the next request may come at once.
                 self.executor.stand_by(peer.standby)
             self.answer(peer, Kind.REPLY, call_id, payload)

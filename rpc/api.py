@@ -65,8 +65,7 @@ def rpc_sync(
         total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     """
     agent = current_agent()
-    call = agent.caller.call(to, callable_(func), positional(args), keywords(kwargs), timeout)
-    return call.result()
+    return agent.caller.ask(to, callable_(func), positional(args), keywords(kwargs), timeout)
 
 
 def rpc_async(

@@ -51,15 +51,51 @@ class Caller:
         Args:
             timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
         """
+        call, payload = self._open(to, function, args, kwargs, timeout)
+        self.transmit(call, Kind.CALL, payload)
+        return call
+
+    def ask(
+        self,
+        to: Callee,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> Any:
+        """Send a call, wait, and return its value or raise; arguments are as for ``call``."""
+        call, payload = self._open(to, function, args, kwargs, timeout)
+        connection = call.peer.connection
+        direct = None if connection is None else connection.direct
+        if (
+            direct is None or len(payload.segments) > 1
+        ):  # to send much takes long, and the loop reads meanwhile
+            self.transmit(call, Kind.CALL, payload)
+            return call.result()
+        try:
+            direct.claim()  # now: once the call is sent, the reply may come at once, and wake the loop
+            self.transmit(call, Kind.CALL, payload)
+            return call.result()
+        except BaseException:
+            direct.leave()
+            raise
+
+    def _open(
+        self,
+        to: Callee,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> tuple[PendingCall, Payload]:
+        """A call in the table, and its message."""
         agent = self._agent
         timeout = agent.rpc_timeout if timeout == UNSET_TIMEOUT else self.effective_timeout(timeout)
         peer = agent.peer(to)
         payload = self.dump_call(function, args, kwargs, peer)
         if agent.interceptors:
             self.attach(payload.header, peer)
-        call = agent.calls.open(peer, function, timeout)
-        self.transmit(call, Kind.CALL, payload)
-        return call
+        return agent.calls.open(peer, function, timeout), payload
 
     def dump_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer

@@ -107,16 +107,11 @@ class Decoder:
             ProtocolError: the bytes are not what the protocol allows.
         """
         end = self.scratch_offset + count
-        if self.scratch_offset == 0 and self._greeted and count >= PREFIX_BYTES:
+        if self.scratch_offset == 0 and self._greeted:
             # The usual case, kept short: one small frame has arrived, whole.
-            body_length, call_id, header_length, segments, kind = unpack_prefix(self.scratch)
-            if (
-                segments == 1
-                and not header_length
-                and PREFIX_BYTES + body_length == count
-                and body_length <= self.max_frame_bytes
-            ):
-                return [_new_frame(Frame, (kind, call_id, {}, [self.scratch[PREFIX_BYTES:count]]))]
+            prefix = self.whole_frame_prefix(count)
+            if prefix is not None:
+                return [self.whole_frame(prefix)]
         frames: list[Frame] = []
         if self.scratch_offset < 0:
             self._filled += count
@@ -148,7 +143,7 @@ class Decoder:
     def whole_frame(self, prefix: Prefix) -> Frame:
         """The frame that this is the prefix of."""
         body_length, call_id, _, _, kind = prefix
-        segment = memoryview(self.scratch[PREFIX_BYTES : PREFIX_BYTES + body_length])
+        segment = self.scratch[PREFIX_BYTES : PREFIX_BYTES + body_length]
         return _new_frame(Frame, (kind, call_id, {}, [segment]))
 
     def _read_preamble(self, end: int) -> bool:

@@ -5,7 +5,7 @@
 1. Take the role, and stop the loop's watching the socket. The loop watches it through an epoll object, so
    that any thread can stop and resume that by one system call.
 2. Wait until the socket is readable, or somebody calls ``release``, or the time is over.
-3. Receive. Whether it is still the thread's turn is looked at, and the count is appended to ``unread``, within
+3. Receive. Whether it is still the thread's turn is looked at, and the count appended to ``unread``, within
    the C code that receives, where no signal handler runs: it is noted, or nothing was received.
 4. If what came is the one frame that the thread waits for, take it: it is stored first, then ``unread`` is
    cleared. An exception between the two leaves a frame that the loop takes in once more, which does no harm.
