@@ -139,10 +139,10 @@ class StreamConnection(SendingHalf):
             self.close(CLOSED_BY_PEER)
         return count
 
-    def _wait_for_room(self, there_is_room: Callable[[], bool]) -> None:
+    def _wait_for_room(self, there_is_room: Callable[[], bool], patience: float) -> None:
         if self.direct is not None:
             self.direct.leave()
-        super()._wait_for_room(there_is_room)
+        super()._wait_for_room(there_is_room, patience)
 
     # ---- what those need who read directly: any thread
 
