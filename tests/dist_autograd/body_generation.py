@@ -47,7 +47,8 @@ class BodyGenerator:
         self._used: set[str] = set()
         self._continued = False
         self._leaves = [
-            Value(f"leaf{index}", Kind.MATRIX, Memory(True, True), (worker, index)) for index in range(LEAVES)
+            Value(f"leaf{index}", Kind.MATRIX, Memory(True, True), (worker, index), table=index > 0)
+            for index in range(LEAVES)
         ]
 
     # ---- whole bodies
@@ -114,7 +115,12 @@ class BodyGenerator:
         while not self._possible(OPERATIONS[name]):
             name = self.random.choice(self.program.operations)
         rule = OPERATIONS[name]
-        self._do(name, self._target() if rule.changes else self._pick(rule.inputs[0], rule.needs_grad))
+        if rule.changes:
+            self._do(name, self._target())
+        elif rule.sparse:
+            self._do(name, self.random.choice(self._tables()))
+        else:
+            self._do(name, self._pick(rule.inputs[0], rule.needs_grad))
 
     def _disturb(self, values: list[Value]) -> None:
         """Changes in place one of the values that have just been sent or received, or a view of it."""
@@ -149,6 +155,8 @@ class BodyGenerator:
     def _possible(self, rule: Rule) -> bool:
         if rule.changes:
             return bool(self._targets())
+        if rule.calls and self.manner is not Manner.PLAIN:
+            return False
         there = {value.kind for value in self._values} | {Kind.MATRIX}
         return there.issuperset(rule.inputs)
 
@@ -158,6 +166,7 @@ class BodyGenerator:
         requires_grad = rule.own_parameters or any(value.memory.requires_grad for value in sources)
         if rule.changes:
             first.memory.requires_grad = requires_grad
+            first.memory.changed = True
         for value in inputs:
             value.memory.frozen |= rule.saves
         if rule.view:
@@ -300,6 +309,11 @@ class BodyGenerator:
             for value in self._matrices() + self._kept()
             if not (value.memory.frozen or value.final or (value.memory.kept and self.program.pending))
         ]
+
+    def _tables(self) -> list[Value]:
+        """What may get a sparse gradient: if there are any, some that were received."""
+        received = [value for value in self._matrices() if value.table and not value.memory.changed]
+        return received or [leaf for leaf in self._leaves if leaf.table]
 
     def _target(self) -> Value:
         return self.random.choice(self._targets())

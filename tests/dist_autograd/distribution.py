@@ -51,7 +51,7 @@ def name_of(worker: int) -> str:
 def run_over_workers(
     program: Program, timeout: float, strikes: Mapping[int, Strike] | None = None
 ) -> tuple[list[Observed], Observed]:
-    """What each context sees, and what the hooks of leaves and modules see, which all contexts share.
+    """What each run sees, and what the hooks of leaves and modules see, which all runs share.
 
     Args:
         timeout: seconds that it may take.
@@ -62,12 +62,12 @@ def run_over_workers(
         strike = (strikes or {}).get(worker, no_strike)
         rpc.rpc_sync(name_of(worker), prepare, args=(program, strike))
     try:
-        contexts = rpc.rpc_sync(name_of(program.driver), drive, args=(program.seed,), timeout=timeout)
+        runs = rpc.rpc_sync(name_of(program.driver), drive, args=(program.seed,), timeout=timeout)
     finally:
         for worker in range(program.workers):
             with contextlib.suppress(WorkerLostError):  # one that was to die
                 shared.update(rpc.rpc_sync(name_of(worker), forget, args=(program.seed,)))
-    return contexts, shared
+    return runs, shared
 
 
 def leftovers(workers: Iterable[int]) -> list[str]:
@@ -91,16 +91,28 @@ def dismiss() -> None:
 
 def prepare(program: Program, strike: Strike) -> None:
     """Makes this worker's part of a program."""
-    station = _stations[program.seed] = Station(program, rpc.get_worker_info().id, strike)
-    for context in range(program.contexts):
-        _runs[program.seed, context] = Run(station)
+    worker = rpc.get_worker_info().id
+    neighbour = name_of((worker + 1) % program.workers)
+
+    def visit(value: Tensor) -> Tensor:
+        returned: Tensor = rpc.rpc_sync(neighbour, itself, args=(value,))
+        return returned
+
+    station = _stations[program.seed] = Station(program, worker, visit, strike)
+    for index in range(program.runs):
+        _runs[program.seed, index] = Run(station)
+
+
+def itself(value: Tensor) -> Tensor:
+    """What it is given."""
+    return value
 
 
 def forget(seed: int) -> Observed:
     """Drops this worker's part of a program; what its hooks have seen."""
     station = _stations.pop(seed)
-    for context in range(station.program.contexts):
-        _runs.pop((seed, context)).close()
+    for index in range(station.program.runs):
+        _runs.pop((seed, index)).close()
     return Observed(seen=dict(station.seen))
 
 
@@ -119,60 +131,63 @@ def wait_until_free(seconds: float = 10.0) -> dict[str, int]:
 
 
 def drive(seed: int) -> list[Observed]:
-    """Runs the program in as many contexts at once as it wants."""
+    """Runs the program as often as it wants, all at once; what each run saw."""
     program = _stations[seed].program
-    if program.contexts == 1:
-        return [_drive_one(program, 0)]
-    start = threading.Barrier(program.contexts)
+    if program.shared_context:
+        with dist_autograd.context() as context_id:
+            me = rpc.get_worker_info()
+            runs = [
+                rpc.rpc_async(me, run_forward_and_backward, args=(seed, index, context_id))
+                for index in range(program.runs)
+            ]
+            all_roots = [run.wait() for run in runs]
+            return [_observed(program, index, context_id, roots) for index, roots in enumerate(all_roots)]
+    start = threading.Barrier(program.runs)
 
-    def drive_one(context: int) -> Observed:
+    def run_in_own_context(index: int) -> Observed:
         start.wait()
-        return _drive_one(program, context)
+        with dist_autograd.context() as context_id:
+            roots = run_forward_and_backward(seed, index, context_id)
+            return _observed(program, index, context_id, roots)
 
-    with ThreadPoolExecutor(program.contexts) as threads:
-        return list(threads.map(drive_one, range(program.contexts)))
+    with ThreadPoolExecutor(program.runs) as threads:
+        return list(threads.map(run_in_own_context, range(program.runs)))
 
 
-def _drive_one(program: Program, context: int) -> Observed:
-    with dist_autograd.context() as context_id:
-        if program.remote_root:
-            where = name_of(program.bodies[0].worker)
-            references = rpc.rpc_sync(where, main_for_another, args=(program.seed, context))
-            roots = [reference.to_here().detach() for reference in references]
-            _backward_from_references(program.plan, context_id, references)
-        else:
-            roots = main(program.seed, context)
-            _backward(program.plan, context_id, roots)
-        observed = Observed(roots=[root.detach() for root in roots])
-        for worker in range(program.workers):
-            args = (program.seed, context, context_id)
-            observed.update(rpc.rpc_sync(name_of(worker), observe, args=args))
+def run_forward_and_backward(seed: int, index: int, context_id: int) -> list[Tensor]:
+    """One run; the values of the roots."""
+    program = _stations[seed].program
+    if not program.remote_root:
+        roots = main(seed, index)
+        _run_passes(
+            program.plan, roots, lambda some, retain: dist_autograd.backward(context_id, some, retain)
+        )
+        return [root.detach() for root in roots]
+    references = rpc.rpc_sync(name_of(program.bodies[0].worker), main_for_another, args=(seed, index))
+    _run_passes(program.plan, references, lambda some, retain: some[0].backward(context_id, retain))
+    return [reference.to_here().detach() for reference in references]
+
+
+def _observed(program: Program, index: int, context_id: int, roots: list[Tensor]) -> Observed:
+    observed = Observed(roots=roots)
+    for worker in range(program.workers):
+        observed.update(rpc.rpc_sync(name_of(worker), observe, args=(program.seed, index, context_id)))
     return observed
 
 
-def main(seed: int, context: int) -> Values:
+def main(seed: int, index: int) -> Values:
     """Body 0; the roots."""
-    run = _runs[seed, context]
-    return wait_for_all(interpret(_Calling(context), run, 0, [], roots_of(run.program, run)))
+    run = _runs[seed, index]
+    return wait_for_all(interpret(_Calling(index), run, 0, [], roots_of(run.program, run)))
 
 
-def main_for_another(seed: int, context: int) -> list[rpc.RRef[Tensor]]:
-    """Body 0; references to the roots."""
-    return [rpc.RRef(root) for root in main(seed, context)]
-
-
-def _backward(plan: Plan, context_id: int, roots: list[Tensor]) -> None:
-    def run(some: list[Tensor], retain: bool) -> None:
-        dist_autograd.backward(context_id, some, retain_graph=retain)
-
-    _run_passes(plan, roots, run)
-
-
-def _backward_from_references(plan: Plan, context_id: int, references: list[rpc.RRef[Tensor]]) -> None:
-    def run(some: list[rpc.RRef[Tensor]], retain: bool) -> None:
-        some[0].backward(context_id, retain_graph=retain)
-
-    _run_passes(plan, references, run)
+def main_for_another(seed: int, index: int) -> list[rpc.RRef[Tensor]]:
+    """Body 0; references to the roots, which live on all workers in turn."""
+    program = _stations[seed].program
+    return [
+        rpc.remote(name_of((program.driver + 1 + number) % program.workers), itself, args=(root,))
+        for number, root in enumerate(main(seed, index))
+    ]
 
 
 def _run_passes(plan: Plan, roots: list[Any], run: Callable[[list[Any], bool], None]) -> None:
@@ -191,9 +206,9 @@ def _run_passes(plan: Plan, roots: list[Any], run: Callable[[list[Any], bool], N
         list(threads.map(run_with_others, each))
 
 
-def observe(seed: int, context: int, context_id: int) -> Observed:
-    """What this worker saw of one context, its gradients included."""
-    observed = _runs[seed, context].observed()
+def observe(seed: int, index: int, context_id: int) -> Observed:
+    """What this worker saw of one run, the context's gradients included."""
+    observed = _runs[seed, index].observed()
     gradients = dist_autograd.get_gradients(context_id)
     for name, parameter in _stations[seed].parameters().items():
         observed.gradients[name] = gradients.pop(parameter, None)
@@ -208,10 +223,14 @@ def observe(seed: int, context: int, context_id: int) -> Observed:
 
 
 class _Calling(Calls):
-    """Calls of other workers, made in the current context."""
+    """Calls of other workers, made in the current context.
 
-    def __init__(self, context: int) -> None:
-        self._context = context
+    Args:
+        index: of the run.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
 
     def sync(self, run: Run, call: Call, values: Values) -> Values:
         with torch.set_grad_enabled(call.grad):
@@ -238,17 +257,17 @@ class _Calling(Calls):
         return name_of(call.worker), _FUNCTIONS[manner]
 
     def _args(self, run: Run, call: Call, values: Values) -> tuple[Any, ...]:
-        return run.program.seed, self._context, call.body, _pack(values, call.body)
+        return run.program.seed, self._index, call.body, _pack(values, call.body)
 
 
-def run_body(seed: int, context: int, number: int, arguments: Any) -> Any:
+def run_body(seed: int, index: int, number: int, arguments: Any) -> Any:
     """Runs a body in a plain function."""
-    return _pack(wait_for_all(_interpret(seed, context, number, arguments)), number)
+    return _pack(wait_for_all(_interpret(seed, index, number, arguments)), number)
 
 
-async def run_body_in_coroutine(seed: int, context: int, number: int, arguments: Any) -> Any:
+async def run_body_in_coroutine(seed: int, index: int, number: int, arguments: Any) -> Any:
     """Runs a body in a coroutine."""
-    body = _interpret(seed, context, number, arguments)
+    body = _interpret(seed, index, number, arguments)
     value: Any = None
     while True:
         try:
@@ -259,9 +278,9 @@ async def run_body_in_coroutine(seed: int, context: int, number: int, arguments:
 
 
 @rpc.functions.async_execution
-def run_body_in_callbacks(seed: int, context: int, number: int, arguments: Any) -> torch.futures.Future[Any]:
+def run_body_in_callbacks(seed: int, index: int, number: int, arguments: Any) -> torch.futures.Future[Any]:
     """Runs a body up to where it waits, and goes on where what it waits for is completed."""
-    body = _interpret(seed, context, number, arguments)
+    body = _interpret(seed, index, number, arguments)
     results: torch.futures.Future[Any] = torch.futures.Future()
 
     def go_on(previous: Future | None) -> None:
@@ -281,13 +300,13 @@ def run_body_in_callbacks(seed: int, context: int, number: int, arguments: Any) 
 class Doer:
     """Runs bodies in a method."""
 
-    def run_body(self, seed: int, context: int, number: int, arguments: Any) -> Any:
+    def run_body(self, seed: int, index: int, number: int, arguments: Any) -> Any:
         """Runs a body."""
-        return run_body(seed, context, number, arguments)
+        return run_body(seed, index, number, arguments)
 
 
-def _interpret(seed: int, context: int, number: int, arguments: Any) -> Any:
-    return interpret(_Calling(context), _runs[seed, context], number, _unpack(arguments))
+def _interpret(seed: int, index: int, number: int, arguments: Any) -> Any:
+    return interpret(_Calling(index), _runs[seed, index], number, _unpack(arguments))
 
 
 _FUNCTIONS: dict[Manner, Callable[..., Any]] = {

@@ -19,6 +19,8 @@ class Memory:
     requires_grad: bool = False
     frozen: bool = False
     """It is never changed in place any more: a leaf, saved for backward, or referred to from elsewhere."""
+    changed: bool = False
+    """It has been changed in place."""
     kept: bool = False
     """Other bodies may see it."""
 
@@ -32,6 +34,8 @@ class Value:
     """The same for names of the same Python object."""
     final: bool = False
     overlaps: bool = False
+    table: bool = False
+    """A leaf without a hook, or a copy of one: its gradient may be sparse."""
     owner: int = 0
     target: tuple[Value, ...] = ()
     """Of a reference, what it refers to, and where."""
@@ -88,6 +92,7 @@ class Draft:
             copy = Value(self.name(), value.kind, Memory(requires_grad), owner=value.owner)
             copy.target = value.target
             copy.final = copy.overlaps = value.overlaps
+            copy.table = value.table and not value.memory.changed
             first = memories.setdefault(value.tensor, copy)
             copy.memory, copy.tensor = first.memory, first.tensor
             copies.append(copy)

@@ -69,7 +69,12 @@ class Feature(Enum):
     SECOND_BACKWARD = "a second backward, with retain_graph"
     BACKWARDS_AT_ONCE = "backwards at once in one context"
     CONTEXTS_AT_ONCE = "three contexts at once over the same parameters"
+    FORWARD_MEANWHILE = "forwards and backwards run at once in one context"
     REMOTE_ROOT = "the backward begins at a reference to a root on another worker"
+    REMOTE_ROOTS_AT_ONCE = "backwards begin on several workers at once, in one context"
+    SPARSE_CROSSING = "a sparse gradient is sent back"
+    CALL_IN_HOOK = "a hook calls another worker"
+    CALL_IN_CHECKPOINT = "a checkpointed function calls another worker"
 
 
 _OF_OPERATIONS = {
@@ -86,6 +91,8 @@ _OF_OPERATIONS = {
     "split": Feature.MULTI_OUTPUT,
     "embed": Feature.SPARSE,
     "checkpoint": Feature.CHECKPOINT,
+    "checkpoint_call": Feature.CALL_IN_CHECKPOINT,
+    "ask": Feature.CALL_IN_HOOK,
 }
 _OF_STYLES = {Style.ASYNC: Feature.ASYNC, Style.REMOTE: Feature.REMOTE, Style.PROXY: Feature.PROXY}
 _OF_PLANS = {Plan.TWICE: Feature.SECOND_BACKWARD, Plan.AT_ONCE: Feature.BACKWARDS_AT_ONCE}
@@ -99,10 +106,12 @@ def features(program: Program) -> set[Feature]:
     found = {feature for plan, feature in _OF_PLANS.items() if plan is program.plan}
     if len(program.roots) > 1:
         found.add(Feature.SEVERAL_ROOTS)
-    if program.contexts > 1:
-        found.add(Feature.CONTEXTS_AT_ONCE)
+    if program.runs > 1:
+        found.add(Feature.FORWARD_MEANWHILE if program.shared_context else Feature.CONTEXTS_AT_ONCE)
     if program.remote_root:
         found.add(Feature.REMOTE_ROOT)
+        if program.plan is Plan.AT_ONCE and len(program.roots) > 1:
+            found.add(Feature.REMOTE_ROOTS_AT_ONCE)
     if _crossings(program, 0) >= 6:
         found.add(Feature.PING_PONG)
     inspection = _Inspection(program)
@@ -181,6 +190,8 @@ class _Inspection:
         if step.name == "embed" and step.variant & 1:
             yield Feature.SPARSE_AND_DENSE
         rule, target = OPERATIONS[step.name], step.inputs[0]
+        if rule.sparse and target in received:
+            yield Feature.SPARSE_CROSSING
         if rule.view:
             base[step.outputs[0]] = base.get(target, target)
         if rule.changes and target in sent:

@@ -25,7 +25,8 @@ def generate(seed: int) -> Program:
         tuple(body for body in draft.bodies if body is not None),
         roots,
         random.choice(list(Plan)),
-        3 if random.random() < 0.15 else 1,
+        3 if random.random() < 0.25 else 1,
+        random.random() < 0.4,
         frozenset(worker for worker in range(draft.workers) if random.random() < 0.5),
         driver,
     )

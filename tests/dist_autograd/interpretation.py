@@ -1,7 +1,7 @@
 """Runs the bodies of a program, wherever they run: in one process or on a worker each.
 
 A ``Station`` is what a worker has of a program: leaves, a module, an embedding, and what their hooks saw. A
-``Run`` is what it has of one context in which the program runs. How values travel is left to ``Calls``.
+``Run`` is what it has of one run of the program. How values travel is left to ``Calls``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ Values = list[Any]
 Future = torch.futures.Future[Any]
 Finish = Callable[[dict[str, Any]], Values]
 
+Visit = Callable[[Tensor], Tensor]
 Strike = Callable[[str], None]
 """Is called with the key of each hook and custom function that runs; it may raise, or worse."""
 
@@ -50,11 +51,13 @@ class Station:
 
     Args:
         worker: which one.
+        visit: sends a tensor to another worker and back.
         strike: by default nothing goes wrong.
     """
 
-    def __init__(self, program: Program, worker: int, strike: Strike = no_strike) -> None:
+    def __init__(self, program: Program, worker: int, visit: Visit, strike: Strike = no_strike) -> None:
         self.program = program
+        self.visit = visit
         self.strike = strike
         self.worker = worker
         self.numbers = program.numbers
@@ -103,10 +106,11 @@ class Station:
 
 
 class Run:
-    """One context's part on one worker. Steps and backward passes of several threads write to it."""
+    """One run's part on one worker. Steps and backward passes of several threads write to it."""
 
     def __init__(self, station: Station) -> None:
         self.program = station.program
+        self.visit: Visit = station.visit
         self._strike = station.strike
         self.worker = station.worker
         self.numbers = station.numbers
@@ -152,6 +156,15 @@ class Run:
             self._watch(node, f"{step.number} {step.name}, {node.name()} #{index}")
             index += 1
             waiting += [following for following, _ in node.next_functions]
+
+    def pass_over(self, values: Sequence[Tensor]) -> None:
+        """Leaves out the nodes that a step has made."""
+        waiting = [value.grad_fn for value in values]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and id(node) not in self._nodes:
+                self._nodes[id(node)] = node
+                waiting += [following for following, _ in node.next_functions]
 
     def _watch(self, node: Node, key: str) -> None:
         self._nodes[id(node)] = node
@@ -232,9 +245,13 @@ def interpret(
         match step:
             case Operation():
                 inputs = tuple(find(name) for name in step.inputs)
-                made = OPERATIONS[step.name].compute(run, f"{step.number} {step.name}", step.variant, inputs)
+                rule = OPERATIONS[step.name]
+                made = rule.compute(run, f"{step.number} {step.name}", step.variant, inputs)
                 values.update(zip(step.outputs, made, strict=True))
-                run.made(step, made or inputs[:1])
+                if rule.calls:
+                    run.pass_over(made)
+                else:
+                    run.made(step, made or inputs[:1])
             case Call(style=Style.ASYNC):
                 started[step.number] = step, calls.start(run, step, [find(name) for name in step.inputs])
             case Call(style=Style.REMOTE):
@@ -253,7 +270,10 @@ def interpret(
 
 
 def roots_of(program: Program, run: Run) -> Finish:
-    """Makes the roots from body 0's values. Is it driven from elsewhere, there is one root, their sum."""
+    """Makes the roots from body 0's values.
+
+    A backward that begins at a reference has one root only: there their sum stands for several.
+    """
 
     def finish(values: dict[str, Any]) -> Values:
         found = {**run.slots, **values}
@@ -261,7 +281,8 @@ def roots_of(program: Program, run: Run) -> Finish:
             torch.stack([found[name].sum() * (index + 1) for index, name in enumerate(names)]).sum()
             for names in program.roots
         ]
-        return [torch.stack(roots).sum()] if program.remote_root else roots
+        one = program.remote_root and program.plan in (Plan.ONCE, Plan.TWICE)
+        return [torch.stack(roots).sum()] if one else roots
 
     return finish
 

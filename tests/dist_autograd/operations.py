@@ -51,6 +51,10 @@ class Scene(Protocol):
         """Has the gradient of an intermediate value kept, for comparison."""
         ...
 
+    def visit(self, value: Tensor) -> Tensor:
+        """Sends a value to another worker and back."""
+        ...
+
 
 Compute = Callable[[Scene, str, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
@@ -70,6 +74,8 @@ class Rule:
         changes: it changes its first input in place.
         needs_grad: its first input must require grad.
         own_parameters: it uses parameters of the worker, so that its outputs require grad anyway.
+        sparse: the gradient of its input is sparse: that must be a leaf without a hook, or a copy of one.
+        calls: it waits for another worker, and its nodes are not the same in one process and over several.
         cuts: its outputs don't require grad.
         cuts_others: they do only if the first input does.
         numbers: if given, the programs that have it.
@@ -85,6 +91,8 @@ class Rule:
     changes: bool = False
     needs_grad: bool = False
     own_parameters: bool = False
+    sparse: bool = False
+    calls: bool = False
     cuts: bool = False
     cuts_others: bool = False
     numbers: Numbers | None = None
@@ -245,6 +253,36 @@ def _checkpoint(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) ->
 
     result: Tensor = checkpoint(compute, x[0], x[1], use_reentrant=False)
     return (result,)
+
+
+@_operation((_M,), saves=True, calls=True)
+def _checkpoint_call(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The backward pass calls the other worker once more."""
+
+    def compute(a: Tensor) -> Tensor:
+        return bounded(scene.visit(a * a) * a, scene.numbers)
+
+    result: Tensor = checkpoint(compute, x[0], use_reentrant=False)
+    return (result,)
+
+
+@_operation((_M,), needs_grad=True)
+def _ask(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A hook that calls another worker in the backward pass."""
+    hooked = x[0] * 1
+
+    def hook(gradient: Tensor | None) -> Tensor | None:
+        scene.record(key, gradient)
+        return None if gradient is None else scene.visit(gradient) * 2
+
+    hooked.register_hook(hook)  # type: ignore[no-untyped-call]
+    return (hooked,)
+
+
+@_operation((_M,), sparse=True)
+def _look_up(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Rows of a table, whose gradient is sparse."""
+    return (torch.nn.functional.embedding(torch.tensor([0, 2, variant % 3]), x[0], sparse=True) * 2,)
 
 
 @_operation((_M, _M), cuts_others=True)

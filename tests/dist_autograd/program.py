@@ -164,10 +164,11 @@ class Program:
         bodies: by number; body 0 is the main one.
         roots: for each root, the values of body 0 whose sum it is.
         plan: how the backward passes are run.
-        contexts: how many contexts run it at once, over the same leaves.
+        runs: so often it is run at the same time, over the same leaves.
+        shared_context: all these runs are in one context; else each has its own.
         hooked: the workers whose leaves and module have hooks.
-        driver: the worker that opens the context. If it is not body 0's, it runs that by ``remote``, and
-            the backward pass starts from references to the roots.
+        driver: the worker that opens the contexts. If it is not body 0's, backward passes start from
+            references to the roots, which are spread over all workers.
     """
 
     seed: int
@@ -176,19 +177,22 @@ class Program:
     bodies: tuple[Body, ...]
     roots: tuple[tuple[str, ...], ...]
     plan: Plan
-    contexts: int
+    runs: int
+    shared_context: bool
     hooked: frozenset[int]
     driver: int
 
     @property
     def remote_root(self) -> bool:
-        """Whether there is one root, on another worker than the driver's."""
+        """Whether the roots are on other workers than the driver."""
         return self.driver != self.bodies[0].worker
 
     def __str__(self) -> str:
         hooked = ", ".join(f"worker{worker}" for worker in sorted(self.hooked)) or "none"
+        where = "one context" if self.shared_context else "a context each"
         lines = [
-            f"program {self.seed}: {self.workers} workers, {self.numbers.value}, {self.contexts} at once",
+            f"program {self.seed}: {self.workers} workers, {self.numbers.value}",
+            f"run {self.runs} times at once, in {where}",
             f"driven by worker{self.driver}; leaves and modules with hooks: {hooked}",
             *self._lines(0, ""),
             *(f"root {number} = sum of {', '.join(root)}" for number, root in enumerate(self.roots)),

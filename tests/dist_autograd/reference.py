@@ -34,8 +34,8 @@ class _Reference:
 
 
 def run_in_one_process(program: Program) -> tuple[Observed, Observed]:
-    """What one context sees, and what the hooks of leaves and modules see, which all contexts share."""
-    stations = [Station(program, worker) for worker in range(program.workers)]
+    """What one run sees, and what the hooks of leaves and modules see, which all runs share."""
+    stations = [Station(program, worker, torch.Tensor.clone) for worker in range(program.workers)]
     runs = [Run(station) for station in stations]
     main = runs[program.bodies[0].worker]
     roots = wait_for_all(interpret(_Copying(runs), main, 0, [], roots_of(program, main)))
@@ -44,8 +44,11 @@ def run_in_one_process(program: Program) -> tuple[Observed, Observed]:
     context, shared = Observed(), Observed()
     for run, station in zip(runs, stations, strict=True):
         context.update(run.observed())
-        context.gradients |= {name: parameter.grad for name, parameter in station.parameters().items()}
-        shared.update(Observed(seen={key: seen * program.contexts for key, seen in station.seen.items()}))
+        times = program.runs if program.shared_context else 1
+        for name, parameter in station.parameters().items():
+            gradient = parameter.grad
+            context.gradients[name] = None if gradient is None else gradient * times
+        shared.update(Observed(seen={key: seen * program.runs for key, seen in station.seen.items()}))
         run.close()
     context.roots = [root.detach() for root in roots]
     return context, shared

@@ -107,15 +107,15 @@ def check(
     started = time.perf_counter()
     problems, hung = [], False
     try:
-        contexts, shared = run_over_workers(program, time_limit, strikes)
+        runs, shared = run_over_workers(program, time_limit, strikes)
     except RpcTimeoutError:
         problems, hung = [f"it hangs; stacks of all threads:\n{stacks_of_all(program.workers)}"], True
     except Exception:
         problems = [traceback.format_exc()]
     else:
-        for number, context in enumerate(contexts):
-            found = mismatches(expected, context, exact=exact)
-            problems += [f"context {number}: {problem}" for problem in found]
+        for number, run in enumerate(runs):
+            found = mismatches(expected, run, exact=exact)
+            problems += [f"run {number}: {problem}" for problem in found]
         problems += mismatches(expected_shared, shared, exact=exact)
     if problems:
         problems.append(str(program))

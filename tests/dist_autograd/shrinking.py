@@ -30,8 +30,8 @@ def simpler(program: Program) -> Iterator[Program]:
     """Programs with one thing less. They need not be valid: what is left may not fit together."""
     if program.remote_root:
         yield replace(program, driver=program.bodies[0].worker)
-    if program.contexts > 1:
-        yield replace(program, contexts=1)
+    if program.runs > 1:
+        yield replace(program, runs=1)
     if program.plan is not Plan.ONCE:
         yield replace(program, plan=Plan.ONCE)
     if program.hooked:
