@@ -17,7 +17,7 @@ def generate(seed: int) -> Program:
     main.wander(random.randint(4, 10), calls=0.5)
     roots = tuple(main.root() for _ in range(random.choice((1, 1, 2, 3))))
     main.finish([])
-    driver = main.worker if random.random() < 0.8 else random.randrange(draft.workers)
+    driver = main.worker if random.random() < 0.65 else random.randrange(draft.workers)
     return Program(
         seed,
         draft.workers,
