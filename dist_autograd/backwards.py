@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
@@ -48,6 +48,11 @@ ABORT: Final = Kind.EXTENSION + 19
 _THREADS: Final = 8
 
 
+def gradients_of_a_message(*gradients: Tensor | None) -> None:
+    """Stands, in a message, for what brings the gradients of another message's tensors."""
+    raise TypeError("gradients arrive in messages of their own, which are no calls")
+
+
 class Backwards:
     """Runs backwards, as their root and for other roots. From any thread, except where noted.
 
@@ -65,6 +70,7 @@ class Backwards:
         self._roots: dict[Key, Root] = {}
         self._numbers = itertools.count(1)
         self._threads: Executor | None = None
+        serialization.allow_function(gradients_of_a_message)
         agent.on(MARK, self._mark_arrived)
         agent.on(GRADIENTS, self._gradients_arrived)
         agent.on(DONE, self._done_arrived)
@@ -216,15 +222,19 @@ class Backwards:
     # ---- for both
 
     def _post(self, running: Pass, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        value = gradients[0] if len(gradients) == 1 else gradients
-        payload = serialization.dumps(value, origin.source, what="a gradient")
+        # As the arguments of a call they take the shortest way; it is never made.
+        payload = serialization.dump_call(gradients_of_a_message, tuple(gradients), {}, origin.source)
         payload.header["gradients"] = [*running.key, origin.message]
         self._agent.send(origin.source, GRADIENTS, 0, payload)
 
     def _read(self, message: tuple[Peer, Frame]) -> Sequence[Tensor | None]:
         peer, frame = message
-        value: Any = serialization.loads(frame.header, frame.segments, None, peer, allow=self._agent.allow)
-        return value if isinstance(value, tuple) else (value,)
+        function, gradients, _ = serialization.load_call(
+            frame.header, frame.segments, None, peer, allow=self._agent.allow
+        )
+        if function is not gradients_of_a_message:
+            raise ProtocolError(f"worker '{peer.name}' sent a call of {function!r} in place of gradients")
+        return gradients
 
     def _send(self, peer: Peer, kind: int, payload: Payload) -> None:
         try:

@@ -5,15 +5,16 @@ Its id holds the creator's rank in the upper 16 bits of 64; the rest counts from
 that it is unique in the group also where a rank is given again.
 
 *Release.* Who takes part remembers whom it has told. At the end of the ``with`` the creator tells all those
-that the context is over, and they tell theirs; the messages are sent by ``agent.control``, which repeats
-them until they arrive. A call that comes late is run outside of any context. When a worker dies, the
-contexts that it made are over, and those who know of another context only through it ask its creator to be
-told of its end.
+that the context is over, and they tell theirs: on a connection nothing is lost while it lasts, and when it
+breaks the worker behind it is gone. A call that comes late is run outside of any context. When a worker
+dies, the contexts that it made are over, and those who know of another context only through it ask its
+creator to be told of its end.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import threading
 from collections import deque
@@ -25,13 +26,18 @@ from torch import Tensor
 
 from dist_autograd.recording import Sent
 from rpc.agent import Agent
-from rpc.errors import AutogradError, ProtocolError
+from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.peer import Peer
+from rpc.serialization import Payload
+from rpc.wire import Frame, Kind
 
 __all__ = ["COUNTER_BITS", "Context", "Contexts", "current"]
 
+logger = logging.getLogger(__name__)
+
 COUNTER_BITS: Final = 48
 _TOPIC: Final = "autograd"
+OVER: Final = Kind.EXTENSION + 20
 _REMEMBERED: Final = 4096
 
 current: Final[ContextVar[Context | None]] = ContextVar("dist_autograd.current", default=None)
@@ -117,6 +123,7 @@ class Contexts:
         self._lock = threading.RLock()  # a finalizer that runs while it is held may leave a context
         self._over: set[int] = set()
         self._order: deque[int] = deque()
+        agent.on(OVER, self._over_arrived)
         agent.control.on(_TOPIC, self._told)
         agent.on_gone(self._gone)
 
@@ -188,12 +195,18 @@ class Contexts:
         context.over = True
         for peer in context.told.copy():
             if peer is not heard_from:
-                self._agent.control.post(peer, _TOPIC, ["over", context.id])
+                self._say_over(peer, context.id)
         self._when_released(context)
         if on_loop:
             self._agent.executor.submit((Context.let_go, context))
         else:
             context.let_go()
+
+    def _say_over(self, peer: Peer, context_id: int) -> None:
+        try:
+            self._agent.send(peer, OVER, 0, Payload({"over": context_id}, []), wait=False)
+        except WorkerLostError as error:
+            logger.debug("nobody is left to be told that a context is over: %s", error)
 
     def release_all(self) -> None:
         """This worker leaves."""
@@ -208,21 +221,25 @@ class Contexts:
             if len(self._order) > _REMEMBERED:
                 self._over.discard(self._order.popleft())
 
+    def _over_arrived(self, peer: Peer, frame: Frame) -> None:
+        context_id = frame.header.get("over")
+        if type(context_id) is not int:
+            raise ProtocolError(f"a context said to be over by the id {str(context_id)[:80]}")
+        context = self._known.get(context_id)
+        if context is not None:
+            self.release(context, heard_from=peer, on_loop=True)
+        else:
+            with self._lock:
+                self._remember(context_id)
+
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
-            case ["over", int(context_id)]:
-                context = self._known.get(context_id)
-                if context is not None:
-                    self.release(context, heard_from=peer, on_loop=True)
-                else:
-                    with self._lock:
-                        self._remember(context_id)
             case ["joined", int(context_id)]:
                 context = self._known.get(context_id)
                 if context is not None:
                     context.told.add(peer)
                 else:
-                    self._agent.control.post(peer, _TOPIC, ["over", context_id])
+                    self._say_over(peer, context_id)
             case _:
                 raise ProtocolError(f"an autograd message that cannot be: {str(message)[:80]}")
 

@@ -3,16 +3,22 @@
 The graph on a worker ends in two kinds of nodes: *leaves*, whose gradients are wanted, and *recvs*, which
 stand for tensors that came from another worker, where the graph goes on from the *send* of that message.
 A walk does not go past a recv; it finds out which tensors of which messages take part there, the *marks*.
+
+The walk begins from *starts*: the roots together are one, and each message sent from here is another. Where
+no node is reached from two of them, each can be run by itself, as soon as its gradients are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-__all__ = ["Mark", "Reach"]
+__all__ = ["ROOTS", "Mark", "Reach"]
 
-_LEAF = "torch::autograd::AccumulateGrad"
+ROOTS: Final = 0
+"""The start that all roots together are; others are numbers of messages."""
+
+_LEAF: Final = "torch::autograd::AccumulateGrad"
 
 Edge = tuple[Any, int]
 """A node, and which of its outputs."""
@@ -36,47 +42,47 @@ class Reach:
         on_visit: called with each node, recvs included, when it is first seen.
 
     Attributes:
-        leaves: the nodes that accumulate gradients.
+        leaves: the nodes that accumulate gradients, each once, under the start that has reached it first.
         recvs: the recv nodes.
+        separate: whether no node is reached from two starts.
     """
 
     def __init__(self, recv: type[Any], on_visit: Callable[[Any], object]) -> None:
-        self.leaves: list[Any] = []
+        self.leaves: dict[int, list[Any]] = {}
         self.recvs: list[Any] = []
+        self.separate = True
         self._recv = recv
         self._on_visit = on_visit
-        self._seen: dict[int, Any] = {}  # holds the nodes: the identity of one that is gone may come again
+        self._seen: dict[int, tuple[Any, int]] = {}
+        """By identity each node, which is so held that no other can get its identity, and its start."""
         self._marked: set[Mark] = set()
 
-    def extend(self, edges: Iterable[Edge]) -> list[Mark]:
-        """Take in what more starts reach; returns the marks that are new."""
+    def extend(self, start: int, edges: Iterable[Edge]) -> list[Mark]:
+        """Take in what a start reaches, perhaps more than before; returns the marks that are new."""
         marks: list[Mark] = []
+        todo = list(edges)
+        leaves = self.leaves.setdefault(start, [])
         seen, recv, on_visit = self._seen, self._recv, self._on_visit
-        todo: list[Any] = []
-        for node, output in edges:
-            self._follow(node, output, todo, marks)
         while todo:
-            node = todo.pop()
-            if id(node) in seen:
-                continue
-            seen[id(node)] = node
-            on_visit(node)
-            following = node.next_functions
-            if not following and node.name() == _LEAF:
-                self.leaves.append(node)
-            for successor, output in following:
-                if successor is None or (id(successor) in seen and not isinstance(successor, recv)):
-                    continue
-                self._follow(successor, output, todo, marks)
+            node, output = todo.pop()
+            before = seen.get(id(node))
+            if before is None:
+                seen[id(node)] = (node, start)
+                on_visit(node)
+            elif before[1] != start:
+                self.separate = False
+            if isinstance(node, recv):
+                self._mark(node, output, marks, is_new=before is None)
+            elif before is None:
+                following = node.next_functions
+                if following:
+                    todo += [edge for edge in following if edge[0] is not None]
+                elif node.name() == _LEAF:
+                    leaves.append(node)
         return marks
 
-    def _follow(self, node: Any, output: int, todo: list[Any], marks: list[Mark]) -> None:
-        if not isinstance(node, self._recv):
-            todo.append(node)
-            return
-        if id(node) not in self._seen:
-            self._seen[id(node)] = node
-            self._on_visit(node)
+    def _mark(self, node: Any, output: int, marks: list[Mark], *, is_new: bool) -> None:
+        if is_new:
             self.recvs.append(node)
         mark = Mark(node.origin.sender, node.origin.message, output)
         if mark not in self._marked:

@@ -1,15 +1,17 @@
-"""A worker's part of one backward: one pass of PyTorch's engine over all that takes part here.
+"""A worker's part of one backward: a pass of PyTorch's engine over all that takes part here.
 
-The marks say which tensors, sent from here, will get a gradient. For each message that has one the pass has
-a *ticket*: a node that waits until the gradients of that message are there, and behind which its send nodes
-hang. Tickets are chained, so that only one is ready at any time, that of the newest message; and all other
-nodes that are ready run before it. So when it waits, everything that can run has run.
+The marks say which tensors, sent from here, will get a gradient. Where the graphs behind the messages have
+no node in common, each is run by itself as soon as its gradients are there. Where they meet, one run of the
+engine must cover them all, or nodes would run twice and hooks see a part of a sum.
 
-Why nothing waits for ever: a gradient that is on its way to a message depends only on nodes that were made
-after the message was sent. The pass that waits for the newest of all messages, wherever it is, can thus
-always go on: ``_check_all_newer_have_run`` holds this against the facts.
+In such a run each message has a *ticket*: a node that waits until the gradients of that message are there,
+and behind which its send nodes hang. Tickets are chained, so that only one is ready at any time, that of the
+newest message; and all other nodes that are ready run before it. So when it waits, everything that can run
+has run. Nothing waits for ever: a gradient that is on its way to a message depends only on nodes that were
+made after the message was sent. The run that waits for the newest of all messages, wherever it is, can thus
+always go on. ``await_gradients`` holds this against the facts.
 
-A pass on a worker other than the root begins when the first gradients arrive, which the root lets flow only
+A part on a worker other than the root begins when the first gradients arrive, which the root lets flow only
 when all is marked.
 """
 
@@ -28,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dist_autograd import engine
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models, accumulating
-from dist_autograd.graph import Mark, Reach
+from dist_autograd.graph import ROOTS, Mark, Reach
 from dist_autograd.leaves import owned
 from dist_autograd.recording import ANCHOR, ANCHOR_EDGE, RECV_NODE, Origin, Sent
 from rpc.errors import AutogradError, RpcError
@@ -90,7 +92,7 @@ class Pass:
 
     def start(self, edges: Sequence[GradientEdge]) -> list[Mark]:
         """Begin from the roots themselves; returns what they mark on other workers, or on this one."""
-        return self._extend([(edge.node, edge.output_nr) for edge in edges])
+        return self._extend(ROOTS, [(edge.node, edge.output_nr) for edge in edges])
 
     def mark(self, marks: Iterable[tuple[int, int]], receiver: Peer) -> list[Mark]:
         """Take in which tensors of which messages, sent from here, take part; returns what that marks.
@@ -98,7 +100,7 @@ class Pass:
         Raises:
             AutogradError: there is no such message.
         """
-        edges: list[tuple[Any, int]] = []
+        found: list[Mark] = []
         for number, index in marks:
             sent = self._sent.get(number) or self.context.sends.get(number)
             if sent is None or not 0 <= index < len(sent.ends):
@@ -110,13 +112,13 @@ class Pass:
             self._sent[number] = sent
             if index not in self._marked[number]:
                 self._marked[number].add(index)
-                edges.append((sent.ends[index].grad_fn, 0))
-        return self._extend(edges)
+                found += self._extend(number, [(sent.ends[index].grad_fn, 0)])
+        return found
 
-    def _extend(self, edges: list[tuple[Any, int]]) -> list[Mark]:
+    def _extend(self, start: int, edges: list[tuple[Any, int]]) -> list[Mark]:
         recvs = self._reach.recvs
         known = len(recvs)
-        marks = self._reach.extend(edges)
+        marks = self._reach.extend(start, edges)
         for node in recvs[known:]:
             if node.origin.context_id != self.context.id:
                 raise AutogradError(
@@ -135,39 +137,82 @@ class Pass:
         Raises:
             BaseException: what a node raised, or what ended the backward elsewhere.
         """
-        roots, gradients = list(roots), list(gradients)
-        if self._marked:
-            last = self._tickets()
-            roots.append(get_gradient_edge(last))
-            gradients.append(torch.empty(0))
-        leaves: list[Tensor] = [node.variable for node in self._reach.leaves]
-        locks = self._models.of(leaves)
+        leaves = [node for reached in self._reach.leaves.values() for node in reached]
+        locks = self._models.of([node.variable for node in leaves])
         try:
             if locks:
-                with accumulating(leaves, locks) as captured:
-                    self._run_engine(roots, gradients, accumulate=True)
+                with accumulating([node.variable for node in leaves], locks) as captured:
+                    self._run_together(roots, gradients, leaves, accumulate=True)
+            elif self._reach.separate:
+                captured = self._run_apart(roots, gradients)
             else:
-                captured = self._run_engine(roots, gradients, accumulate=False)
+                captured = self._run_together(roots, gradients, leaves, accumulate=False)
         except BaseException:
             self._raise_error()
             raise
         self._check_recvs_have_run(self._reach.recvs, "at the end")
-        for leaf, gradient in zip(leaves, owned(captured), strict=True):
+        for node, gradient in zip(leaves, owned(captured), strict=True):
             if gradient is not None:
-                self.context.accumulate(leaf, gradient)
+                self.context.accumulate(node.variable, gradient)
+
+    def _run_together(
+        self,
+        roots: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        leaves: list[Any],
+        *,
+        accumulate: bool,
+    ) -> list[Tensor | None]:
+        """One run of the engine over everything; the gradients of the leaves."""
+        if self._marked:
+            roots = [*roots, get_gradient_edge(self._tickets())]
+            gradients = [*gradients, torch.empty(0)]
+        return self._run_engine(roots, gradients, leaves, accumulate=accumulate)
+
+    def _run_apart(self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Each start by itself, as its gradients come: no node needs more than one of them."""
+        found: dict[int, list[Tensor | None]] = {}
+        if roots:
+            found[ROOTS] = self._run_engine(roots, gradients, self._reach.leaves[ROOTS])
+        left = set(self._marked)
+        while left:
+            self.wait_until(lambda: not left.isdisjoint(self._arrived))
+            for number in left.intersection(self._arrived):
+                left.remove(number)
+                self._take_gradients(self._sent[number])
+                edges, values = self._entries(number)
+                found[number] = self._run_engine(edges, values, self._reach.leaves[number])
+        return [gradient for start in self._reach.leaves for gradient in found[start]]
+
+    def _entries(self, number: int) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the gradients of a message enter the graph: right behind the sends, if all are there."""
+        sent = self._sent[number]
+        indices = sorted(self._marked[number])
+        ends = [sent.ends[index] for index in indices]
+        gradients = [self._gradients[number][index] for index in indices]
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) < len(gradients):
+            return [get_gradient_edge(end) for end in ends], [torch.empty(0)] * len(ends)
+        behind = [end.grad_fn.next_functions[0] for end in ends if end.grad_fn is not None]
+        return [GradientEdge(node, output) for node, output in behind if node is not None], present
 
     def _run_engine(
-        self, roots: list[GradientEdge], gradients: list[Tensor], *, accumulate: bool
+        self,
+        roots: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        leaves: list[Any],
+        *,
+        accumulate: bool = False,
     ) -> list[Tensor | None]:
         captured = engine.run(
             roots,
             gradients,
-            [*(GradientEdge(node, 0) for node in self._reach.leaves), ANCHOR_EDGE],
+            [*(GradientEdge(node, 0) for node in leaves), ANCHOR_EDGE],
             retain_graph=self.retain_graph,
             accumulate=accumulate,
             known_as=self,
         )
-        return list(captured)[: len(self._reach.leaves)]
+        return list(captured)[: len(leaves)]
 
     def _tickets(self) -> Tensor:
         """The chain of tickets, oldest first; returns the newest, which is the first to run."""
@@ -186,6 +231,9 @@ class Pass:
         newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self.wait_until(lambda: sent.number in self._arrived)
+        self._take_gradients(sent)
+
+    def _take_gradients(self, sent: Sent) -> None:
         gradients = self._read(self._arrived.pop(sent.number))
         if len(gradients) != len(sent.ends):
             raise AutogradError(

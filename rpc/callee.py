@@ -183,11 +183,17 @@ class Callee:
         self._agent.postponed.end()
         self._agent.something_ended()
 
-    def _intercepted(self, header: dict[str, Any], peer: Peer) -> ExitStack:
+    def _intercepted(self, header: dict[str, Any], peer: Peer) -> AbstractContextManager[Any]:
+        attached = [
+            interceptor.incoming(header[interceptor.key], peer)
+            for interceptor in self._agent.interceptors
+            if interceptor.key in header
+        ]
+        if len(attached) == 1:
+            return attached[0]
         stack = ExitStack()
-        for interceptor in self._agent.interceptors:
-            if interceptor.key in header:
-                stack.enter_context(interceptor.incoming(header[interceptor.key], peer))
+        for manager in attached:
+            stack.enter_context(manager)
         return stack
 
     async def _finish(

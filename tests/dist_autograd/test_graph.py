@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dist_autograd.graph import Mark, Reach
+from dist_autograd.graph import ROOTS, Mark, Reach
 
 
 @dataclass(eq=False)
@@ -47,8 +47,8 @@ def test_leaves_are_found_through_shared_and_missing_successors() -> None:
     shared = node(first, (None, 0))
     start = node(shared, node(shared, second))
     found, visited = reach()
-    assert found.extend([(start, 0)]) == []
-    assert set(found.leaves) == {first, second}
+    assert found.extend(ROOTS, [(start, 0)]) == []
+    assert set(found.leaves[ROOTS]) == {first, second}
     assert len(visited) == 5
 
 
@@ -57,28 +57,28 @@ def test_a_recv_is_marked_for_each_of_its_tensors_and_not_passed() -> None:
     recv = Recv(Origin(7, 3), [(beyond, 0)])
     found, visited = reach()
     start = node((recv, 0), (recv, 2), node((recv, 2)))
-    assert set(found.extend([(start, 0)])) == {Mark(7, 3, 0), Mark(7, 3, 2)}
+    assert set(found.extend(ROOTS, [(start, 0)])) == {Mark(7, 3, 0), Mark(7, 3, 2)}
     assert found.recvs == [recv]
     assert beyond not in visited
-    assert found.leaves == []
+    assert found.leaves == {ROOTS: []}
 
 
 def test_a_root_may_be_a_received_tensor() -> None:
     recv = Recv(Origin(7, 3))
     found, _ = reach()
-    assert found.extend([(recv, 1)]) == [Mark(7, 3, 1)]
+    assert found.extend(ROOTS, [(recv, 1)]) == [Mark(7, 3, 1)]
 
 
 def test_more_starts_add_only_what_is_new() -> None:
     recv = Recv(Origin(7, 3))
     shared = node((recv, 0), leaf())
     found, visited = reach()
-    found.extend([(node(shared), 0)])
+    found.extend(ROOTS, [(node(shared), 0)])
     seen = len(visited)
-    assert found.extend([(node(shared, (recv, 1)), 0)]) == [Mark(7, 3, 1)]
+    assert found.extend(ROOTS, [(node(shared, (recv, 1)), 0)]) == [Mark(7, 3, 1)]
     assert len(visited) == seen + 1
     assert visited.count(recv) == 1
-    assert len(found.leaves) == 1
+    assert len(found.leaves[ROOTS]) == 1
 
 
 def test_a_graph_deeper_than_the_stack_is_walked() -> None:
@@ -87,6 +87,26 @@ def test_a_graph_deeper_than_the_stack_is_walked() -> None:
     for _ in range(100_000):
         start = node(start)
     found, visited = reach()
-    found.extend([(start, 0)])
-    assert found.leaves == [end]
+    found.extend(ROOTS, [(start, 0)])
+    assert found.leaves == {ROOTS: [end]}
     assert len(visited) == 100_002
+
+
+def test_starts_are_separate_until_one_reaches_a_node_of_another() -> None:
+    shared = node(leaf())
+    found, _ = reach()
+    found.extend(ROOTS, [(node(shared), 0)])
+    found.extend(1, [(node(leaf()), 0)])
+    found.extend(1, [(node(leaf()), 0)])
+    before = found.separate
+    found.extend(2, [(node(shared), 0)])
+    assert (before, found.separate) == (True, False)
+    assert [len(found.leaves[start]) for start in (ROOTS, 1, 2)] == [1, 2, 0]
+
+
+def test_starts_that_reach_one_recv_are_not_separate() -> None:
+    recv = Recv(Origin(7, 3))
+    found, _ = reach()
+    found.extend(1, [(node((recv, 0)), 0)])
+    found.extend(2, [(node((recv, 1)), 0)])
+    assert not found.separate
