@@ -19,6 +19,7 @@ from rpc.current import current_agent
 from rpc.errors import WorkerLostError
 from rpc.segments import ledger
 from rpc.segments.copying import Copier
+from rpc.wire import Kind, encode_small
 from tests.leftovers import nothing_left
 from tests.rpc.streams import until
 from tests.serving import first_of, in_group, open_gate, serve, wait_at_gate
@@ -338,11 +339,13 @@ def test_a_child_that_lives_on_keeps_its_tensors(run_workers: RunWorkers) -> Non
 # ---- strange peers, and strange users
 
 
-SAID: dict[str, dict[str, Any]] = {
-    "an unknown word": {"hello": 1},
-    "proof of nothing": {"proof": bytes(32)},
-    "an invitation that nobody asked for": {"come": ["name", bytes(16), 1, 1]},
-}
+NONSENSE: list[tuple[int, dict[str, Any]]] = [
+    (Kind.SEGMENTS, {"hello": 1}),
+    (Kind.SEGMENTS, {"proof": bytes(32)}),
+    (Kind.SEGMENTS, {"come": ["name", bytes(16), 1, 1]}),
+    (Kind.IN_SEGMENT, {"kind": Kind.CALL, "note": [1, 1, [5]], "header": {}}),
+    (Kind.IN_SEGMENT, {}),
+]
 
 
 def test_tensors_that_change_while_they_are_sent_do_no_harm(run_workers: RunWorkers) -> None:
@@ -365,22 +368,22 @@ def test_tensors_that_change_while_they_are_sent_do_no_harm(run_workers: RunWork
     first_of(run_workers, task)
 
 
-def say_wrongly(worker: Worker) -> None:
+def talk_nonsense(worker: Worker) -> None:
     """Says to each of the others something about segments that makes no sense."""
     with worker.group():
-        agent = current_agent()
-        for number, header in enumerate(SAID.values(), start=1):
-            peer = agent.peer(f"worker{number}")
+        for number, (kind, header) in enumerate(NONSENSE, start=1):
+            peer = current_agent().peer(f"worker{number}")
             rpc.rpc_sync(peer.name, int)
-            agent.segments._say(peer, header)
+            peer.send_small(encode_small(kind, 0, header, ()), True)
             until(functools.partial(getattr, peer, "lost"))
 
 
-def test_a_peer_that_talks_nonsense_about_segments_is_cut_off(run_workers: RunWorkers) -> None:
-    def endure(worker: Worker) -> None:
-        with worker.group():
-            peer = current_agent().peer("worker0")
-            until(lambda: peer.lost)
-            assert "malformed message" in peer.lost
+def cut_off(worker: Worker) -> None:
+    with worker.group():
+        peer = current_agent().peer("worker0")
+        until(lambda: peer.lost)
+        assert "malformed message" in peer.lost
 
-    run_workers([say_wrongly, endure, endure, endure], 4)
+
+def test_a_peer_that_talks_nonsense_about_segments_is_cut_off(run_workers: RunWorkers) -> None:
+    run_workers([talk_nonsense, *[cut_off] * len(NONSENSE)], 1 + len(NONSENSE))

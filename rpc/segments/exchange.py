@@ -33,7 +33,7 @@ from rpc.segments.memory import Mapping
 from rpc.segments.outgoing import OutgoingSegments
 from rpc.segments.pool import Limits, Pool, Segment
 from rpc.serialization import Payload
-from rpc.wire import Frame, Kind, encode_small
+from rpc.wire import MAX_SEGMENTS, Frame, Kind, encode_small
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
@@ -98,7 +98,7 @@ class SegmentExchange:
         """
         header, segments = payload.header, payload.segments
         size = sum(map(len, segments)) - len(segments[0])
-        if size < SMALLEST_BYTES or size > self._max_message_bytes:
+        if not SMALLEST_BYTES <= size <= self._max_message_bytes or len(segments) > MAX_SEGMENTS:
             return False
         try:
             outgoing = self._outgoing[peer.incarnation]

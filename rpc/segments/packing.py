@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from rpc.wire import MAX_SEGMENTS
+
 __all__ = ["ALIGNMENT", "places"]
 
 ALIGNMENT: Final = 64
@@ -14,8 +16,10 @@ def places(lengths: Sequence[int]) -> tuple[list[int], int]:
     """Where buffers of these lengths begin, and how many bytes they take together.
 
     Raises:
-        TypeError, ValueError: these are no lengths.
+        TypeError, ValueError: these are no lengths, or too many.
     """
+    if len(lengths) > MAX_SEGMENTS:
+        raise ValueError(f"{len(lengths)} buffers are over the limit of {MAX_SEGMENTS}")
     offsets: list[int] = []
     end = 0
     for length in lengths:

@@ -39,13 +39,14 @@ class Ends:
         self.pool.open(1, Limits(BOUND, 8, SLOTS))
         self.ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))
         self.copier = Copier(cores=1)
+        self.lock = threading.RLock()
         self.discarded: list[Segment] = []
         self.said: list[str] = []
         peer = cast("Peer", SimpleNamespace(incarnation=1, name="receiver"))
         self.outgoing = OutgoingSegments(
             peer,
             self.pool,
-            threading.RLock(),
+            self.lock,
             self.here,
             self.ledger,
             self.copier,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import gc
+import linecache
 import os
 import pwd
 import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from rpc.errors import ProtocolError
 from rpc.segments import channel
 from rpc.segments.ledger import REFUSED, RETIRED, SLOTS
 from rpc.segments.memory import create
+from rpc.wire import MAX_SEGMENTS
 from tests.rpc.segments.ends import MIB, Ends, in_child, open_descriptors
 
 DATA = bytes(range(256)) * 4096
@@ -110,6 +115,63 @@ def test_copying_that_fails_takes_the_segment_along(ends: Ends, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         ends.send(DATA)
     assert ends.pool.size == 0
+
+
+def interrupted_at(line: int, function: Callable[[], object]) -> bool:
+    """Run a function and raise ``KeyboardInterrupt`` at the so many-th line that it runs of ours."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if (
+            f"rpc{os.sep}segments{os.sep}" not in frame.f_code.co_filename
+            or "tests" in frame.f_code.co_filename
+        ):
+            return None
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not text.lstrip().startswith("with "):  # no signal comes right before the exit
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def interrupt_everywhere() -> None:
+    data, other = DATA[:70_000], DATA[1:70_001]
+    interrupted = True
+    lines = 0
+    while interrupted:
+        lines += 1
+        ends = Ends()
+        ends.send(data)
+        kept = ends.send(data)
+        ends.send(data)
+        interrupted = interrupted_at(lines, functools.partial(ends.outgoing.lend, [memoryview(data)]))
+        assert not ends.lock._is_owned()  # type: ignore[attr-defined]  # as conditions look at it
+        for _ in range(5):
+            arrived = ends.send(other)
+            assert arrived is None or arrived[0] == other
+            last, arrived = arrived, None
+        assert last is not None
+        assert kept is not None
+        assert kept[0] == data
+        assert len(ends.pool.segments(1)) <= 4
+        ends.close()
+    assert lines > 30
+
+
+def test_ctrl_c_anywhere_costs_one_segment_at_most_and_mixes_up_nothing() -> None:
+    in_child(interrupt_everywhere)
 
 
 def test_a_closed_end_sends_no_more_and_leaves_what_was_received(ends: Ends) -> None:
@@ -280,6 +342,7 @@ NOTES: dict[str, Any] = {
     "another segment": [2, 8, [5]],
     "an unhashable segment": [[], 8, [5]],
     "no lengths": [1, 8, 5],
+    "too many": [1, 8, [0] * (MAX_SEGMENTS + 1)],
     "a negative length": [1, 8, [100, -1]],
     "a fraction": [1, 8, [1.5]],
     "more than there is": [1, 8, [MIB + 1]],
