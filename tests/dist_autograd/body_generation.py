@@ -91,7 +91,7 @@ class BodyGenerator:
 
     def root(self) -> tuple[str, ...]:
         """Some values of which a root is the sum; at least one requires grad."""
-        some = [self._pick(Kind.MATRIX) for _ in range(self.random.randint(0, 2))]
+        some = [self._pick(Kind.MATRIX) for _ in range(self.random.randint(1, 4))]
         some.append(self._pick(Kind.MATRIX, needs_grad=True))
         return tuple(value.name for value in some)
 

@@ -73,6 +73,7 @@ class Feature(Enum):
     REMOTE_ROOT = "the backward begins at a reference to a root on another worker"
     REMOTE_ROOTS_AT_ONCE = "backwards begin on several workers at once, in one context"
     SPARSE_CROSSING = "a sparse gradient is sent back"
+    UNDEFINED_CROSSING = "an undefined gradient is sent back"
     CALL_IN_HOOK = "a hook calls another worker"
     CALL_IN_CHECKPOINT = "a checkpointed function calls another worker"
 
@@ -83,6 +84,7 @@ _OF_OPERATIONS = {
     "nonlinear": Feature.MATERIALIZED,
     "two_materialized": Feature.MATERIALIZED,
     "two": Feature.UNMATERIALIZED,
+    "half": Feature.UNMATERIALIZED,
     "hook": Feature.TENSOR_HOOK,
     "retain": Feature.RETAINED,
     "view": Feature.VIEW,
@@ -194,6 +196,8 @@ class _Inspection:
             yield Feature.SPARSE_CROSSING
         if rule.view:
             base[step.outputs[0]] = base.get(target, target)
+        if step.name == "half" and step.inputs[1] in received:
+            yield Feature.UNDEFINED_CROSSING
         if rule.changes and target in sent:
             yield Feature.SENT_THEN_CHANGED
         if rule.changes and target in received:

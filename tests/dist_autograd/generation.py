@@ -15,7 +15,7 @@ def generate(seed: int) -> Program:
     random = draft.random
     main = BodyGenerator(draft, random.randrange(draft.workers), [], Manner.PLAIN, 3, {})
     main.wander(random.randint(4, 10), calls=0.5)
-    roots = tuple(main.root() for _ in range(random.choice((1, 1, 2, 3))))
+    roots = tuple(main.root() for _ in range(random.choice((1, 2, 2, 3))))
     main.finish([])
     driver = main.worker if random.random() < 0.65 else random.randrange(draft.workers)
     return Program(

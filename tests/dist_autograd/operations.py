@@ -206,6 +206,12 @@ def _two(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[
     return bounded(product, scene.numbers), total, signs
 
 
+@_operation((_M, _M), saves=True)
+def _half(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The gradient of the second input is undefined, though it takes part."""
+    return Two.run(x[0], x[1], scene.record, key)[1:2]
+
+
 @_operation((_M,), (_M, _M))
 def _two_materialized(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return TwoMaterialized.run(x[0], scene.record, key)
