@@ -228,17 +228,27 @@ class Agent:
 
     # ---- sending and answering
 
-    def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, *, wait: float = INFINITE) -> None:
+    def send(
+        self,
+        peer: Peer,
+        kind: int,
+        call_id: int,
+        payload: Payload,
+        *,
+        wait: float = INFINITE,
+        gather: bool = False,
+    ) -> None:
         """Send one message; if that fails, what travels beside the pickle is taken back.
 
         Args:
             wait: seconds to wait at most while too much is queued for that peer.
+            gather: see ``Connection.send_small``.
         """
         header, segments = payload.header, payload.segments
         try:
             count = len(segments)
             if not count or (count == 1 and len(segments[0]) <= _SMALL_BYTES and len(header) <= _FEW):
-                peer.send_small(encode_small(kind, call_id, header, segments), wait)
+                peer.send_small(encode_small(kind, call_id, header, segments), wait, gather=gather)
             elif count == 1 or not self.segments.send(peer, kind, call_id, payload, wait):
                 buffers, size = encode(kind, call_id, header, segments)
                 if size > peer.member.max_message_bytes:

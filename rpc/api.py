@@ -90,7 +90,7 @@ def rpc_async(
         scores = [future.wait() for future in futures]
     """
     agent = current_agent()
-    call = agent.caller.call(to, callable_(func), positional(args), keywords(kwargs), timeout)
+    call = agent.caller.call(to, callable_(func), positional(args), keywords(kwargs), timeout, gather=True)
     future: Future[Any] = agent.caller.future(call)
     collect(future)
     return future

@@ -32,6 +32,10 @@ UNSET_TIMEOUT: Final = -1.0
 """As a call's timeout: the agent's default."""
 
 
+_FEW: Final = 16
+"""With more calls under way, it matters how many go out at once more than how soon."""
+
+
 class Caller:
     """Makes the calls of one agent, from any thread."""
 
@@ -45,14 +49,18 @@ class Caller:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float,
+        *,
+        gather: bool = False,
     ) -> PendingCall:
         """Send a call; what cannot be sent raises here.
 
         Args:
+            gather: the caller does not wait for it now: where many calls are under way, it may be sent with
+                those that follow.
             timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
         """
         call, payload = self._open(to, function, args, kwargs, timeout)
-        self.transmit(call, Kind.CALL, payload)
+        self.transmit(call, Kind.CALL, payload, gather=gather and len(self._agent.calls) > _FEW)
         return call
 
     def ask(
@@ -158,10 +166,12 @@ class Caller:
             raise TypeError(f"a timeout is a number of seconds, 0 for none, not {given}") from None
         raise ValueError(f"a timeout is a number of seconds, 0 for none, not {timeout}")
 
-    def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
+    def transmit(self, call: PendingCall, kind: int, payload: Payload, *, gather: bool = False) -> None:
         """Send the message of a call that is in the table; see ``request``."""
         try:
-            self._agent.send(call.peer, kind, call.call_id, payload, wait=call.timeout or INFINITE)
+            self._agent.send(
+                call.peer, kind, call.call_id, payload, wait=call.timeout or INFINITE, gather=gather
+            )
         except QueueFull:
             if self._agent.calls.take(call.call_id) is not None:
                 call.settle(call.timeout_error())

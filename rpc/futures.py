@@ -202,6 +202,7 @@ class PendingCall:
         if self.outcome is not None:
             return
         check_may_block()
+        self.peer.flush()
         if self._read_reply():
             return
         lock = allocate_lock()

@@ -30,7 +30,7 @@ class LocalPeer(Peer):
     def is_self(self) -> bool:
         return True
 
-    def send_small(self, frame: bytes, wait: float) -> None:
+    def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
         self.send((frame,), len(frame))
 
     def send(

@@ -141,16 +141,22 @@ class Peer:
         except ConnectionClosed:
             raise self.lost_error() from None
 
-    def send_small(self, frame: bytes, wait: float) -> None:
-        """As ``send``, for a frame in one piece: the way of most calls."""
+    def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
+        """As ``send``, for a frame in one piece: the way of most calls. See ``Connection.send_small``."""
         connection = self._connection
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
             return
         try:
-            connection.send_small(frame, wait)
+            connection.send_small(frame, wait, gather=gather)
         except ConnectionClosed:
             raise self.lost_error() from None
+
+    def flush(self) -> None:
+        """Send what was gathered."""
+        connection = self._connection
+        if connection is not None:
+            connection.flush()
 
     def _keep(self, buffers: Sequence[Any], size: int, aliased: bool, wait: float) -> Connection | None:
         """Queue the frame until there is a connection; returns the connection if there is one by now."""

@@ -16,6 +16,7 @@ from rpc.callee import LATER, Request
 from rpc.errors import ProtocolError, RRefError, SerializationError, WorkerLostError
 from rpc.executor import Task
 from rpc.peer import Peer
+from rpc.transport.base import INFINITE, QueueFull
 from rpc.wire import Frame, Kind, encode_small
 from rref.messages import RRefId
 from rref.references import References
@@ -193,7 +194,7 @@ class Server:
                 frames.append(encode_small(Kind.REPLY, call_id, {}, payload.segments))
         if frames:
             try:
-                peer.send_small(b"".join(frames), True)
+                peer.send_small(b"".join(frames), INFINITE)
             except WorkerLostError as error:
                 logger.debug("dropped answers: %s", error)
 
@@ -221,7 +222,9 @@ class Server:
         if payload is None:
             return False
         try:
-            self._agent.send(peer, Kind.REPLY, call_id, payload, wait=False)
+            self._agent.send(peer, Kind.REPLY, call_id, payload, wait=0)
+        except QueueFull:
+            return False
         except WorkerLostError as error:
             logger.debug("dropped an answer: %s", error)
         return True

@@ -101,8 +101,15 @@ class Connection(Protocol):
             QueueFull: there is no room in the send queue; the frame was not sent.
         """
 
-    def send_small(self, frame: bytes, wait: float) -> None:
-        """As ``send``, for a frame of at most 64 KiB in one piece."""
+    def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
+        """As ``send``, for a frame of at most 64 KiB in one piece.
+
+        Args:
+            gather: it is one of many: it may go out with those that follow, moments later, or at ``flush``.
+        """
+
+    def flush(self) -> None:
+        """Send what was gathered, if anything. From any thread."""
 
     def close(self, reason: str, *, flush: bool = False) -> None:
         """Close, telling the owner. On the loop's thread; with ``flush`` once the queue is sent."""

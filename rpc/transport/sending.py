@@ -6,6 +6,10 @@ kernel does not take stays queued, and the loop sends it when the socket is writ
 connection is *stalled*, and only the loop writes. Small frames are written without letting go of the GIL
 (see ``syscalls``).
 
+Where many calls are under way, their frames are *gathered*: they are only queued, until there are some tens,
+or somebody waits for an answer, or the loop gets round to it, which has been told to. Each wake-up of the
+other side, and each system call, then serves many frames.
+
 Large messages go out in chunks (see ``rpc.chunks``). The queue never has more than one chunk; when that is
 written, the next is put behind what others have queued meanwhile. A thread that sends a large message writes
 no more than the beginning of it and leaves the rest to the loop.
@@ -44,6 +48,10 @@ CAPTURE_ALL: Final = sys.maxsize
 
 _SMALL_BYTES: Final = 64 << 10
 _PIECES_PER_WRITE: Final = 64
+_GATHERED_FRAMES: Final = 32
+"""So many frames are not kept waiting for more."""
+_JOINED_BYTES: Final = 16 << 10
+"""So little is quicker copied into one piece than written by a call that lets go of the GIL."""
 _CALLER_BYTES: Final = 1 << 20
 """How much of large messages a caller's thread writes before it leaves the rest to the loop."""
 _LOOP_BYTES: Final = 128 << 10
@@ -95,6 +103,7 @@ class SendingHalf(ABC):
         self._room = threading.Condition(self._count_lock)
         self._waiting_for_room = 0
         self._stalled = False
+        self._flushing = False
         self._in_doubt = False
         self._writes = 0
         self._open = True
@@ -137,10 +146,13 @@ class SendingHalf(ABC):
             self._interrupted()
             raise
 
-    def send_small(self, frame: bytes, wait: float) -> None:
+    def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
         if not self._ready(wait):
             return
         try:
+            if gather:
+                self._gather(frame)
+                return
             if not self._send_now(frame):
                 self._enqueue([frame], len(frame))
             if self._queue:
@@ -157,6 +169,27 @@ class SendingHalf(ABC):
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         # After a write error it is about to be closed: what was received before is still being read.
         return self._write_error is None
+
+    def _gather(self, frame: bytes) -> None:
+        self._enqueue([frame], len(frame))
+        if len(self._queue) >= _GATHERED_FRAMES:
+            self._drain()
+        elif not self._flushing:
+            self._flushing = True
+            self._tell_loop(self._flush_gathered)
+
+    def flush(self) -> None:
+        if self._queue and not self._stalled:
+            try:
+                self._drain()
+            except BaseException:
+                self._interrupted()
+                raise
+
+    def _flush_gathered(self) -> None:
+        """On the loop's thread."""
+        self._flushing = False
+        self._drain()
 
     def _send_now(self, frame: bytes) -> bool:
         """Whether the frame is out of the caller's hands: written, or its rest queued in its place."""
@@ -335,6 +368,11 @@ class SendingHalf(ABC):
     def _write(self, batch: list[Any]) -> int:
         """With the send lock: one system call; 0 when the kernel takes nothing now, -1 when it failed."""
         self._writes += 1
+        if syscalls.AVAILABLE and sum(map(len, batch)) <= _JOINED_BYTES:
+            data = b"".join(batch)
+            count = syscalls.send_bytes(self._descriptor, data)
+            if count > 0 or not data:
+                return max(count, 0)
         try:
             return self._socket.sendmsg(batch)
         except (BlockingIOError, InterruptedError):
@@ -351,6 +389,7 @@ class SendingHalf(ABC):
 
     def _interrupted(self) -> None:
         """An exception hit this thread in the middle of ``send``: leave nothing half done."""
+        self._flushing = False
         # If the lock cannot be had and nobody writes, this thread acquired it right before the exception.
         writes = self._writes
         while not self._send_lock.acquire(timeout=_LOCK_SECONDS) and writes != self._writes:

@@ -51,11 +51,14 @@ class MemoryConnection:
     ) -> None:
         self.send_small(b"".join(buffers), wait)
 
-    def send_small(self, frame: bytes, wait: float) -> None:
+    def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
         if not self.open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         assert frame != PREAMBLE
         self.other.inbox.append(decode_one(bytearray(frame)))
+
+    def flush(self) -> None:
+        pass
 
     def close(self, reason: str, *, flush: bool = False) -> None:
         if self.open:

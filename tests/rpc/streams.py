@@ -139,18 +139,23 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Pair:
-    """Two connections to each other."""
+    """Two connections to each other, both on one loop, or each on one of its own."""
 
-    def __init__(self, loop: LoopThread, sockets: tuple[socket.socket, socket.socket]) -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        loop: LoopThread,
+        sockets: tuple[socket.socket, socket.socket],
+        there_loop: LoopThread | None = None,
+    ) -> None:
+        self._loop, self._there_loop = loop, there_loop or loop
         self.here_owner, self.there_owner = Recorder(), Recorder()
         self.here = open_connection(loop, sockets[0], self.here_owner)
         sockets[1].settimeout(None)
-        self.there = open_connection(loop, sockets[1], self.there_owner)
+        self.there = open_connection(self._there_loop, sockets[1], self.there_owner)
 
     def close(self) -> None:
-        for connection in (self.here, self.there):
-            self._loop.call(connection.close, "end of the test")
+        self._loop.call(self.here.close, "end of the test")
+        self._there_loop.call(self.there.close, "end of the test")
 
 
 def headers(frames: Iterable[Frame]) -> list[dict[str, Any]]:
