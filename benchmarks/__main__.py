@@ -14,11 +14,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import group, report
+from benchmarks import chart, group, report
 from benchmarks.workloads import WORKLOADS
 
 __all__ = ["main"]
 
+_HOW_TO_GET = {
+    "torch": "this PyTorch has no torch.distributed.rpc",
+    "grpc": "there is no gRPC here (pip install grpcio)",
+}
 _RESULTS = Path(__file__).parent / "results"
 
 
@@ -32,11 +36,17 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each side (default 3)")
     parser.add_argument(
-        "--peer", choices=["torch", "none"], default="torch", help="what to compare with (default torch)"
+        "--peer",
+        choices=list(report.NAMES),
+        default="torch",
+        help="what to compare with (default torch; grpc needs grpcio)",
     )
-    parser.add_argument("--timeout", type=float, default=120, metavar="S", help="seconds a run may take")
+    parser.add_argument("--timeout", type=float, default=180, metavar="S", help="seconds a run may take")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results"
+    )
+    parser.add_argument(
+        "--chart", type=Path, metavar="FILE", help="draw it too: docs/benchmarks.svg (needs matplotlib)"
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     arguments = parser.parse_args(argv)
@@ -54,11 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     selected = arguments.workloads or list(WORKLOADS)
     sides = ["farcall"]
-    if arguments.peer == "torch":
-        if group.is_available("torch"):
-            sides.append("torch")
+    if arguments.peer != "none":
+        if group.is_available(arguments.peer):
+            sides.append(arguments.peer)
         else:
-            console.print("this PyTorch has no torch.distributed.rpc: measuring farcall alone")
+            console.print(f"{_HOW_TO_GET[arguments.peer]}: measuring farcall alone")
     numbers: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for repeat in range(arguments.repeats):
         for side in sides:
@@ -69,10 +79,17 @@ def main(argv: list[str] | None = None) -> int:
                 console.print(f"[red]{failure}[/red]", highlight=False)
                 return 2
     outcome = report.lines(numbers, selected)
-    console.print(report.table(outcome, arguments.repeats))
+    console.print(report.table(outcome, arguments.repeats, arguments.peer))
     path = arguments.output or _RESULTS / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}.json"
     report.save(path, numbers, outcome)
     console.print(f"written to {path}")
+    if arguments.chart is not None:
+        try:
+            chart.draw(arguments.chart, outcome, report.NAMES[arguments.peer], report.machine())
+        except chart.MissingLibrary as missing:
+            console.print(f"[red]{missing}[/red]", highlight=False)
+            return 2
+        console.print(f"drawn to {arguments.chart}")
     missed = [line.workload.title for line in outcome if line.holds is False]
     if missed:
         console.print(f"[red]missed: {', '.join(missed)}[/red]")

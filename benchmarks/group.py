@@ -1,4 +1,4 @@
-"""Two fresh worker processes for each measurement, forked from a parent that has imported torch only.
+"""Fresh worker processes for each measurement, forked from a parent that has imported torch only.
 
 Forking takes milliseconds where a new interpreter takes seconds to import torch. The parent must not start
 threads: a child would have the locks that they held.
@@ -17,12 +17,23 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks import serving
+from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 
 __all__ = ["MODULES", "MeasurementFailed", "is_available", "measure"]
 
-MODULES = {"farcall": "rpc", "torch": "torch.distributed.rpc"}
+MODULES = {"farcall": "rpc", "torch": "torch.distributed.rpc", "grpc": "benchmarks.grpc_peer"}
 """What can be measured, and the module that has it."""
+
+_GRPC_WORKLOADS = frozenset(("null", "small", "window", "recursion", "idle", "busy"))
+"""What gRPC can run beside large tensors: it has no remote references and no autograd."""
+_NETWORK_OPTIONS: dict[str, dict[str, Any]] = {
+    "farcall": {"transports": ["tcp"], "shared_memory_bytes": 0},
+    "torch": {"_transports": ["uv"], "_channels": ["basic"]},
+    "grpc": {},
+}
+"""What makes the workers of a side behave as if they were on different hosts."""
 
 
 class MeasurementFailed(Exception):
@@ -46,38 +57,58 @@ def _try_import(module: str) -> None:
     raise SystemExit(0 if hasattr(rpc, "init_rpc") else 1)
 
 
+def can_run(side: str, workload: Workload) -> bool:
+    """Whether a side has what a workload needs."""
+    if side != "grpc":
+        return True
+    return workload.name in _GRPC_WORKLOADS or workload.part == "tensors"
+
+
 def measure(side: str, workloads: Sequence[str], timeout: float) -> dict[str, float]:
-    """Run workloads on two fresh workers of one side.
+    """Run workloads on fresh workers of one side; those that need as many workers, on the same.
 
     Args:
         side: a key of ``MODULES``.
         workloads: names of workloads.
-        timeout: seconds that all of them may take.
+        timeout: seconds that each group of workers may take.
 
     Returns:
-        The number that each workload has measured.
+        The number that each workload has measured; nothing for those that the side cannot run.
 
     Raises:
         MeasurementFailed: a worker failed.
     """
+    numbers: dict[str, float] = {}
+    chosen = [WORKLOADS[name] for name in workloads if can_run(side, WORKLOADS[name])]
+    for workers, network in sorted({(each.workers, each.network) for each in chosen}):
+        names = [each.name for each in chosen if (each.workers, each.network) == (workers, network)]
+        numbers |= _measure_group(side, names, workers, network, timeout)
+    return numbers
+
+
+def _measure_group(
+    side: str, workloads: Sequence[str], workers: int, network: bool, timeout: float
+) -> dict[str, float]:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
         results, ours = context.Pipe(duplex=False)
-        workers = [
-            context.Process(target=_work, args=(rank, side, tuple(workloads), Path(folder), ours))
-            for rank in (0, 1)
+        processes = [
+            context.Process(
+                target=_work, args=(rank, workers, side, network, tuple(workloads), Path(folder), ours)
+            )
+            for rank in range(workers)
         ]
         try:
-            for worker in workers:
-                worker.start()
+            for process in processes:
+                process.start()
             ours.close()
             return _receive(side, results, timeout)
         finally:
-            for worker in workers:
-                worker.join(5)
-                if worker.is_alive():
-                    worker.kill()
-                    worker.join()
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
 
 
 def _receive(side: str, results: Connection, timeout: float) -> dict[str, float]:
@@ -91,17 +122,31 @@ def _receive(side: str, results: Connection, timeout: float) -> dict[str, float]
     raise MeasurementFailed(f"{side}: a worker died")
 
 
-def _work(rank: int, side: str, workloads: tuple[str, ...], folder: Path, results: Connection) -> None:
+def _work(
+    rank: int,
+    workers: int,
+    side: str,
+    network: bool,
+    workloads: tuple[str, ...],
+    folder: Path,
+    results: Connection,
+) -> None:
     warnings.simplefilter("ignore")  # PyTorch's own, about its deprecated parts
     try:
         rpc: Any = importlib.import_module(MODULES[side])
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rendezvous")
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        kind = rpc.AgentOptions if side == "farcall" else rpc.TensorPipeRpcBackendOptions
+        options = kind(
+            init_method=f"file://{folder}/rendezvous", **(_NETWORK_OPTIONS[side] if network else {})
+        )
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
         if rank == 0:
             numbers = {name: WORKLOADS[name].measure(rpc) for name in workloads}
+            for other in range(1, workers):
+                rpc.rpc_sync(f"worker{other}", serving.finish)
             rpc.shutdown()
             results.send(numbers)
         else:
+            serving.serve()
             rpc.shutdown()
     except BaseException:
         results.send(traceback.format_exc())

@@ -17,9 +17,13 @@ import torch
 from rich import box
 from rich.table import Table
 
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workload import Workload
+from benchmarks.workloads import WORKLOADS
 
-__all__ = ["Line", "lines", "machine", "save", "table"]
+__all__ = ["NAMES", "Line", "lines", "machine", "save", "table"]
+
+NAMES = {"torch": "torch.distributed.rpc", "grpc": "gRPC", "none": "nothing"}
+"""What farcall can be compared with."""
 
 Numbers = Mapping[str, Sequence[Mapping[str, float]]]
 """By side: for each repetition, by workload, what was measured."""
@@ -44,6 +48,21 @@ class Line:
     ratio: float | None
     holds: bool | None
 
+    @property
+    def cost(self) -> float | None:
+        """Our time as a share of the other's, also where rates are measured."""
+        if self.ratio is None or (self.workload.bar is not None and self.workload.bar.absolute):
+            return None
+        return 1 / self.ratio if self.workload.is_rate else self.ratio
+
+    @property
+    def limit(self) -> float | None:
+        """What ``cost`` may be at most."""
+        bar = self.workload.bar
+        if bar is None or bar.absolute:
+            return None
+        return 1 / bar.limit if bar.at_least else bar.limit
+
 
 def lines(numbers: Numbers, workloads: Sequence[str]) -> list[Line]:
     """Sum up what was measured, a line per workload."""
@@ -52,7 +71,8 @@ def lines(numbers: Numbers, workloads: Sequence[str]) -> list[Line]:
 
 def _columns(numbers: Numbers, name: str) -> tuple[list[float], list[float]]:
     ours = [run[name] for run in numbers["farcall"]]
-    theirs = [run[name] for side, runs in numbers.items() if side != "farcall" for run in runs]
+    others = [run for side, runs in numbers.items() if side != "farcall" for run in runs]
+    theirs = [run[name] for run in others if name in run]
     return ours, theirs
 
 
@@ -72,10 +92,10 @@ def _spread(column: Sequence[float]) -> float:
     return (max(column) - min(column)) / middle if middle else 0.0
 
 
-def table(outcome: Sequence[Line], repeats: int) -> Table:
-    """The lines as a table for people."""
+def table(outcome: Sequence[Line], repeats: int, other: str = "torch") -> Table:
+    """The lines as a table for people; ``other`` is what farcall is compared with."""
     result = Table(
-        title="farcall beside torch.distributed.rpc",
+        title=f"farcall beside {NAMES[other]}",
         caption=f"median of {repeats} runs in turn, ± half their range" if repeats > 1 else "one run",
         title_justify="left",
         caption_justify="left",
@@ -84,7 +104,7 @@ def table(outcome: Sequence[Line], repeats: int) -> Table:
         pad_edge=False,
     )
     result.add_column("workload", no_wrap=True)
-    for heading in ("unit", "farcall", "torch", "ratio", "bar"):
+    for heading in ("unit", "farcall", other, "ratio", "bar"):
         result.add_column(heading, justify="left" if heading == "unit" else "right", no_wrap=True)
     for line in outcome:
         bar = line.workload.bar
@@ -134,7 +154,8 @@ def save(path: Path, numbers: Numbers, outcome: Sequence[Line]) -> None:
             "title": line.workload.title,
             "unit": line.workload.unit,
             "farcall": line.ours,
-            "torch": line.theirs,
+            "other": line.theirs,
+            "spread": list(line.spread),
             "ratio": line.ratio,
             "bar": str(line.workload.bar) if line.workload.bar else None,
             "holds": line.holds,

@@ -1,0 +1,125 @@
+"""Calls from and to a process whose main thread computes in pure Python: they wait for the interpreter."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import serving
+from benchmarks.calls import echo, nothing
+from benchmarks.workload import CALLEE, Bar, Workload
+
+__all__ = ["workloads"]
+
+_PERIOD_SECONDS = 0.02
+_SLICE_SECONDS = 0.25
+_PAIRS = 8
+_CALLS = 80
+
+_stop = threading.Event()
+_rounds = 0
+
+
+def _compute() -> None:
+    """What a main thread does until it is told to stop."""
+    global _rounds
+    value = 1
+    while not _stop.is_set():
+        for _ in range(1000):
+            value = value * 1103515245 % 2147483648
+        _rounds += 1
+
+
+def _begin_to_compute() -> None:
+    _stop.clear()
+    serving.run_on_main_thread(_compute)
+
+
+def _stop_computing() -> None:
+    _stop.set()
+
+
+def _rounds_done() -> tuple[int, float]:
+    return _rounds, time.perf_counter()
+
+
+def _callers(rpc: Any, threads: int = 4, seconds: float = 1.5) -> float:
+    """Calls per second of several threads while the main thread computes in pure Python."""
+    stop = threading.Event()
+    counts = [0] * threads
+
+    def call(index: int) -> None:
+        while not stop.is_set():
+            rpc.rpc_sync(CALLEE, echo, args=(index,))
+            counts[index] += 1
+
+    callers = [threading.Thread(target=call, args=(index,)) for index in range(threads)]
+    for caller in callers:
+        caller.start()
+    begin = time.perf_counter()
+    value = 1
+    while time.perf_counter() - begin < seconds:
+        for _ in range(1000):
+            value = value * 1103515245 % 2147483648
+    elapsed, total = time.perf_counter() - begin, sum(counts)
+    stop.set()
+    for caller in callers:
+        caller.join()
+    return total / elapsed
+
+
+def _spaced_calls(rpc: Any, calls: int) -> list[float]:
+    """The time of calls at random intervals: back to back, the RPC threads would keep the interpreter."""
+    times = []
+    for _ in range(calls):
+        time.sleep(random.uniform(0, _PERIOD_SECONDS))
+        begin = time.perf_counter()
+        rpc.rpc_sync(CALLEE, nothing)
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def _callee(rpc: Any) -> float:
+    """How long a call takes to a worker whose main thread computes."""
+    rpc.rpc_sync(CALLEE, _begin_to_compute)
+    try:
+        _spaced_calls(rpc, 5)
+        return 1e3 * statistics.median(_spaced_calls(rpc, _CALLS))
+    finally:
+        rpc.rpc_sync(CALLEE, _stop_computing)
+
+
+def _cost(rpc: Any) -> float:
+    """What these calls cost that main thread, in percent of its speed without them."""
+
+    def speed(with_calls: bool) -> float:
+        first, begin = rpc.rpc_sync(CALLEE, _rounds_done)
+        end = begin + _SLICE_SECONDS
+        while time.perf_counter() < end:
+            if with_calls:
+                _spaced_calls(rpc, 1)
+            else:
+                time.sleep(_SLICE_SECONDS / 10)
+        last, now = rpc.rpc_sync(CALLEE, _rounds_done)
+        return float((last - first) / (now - begin))
+
+    rpc.rpc_sync(CALLEE, _begin_to_compute)
+    try:
+        costs = []
+        for _ in range(_PAIRS):
+            alone, called = speed(with_calls=False), speed(with_calls=True)
+            costs.append(100 * (1 - called / alone))
+        return statistics.median(costs)
+    finally:
+        rpc.rpc_sync(CALLEE, _stop_computing)
+
+
+def workloads() -> Iterator[Workload]:
+    """All in which a main thread computes."""
+    yield Workload("busy", "4 threads, main thread computing", "calls/s", _callers, part="busy")
+    yield Workload("busy-callee", "callee's main thread computing", "ms", _callee, Bar(0.15), part="busy")
+    yield Workload("busy-cost", "what these calls cost it", "%", _cost, Bar(2, absolute=True), part="busy")

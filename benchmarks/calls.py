@@ -1,0 +1,131 @@
+"""Small calls: how long one takes, and how many there can be."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.workload import CALLEE, Bar, Workload, seconds_per_call
+
+__all__ = ["echo", "nothing", "workloads"]
+
+_GRADIENT_NUMBERS = 4096
+_PUSHES = 150
+_DEPTH = 20
+
+_total = torch.zeros(_GRADIENT_NUMBERS)
+
+
+def nothing() -> None:
+    """The null call."""
+
+
+def echo(value: Any) -> Any:
+    """There and back."""
+    return value
+
+
+def _null_call(rpc: Any) -> float:
+    return 1e6 * seconds_per_call(lambda: rpc.rpc_sync(CALLEE, nothing), 200, 300)
+
+
+def _small_tensor(rpc: Any) -> float:
+    tensor = torch.randn(16)
+    return 1e6 * seconds_per_call(lambda: rpc.rpc_sync(CALLEE, echo, args=(tensor,)), 150, 200)
+
+
+def _remote_to_here(rpc: Any) -> float:
+    return 1e6 * seconds_per_call(lambda: rpc.remote(CALLEE, echo, args=(1,)).to_here(), 100, 100)
+
+
+def _fetch(rpc: Any) -> float:
+    reference = rpc.remote(CALLEE, echo, args=(torch.ones(16),))
+    return 1e6 * seconds_per_call(reference.to_here, 150, 200)
+
+
+def _window(rpc: Any, in_flight: int = 1000) -> float:
+    def round_trip() -> None:
+        futures = [rpc.rpc_async(CALLEE, nothing) for _ in range(in_flight)]
+        for future in futures:
+            future.wait()
+
+    return in_flight / seconds_per_call(round_trip, 1, 2)
+
+
+def _there_and_back(module: str, depth: int, to: str, back: str) -> int:
+    """Calls the other worker, which calls back, and so on, each call within the one before."""
+    if depth == 0:
+        return 0
+    rpc = importlib.import_module(module)
+    value: int = rpc.rpc_sync(to, _there_and_back, args=(module, depth - 1, back, to))
+    return value + 1
+
+
+def _recursion(rpc: Any) -> float:
+    def descend() -> None:
+        assert _there_and_back(rpc.__name__, _DEPTH, CALLEE, "worker0") == _DEPTH
+
+    return 1e3 * seconds_per_call(descend, 5, 3)
+
+
+def _add(gradient: torch.Tensor) -> None:
+    _total.add_(gradient)
+
+
+def _push(module: str, count: int) -> None:
+    """On a trainer: gradients for worker 0, one after another."""
+    rpc = importlib.import_module(module)
+    gradient = torch.ones(_GRADIENT_NUMBERS)
+    for _ in range(count):
+        rpc.rpc_sync("worker0", _add, args=(gradient,))
+
+
+def _many_to_one(rpc: Any, trainers: int) -> float:
+    """Gradients per second that worker 0 takes from all trainers together."""
+
+    def push(count: int) -> None:
+        futures = [
+            rpc.rpc_async(f"worker{trainer}", _push, args=(rpc.__name__, count))
+            for trainer in range(1, trainers + 1)
+        ]
+        for future in futures:
+            future.wait()
+
+    push(10)
+    begin = time.perf_counter()
+    push(_PUSHES)
+    return trainers * _PUSHES / (time.perf_counter() - begin)
+
+
+def _idle_cpu(rpc: Any, seconds: float = 2.0) -> float:
+    """The share of one core, in percent, that the busier of the two idle workers uses."""
+    time.sleep(0.2)  # whatever came before has settled
+    there, here, begin = rpc.rpc_sync(CALLEE, time.process_time), time.process_time(), time.perf_counter()
+    time.sleep(seconds)
+    here, elapsed = time.process_time() - here, time.perf_counter() - begin
+    there = rpc.rpc_sync(CALLEE, time.process_time) - there
+    return float(100 * max(here, there) / elapsed)
+
+
+def workloads() -> Iterator[Workload]:
+    """All that are about small calls."""
+    yield Workload("null", "null rpc_sync", "µs", _null_call, Bar(0.20))
+    yield Workload("small", "small tensor there and back", "µs", _small_tensor, Bar(0.22))
+    yield Workload("remote", "remote(...).to_here()", "µs", _remote_to_here, Bar(0.30))
+    yield Workload("fetch", "to_here() of a small tensor", "µs", _fetch)
+    yield Workload("window", "1,000 rpc_async in flight", "calls/s", _window, Bar(8, at_least=True))
+    yield Workload("recursion", f"{_DEPTH} calls, each within the last", "ms", _recursion)
+    for trainers in (2, 4, 8):
+        yield Workload(
+            f"server-{trainers}",
+            f"16 KB gradients of {trainers} trainers",
+            "calls/s",
+            functools.partial(_many_to_one, trainers=trainers),
+            workers=trainers + 1,
+        )
+    yield Workload("idle", "idle agent", "% CPU", _idle_cpu, Bar(0.5, absolute=True))

@@ -1,0 +1,80 @@
+"""What a workload is: something to measure, the same for every RPC module, and what is asked of it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CALLEE", "KIB", "MIB", "Bar", "Workload", "seconds_per_call"]
+
+CALLEE = "worker1"
+KIB = 1 << 10
+MIB = 1 << 20
+
+_BATCHES = 10
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What is asked of farcall's number: at most, or at least, so much.
+
+    Attributes:
+        limit: the limit, of the ratio to the other's number, or of the number itself if ``absolute``.
+    """
+
+    limit: float
+    at_least: bool = False
+    absolute: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a ratio, or a number, is within the limit."""
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g}" + ("" if self.absolute else " x")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Something to measure. It runs on worker 0; the others serve.
+
+    Attributes:
+        name: to select it by.
+        title: for the table.
+        unit: of what ``measure`` returns.
+        measure: takes the RPC module; the modules that are compared have the same names.
+        bar: what must hold; ``None`` for what is measured for information.
+        workers: how many there are.
+        network: they talk over TCP, as between hosts, whatever else they could do.
+        part: a heading in the chart.
+    """
+
+    name: str
+    title: str
+    unit: str
+    measure: Callable[[Any], float]
+    bar: Bar | None = None
+    workers: int = 2
+    network: bool = False
+    part: str = "calls"
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether more is better."""
+        return self.unit.endswith("/s")
+
+
+def seconds_per_call(call: Callable[[], object], calls: int, warm_up: int, batches: int = _BATCHES) -> float:
+    """The median over batches of the mean time of a call."""
+    for _ in range(warm_up):
+        call()
+    times = []
+    for _ in range(batches):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) / calls)
+    return statistics.median(times)
