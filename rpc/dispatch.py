@@ -84,9 +84,13 @@ class Dispatcher:
             agent.executor.submit_batch(tasks)
         agent.something_ended()
 
+    def count_request(self) -> None:
+        """A request has been taken in, by whatever way."""
+        self.requests_begun = next(self._numbers)
+
     def begun(self, peer: Peer, frame: Frame) -> Task:
         """Count a request that has come without anything beside its pickle; returns how to run it."""
-        self.requests_begun = next(self._numbers)
+        self.count_request()
         return self._agent.callee.run, _new_request(Request, (peer, frame, None))
 
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
@@ -97,7 +101,7 @@ class Dispatcher:
             tasks: where to put it if it can run now.
         """
         agent = self._agent
-        self.requests_begun = next(self._numbers)
+        self.count_request()
         task = (run, request)
         arrivals = request.arrivals
         if arrivals is None:

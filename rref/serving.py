@@ -113,7 +113,7 @@ class Server:
     ) -> bool:
         """Run a request as soon as the object is there; false if it has just come."""
         postponed = self._agent.postponed
-        self._agent.dispatcher.requests_begun += 1
+        self._agent.dispatcher.count_request()
         postponed.begin()
 
         def made() -> None:
@@ -236,7 +236,7 @@ class Server:
         if value is None:
             self._special_fetch_arrived(peer, frame, target)
             return
-        agent.dispatcher.requests_begun += 1
+        agent.dispatcher.count_request()
         call_id = frame.call_id
         if not value.is_ready:
             agent.postponed.begin()
