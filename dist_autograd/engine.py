@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["current_pass", "give_way", "hold_back", "is_running", "run"]
+__all__ = ["current_pass", "give_way", "hold_back", "is_profiled", "is_running", "run"]
 
 _C: Final[Any] = torch._C
 _engine: Final[Any] = torch.autograd.Variable._execution_engine
@@ -38,6 +38,8 @@ _running: Final = _Running()
 def _missing() -> list[str]:
     """What this version of PyTorch does not have."""
     missing = [] if hasattr(_C, "_current_graph_task_id") else ["torch._C._current_graph_task_id"]
+    if not hasattr(_C._autograd, "_profiler_enabled"):
+        missing.append("torch._C._autograd._profiler_enabled")
     if not hasattr(_engine, "run_backward"):
         missing.append("Variable._execution_engine.run_backward")
     node: Any = torch.empty(0, requires_grad=True).clone().grad_fn
@@ -99,6 +101,11 @@ def current_pass() -> Any:
 def is_running() -> bool:
     """Whether this thread is in the middle of a backward, ours or any other."""
     return bool(_C._current_graph_task_id() != -1)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler watches this thread."""
+    return bool(_C._autograd._profiler_enabled())
 
 
 def hold_back(node: Node) -> None:

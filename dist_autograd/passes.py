@@ -185,13 +185,15 @@ class Pass:
         return [gradient for start in self._reach.leaves for gradient in found[start]]
 
     def _entries(self, number: int) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the gradients of a message enter the graph: right behind the sends, if all are there."""
+        """Where the gradients of a message enter the graph: right behind the sends, if all are there and no
+        profile is to show the sends.
+        """
         sent = self._sent[number]
         indices = sorted(self._marked[number])
         ends = [sent.ends[index] for index in indices]
         gradients = [self._gradients[number][index] for index in indices]
         present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) < len(gradients):
+        if len(present) < len(gradients) or engine.is_profiled():
             return [get_gradient_edge(end) for end in ends], [torch.empty(0)] * len(ends)
         behind = [end.grad_fn.next_functions[0] for end in ends if end.grad_fn is not None]
         return [GradientEdge(node, output) for node, output in behind if node is not None], present
