@@ -1,0 +1,97 @@
+"""``to_here`` before and after the object is made: each fetch is answered once, whatever the object is."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.current import current_agent
+from rpc.errors import SerializationError
+from tests.serving import first_of, open_gate, wait_at_gate
+from tests.workers import RunWorkers, Worker
+
+MADE: dict[str, Any] = {
+    "number": 42,
+    "text": "x" * 100_000,
+    "tensor": torch.arange(4.0),
+    "large tensor": torch.ones(300_000),
+    "list": [1, torch.ones(2)],
+}
+
+
+def make(kind: str) -> Any:
+    """What is made once the gate is open."""
+    wait_at_gate(kind)
+    if kind == "nothing":
+        raise LookupError("not today")
+    return threading.Lock() if kind == "lock" else MADE[kind]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return all(map(same, one, other))
+    return bool(one == other)
+
+
+def fetch_before_it_is_made(_: Worker, kind: str) -> list[Any]:
+    """What two fetches get that wait at the owner, and one that comes when the object is there."""
+    rref = rpc.remote("worker1", make, args=(kind,))
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(rref.to_here) for _ in range(2)]
+        while rpc.rpc_sync("worker1", postponed) < 2:
+            pass
+        rpc.rpc_sync("worker1", open_gate, args=(kind,))
+        outcomes = [each.exception() or each.result() for each in waiting]
+    rref._get_future().wait() if kind != "nothing" else None
+    try:
+        outcomes.append(rref.to_here())
+    except Exception as error:
+        outcomes.append(error)
+    assert current_agent().calls.unanswered() == 0
+    assert rpc.rpc_sync("worker1", postponed) == 0
+    return outcomes
+
+
+def postponed() -> int:
+    return int(current_agent().postponed.value)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_fetches_that_come_before_the_object_get_it(run_workers: RunWorkers, kind: str) -> None:
+    outcomes = first_of(run_workers, fetch_before_it_is_made, kind)
+    assert len(outcomes) == 3
+    assert all(same(outcome, MADE[kind]) for outcome in outcomes)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("nothing", LookupError), ("lock", SerializationError)])
+def test_fetches_that_come_before_it_fails_are_told(
+    run_workers: RunWorkers, kind: str, error: type[Exception]
+) -> None:
+    assert [type(each) for each in first_of(run_workers, fetch_before_it_is_made, kind)] == [error] * 3
+
+
+def create_and_drop(_: Worker) -> tuple[int, int]:
+    """How many objects the owner still has, and references the user, after many short lives."""
+    for number in range(300):
+        assert rpc.remote("worker1", int, args=(number,)).to_here() == number
+    references = current_agent().extensions["rref"]
+    while references._do(references._protocol.counts)["users"]:
+        pass
+    while left := rpc.rpc_sync("worker1", objects_here):
+        assert left <= 300
+    return left, len(references._later)
+
+
+def objects_here() -> int:
+    return len(current_agent().extensions["rref"]._values)
+
+
+def test_short_lived_references_leave_nothing(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, create_and_drop) == (0, 0)
