@@ -77,7 +77,7 @@ class Agent:
             "farcall-loop", "a blocking call on the agent's own thread would stop the agent"
         )
         self.loop = self._loop_thread.loop
-        self.executor = Executor(options.num_worker_threads, "farcall")
+        self.executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)
         self.calls = CallTable(self, self.loop, self._complete_all)
         self.caller = Caller(self)
         self.callee = Callee(self)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 
 from rpc import serialization
-from rpc.errors import RpcError
+from rpc.errors import NotInitializedError, RpcError
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.loop import LoopThread
 from rpc.peer import Peer
@@ -82,6 +82,7 @@ class Callee:
         self._agent = agent
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
+        self._stopped = False
 
     def run(self, request: Request) -> None:
         """Run a call and reply to it."""
@@ -156,10 +157,20 @@ class Callee:
         """See to it that what a function has begun is answered when it is done."""
         postponed = self._agent.postponed
         if type(value) is CoroutineType:
+            try:
+                loop = self._coroutine_loop()
+            except BaseException:
+                value.close()
+                raise
+            coroutine = self._finish(value, header, peer, answer)
             postponed.begin()
-            asyncio.run_coroutine_threadsafe(
-                self._finish(value, header, peer, answer), self._coroutine_loop()
-            )
+            try:
+                asyncio.run_coroutine_threadsafe(coroutine, loop)
+            except BaseException:  # the loop has just ended
+                coroutine.close()
+                value.close()
+                self._ended()
+                raise
             return LATER
         if not isinstance(value, torch._C.Future):
             raise RpcError(
@@ -218,6 +229,8 @@ class Callee:
 
     def _coroutine_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
+            if self._stopped:
+                raise NotInitializedError("this worker is shutting down: it begins no more coroutines")
             if self._coroutines is None:
                 self._coroutines = LoopThread(
                     "farcall-coroutines",
@@ -227,8 +240,9 @@ class Callee:
             return self._coroutines.loop
 
     def stop(self) -> None:
-        """Cancel coroutines that still run."""
+        """Cancel coroutines that still run, and begin no more."""
         with self._lock:
+            self._stopped = True
             coroutines, self._coroutines = self._coroutines, None
         if coroutines is not None:
             coroutines.stop()

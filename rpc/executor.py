@@ -5,7 +5,9 @@ threads are started as tasks come. They may all be blocked — in locks, in ``Fu
 wait for calls — where nobody can see it, so a monitor looks at the backlog once a tick: if tasks wait and
 none was begun or finished since the last look, it starts more threads, doubling what is above the base
 number each time: calls that nest 200 deep, each waiting for the next, get there in a few ticks. Threads
-above the base number retire when they have been idle for a while.
+above the base number retire when they have been idle for a while. Beyond ``ceiling`` threads, which nesting
+hardly ever needs but thousands of blocking calls take at once, one more is started every few ticks: tasks
+that wait for tasks that wait still get on, however deep they nest.
 
 Waking a thread costs two switches of the interpreter, so at most one thread is being woken at any time;
 when it runs, and tasks still wait, it wakes the next. Quick tasks are thus all done by the first thread
@@ -38,6 +40,8 @@ Task = tuple[Callable[..., object], Any]
 
 _TICK: Final = 0.005
 _IDLE_SECONDS: Final = 10.0
+_TICKS_BEYOND_CEILING: Final = 10
+"""Beyond the ceiling, one thread per so many ticks without progress: 20 a second."""
 
 
 class Station(Protocol):
@@ -87,6 +91,7 @@ class Executor:
     Args:
         workers: threads that are started without hesitation; more only when these make no progress.
         name: prefix of the threads' names.
+        ceiling: beyond this number, threads are added slowly.
 
     Example::
 
@@ -95,10 +100,13 @@ class Executor:
         executor.stop()
     """
 
-    def __init__(self, workers: int, name: str) -> None:
+    def __init__(self, workers: int, name: str, ceiling: int = 512) -> None:
         if workers < 1:
             raise ValueError(f"an executor needs at least one thread, not {workers}")
         self._workers = workers
+        self._ceiling = max(workers, ceiling)
+        self._ticks_beyond = 0
+        self._ceiling_told = False
         self._name = name
         self._lock = threading.RLock()  # a finalizer that runs while it is held may submit something
         self._idle: list[_Worker] = []
@@ -365,11 +373,31 @@ class Executor:
             return self._submitted - len(self._backlog) + self._finished()
 
     def _grow(self) -> bool:
-        """Double the threads above the base number; returns whether there is at least one more now."""
+        """Double the threads above the base number; returns false if the system gives none.
+
+        Beyond the ceiling, add one now and then.
+        """
         grown = False
-        for _ in range(max(1, len(self._threads) - self._workers)):
+        threads = len(self._threads)
+        wanted = min(max(1, threads - self._workers), self._ceiling - threads)
+        if wanted <= 0:
+            self._tell_of_ceiling(threads)
+            self._ticks_beyond += 1
+            if self._ticks_beyond % _TICKS_BEYOND_CEILING:
+                return True
+            wanted = 1
+        for _ in range(wanted):
             with self._lock:
                 if self._stopped or not self._start_thread():
                     break
                 grown = True
         return grown
+
+    def _tell_of_ceiling(self, threads: int) -> None:
+        if not self._ceiling_told:
+            self._ceiling_told = True
+            waiting = (
+                "%d threads are blocked and %d more tasks wait: from here on, threads are added slowly. "
+            )
+            advice = "If so many calls must block at once, raise max_worker_threads, or make them async def"
+            logger.warning(waiting + advice, threads, len(self._backlog))

@@ -197,6 +197,8 @@ class AgentOptions(RpcBackendOptions):
     Args:
         num_worker_threads: threads that run what other workers call (default 16). More are started while
             all of them wait, so that calls which wait for calls make progress.
+        max_worker_threads: up to this many threads are started as fast as calls block (default 512). More
+            are still started, 20 a second, so that calls which wait for calls never wait for ever.
         rpc_timeout: default timeout of a call, in seconds (default 60); 0 means none.
         init_method: where the workers meet: ``env://`` (default), ``tcp://HOST:PORT``, ``file:///PATH``.
         device_maps: for each callee, which of its devices stands for which of ours, one to one.
@@ -234,6 +236,7 @@ class AgentOptions(RpcBackendOptions):
     """
 
     num_worker_threads = _Option(_positive_int)
+    max_worker_threads = _Option(_positive_int)
     dynamic = _Option(_bool)
     rendezvous_timeout = _Option(_positive_seconds)
     switch_interval = _Option(_interval_or_none)
@@ -252,6 +255,7 @@ class AgentOptions(RpcBackendOptions):
         init_method: str = DEFAULT_INIT_METHOD,
         device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
         devices: Iterable[DeviceLike] | None = None,
+        max_worker_threads: int = 512,
         dynamic: bool = False,
         rendezvous_timeout: float = 300.0,
         switch_interval: float | None = 0.0005,
@@ -266,6 +270,7 @@ class AgentOptions(RpcBackendOptions):
         self.num_worker_threads = num_worker_threads
         self.device_maps = device_maps if device_maps is not None else {}
         self.devices = devices if devices is not None else ()
+        self.max_worker_threads = max_worker_threads
         self.dynamic = dynamic
         self.rendezvous_timeout = rendezvous_timeout
         self.switch_interval = switch_interval

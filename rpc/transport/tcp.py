@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from rpc.transport.base import CAPTURED_BYTES, Accepted
@@ -15,6 +16,8 @@ from rpc.transport.stream import StreamConnection
 __all__ = ["TcpTransport"]
 
 _BACKLOG: Final = 1024
+_NEXT_ADDRESS_SECONDS: Final = 0.25
+"""How long an address may take before the next one is tried as well."""
 _NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
 _BUFFERED_BYTES: Final = 128 << 10
 """What the kernel keeps of large messages delays small ones. It needs little beyond what is under way on
@@ -60,16 +63,58 @@ class TcpTransport:
     async def connect(self, address: str) -> StreamConnection:
         host, _, port = address.removeprefix("tcp:").rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        found = await self._loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-        family, _, _, _, where = found[0]
+        targets = await self._resolve(host, int(port))
+        attempts: list[asyncio.Task[socket.socket]] = []
+        chosen: asyncio.Task[socket.socket] | None = None
+        try:
+            chosen = await self._first_connected(targets, attempts)
+        finally:
+            for attempt in attempts:
+                if not attempt.done():
+                    attempt.cancel()
+                elif attempt is not chosen and not attempt.exception():
+                    attempt.result().close()
+        return self._connection(chosen.result(), address)
+
+    async def _resolve(self, host: str, port: int) -> list[tuple[int, Any]]:
+        """Families and addresses of a host, best first."""
+        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [(family, where) for family, _, _, _, where in found]
+
+    async def _first_connected(
+        self, targets: Sequence[tuple[int, Any]], attempts: list[asyncio.Task[socket.socket]]
+    ) -> asyncio.Task[socket.socket]:
+        """Try all addresses, each a little after the one before, or at once if all before have failed.
+
+        A simple form of RFC 8305, "Happy Eyeballs".
+
+        Args:
+            targets: families and addresses, best first.
+            attempts: filled with all that were begun; the caller sees to those that were in vain.
+        """
+        remaining = deque(targets)
+        while True:
+            waiting = [attempt for attempt in attempts if not attempt.done()]
+            if remaining:
+                waiting.append(self._loop.create_task(self._connected(*remaining.popleft())))
+                attempts.append(waiting[-1])
+            elif not waiting:
+                await attempts[0]  # raises why the best address cannot be reached
+            patience = _NEXT_ADDRESS_SECONDS if remaining else None
+            done, _ = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            for attempt in done:
+                if attempt.exception() is None:
+                    return attempt
+
+    async def _connected(self, family: int, where: Any) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             await self._loop.sock_connect(sock, where)
-            return self._connection(sock, address)
         except BaseException:
             sock.close()
             raise
+        return sock
 
     def _connection(self, sock: socket.socket, description: str) -> StreamConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -367,3 +367,40 @@ def test_a_task_may_stop_the_executor(make: Callable[[int], Executor]) -> None:
     until(lambda: results)
     assert results == [True]
     until(lambda: executor.counts()["threads"] == 0)
+
+
+# ---- the ceiling
+
+
+def test_beyond_the_ceiling_threads_are_added_slowly_and_it_is_said_once(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = make(1)
+    monkeypatch.setattr(executor, "_ceiling", 6)
+    go_on, grown = threading.Event(), threading.Event()
+    beyond: list[int] = []
+    start_thread = Executor._start_thread
+
+    def noting(self: Executor) -> bool:
+        started = start_thread(self)
+        if len(self._threads) > 6:
+            beyond.append(self._ticks_beyond)
+        if len(beyond) == 2:
+            grown.set()
+        return started
+
+    monkeypatch.setattr(Executor, "_start_thread", noting)
+    executor.submit_batch([(lambda _: go_on.wait(SOON), None)] * 50)
+    assert grown.wait(SOON)
+    go_on.set()
+    assert beyond[1] - beyond[0] >= module._TICKS_BEYOND_CEILING
+    until(lambda: executor.active() == 0)
+    assert caplog.text.count("raise max_worker_threads") == 1
+
+
+def test_tasks_that_need_more_threads_than_the_ceiling_get_on(make: Callable[[int], Executor]) -> None:
+    executor = make(2)
+    executor._ceiling = 4
+    task, met = meeting(8)
+    executor.submit_batch([task] * 8)
+    assert met.wait(SOON)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rpc.loop import LoopThread
-from rpc.transport import Connection, Listener, Transport, transports
+from rpc.transport import Connection, Listener, Transport, tcp, transports
+from rpc.transport.tcp import TcpTransport
 from tests.rpc.streams import SOON, Recorder, send, until
 
 
@@ -237,3 +238,77 @@ def test_a_connection_that_breaks_while_it_is_accepted_is_dropped(
     assert owner.reason()
     connect(loop, there.listener.address)
     until(lambda: len(there.connections) == 1)
+
+
+# ---- a name with several addresses
+
+
+def silent_address() -> tuple[socket.socket, list[socket.socket]]:
+    """A listener whose queue is full: who connects to it gets no answer."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=0)
+    callers = []
+    for _ in range(4):
+        caller = socket.socket()
+        caller.setblocking(False)
+        caller.connect_ex(listener.getsockname())
+        callers.append(caller)
+    return listener, callers
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    async def resolve(*_: object) -> list[tuple[int, Any]]:
+        return [(socket.AF_INET, ("127.0.0.1", port)) for port in ports]
+
+    monkeypatch.setattr(TcpTransport, "_resolve", resolve)
+
+
+def port_of(place: Place) -> int:
+    return int(place.listener.address.rpartition(":")[2])
+
+
+def test_an_address_that_refuses_is_passed_over(
+    loop: LoopThread, place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = place("tcp")
+    resolve_to(monkeypatch, closed_port(), port_of(there))
+    connection = connect(loop, "tcp:somewhere:1")
+    assert there.arrived.wait(SOON)
+    loop.call(connection.close, "end of the test")
+
+
+def test_an_address_that_does_not_answer_is_passed_over(
+    loop: LoopThread, place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = place("tcp")
+    listener, callers = silent_address()
+    resolve_to(monkeypatch, listener.getsockname()[1], port_of(there))
+    connection = connect(loop, "tcp:somewhere:1")
+    assert there.arrived.wait(SOON)
+    loop.call(connection.close, "end of the test")
+    for each in (listener, *callers):
+        each.close()
+
+
+def test_an_attempt_that_succeeds_too_late_is_closed(
+    loop: LoopThread, place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = place("tcp")
+    monkeypatch.setattr(tcp, "_NEXT_ADDRESS_SECONDS", 0.0)
+    resolve_to(monkeypatch, *[port_of(there)] * 5)
+    for _ in range(10):
+        connection = connect(loop, "tcp:somewhere:1")
+        loop.call(connection.close, "end of the test")
+
+
+def test_without_any_answer_the_first_address_says_why(
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_to(monkeypatch, closed_port(), closed_port())
+    with pytest.raises(ConnectionRefusedError):
+        connect(loop, "tcp:somewhere:1")
