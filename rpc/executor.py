@@ -396,8 +396,5 @@ class Executor:
     def _tell_of_ceiling(self, threads: int) -> None:
         if not self._ceiling_told:
             self._ceiling_told = True
-            waiting = (
-                "%d threads are blocked and %d more tasks wait: from here on, threads are added slowly. "
-            )
-            advice = "If so many calls must block at once, raise max_worker_threads, or make them async def"
-            logger.warning(waiting + advice, threads, len(self._backlog))
+            text = "%d threads are blocked, %d tasks wait: threads are added slowly now (max_worker_threads)"
+            logger.warning(text, threads, len(self._backlog))
