@@ -58,6 +58,27 @@ LIST = {
         ["--rounds", "1"],
         r"The poles stand for \d+ steps; it should be 180 at least",
     ),
+    "pipeline": Example(
+        3,
+        ["--passes", "12", "--width", "256", "--batch", "320", "--target", "0"],
+        r"^micro-batches +0\.9\d+ accuracy in",
+        ["--passes", "1", "--width", "32", "--target", "0"],
+        r"The accuracy with whole batches is 0\.\d+; it should be 0\.93 at least",
+    ),
+    "rnn": Example(
+        2,
+        ["--steps", "100", "--vocabulary", "1000"],
+        r"^perplexity +\d+ on text held out",
+        ["--steps", "1", "--vocabulary", "100"],
+        r"The perplexity is \d+; it should be \d+ at most",
+    ),
+    "hybrid": Example(
+        3,
+        [],
+        r"^dense parts +equal on both trainers",
+        ["--passes", "1", "--learning-rate", "0.0001"],
+        r"The accuracy is 0\.\d+; it should be 0\.9 at least",
+    ),
 }
 
 
