@@ -17,6 +17,7 @@ from rpc.chunks import Reassembly, Room
 from rpc.errors import ProtocolError
 from rpc.wire import (
     ALIGNMENT,
+    BARE_REQUEST,
     MAGIC,
     PREAMBLE,
     PREFIX_BYTES,
@@ -145,6 +146,11 @@ class Decoder:
         body_length, call_id, _, _, kind = prefix
         segment = self.scratch[PREFIX_BYTES : PREFIX_BYTES + body_length]
         return _new_frame(Frame, (kind, call_id, {}, [segment]))
+
+    def is_request_in_segment(self, prefix: Prefix) -> bool:
+        """Whether the whole frame with this prefix is a request without a header that lies in a segment."""
+        begin = PREFIX_BYTES
+        return prefix[4] == Kind.IN_SEGMENT and self.scratch.startswith(BARE_REQUEST, begin, begin + 2)
 
     def _read_preamble(self, end: int) -> bool:
         got = bytes(self._view[: min(end, len(PREAMBLE))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rpc.executor import Task
@@ -21,11 +22,12 @@ class Standby:
         direct: how its connection is read.
     """
 
-    __slots__ = ("_direct", "_peer")
+    __slots__ = ("_direct", "_peer", "_unwrap")
 
     def __init__(self, peer: Peer, direct: DirectReading) -> None:
         self._peer = peer
         self._direct = direct
+        self._unwrap = partial(peer.agent.segments.unwrap, peer)
 
     def claim(self) -> bool:
         """Take the place for the current thread; false if it cannot have it."""
@@ -41,5 +43,6 @@ class Standby:
 
     def next_task(self, timeout: float | None) -> Task | None:
         """Wait for a request and give up the place; None if something else comes first."""
-        frame = self._direct.next_request(timeout)
-        return None if frame is None else self._peer.agent.dispatcher.begun(self._peer, frame)
+        peer = self._peer
+        frame = self._direct.next_request(timeout, self._unwrap)
+        return None if frame is None else peer.agent.dispatcher.begun(peer, frame)

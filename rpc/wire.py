@@ -39,6 +39,7 @@ __all__ = [
     "decode_one",
     "encode",
     "encode_small",
+    "pack_header",
 ]
 
 PROTOCOL_VERSION: Final = 1
@@ -84,6 +85,10 @@ class Kind:
     EXTENSION: Final = 32
 
 
+BARE_REQUEST: Final = bytes((Kind.CALL, 0))
+"""With what the segment of a frame of kind ``IN_SEGMENT`` begins that is a request without a header."""
+
+
 class Frame(NamedTuple):
     """One message as it came off the wire.
 
@@ -113,7 +118,7 @@ def encode(kind: int, call_id: int, header: dict[str, Any], segments: Sequence[A
     Returns:
         The buffers to send, in order, and the sum of their lengths in bytes.
     """
-    packed_header: bytes = msgpack.packb(header, unicode_errors=_ANY_TEXT) if header else b""
+    packed_header: bytes = pack_header(header) if header else b""
     count = len(segments)
     if len(packed_header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(packed_header)} bytes is over the limit of {MAX_HEADER_BYTES}")
@@ -143,7 +148,7 @@ def encode_small(kind: int, call_id: int, header: dict[str, Any], segments: Sequ
 
     Arguments are as for ``encode``.
     """
-    packed: bytes = msgpack.packb(header, unicode_errors=_ANY_TEXT) if header else b""
+    packed: bytes = pack_header(header) if header else b""
     if not segments:
         return _pack_prefix(len(packed), call_id, len(packed), 0, kind) + packed
     pickle: bytes = segments[0]
@@ -232,6 +237,12 @@ def segment_ends(table: memoryview, body_length: int, start: int, count: int) ->
     elif offset != body_length:
         raise ProtocolError(f"{body_length - offset} bytes of a frame belong to no segment")
     return ends
+
+
+def pack_header(header: dict[str, Any]) -> bytes:
+    """A header as it is sent."""
+    packed: bytes = msgpack.packb(header, unicode_errors=_ANY_TEXT)
+    return packed
 
 
 def unpack_header(packed: memoryview) -> dict[str, Any]:

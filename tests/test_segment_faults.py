@@ -19,6 +19,7 @@ from rpc.current import current_agent
 from rpc.errors import WorkerLostError
 from rpc.segments import ledger
 from rpc.segments.copying import Copier
+from rpc.segments.packing import Message, pack
 from rpc.wire import Kind, encode_small
 from tests.leftovers import nothing_left
 from tests.rpc.streams import until
@@ -339,12 +340,13 @@ def test_a_child_that_lives_on_keeps_its_tensors(run_workers: RunWorkers) -> Non
 # ---- strange peers, and strange users
 
 
-NONSENSE: list[tuple[int, dict[str, Any]]] = [
-    (Kind.SEGMENTS, {"hello": 1}),
-    (Kind.SEGMENTS, {"proof": bytes(32)}),
-    (Kind.SEGMENTS, {"come": ["name", bytes(16), 1, 1]}),
-    (Kind.IN_SEGMENT, {"kind": Kind.CALL, "note": [1, 1, [5]], "header": {}}),
-    (Kind.IN_SEGMENT, {}),
+NONSENSE: list[bytes] = [
+    encode_small(Kind.SEGMENTS, 0, {"hello": 1}, ()),
+    encode_small(Kind.SEGMENTS, 0, {"proof": bytes(32)}, ()),
+    encode_small(Kind.SEGMENTS, 0, {"come": ["name", bytes(16), 1, 1]}, ()),
+    encode_small(Kind.IN_SEGMENT, 0, {}, (pack(Message(Kind.CALL, {}, 1, 1, (5,), b"")),)),
+    encode_small(Kind.IN_SEGMENT, 0, {}, (b"",)),
+    encode_small(Kind.IN_SEGMENT, 0, {}, ()),
 ]
 
 
@@ -371,10 +373,10 @@ def test_tensors_that_change_while_they_are_sent_do_no_harm(run_workers: RunWork
 def talk_nonsense(worker: Worker) -> None:
     """Says to each of the others something about segments that makes no sense."""
     with worker.group():
-        for number, (kind, header) in enumerate(NONSENSE, start=1):
+        for number, frame in enumerate(NONSENSE, start=1):
             peer = current_agent().peer(f"worker{number}")
             rpc.rpc_sync(peer.name, int)
-            peer.send_small(encode_small(kind, 0, header, ()), True)
+            peer.send_small(frame, True)
             until(functools.partial(getattr, peer, "lost"))
 
 

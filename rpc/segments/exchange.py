@@ -31,6 +31,7 @@ from rpc.segments.incoming import IncomingSegments
 from rpc.segments.ledger import LEDGER_BYTES, SLOTS, Ledger
 from rpc.segments.memory import Mapping
 from rpc.segments.outgoing import OutgoingSegments
+from rpc.segments.packing import Message, pack, unpack
 from rpc.segments.pool import Limits, Pool, Segment
 from rpc.serialization import Payload
 from rpc.wire import MAX_SEGMENTS, Frame, Kind, encode_small
@@ -42,7 +43,7 @@ __all__ = ["SegmentExchange"]
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_BYTES: Final = 128 << 10
+SMALLEST_BYTES: Final = 64 << 10
 """Below, a socket is as fast."""
 
 IDLE_SECONDS: Final = 20.0
@@ -53,7 +54,7 @@ _SMALL_FRAME_BYTES: Final = 64 << 10
 
 
 class SegmentExchange:
-    """All segments of one agent. ``send`` from any thread, everything else on the loop's.
+    """All segments of one agent. ``send`` and ``unwrap`` from any thread, everything else on the loop's.
 
     Args:
         agent: whose they are.
@@ -113,8 +114,8 @@ class SegmentExchange:
         if loan is None:
             return False
         try:
-            inner = {"kind": kind, "note": loan.note, "header": header}
-            frame = encode_small(Kind.IN_SEGMENT, call_id, inner, segments[:1])
+            message = Message(kind, header, loan.segment.number, loan.use, loan.lengths, segments[0])
+            frame = encode_small(Kind.IN_SEGMENT, call_id, {}, (pack(message),))
             if len(frame) <= _SMALL_FRAME_BYTES:
                 peer.send_small(frame, wait)
             else:
@@ -150,19 +151,22 @@ class SegmentExchange:
 
     def message_received(self, peer: Peer, frame: Frame) -> None:
         """A message came whose large buffers lie in a segment: hand it on as if they had come with it."""
-        header = frame.header
-        kind, inner = header.get("kind"), header.get("header")
+        self._agent.frames_received(peer, [self.unwrap(peer, frame)])
+
+    def unwrap(self, peer: Peer, frame: Frame) -> Frame:
+        """The message that a frame stands for, together with its buffers. For whoever reads messages.
+
+        Raises:
+            ProtocolError: it stands for none.
+        """
         incoming = self._incoming.get(peer.incarnation)
-        if (
-            incoming is None
-            or type(kind) is not int
-            or kind == Kind.IN_SEGMENT
-            or not isinstance(inner, dict)
-        ):
+        if incoming is None or frame.header or len(frame.segments) != 1:
             raise ProtocolError("a malformed message in a segment")
-        buffers = incoming[0].open(header.get("note"), self._max_message_bytes)
-        whole = Frame(kind, frame.call_id, inner, [*frame.segments, *buffers])
-        self._agent.frames_received(peer, [whole])
+        kind, header, number, use, lengths, pickle = unpack(frame.segments[0])
+        if kind == Kind.IN_SEGMENT:
+            raise ProtocolError("a message in a segment in a segment")
+        buffers = incoming[0].open(number, use, lengths, self._max_message_bytes)
+        return Frame(kind, frame.call_id, header, [pickle, *buffers])
 
     def received(self, peer: Peer, frame: Frame) -> None:
         """A peer says something about segments."""

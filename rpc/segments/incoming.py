@@ -17,6 +17,7 @@ import os
 import resource
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -94,7 +95,7 @@ class _Memory:
 
 
 class IncomingSegments:
-    """The segments that one peer sends through. On the loop's thread.
+    """The segments that one peer sends through. On the loop's thread, except ``open``.
 
     Args:
         name: of the peer, for the log.
@@ -173,27 +174,29 @@ class IncomingSegments:
             _segments.add(segment)
         return segment
 
-    def open(self, note: Any, limit: int) -> list[memoryview]:
-        """The memory that a message names: buffers that are the receiver's own.
+    def open(self, number: int, use: int, lengths: Sequence[int], limit: int) -> list[memoryview]:
+        """The memory that a message names: buffers that are the receiver's own. For whoever reads messages.
 
         Args:
-            note: what the message says: a segment's number, the number of the use, and the buffers' lengths.
+            number: the segment's.
+            use: the number of the use.
+            lengths: of the buffers.
             limit: how many bytes a message may have.
 
         Raises:
             ProtocolError: there is no such memory, or it is still in use.
         """
-        try:
-            number, use, lengths = note
-            segment = self._segments[number]
-            offsets, size = places(lengths)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError("a message names no segment that was introduced") from error
+        segment = self._segments.get(number)
+        if segment is None:
+            raise ProtocolError("a message names no segment that was introduced")
         if segment.in_use:
             raise ProtocolError("a message names a segment whose memory is still in use here")
-        if not (type(use) is int and 0 < use < REFUSED and size <= min(segment.mapping.size, limit)):
+        offsets, size = places(lengths)
+        if not (0 < use < REFUSED and size <= min(segment.mapping.size, limit)):
             raise ProtocolError(f"a message names {size} bytes of a segment of {segment.mapping.size}")
-        whole = np.asarray(_Memory(segment, size, use))
+        whole: Any = np.asarray(_Memory(segment, size, use))
+        if len(lengths) == 1:
+            return [memoryview(whole)]
         return [_piece(whole, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
 
     def drop(self, numbers: object) -> None:

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgpack
 
@@ -29,11 +29,13 @@ class Loan(NamedTuple):
 
     Attributes:
         segment: where they lie.
-        note: tells the peer where.
+        use: the number of this use.
+        lengths: of the buffers.
     """
 
     segment: Segment
-    note: list[Any]
+    use: int
+    lengths: list[int]
 
 
 class OutgoingSegments:
@@ -99,7 +101,7 @@ class OutgoingSegments:
                 raise
             self._pause(now, error.strerror or str(error))
             return None
-        return Loan(segment, [segment.number, segment.use, lengths])
+        return Loan(segment, segment.use, lengths)
 
     def look(self, now: float) -> None:
         """With the lock: see what has been returned, or will never be."""

@@ -26,6 +26,7 @@ from time import monotonic
 from typing import Any, Final, Protocol
 
 from rpc.decoder import Decoder
+from rpc.errors import ProtocolError
 from rpc.transport import syscalls
 from rpc.transport.role import LOOP, ReaderRole, Turn
 from rpc.wire import Frame, Kind, Prefix
@@ -243,13 +244,14 @@ class DirectReading:
                 turn.unread.clear()
                 role.was_of_use()
 
-    def next_request(self, timeout: float | None) -> Frame | None:
+    def next_request(self, timeout: float | None, unwrap: Callable[[Frame], Frame]) -> Frame | None:
         """Having claimed the role: wait for a request without a header, and give up the role.
 
         For threads that no signal handler runs on.
 
         Args:
             timeout: seconds; None for no limit.
+            unwrap: makes of a frame in a segment what it stands for, before anything else is read.
 
         Returns:
             None if the thread has the role no more, anything else comes, or ``release`` is called.
@@ -259,10 +261,15 @@ class DirectReading:
             if not isinstance(turn, _Turn) or not self._wait(None if timeout is None else 1000 * timeout):
                 return None
             prefix = self._receive(turn)
-            if prefix is None or prefix[4] != Kind.CALL:
+            if prefix is None or (prefix[4] != Kind.CALL and not self._decoder.is_request_in_segment(prefix)):
                 self.role.was_in_vain()
                 return None
             frame = self._decoder.whole_frame(prefix)
+            if prefix[4] != Kind.CALL:
+                try:
+                    frame = unwrap(frame)
+                except ProtocolError:  # the loop finds it too, and knows what to do
+                    return None
             turn.unread.clear()
             self.role.was_of_use()
             return frame

@@ -18,7 +18,7 @@ from rpc.segments.copying import Copier
 from rpc.segments.incoming import IncomingSegments
 from rpc.segments.ledger import LEDGER_BYTES, SLOTS, Ledger
 from rpc.segments.memory import Mapping
-from rpc.segments.outgoing import OutgoingSegments
+from rpc.segments.outgoing import Loan, OutgoingSegments
 from rpc.segments.pool import Limits, Pool, Segment
 
 __all__ = ["MIB", "Ends", "in_child", "open_descriptors"]
@@ -78,7 +78,11 @@ class Ends:
         if loan is None:
             self.introduce()
             return None
-        return self.incoming.open(loan.note, BOUND)
+        return self.open(loan)
+
+    def open(self, loan: Loan) -> list[memoryview]:
+        """What the receiver makes of a loan."""
+        return self.incoming.open(loan.segment.number, loan.use, loan.lengths, BOUND)
 
     def close(self) -> None:
         self.incoming.close()
