@@ -204,3 +204,20 @@ def call_under_no_grad(_: Worker) -> None:
 
 def test_calls_under_no_grad_are_without_history(run_workers: RunWorkers) -> None:
     first_of(run_workers, call_under_no_grad)
+
+
+def hold_gradients(_: Worker) -> None:
+    a, b = leaves()
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync(OTHER, multiply, (a, b)).sum() + a.sum()
+        dist_autograd.backward(context_id, [loss], retain_graph=True)
+        held = dist_autograd.get_gradients(context_id)
+        before = {x: gradient.clone() for x, gradient in held.items()}
+        dist_autograd.backward(context_id, [loss])
+        for x, gradient in dist_autograd.get_gradients(context_id).items():
+            torch.testing.assert_close(gradient, 2 * before[x])
+            torch.testing.assert_close(held[x], before[x])
+
+
+def test_gradients_that_were_got_do_not_change_any_more(run_workers: RunWorkers) -> None:
+    first_of(run_workers, hold_gradients)
