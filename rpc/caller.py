@@ -81,12 +81,11 @@ class Caller:
             self.transmit(call, Kind.CALL, payload)
             return call.result()
         try:
-            direct.claim()  # now: once the call is sent, the reply may come at once, and wake the loop
+            call.turn = direct.claim()  # now: once the call is sent, the reply may come at once
             self.transmit(call, Kind.CALL, payload)
             return call.result()
-        except BaseException:
+        finally:
             direct.leave()
-            raise
 
     def _open(
         self,

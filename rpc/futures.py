@@ -23,6 +23,7 @@ import torch
 from rpc.errors import BlockingCallError, RpcTimeoutError, WorkerLostError
 from rpc.peer import Peer
 from rpc.transport.reading import DirectReading
+from rpc.transport.role import Turn
 from rpc.wire import Frame
 
 __all__ = [
@@ -130,6 +131,7 @@ class PendingCall:
         deadline: the same on the monotonic clock, infinite for no limit.
         arrivals: what travelled beside the reply's pickle, adopted when it arrived.
         future: the user's future, if there is one.
+        turn: at reading the connection, which the thread that will wait has claimed.
         watched: the loop ends it when its deadline passes; else the thread that waits does.
     """
 
@@ -141,6 +143,7 @@ class PendingCall:
     future: Future[Any] | None = None
     outcome: Frame | BaseException | None = None
     watched = False
+    turn: Turn | None = None
 
     def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
         self.owner = owner
@@ -233,7 +236,7 @@ class PendingCall:
         waiters = self._waiters
         try:
             waiters.append(direct)
-            direct.read_reply(self, self.deadline)
+            direct.read_reply(self, self.deadline, self.turn)
             waiters.remove(direct)
             if self.outcome is None:
                 return False

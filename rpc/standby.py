@@ -31,7 +31,7 @@ class Standby:
 
     def claim(self) -> bool:
         """Take the place for the current thread; false if it cannot have it."""
-        return self._direct.claim(stands_by=True)
+        return self._direct.claim(stands_by=True) is not None
 
     def leave(self) -> None:
         """Give up the place."""

@@ -127,9 +127,11 @@ class DirectReading:
         if not self.role.pass_to_loop(turn):
             return
         try:
-            for count in turn.unread:
-                if count > 0 and self._connection.is_open():
-                    take_in(count)
+            with contextlib.suppress(IndexError):
+                while True:
+                    count = turn.unread.pop(0)  # by this, what was received is the loop's
+                    if count > 0 and self._connection.is_open():
+                        take_in(count)
         finally:
             self._give_up(LOOP)
 
@@ -149,34 +151,33 @@ class DirectReading:
 
     def release(self) -> None:
         """End the wait of the thread that reads, or of the next that does."""
-        if self._event >= 0:
-            os.eventfd_write(self._event, 1)
+        syscalls.raise_event(self._event, syscalls.ONE)
 
-    def claim(self, *, stands_by: bool = False) -> bool:
+    def claim(self, *, stands_by: bool = False) -> Turn | None:
         """Take the role for the current thread, which must ``leave`` then, whatever happens.
 
         Args:
             stands_by: it has nothing else to do, and gives way to who waits for a reply.
 
         Returns:
-            Whether it has the role; not if somebody else has it, or it does not pay.
+            Its turn; None if somebody else has the role, or it does not pay.
         """
         role = self.role
         if not role.invites():
-            return False
+            return None
         watch = self._watch
         if watch is None or self._poll is None:
             self._connection.prepare_soon()
-            return False
+            return None
         turn = _Turn(stands_by, self._buffer.reception(self._descriptor))
         if not role.take(turn):
             self._refused(stands_by)
-            return False
+            return None
         watch.suspend()
         if self._connection.is_open() and self._decoder.is_between_frames():
-            return True
+            return turn
         self.leave()
-        return False
+        return None
 
     def _refused(self, stands_by: bool) -> None:
         """The role is taken: see whether it should be."""
@@ -189,12 +190,19 @@ class DirectReading:
             self.release()
 
     def leave(self) -> None:
-        """Give up the role, if the current thread has it. May be repeated."""
+        """Give up the role, if the current thread has it."""
+        try:
+            self._end_turn()
+        except BaseException:  # Ctrl-C, for nothing here fails
+            self._end_turn()
+            raise
+
+    def _end_turn(self) -> None:
         turn = self.role.own_turn()
         if not isinstance(turn, _Turn):
             return
         turn.reception.end()
-        if turn.unread:
+        if turn.unread and self._connection.is_open():
             self._connection.read_by_loop(turn)
         else:
             self._give_up(turn)
@@ -206,16 +214,15 @@ class DirectReading:
         if not self._connection.is_open():
             self._connection.dispose()
 
-    def read_reply(self, call: AwaitedReply, deadline: float) -> None:
-        """Wait for a reply on the current thread, which may have claimed the role before.
+    def read_reply(self, call: AwaitedReply, deadline: float, turn: Turn | None = None) -> None:
+        """Wait for a reply on the current thread, which has claimed ``turn``, or does so now.
 
         Returns when ``call.outcome`` is set, or ``deadline`` on the monotonic clock has passed, or the
         loop must go on. Ctrl-C interrupts.
         """
         try:
-            turn = self.role.own_turn()
-            if turn is None and self.claim():
-                turn = self.role.own_turn()
+            if turn is None:
+                turn = self.claim()
             if isinstance(turn, _Turn):
                 self._receive_reply(turn, call, deadline)
                 self.leave()
@@ -247,8 +254,6 @@ class DirectReading:
     def next_request(self, timeout: float | None, unwrap: Callable[[Frame], Frame]) -> Frame | None:
         """Having claimed the role: wait for a request without a header, and give up the role.
 
-        For threads that no signal handler runs on.
-
         Args:
             timeout: seconds; None for no limit.
             unwrap: makes of a frame in a segment what it stands for, before anything else is read.
@@ -265,14 +270,17 @@ class DirectReading:
                 self.role.was_in_vain()
                 return None
             frame = self._decoder.whole_frame(prefix)
+            count = turn.unread.pop()  # by this, it is this thread's
             if prefix[4] != Kind.CALL:
                 try:
                     frame = unwrap(frame)
                 except ProtocolError:  # the loop finds it too, and knows what to do
+                    turn.unread.append(count)
                     return None
-            turn.unread.clear()
             self.role.was_of_use()
             return frame
+        except IndexError:  # a finalizer that ran here has called, and so ended the turn: the loop has it
+            return None
         finally:
             self.leave()
 
@@ -294,4 +302,4 @@ class DirectReading:
     def _receive(self, turn: _Turn) -> Prefix | None:
         """Receive, and return the prefix of what came if it is one whole frame of the simple kind."""
         turn.unread.extend(map(*turn.reception.call))
-        return self._decoder.whole_frame_prefix(turn.unread[0])
+        return self._decoder.whole_frame_prefix(sum(turn.unread))

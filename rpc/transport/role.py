@@ -54,6 +54,9 @@ _HOLDER: Final = 0
 class ReaderRole:
     """The role of one connection's reader. From any thread.
 
+    Taking it is one operation of a dictionary. Elsewhere there is no call between the look at who has it and
+    the change: only at calls does Python let other threads or signal handlers come between.
+
     Example::
 
         if role.take(turn):
@@ -64,7 +67,7 @@ class ReaderRole:
     __slots__ = ("_held", "_penalty", "_refusals")
 
     def __init__(self) -> None:
-        self._held: dict[int, Turn] = {}  # whose operations are atomic
+        self._held: dict[int, Turn] = {}
         self._penalty = 0
         self._refusals = 0
 
@@ -83,15 +86,23 @@ class ReaderRole:
 
     def pass_to_loop(self, turn: Turn) -> bool:
         """On the loop's thread, asked by the thread whose turn it is; false if it has ended."""
-        if self._held.get(_HOLDER) is not turn:
-            return False
-        self._held[_HOLDER] = LOOP
-        return True
+        held = self._held
+        try:
+            if held[_HOLDER] is turn:
+                held[_HOLDER] = LOOP
+                return True
+        except KeyError:
+            pass
+        return False
 
     def leave(self, turn: Turn) -> None:
         """Give the role up: by the thread whose turn it is, if it still is."""
-        if self._held.get(_HOLDER) is turn:
-            del self._held[_HOLDER]
+        held = self._held
+        try:
+            if held[_HOLDER] is turn:
+                held.pop(_HOLDER, None)
+        except KeyError:
+            return
 
     # ---- is it worth the trouble?
 

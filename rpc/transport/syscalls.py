@@ -21,7 +21,7 @@ from collections.abc import Callable
 from ctypes import c_size_t
 from typing import Any, Final
 
-__all__ = ["AVAILABLE", "ReceiveBuffer", "Reception", "Watch", "send_bytes"]
+__all__ = ["AVAILABLE", "ONE", "ReceiveBuffer", "Reception", "Watch", "raise_event", "send_bytes"]
 
 AVAILABLE: Final = sys.platform == "linux"
 """Whether the calls below can be made; elsewhere use the socket."""
@@ -34,6 +34,15 @@ _libc = ctypes.PyDLL(None) if AVAILABLE else None
 _send = _libc["send"] if _libc else None
 _recv = _libc["recv"] if _libc else None
 _epoll_ctl = _libc["epoll_ctl"] if _libc else None
+
+raise_event: Any = _libc["eventfd_write"] if _libc else None
+"""Takes the number of an eventfd, and ``ONE``, and makes it readable.
+
+Keeping the interpreter, it leaves no time between the caller's look at the number and the system call, in
+which another thread could close it and the number become somebody else's.
+"""
+
+ONE: Final = ctypes.c_uint64(1)
 
 
 def send_bytes(descriptor: int, data: bytes) -> int:

@@ -1,0 +1,85 @@
+"""Threads that read connections themselves, between real workers: nothing waits for a thread that is busy."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import rpc
+from rpc.errors import RpcTimeoutError
+from tests.serving import first_of, open_gate, serve, wait_at_gate
+from tests.workers import RunWorkers, Worker
+
+
+def back_and_forth(depth: int) -> int:
+    """Calls the other worker, which calls this one, and so on."""
+    here = rpc.get_worker_info().id
+    return depth if not depth else rpc.rpc_sync(1 - here, back_and_forth, args=(depth - 1,)) + 1
+
+
+def warm_up(to: str = "worker1", calls: int = 20) -> None:
+    for index in range(calls):
+        assert rpc.rpc_sync(to, abs, args=(-index,)) == index
+
+
+def test_calls_nest_both_ways_between_threads_that_read(run_workers: RunWorkers) -> None:
+    def nest(_: Worker) -> list[int]:
+        warm_up()
+        return [rpc.rpc_sync("worker1", back_and_forth, args=(depth,)) for depth in (0, 1, 2, 7, 40) * 3]
+
+    assert first_of(run_workers, nest) == [0, 1, 2, 7, 40] * 3
+
+
+def test_a_callee_that_blocks_does_not_hold_up_the_next_call(run_workers: RunWorkers) -> None:
+    def call_behind(_: Worker) -> int:
+        warm_up()
+        waiting = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
+        for _round in range(20):
+            warm_up(calls=2)
+        rpc.rpc_sync("worker1", open_gate)
+        return waiting.wait()
+
+    assert first_of(run_workers, call_behind) == 3
+
+
+def test_many_threads_share_a_connection(run_workers: RunWorkers) -> None:
+    def call_from_many(_: Worker) -> list[int]:
+        sums = [0] * 8
+
+        def call(index: int) -> None:
+            for number in range(100):
+                sums[index] += rpc.rpc_sync("worker1", abs, args=(-number,))
+
+        threads = [threading.Thread(target=call, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sums
+
+    assert first_of(run_workers, call_from_many) == [4950] * 8
+
+
+def test_a_timeout_ends_the_wait_of_a_thread_that_reads_and_calls_go_on(run_workers: RunWorkers) -> None:
+    def time_out(_: Worker) -> bool:
+        warm_up()
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync("worker1", wait_at_gate, timeout=0.05)
+        rpc.rpc_sync("worker1", open_gate)
+        warm_up()
+        return True
+
+    assert first_of(run_workers, time_out)
+
+
+def ask_back_and_wait() -> int:
+    return sum(rpc.rpc_sync("worker0", abs, args=(-number,)) for number in range(10))
+
+
+def test_calls_of_others_are_answered_while_a_thread_waits_for_a_reply(run_workers: RunWorkers) -> None:
+    def wait_for_long(_: Worker) -> int:
+        warm_up()
+        return rpc.rpc_sync("worker1", ask_back_and_wait)
+
+    assert first_of(run_workers, wait_for_long) == 45
