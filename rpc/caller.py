@@ -84,8 +84,9 @@ class Caller:
             call.turn = direct.claim()  # now: once the call is sent, the reply may come at once
             self.transmit(call, Kind.CALL, payload)
             return call.result()
-        finally:
+        except BaseException:
             direct.leave()
+            raise
 
     def _open(
         self,

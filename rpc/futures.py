@@ -202,7 +202,7 @@ class PendingCall:
 
     def wait_settled(self) -> None:
         """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
-        if self.outcome is not None:
+        if self.outcome is not None and self.turn is None:
             return
         check_may_block()
         self.peer.flush()

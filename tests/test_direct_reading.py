@@ -8,7 +8,7 @@ import pytest
 
 import rpc
 from rpc.errors import RpcTimeoutError
-from tests.serving import first_of, open_gate, serve, wait_at_gate
+from tests.serving import first_of, open_gate, wait_at_gate
 from tests.workers import RunWorkers, Worker
 
 
@@ -38,7 +38,7 @@ def test_a_callee_that_blocks_does_not_hold_up_the_next_call(run_workers: RunWor
         for _round in range(20):
             warm_up(calls=2)
         rpc.rpc_sync("worker1", open_gate)
-        return waiting.wait()
+        return int(waiting.wait())
 
     assert first_of(run_workers, call_behind) == 3
 
@@ -80,6 +80,6 @@ def ask_back_and_wait() -> int:
 def test_calls_of_others_are_answered_while_a_thread_waits_for_a_reply(run_workers: RunWorkers) -> None:
     def wait_for_long(_: Worker) -> int:
         warm_up()
-        return rpc.rpc_sync("worker1", ask_back_and_wait)
+        return int(rpc.rpc_sync("worker1", ask_back_and_wait))
 
     assert first_of(run_workers, wait_for_long) == 45

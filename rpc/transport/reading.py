@@ -54,8 +54,6 @@ class AwaitedReply(Protocol):
 class ReadConnection(Protocol):
     """What a connection does for those who read it."""
 
-    def is_open(self) -> bool: ...
-
     def read_by_loop(self, turn: Turn) -> None:
         """From any thread: have the loop call ``take_over``."""
 
@@ -67,15 +65,15 @@ class ReadConnection(Protocol):
 
 
 class _Turn(Turn):
-    """A turn of a thread; ``reception`` receives once, and nothing when the turn has ended."""
+    """A turn of a thread, with the socket to receive from: none any more when it has ended."""
 
-    __slots__ = ("reception",)
+    __slots__ = ("socket",)
 
-    def __init__(self, stands_by: bool, reception: syscalls.Reception) -> None:
+    def __init__(self, stands_by: bool, descriptor: int) -> None:
         self.thread = get_ident()
         self.stands_by = stands_by
         self.unread = []
-        self.reception = reception
+        self.socket = syscalls.Number(descriptor)
 
 
 class DirectReading:
@@ -87,10 +85,22 @@ class DirectReading:
         decoder: the connection's.
     """
 
-    __slots__ = ("_buffer", "_connection", "_decoder", "_descriptor", "_event", "_poll", "_watch", "role")
+    __slots__ = (
+        "_buffer",
+        "_connection",
+        "_decoder",
+        "_descriptor",
+        "_event",
+        "_poll",
+        "_watch",
+        "closed",
+        "role",
+    )
 
     def __init__(self, connection: ReadConnection, descriptor: int, decoder: Decoder) -> None:
         self.role = ReaderRole()
+        self.closed = False
+        """Nothing is taken in any more; set by the loop."""
         self._connection = connection
         self._descriptor = descriptor
         self._decoder = decoder
@@ -130,7 +140,7 @@ class DirectReading:
             with contextlib.suppress(IndexError):
                 while True:
                     count = turn.unread.pop(0)  # by this, what was received is the loop's
-                    if count > 0 and self._connection.is_open():
+                    if count > 0 and not self.closed:
                         take_in(count)
         finally:
             self._give_up(LOOP)
@@ -169,12 +179,12 @@ class DirectReading:
         if watch is None or self._poll is None:
             self._connection.prepare_soon()
             return None
-        turn = _Turn(stands_by, self._buffer.reception(self._descriptor))
+        turn = _Turn(stands_by, self._descriptor)
         if not role.take(turn):
             self._refused(stands_by)
             return None
         watch.suspend()
-        if self._connection.is_open() and self._decoder.is_between_frames():
+        if not self.closed and self._decoder.is_between_frames():
             return turn
         self.leave()
         return None
@@ -199,10 +209,12 @@ class DirectReading:
 
     def _end_turn(self) -> None:
         turn = self.role.own_turn()
-        if not isinstance(turn, _Turn):
-            return
-        turn.reception.end()
-        if turn.unread and self._connection.is_open():
+        if isinstance(turn, _Turn):
+            self._end(turn)
+
+    def _end(self, turn: _Turn) -> None:
+        turn.socket.value = -1
+        if turn.unread and not self.closed:
             self._connection.read_by_loop(turn)
         else:
             self._give_up(turn)
@@ -211,7 +223,7 @@ class DirectReading:
         if self._watch is not None:
             self._watch.resume()
         self.role.leave(turn)
-        if not self._connection.is_open():
+        if self.closed:
             self._connection.dispose()
 
     def read_reply(self, call: AwaitedReply, deadline: float, turn: Turn | None = None) -> None:
@@ -225,7 +237,8 @@ class DirectReading:
                 turn = self.claim()
             if isinstance(turn, _Turn):
                 self._receive_reply(turn, call, deadline)
-                self.leave()
+                if self.role.holder() is turn:
+                    self._end(turn)
         except BaseException:
             self.leave()
             raise
@@ -301,5 +314,5 @@ class DirectReading:
 
     def _receive(self, turn: _Turn) -> Prefix | None:
         """Receive, and return the prefix of what came if it is one whole frame of the simple kind."""
-        turn.unread.extend(map(*turn.reception.call))
+        turn.unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
         return self._decoder.whole_frame_prefix(sum(turn.unread))

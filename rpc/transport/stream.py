@@ -146,9 +146,6 @@ class StreamConnection(SendingHalf):
 
     # ---- what those need who read directly: any thread
 
-    def is_open(self) -> bool:
-        return self._open
-
     def prepare_soon(self) -> None:
         self._tell_loop(self._prepare)
 
@@ -196,6 +193,8 @@ class StreamConnection(SendingHalf):
         self._loop.remove_writer(self._descriptor)
         with self._send_lock:
             self._open = False
+            if self.direct is not None:
+                self.direct.closed = True
             if self.direct is None or self.direct.role.take(LOOP):
                 self._close_descriptors()
             else:  # the thread that reads notices, and closes them when it has left
@@ -207,6 +206,7 @@ class StreamConnection(SendingHalf):
     def abandon(self) -> None:
         self._open = False
         if self.direct is not None:
+            self.direct.closed = True
             self.direct.close()
         descriptor = self._socket.detach()
         if descriptor >= 0:

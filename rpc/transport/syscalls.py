@@ -21,7 +21,7 @@ from collections.abc import Callable
 from ctypes import c_size_t
 from typing import Any, Final
 
-__all__ = ["AVAILABLE", "ONE", "ReceiveBuffer", "Reception", "Watch", "raise_event", "send_bytes"]
+__all__ = ["AVAILABLE", "ONE", "Number", "ReceiveBuffer", "Watch", "raise_event", "receive", "send_bytes"]
 
 AVAILABLE: Final = sys.platform == "linux"
 """Whether the calls below can be made; elsewhere use the socket."""
@@ -34,6 +34,15 @@ _libc = ctypes.PyDLL(None) if AVAILABLE else None
 _send = _libc["send"] if _libc else None
 _recv = _libc["recv"] if _libc else None
 _epoll_ctl = _libc["epoll_ctl"] if _libc else None
+
+receive: Any = _recv
+"""``counts.extend(map(receive, (number,), *buffer.whole))`` receives once, and notes how much.
+
+All of that happens within C code: no signal handler, and so no exception and no change of the ``Number``
+that names the socket, comes between the look at it, the system call, and the note.
+"""
+
+Number: Final = ctypes.c_int
 
 raise_event: Any = _libc["eventfd_write"] if _libc else None
 """Takes the number of an eventfd, and ``ONE``, and makes it readable.
@@ -60,24 +69,6 @@ def send_bytes(descriptor: int, data: bytes) -> int:
     assert _send is not None
     count: int = _send(descriptor, data, len(data), _FLAGS)
     return count
-
-
-class Reception:
-    """Receives once, unless it has been ended: ``counts.extend(map(*reception.call))``.
-
-    All of that happens within C code: no signal handler, and so no exception and no call of ``end``, comes
-    between the look at the descriptor, the system call, and noting how much was received.
-    """
-
-    __slots__ = ("_descriptor", "call")
-
-    def __init__(self, descriptor: int, to: tuple[Any, ...]) -> None:
-        self._descriptor = ctypes.c_int(descriptor)
-        self.call: tuple[Any, ...] = (_recv, (self._descriptor,), *to)
-
-    def end(self) -> None:
-        """Nothing is received any more."""
-        self._descriptor.value = -1
 
 
 class _EpollEvent(ctypes.Structure):
@@ -121,15 +112,16 @@ def _nothing() -> int:
 class ReceiveBuffer:
     """Receives repeatedly into one writable buffer, whose address is looked up once."""
 
-    __slots__ = ("_address", "_whole")
+    __slots__ = ("_address", "whole")
 
     def __init__(self, buffer: bytearray) -> None:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        self._whole = (ctypes.c_void_p(self._address),), (c_size_t(len(buffer)),), (_FLAGS,)
-
-    def reception(self, descriptor: int) -> Reception:
-        """How to receive once, to the beginning of the buffer."""
-        return Reception(descriptor, self._whole)
+        self.whole: tuple[Any, ...] = (
+            (ctypes.c_void_p(self._address),),
+            (c_size_t(len(buffer)),),
+            (_FLAGS,),
+        )
+        """For ``receive``: to the beginning of the buffer, as much as it holds."""
 
     def receive(self, descriptor: int, offset: int, capacity: int) -> int:
         """Receive at most ``capacity`` bytes to ``offset``; the caller makes sure that they fit.

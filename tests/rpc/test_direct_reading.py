@@ -460,15 +460,15 @@ def test_a_second_exception_while_the_role_is_given_up_is_made_good_by_the_next_
     loop: LoopThread, sockets: Sockets
 ) -> None:
     end = End(loop, sockets())
-    leave, exceptions = end.direct._end_turn, [Interruption() for _ in range(4)]
+    exceptions = [Interruption() for _ in range(4)]
 
     class Interrupted(DirectReading):
         __slots__ = ()
 
-        def _end_turn(self) -> None:
+        def _end(self, turn: Any) -> None:
             if exceptions:
                 raise exceptions.pop()
-            leave()
+            super()._end(turn)
 
     end.direct.__class__ = Interrupted
     with pytest.raises(Interruption):
