@@ -283,7 +283,10 @@ class DirectReading:
                 self.role.was_in_vain()
                 return None
             frame = self._decoder.whole_frame(prefix)
-            count = turn.unread.pop()  # by this, it is this thread's
+            try:
+                count = turn.unread.pop()  # by this, it is this thread's
+            except IndexError:  # a finalizer that ran here has called, which ended the turn: the loop has it
+                return None
             if prefix[4] != Kind.CALL:
                 try:
                     frame = unwrap(frame)
@@ -292,8 +295,6 @@ class DirectReading:
                     return None
             self.role.was_of_use()
             return frame
-        except IndexError:  # a finalizer that ran here has called, and so ended the turn: the loop has it
-            return None
         finally:
             self.leave()
 

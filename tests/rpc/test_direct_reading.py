@@ -18,7 +18,7 @@ from rpc.loop import LoopThread
 from rpc.transport import reading
 from rpc.transport.reading import DirectReading
 from rpc.transport.stream import StreamConnection
-from rpc.wire import PREAMBLE, Kind, encode
+from rpc.wire import PREAMBLE, Frame, Kind, encode
 from tests.rpc.streams import SOON, Recorder, Sockets, open_connection, until
 
 pytestmark = pytest.mark.skipif(not reading.AVAILABLE, reason="only the loop reads here")
@@ -36,6 +36,11 @@ def frame(
     kind: int, call_id: int, payload: bytes = b"payload", header: dict[str, Any] | None = None
 ) -> bytes:
     return b"".join(encode(kind, call_id, header or {}, [payload])[0])
+
+
+def unwrapped(wrapped: Frame) -> Frame:
+    """For frames in segments, of which there are none here."""
+    raise AssertionError(wrapped)
 
 
 class End:
@@ -206,7 +211,7 @@ def test_a_release_that_comes_late_costs_one_turn_only(end: End) -> None:
 def test_who_stands_by_gets_the_next_request(end: End) -> None:
     assert end.direct.claim(stands_by=True)
     end.there.sendall(frame(Kind.CALL, 3, b"work"))
-    request = end.direct.next_request(SOON)
+    request = end.direct.next_request(SOON, unwrapped)
     assert request is not None
     assert (request.kind, request.call_id, request.segments) == (Kind.CALL, 3, [b"work"])
     end.loop_reads()
@@ -219,7 +224,7 @@ def test_who_stands_by_gets_the_next_request(end: End) -> None:
 def test_who_stands_by_leaves_other_frames_to_the_loop(end: End, other: bytes) -> None:
     assert end.direct.claim(stands_by=True)
     end.there.sendall(other)
-    assert end.direct.next_request(SOON) is None
+    assert end.direct.next_request(SOON, unwrapped) is None
     assert len(end.next_of_loop(1)) == 1
     end.loop_reads()
 
@@ -227,7 +232,7 @@ def test_who_stands_by_leaves_other_frames_to_the_loop(end: End, other: bytes) -
 def test_who_stands_by_gives_way_to_who_waits_for_a_reply(end: End) -> None:
     with ThreadPoolExecutor(1) as other:
         assert other.submit(end.direct.claim, stands_by=True).result()
-        standing_by = other.submit(end.direct.next_request, None)
+        standing_by = other.submit(end.direct.next_request, None, unwrapped)
         assert not end.direct.claim()
         assert standing_by.result(SOON) is None
     end.forgive()
@@ -237,12 +242,12 @@ def test_who_stands_by_gives_way_to_who_waits_for_a_reply(end: End) -> None:
 
 def test_who_stands_by_does_so_for_a_while_only(end: End) -> None:
     assert end.direct.claim(stands_by=True)
-    assert end.direct.next_request(0.01) is None
+    assert end.direct.next_request(0.01, unwrapped) is None
     end.loop_reads()
 
 
 def test_without_the_role_there_is_no_next_request(end: End) -> None:
-    assert end.direct.next_request(None) is None
+    assert end.direct.next_request(None, unwrapped) is None
 
 
 # ---- the end
