@@ -44,7 +44,9 @@ def rpc_sync(
         func: a Python function, class, bound, static or class method, ``async def`` function, builtin or
             torch operator, or TorchScript function. What the callee can import travels by name; lambdas,
             local functions and those of a notebook travel by value.
-        args: positional arguments. Tensors are captured when the call is made.
+        args: positional arguments. Those of up to 1 MiB, and on one host all, are captured when the call is
+            made: what is changed afterwards does not reach the callee. Larger tensors for another host are
+            sent from where they are, and must stay as they are until the call is over.
         kwargs: keyword arguments.
         timeout: seconds after which ``RpcTimeoutError`` is raised; 0 for none. The callee is not
             interrupted. Default: 60, or what ``set_rpc_timeout`` set.
@@ -77,7 +79,9 @@ def rpc_async(
 ) -> Future[Any]:
     """Call ``func`` on another worker and return at once.
 
-    Arguments are as for ``rpc_sync``. Errors in making the call (an unknown worker, an argument that cannot
+    Arguments are as for ``rpc_sync``: tensors of more than 1 MiB for another host must stay as they are until
+    the future is completed, and so must those that a callee returns until its caller has them. The rest of a
+    transfer whose call has timed out may still be read from them. Errors in making the call (an unknown worker, an argument that cannot
     be sent) are raised here; all others are the future's.
 
     Returns:

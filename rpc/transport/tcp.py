@@ -16,6 +16,8 @@ from rpc.transport.stream import StreamConnection
 __all__ = ["TcpTransport"]
 
 _BACKLOG: Final = 1024
+SILENT_SECONDS = 60
+"""After which another host that neither answers nor takes anything is held to be gone."""
 _NEXT_ADDRESS_SECONDS: Final = 0.25
 """How long an address may take before the next one is tried as well."""
 _NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
@@ -28,6 +30,7 @@ the network, and within a host, nothing is under way (throughput is the same, me
 class TcpTransport:
     """Connections over TCP. Addresses are ``tcp:HOST:PORT``, IPv6 hosts in brackets.
 
+    A host that is silent for a minute, whatever is sent to it, is gone, and so are calls over a broken link.
     Tensors of more than 1 MiB are sent from where they are, as long as that takes; smaller ones are copied.
     """
 
@@ -122,7 +125,23 @@ class TcpTransport:
             sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, _BUFFERED_BYTES)
         if _host(sock.getsockname) == _host(sock.getpeername):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFERED_BYTES)
+        else:
+            _give_up_on_silence(sock)
         return StreamConnection(self._loop, sock, description, self._send_queue_bytes, CAPTURED_BYTES)
+
+
+def _give_up_on_silence(sock: socket.socket) -> None:
+    """Have the kernel break the connection when the other host shows no sign of life for a while."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe = max(1, SILENT_SECONDS // 6)
+    for name, value in (
+        ("TCP_KEEPIDLE", 2 * probe),
+        ("TCP_KEEPINTVL", probe),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", 1000 * SILENT_SECONDS),
+    ):
+        if hasattr(socket, name):  # else the system's own defaults hold
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _host(name: Callable[[], Any]) -> str | None:
