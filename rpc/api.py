@@ -81,8 +81,8 @@ def rpc_async(
 
     Arguments are as for ``rpc_sync``: tensors of more than 1 MiB for another host must stay as they are until
     the future is completed, and so must those that a callee returns until its caller has them. The rest of a
-    transfer whose call has timed out may still be read from them. Errors in making the call (an unknown worker, an argument that cannot
-    be sent) are raised here; all others are the future's.
+    transfer whose call has timed out may still be read from them. Errors in making the call (an unknown
+    worker, an argument that cannot be sent) are raised here; all others are the future's.
 
     Returns:
         A ``torch.futures.Future`` of the value; ``wait()`` on it, chain with ``then``, or ``await`` it in

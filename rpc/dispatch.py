@@ -75,10 +75,14 @@ class Dispatcher:
             except Exception as error:
                 # Whatever a malformed message makes fail, it ends this connection and nothing else.
                 if isinstance(error, RpcError):
-                    agent.links.lose(peer, f"it sent a malformed message: {error}")
+                    reason = f"it sent a malformed message: {error}"
                 else:
                     logger.exception("a malformed message from worker '%s'", peer.name)
-                    agent.links.lose(peer, f"it sent a malformed message ({type(error).__name__}: {error})")
+                    reason = f"it sent a malformed message ({type(error).__name__}: {error})"
+                if peer.is_self:  # which sends on any thread
+                    agent.deferred.call(agent.links.lose, peer, reason)
+                else:
+                    agent.links.lose(peer, reason)
                 break
         if tasks:
             agent.executor.submit_batch(tasks)

@@ -22,8 +22,9 @@ def shutdown(
     Args:
         graceful: wait first: in a static group until all workers have called ``shutdown`` and no call is
             under way anywhere, calls made by calls included; in a dynamic one until this worker's own work
-            is done. Otherwise leave at once; calls under way fail, here and at the other workers.
-        timeout: seconds to wait for that; 0 for no limit.
+            is done. Otherwise leave at once; calls under way fail, here and at the other workers. A call that
+            has timed out, or that nobody waits for any more, counts as under way until its callee has ended.
+        timeout: seconds to wait for that; 0 for no limit: then a callee that never ends keeps all here.
         release_references: give back all references to objects of others before leaving, so that their
             owners free them.
         raise_on_leaks: raise if others still hold references to objects of this worker at the end.
