@@ -30,6 +30,7 @@ class LocalOptimizer:
         parameters: each once.
         args: positional arguments after the parameters.
         kwargs: keyword arguments.
+        stale_gradients: a backward under way may go on with parameters that a step has changed.
     """
 
     def __init__(
@@ -38,9 +39,14 @@ class LocalOptimizer:
         parameters: Sequence[Tensor],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        *,
+        stale_gradients: bool = False,
     ) -> None:
         self._parameters = list(parameters)
-        self._optimizer = optimizer_class(self._parameters, *args, **kwargs)
+        # A tensor's `data` is the same memory, but what changes it there is not counted: a backward that
+        # needs the parameter does not see that it was changed.
+        self._optimized = [each.data for each in parameters] if stale_gradients else self._parameters
+        self._optimizer = optimizer_class(self._optimized, *args, **kwargs)
         self._locks = ParameterLocks(self._parameters)
 
     @contextlib.contextmanager
@@ -58,14 +64,14 @@ class LocalOptimizer:
     @contextlib.contextmanager
     def _lent(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
         """The parameters have these gradients as their ``.grad``, and then again what they had before."""
-        before = [parameter.grad for parameter in self._parameters]
+        before = [parameter.grad for parameter in self._optimized]
         try:
-            for parameter in self._parameters:
-                parameter.grad = gradients.get(parameter)
+            for optimized, parameter in zip(self._optimized, self._parameters, strict=True):
+                optimized.grad = gradients.get(parameter)
             yield
         finally:
-            for parameter, gradient in zip(self._parameters, before, strict=True):
-                parameter.grad = gradient
+            for optimized, gradient in zip(self._optimized, before, strict=True):
+                optimized.grad = gradient
 
     def norms(self, context_id: int, norm_type: float) -> Tensor:
         """The norm of each gradient that the context has for these parameters, of shape (gradients,)."""
@@ -118,6 +124,7 @@ def make_local_optimizer(
     positions: Sequence[int],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    stale_gradients: bool,
 ) -> tuple[RRef[LocalOptimizer], list[int]]:
     """Makes the optimizer for parameters of this worker. Called remotely.
 
@@ -127,6 +134,7 @@ def make_local_optimizer(
         positions: of these references among those that the user gave.
         args: as for ``LocalOptimizer``.
         kwargs: as for ``LocalOptimizer``.
+        stale_gradients: as for ``LocalOptimizer``.
 
     Returns:
         A reference to it, and the positions of its parameters, the first one for a tied parameter.
@@ -144,4 +152,5 @@ def make_local_optimizer(
                 "those of RemoteModule.remote_parameters()"
             )
         found.setdefault(parameter, position)
-    return RRef(LocalOptimizer(optimizer_class, list(found), args, kwargs)), list(found.values())
+    optimizer = LocalOptimizer(optimizer_class, list(found), args, kwargs, stale_gradients=stale_gradients)
+    return RRef(optimizer), list(found.values())

@@ -32,9 +32,11 @@ class DistributedOptimizer:
     It takes the gradients that ``dist_autograd.backward`` has left in a context, and leaves ``.grad`` alone.
 
     Several trainers may step at once, with this object (which can be sent) or each with its own: on each
-    owner one step runs at a time on the same parameters. Between forward and step others may have stepped,
-    so gradients may be a little old, as always in asynchronous training; and there is no common order of
-    steps on different owners.
+    owner one step runs at a time on the same parameters, and there is no common order of steps on different
+    owners. A step of one trainer may come between the forward and the backward of another. Where that
+    backward needs the parameters as they were, as that of a ``Linear`` does that is not the first layer,
+    PyTorch's engine refuses it: "modified by an inplace operation". Asynchronous training wants it done with
+    what is there (Hogwild: Recht et al., NIPS 2011): say so with ``stale_gradients``.
 
     A parameter that is given several times, because modules share it, is optimized once.
 
@@ -44,6 +46,8 @@ class DistributedOptimizer:
         params_rref: references to parameters, such as ``RemoteModule.remote_parameters()``; for those of
             this worker, ``rpc.RRef(parameter)``.
         args: for ``optimizer_class``, after the parameters.
+        stale_gradients: let backwards go on with parameters that another trainer's step has changed since
+            their forward; their gradients are approximate then.
         kwargs: for ``optimizer_class``.
 
     Raises:
@@ -66,19 +70,21 @@ class DistributedOptimizer:
         optimizer_class: OptimizerFactory,
         params_rref: Iterable[RRef[Any]],
         *args: Any,
+        stale_gradients: bool = False,
         **kwargs: Any,
     ) -> None:
         references = _checked(params_rref)
         placed: dict[str, list[int]] = {}
         for position, reference in enumerate(references):
             placed.setdefault(reference.owner_name(), []).append(position)
+        how = (args, kwargs, stale_gradients)
         made = on_all(
-            {owner: (owner, positions) for owner, positions in placed.items()},
+            placed,
             f"making a {getattr(optimizer_class, '__name__', optimizer_class)}",
-            lambda part: rpc_async(
-                part[0],
+            lambda positions: rpc_async(
+                references[positions[0]].owner(),
                 make_local_optimizer,
-                args=(optimizer_class, [references[each] for each in part[1]], part[1], args, kwargs),
+                args=(optimizer_class, [references[each] for each in positions], positions, *how),
             ),
         )
         self._parts = {owner: _Part(*part) for owner, part in zip(placed, made, strict=True)}

@@ -231,6 +231,43 @@ def test_concurrent_steps_of_several_trainers_lose_nothing(run_workers: RunWorke
     assert first_of(run_workers, direct, world_size=3) == [-2.0 * STEPS * 65]
 
 
+def overtake(stale_gradients: bool) -> Tensor:
+    """A step comes between the forward and the backward of another context; the parameter that results."""
+    module = RemoteModule("worker1", Tied)
+    x = torch.ones(2, 3, requires_grad=True)
+    references = module.remote_parameters()
+    optimizer = DistributedOptimizer(optim.SGD, references, lr=0.1, stale_gradients=stale_gradients)
+    with dist_autograd.context() as context_id:
+        loss = module(x).sum()
+        rpc.rpc_sync("worker0", step_once, args=(module, optimizer))
+        dist_autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+    result: Tensor = references[0].to_here()
+    return result
+
+
+def step_once(module: RemoteModule, optimizer: DistributedOptimizer) -> None:
+    taking = threading.Thread(target=step_alone, args=(module, optimizer))  # in a context of its own
+    taking.start()
+    taking.join()
+
+
+def step_alone(module: RemoteModule, optimizer: DistributedOptimizer) -> None:
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [module(torch.ones(2, 3)).sum()])
+        optimizer.step(context_id)
+
+
+def be_overtaken(_: Worker) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        overtake(stale_gradients=False)
+    assert overtake(stale_gradients=True).isfinite().all()
+
+
+def test_a_step_before_anothers_backward_is_refused_or_allowed_as_asked(run_workers: RunWorkers) -> None:
+    first_of(run_workers, be_overtaken)
+
+
 # ---- clipping
 
 
