@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rpc.executor import Task
 from rpc.transport.reading import DirectReading
+from rpc.wire import Frame
 
 if TYPE_CHECKING:
     from rpc.peer import Peer
@@ -22,12 +22,11 @@ class Standby:
         direct: how its connection is read.
     """
 
-    __slots__ = ("_direct", "_peer", "_unwrap")
+    __slots__ = ("_direct", "_peer")
 
     def __init__(self, peer: Peer, direct: DirectReading) -> None:
         self._peer = peer
         self._direct = direct
-        self._unwrap = partial(peer.agent.segments.unwrap, peer)
 
     def claim(self) -> bool:
         """Take the place for the current thread; false if it cannot have it."""
@@ -46,3 +45,6 @@ class Standby:
         peer = self._peer
         frame = self._direct.next_request(timeout, self._unwrap)
         return None if frame is None else peer.agent.dispatcher.begun(peer, frame)
+
+    def _unwrap(self, frame: Frame) -> Frame:
+        return self._peer.agent.segments.unwrap(self._peer, frame)
