@@ -245,10 +245,13 @@ class Agent:
             gather: see ``Connection.send_small``.
         """
         header, segments = payload.header, payload.segments
+        count = len(segments)
+        handed_over = count > 1
         try:
-            count = len(segments)
             if not count or (count == 1 and len(segments[0]) <= _SMALL_BYTES and len(header) <= _FEW):
-                peer.send_small(encode_small(kind, call_id, header, segments), wait, gather=gather)
+                frame = encode_small(kind, call_id, header, segments)
+                handed_over = True
+                peer.send_small(frame, wait, gather=gather)
             elif count == 1 or not self.segments.send(peer, kind, call_id, payload, wait):
                 buffers, size = encode(kind, call_id, header, segments)
                 if size > peer.member.max_message_bytes:
@@ -257,8 +260,11 @@ class Agent:
                         f"{peer.member.max_message_bytes} that it accepts: raise max_message_bytes in "
                         "its options"
                     )
+                handed_over = True
                 peer.send(buffers, size, aliased=bool(payload.borrowed), wait=wait)
-        except BaseException:
+        except BaseException as error:
+            if handed_over and not isinstance(error, Exception):
+                raise  # Ctrl-C: the message may be out, and what it carries in use
             serialization.take_back(header, peer)
             raise
 

@@ -8,12 +8,14 @@ import random
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from rpc import links as module
 from rpc.errors import WorkerLostError
-from rpc.transport import Transport
+from rpc.peer import Peer
+from rpc.transport import QueueFull, Transport
 from rpc.transport.tcp import TcpTransport
 from rpc.wire import Kind
 from rpc.workers import Member
@@ -268,3 +270,47 @@ def test_a_forked_child_can_let_go_of_everything_that_is_open(
     right.wait_until(lambda: right.numbers_from(left) == [1, 2])
     visitor.say_hello(hello_to(right))
     assert visitor.hear(1)[0].kind == Kind.REFUSED
+
+
+# ---- before there is a connection
+
+
+def unconnected(to: Member, **options: Any) -> Peer:
+    """A peer that is not connected and never will be."""
+    return Peer(to, None, lambda _: None, **options)  # type: ignore[arg-type]  # it asks no agent
+
+
+def test_what_waits_for_a_connection_is_limited(make_node: MakeNode) -> None:
+    peer = unconnected(make_node("there").member, send_queue_bytes=1000)
+    peer.send([bytes(1001)], 1001)
+    with pytest.raises(QueueFull, match="no connection to worker 'there' yet"):
+        peer.send([b"x"], 1, wait=0.01)
+    peer.send([b"x"], 1, wait=0)  # the loop never waits
+    assert len(peer._waiting) == 2
+
+
+def test_who_waits_for_room_before_there_is_a_connection_hears_of_the_end(make_node: MakeNode) -> None:
+    peer = unconnected(make_node("there").member, send_queue_bytes=1000)
+    peer.send([bytes(1001)], 1001)
+    lost: list[WorkerLostError] = []
+
+    def wait_for_room() -> None:
+        with pytest.raises(WorkerLostError) as caught:
+            peer.send([b"x"], 1)
+        lost.append(caught.value)
+
+    waiting = threading.Thread(target=wait_for_room)
+    waiting.start()
+    peer.gone("it has died")
+    waiting.join(SOON)
+    assert "it has died" in str(lost[0])
+
+
+def test_only_what_is_large_and_far_away_is_not_captured(make_node: MakeNode) -> None:
+    there = make_node("there").member
+    for near, size, captured in ((True, 1 << 21, True), (False, 1 << 21, False), (False, 1 << 20, True)):
+        peer = unconnected(there, near=near)
+        memory = bytearray(size)
+        peer.send([memory], size, aliased=True)
+        (pieces, _), *_ = peer._waiting
+        assert (pieces[0] is not memory) is captured
