@@ -123,7 +123,9 @@ class ForkServer:
         *lines, self._unread = (self._unread + data).split(b"\n")
         messages = [json.loads(line) for line in lines]
         for message in messages:
-            if "exited" in message:
+            if "forked" in message:
+                self._statuses.pop(message["forked"], None)  # of an earlier worker with the same number
+            elif "exited" in message:
                 self._statuses[message["exited"]] = message["status"]
         return messages
 

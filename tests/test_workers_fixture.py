@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests import leftovers
+from tests.fork_server import ForkServer
 from tests.workers import RunWorkers, Worker, WorkersFailed, current_worker
 
 
@@ -249,3 +251,15 @@ def test_a_worker_that_the_test_forgot_is_a_failure(run_workers: RunWorkers) -> 
     run_workers.start(fail, 2)
     with pytest.raises(WorkersFailed, match="no such thing"):
         run_workers.close()
+
+
+def test_a_process_id_that_is_used_again_has_not_ended_before() -> None:
+    ours, servers = socket.socketpair()
+    server = ForkServer(0, ours)
+    with ours, servers:
+        servers.sendall(b'{"exited": 7, "status": 0}\n{"forked": 7}\n')
+        server.read_news()
+        assert server.exit_status(7) is None
+        servers.sendall(b'{"exited": 7, "status": 3}\n')
+        server.read_news()
+        assert server.exit_status(7) == 3
