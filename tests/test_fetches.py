@@ -55,7 +55,8 @@ def fetch_before_it_is_made(_: Worker, kind: str) -> list[Any]:
     except Exception as error:
         outcomes.append(error)
     assert current_agent().calls.unanswered() == 0
-    assert rpc.rpc_sync("worker1", postponed) == 0
+    while rpc.rpc_sync("worker1", postponed):  # the answer leaves before it is accounted for
+        pass
     return outcomes
 
 
