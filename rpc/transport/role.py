@@ -114,8 +114,8 @@ class ReaderRole:
         return False
 
     def was_of_use(self) -> None:
-        """A thread has read what it waited for."""
-        self._penalty = 0
+        """A thread has read what it waited for: the next disappointment costs less."""
+        self._penalty //= 2
 
     def was_in_vain(self) -> None:
         """A thread had to give up the role to others."""

@@ -89,10 +89,15 @@ def test_a_role_that_was_of_no_use_is_left_alone_for_longer_each_time(role: Read
     assert waits == [4, 8, 16, 32, 64, 128] + [256] * 6
 
 
-def test_use_once_is_enough_to_try_again_soon(role: ReaderRole) -> None:
+def test_a_role_that_is_of_use_again_is_tried_more_often(role: ReaderRole) -> None:
     for _ in range(5):
         role.was_in_vain()
-    refusals(role)
-    role.was_of_use()
+    assert refusals(role) == 64
+    for _ in range(3):
+        role.was_of_use()
+    role.was_in_vain()
+    assert refusals(role) == 16
+    for _ in range(10):
+        role.was_of_use()
     role.was_in_vain()
     assert refusals(role) == 4
