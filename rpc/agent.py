@@ -321,14 +321,15 @@ class Agent:
                 raise
             self.fail(peer, call_id, error)
 
-    def on(self, kind: int, handler: KindHandler) -> None:
+    def on(self, kind: int, handler: KindHandler, *, any_thread: bool = False) -> None:
         """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
 
-        It runs on the loop's thread: it must neither block nor run user code.
+        It runs on the loop's thread, or with ``any_thread`` on any other: it must neither block nor run
+        user code. What does, it may return as a task for an executor thread.
         """
         if kind < Kind.EXTENSION:
             raise ValueError(f"message kind {kind} is reserved")
-        self.dispatcher.on(kind, handler)
+        self.dispatcher.on(kind, handler, any_thread=any_thread)
 
     # ---- what pending calls need (CallOwner)
 

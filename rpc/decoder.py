@@ -17,7 +17,6 @@ from rpc.chunks import Reassembly, Room
 from rpc.errors import ProtocolError
 from rpc.wire import (
     ALIGNMENT,
-    BARE_REQUEST,
     MAGIC,
     PREAMBLE,
     PREFIX_BYTES,
@@ -132,25 +131,25 @@ class Decoder:
     def whole_frame_prefix(self, count: int) -> Prefix | None:
         """Without taking anything in: the prefix of what ``count`` bytes that have come between frames are.
 
-        None if that is anything but one whole frame with no header and one segment.
+        None if that is anything but one whole frame that is complete in itself.
         """
         if count < PREFIX_BYTES:
             return None
         prefix = unpack_prefix(self.scratch)
-        body_length, _, header_length, segments, _ = prefix
-        simple = segments == 1 and not header_length and PREFIX_BYTES + body_length == count
-        return prefix if simple and body_length <= self.max_frame_bytes else None
+        body_length, _, header_length, segments, kind = prefix
+        if PREFIX_BYTES + body_length != count or body_length > self.max_frame_bytes:
+            return None
+        usual = segments == 1 and not header_length
+        return prefix if usual or kind not in _ABOUT_CHUNKS else None
 
     def whole_frame(self, prefix: Prefix) -> Frame:
-        """The frame that this is the prefix of."""
-        body_length, call_id, _, _, kind = prefix
-        segment = self.scratch[PREFIX_BYTES : PREFIX_BYTES + body_length]
-        return _new_frame(Frame, (kind, call_id, {}, [segment]))
-
-    def is_request_in_segment(self, prefix: Prefix) -> bool:
-        """Whether the whole frame with this prefix is a request without a header that lies in a segment."""
-        begin = PREFIX_BYTES
-        return prefix[4] == Kind.IN_SEGMENT and self.scratch.startswith(BARE_REQUEST, begin, begin + 2)
+        """The frame that this is the prefix of. Raises ``ProtocolError`` if it is malformed."""
+        body_length, call_id, header_length, segments, kind = prefix
+        body = self.scratch[PREFIX_BYTES : PREFIX_BYTES + body_length]
+        if segments == 1 and not header_length:
+            return _new_frame(Frame, (kind, call_id, {}, [body]))
+        check_layout(prefix)
+        return build(prefix, memoryview(body))
 
     def _read_preamble(self, end: int) -> bool:
         got = bytes(self._view[: min(end, len(PREAMBLE))])

@@ -26,9 +26,12 @@ __all__ = ["Dispatcher", "KindHandler"]
 
 logger = logging.getLogger(__name__)
 
-KindHandler = Callable[[Peer, Frame], None]
+KindHandler = Callable[[Peer, Frame], Task | None]
+"""Takes in a frame; may return a task for an executor thread."""
 
 _OWN_KINDS: Final = (Kind.CALL, Kind.REPLY, Kind.FAILURE)
+
+_NOTHING: Final[Task] = (bool, None)
 
 _new_request = tuple.__new__
 """Makes a named tuple without the Python function that it has for a constructor."""
@@ -40,6 +43,7 @@ class Dispatcher:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._handlers: dict[int, KindHandler] = {}
+        self._for_any_thread: set[int] = set()
         self._numbers = itertools.count(1)
         self.requests_begun = 0
         """How many requests were ever taken in; of several simultaneous ones, some may be counted late."""
@@ -71,7 +75,9 @@ class Dispatcher:
                         if call.settle(frame) and call.future is not None:
                             tasks.append((call.future.complete, None))
                 else:
-                    self._handler(kind)(peer, frame)
+                    task = self._handler(kind)(peer, frame)
+                    if task is not None:
+                        tasks.append(task)
             except Exception as error:
                 # Whatever a malformed message makes fail, it ends this connection and nothing else.
                 if isinstance(error, RpcError):
@@ -96,6 +102,22 @@ class Dispatcher:
         """Count a request that has come without anything beside its pickle; returns how to run it."""
         self.count_request()
         return self._agent.callee.run, _new_request(Request, (peer, frame, None))
+
+    def is_for_any_thread(self, frame: Frame) -> bool:
+        """Whether a frame may be taken in by the thread that has read it, since nothing needs the loop."""
+        if frame.kind == Kind.CALL:
+            return not serialization.brings(frame.header)
+        return frame.kind in self._for_any_thread
+
+    def taken_by_thread(self, peer: Peer, frame: Frame) -> Task:
+        """Take in such a frame on the thread that has read it; returns what that thread has to do.
+
+        Raises:
+            ProtocolError: it is malformed.
+        """
+        if frame.kind == Kind.CALL:
+            return self.begun(peer, frame)
+        return self._handler(frame.kind)(peer, frame) or _NOTHING
 
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
         """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
@@ -127,8 +149,11 @@ class Dispatcher:
             raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
         return handler
 
-    def on(self, kind: int, handler: KindHandler) -> None:
+    def on(self, kind: int, handler: KindHandler, *, any_thread: bool = False) -> None:
         """Have frames of a kind passed to ``handler``. It must neither block nor run user code.
+
+        Args:
+            any_thread: it may be called on any thread, and its frames be overtaken by those that follow.
 
         Raises:
             ValueError: the kind has a handler, or is the dispatcher's own.
@@ -136,3 +161,5 @@ class Dispatcher:
         if kind in _OWN_KINDS or kind in self._handlers:
             raise ValueError(f"message kind {kind} is taken")
         self._handlers[kind] = handler
+        if any_thread:
+            self._for_any_thread.add(kind)

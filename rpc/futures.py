@@ -22,6 +22,7 @@ import torch
 
 from rpc.errors import BlockingCallError, RpcTimeoutError, WorkerLostError
 from rpc.peer import Peer
+from rpc.serialization import brings
 from rpc.transport.reading import DirectReading
 from rpc.transport.role import Turn
 from rpc.wire import Frame
@@ -195,6 +196,10 @@ class PendingCall:
     def abandon(self, error: BaseException) -> None:
         """End the call in a forked child, where no lock may be taken."""
         PendingCall.settle(self, error)
+
+    def takes(self, header: dict[str, Any]) -> bool:
+        """Whether the waiting thread may take a reply with this header: nothing in it needs the loop."""
+        return not brings(header)
 
     def settled(self) -> bool:
         """Whether the call has ended."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rpc.executor import Task
 from rpc.transport.reading import DirectReading
-from rpc.wire import Frame
+from rpc.wire import BARE_REQUEST, Frame, Kind
 
 if TYPE_CHECKING:
     from rpc.peer import Peer
@@ -42,9 +42,20 @@ class Standby:
 
     def next_task(self, timeout: float | None) -> Task | None:
         """Wait for a request and give up the place; None if something else comes first."""
-        peer = self._peer
-        frame = self._direct.next_request(timeout, self._unwrap)
-        return None if frame is None else peer.agent.dispatcher.begun(peer, frame)
+        return self._direct.next_request(timeout, self)
 
-    def _unwrap(self, frame: Frame) -> Frame:
-        return self._peer.agent.segments.unwrap(self._peer, frame)
+    def takes(self, frame: Frame) -> bool:
+        """Whether a thread that stands by may take in a frame."""
+        kind, _, header, segments = frame
+        if kind == Kind.CALL and not header:
+            return True
+        if kind == Kind.IN_SEGMENT:
+            return not header and len(segments) == 1 and segments[0][:2] == BARE_REQUEST
+        return self._peer.agent.dispatcher.is_for_any_thread(frame)
+
+    def take(self, frame: Frame) -> Task:
+        """Take a frame in; returns what its thread has to do."""
+        peer, agent = self._peer, self._peer.agent
+        if frame.kind == Kind.IN_SEGMENT:
+            frame = agent.segments.unwrap(peer, frame)
+        return agent.dispatcher.taken_by_thread(peer, frame)

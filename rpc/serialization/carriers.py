@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rpc.errors import SerializationError
 from rpc.serialization.payload import TRACKED, Arrivals, Destination, Source
 
-__all__ = ["Carrier", "adopt", "arrived", "ready", "receiving", "register_kind", "take_back"]
+__all__ = ["Carrier", "adopt", "arrived", "brings", "ready", "receiving", "register_kind", "take_back"]
 
 
 class Carrier(Protocol):
@@ -99,6 +99,11 @@ def adopt(header: dict[str, Any], source: Source) -> Arrivals | None:
             arrivals = {}
         arrivals[kind] = objects
     return arrivals
+
+
+def brings(header: dict[str, Any]) -> bool:
+    """Whether there is anything to adopt in a message with this header."""
+    return not _carriers.keys().isdisjoint(header)
 
 
 def ready(arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:

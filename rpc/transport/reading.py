@@ -11,7 +11,7 @@
    cleared. An exception between the two leaves a frame that the loop takes in once more, which does no harm.
 5. Leave. If anything is unread, have the loop take over; else resume its watching and give up the role.
 
-Nothing is decoded but the prefix of that one frame, and the decoder's state does not change.
+Nothing is decoded but that one frame, and the decoder's state does not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import select
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from rpc.decoder import Decoder
 from rpc.errors import ProtocolError
@@ -49,6 +49,22 @@ class AwaitedReply(Protocol):
     call_id: int
     outcome: Any
     """None until the reply is here or the call has ended otherwise."""
+
+    def takes(self, header: dict[str, Any]) -> bool:
+        """Whether a reply with this header may be taken by the thread that waits for it."""
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Station(Protocol[T_co]):
+    """Who stands by, and what it makes of frames."""
+
+    def takes(self, frame: Frame) -> bool:
+        """Whether it takes a frame; else the loop does."""
+
+    def take(self, frame: Frame) -> T_co:
+        """Take in a frame, before anything else is read. What it raises, the loop shall find, too."""
 
 
 class ReadConnection(Protocol):
@@ -255,46 +271,47 @@ class DirectReading:
             if not readable:
                 continue
             prefix = self._receive(turn)
-            if prefix is None or prefix[1] != call.call_id or prefix[4] not in _REPLIES:
+            mine = prefix is not None and prefix[1] == call.call_id and prefix[4] in _REPLIES
+            frame = self._whole_frame(prefix) if mine else None
+            if frame is None or (frame.header and not call.takes(frame.header)):
                 role.was_in_vain()
                 return
-            frame = self._decoder.whole_frame(prefix)
             if role.holder() is turn:  # else the loop has it
                 call.outcome = frame
                 turn.unread.clear()
                 role.was_of_use()
 
-    def next_request(self, timeout: float | None, unwrap: Callable[[Frame], Frame]) -> Frame | None:
-        """Having claimed the role: wait for a request without a header, and give up the role.
+    def next_request(self, timeout: float | None, station: Station[T_co]) -> T_co | None:
+        """Having claimed the role: wait for a frame that is for who stands by, and give up the role.
 
         Args:
             timeout: seconds; None for no limit.
-            unwrap: makes of a frame in a segment what it stands for, before anything else is read.
+            station: who stands by.
 
         Returns:
-            None if the thread has the role no more, anything else comes, or ``release`` is called.
+            What it has made of the frame; None if the thread has the role no more, anything else comes, or
+            ``release`` is called.
         """
         try:
             turn = self.role.own_turn()
             if not isinstance(turn, _Turn) or not self._wait(None if timeout is None else 1000 * timeout):
                 return None
             prefix = self._receive(turn)
-            if prefix is None or (prefix[4] != Kind.CALL and not self._decoder.is_request_in_segment(prefix)):
+            frame = self._whole_frame(prefix)
+            if frame is None or not station.takes(frame):
                 self.role.was_in_vain()
                 return None
-            frame = self._decoder.whole_frame(prefix)
             try:
                 count = turn.unread.pop()  # by this, it is this thread's
             except IndexError:  # a finalizer that ran here has called, which ended the turn: the loop has it
                 return None
-            if prefix[4] != Kind.CALL:
-                try:
-                    frame = unwrap(frame)
-                except ProtocolError:  # the loop finds it too, and knows what to do
-                    turn.unread.append(count)
-                    return None
+            try:
+                taken = station.take(frame)
+            except Exception:  # it is malformed: the loop finds that too, and knows what to do
+                turn.unread.append(count)
+                return None
             self.role.was_of_use()
-            return frame
+            return taken
         finally:
             self.leave()
 
@@ -314,6 +331,14 @@ class DirectReading:
         return None
 
     def _receive(self, turn: _Turn) -> Prefix | None:
-        """Receive, and return the prefix of what came if it is one whole frame of the simple kind."""
+        """Receive, and return the prefix of what came if it is one whole frame."""
         turn.unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
         return self._decoder.whole_frame_prefix(sum(turn.unread))
+
+    def _whole_frame(self, prefix: Prefix | None) -> Frame | None:
+        if prefix is None:
+            return None
+        try:
+            return self._decoder.whole_frame(prefix)
+        except ProtocolError:  # the loop finds it too, and knows what to do
+            return None

@@ -31,6 +31,9 @@ class Call:
         self.call_id = call_id
         self.outcome: Any = None
 
+    def takes(self, header: dict[str, Any]) -> bool:
+        return "beside" not in header
+
 
 def frame(
     kind: int, call_id: int, payload: bytes = b"payload", header: dict[str, Any] | None = None
@@ -38,9 +41,19 @@ def frame(
     return b"".join(encode(kind, call_id, header or {}, [payload])[0])
 
 
-def unwrapped(wrapped: Frame) -> Frame:
-    """For frames in segments, of which there are none here."""
-    raise AssertionError(wrapped)
+class Requests:
+    """Takes requests as they are."""
+
+    def takes(self, frame: Frame) -> bool:
+        return frame.kind == Kind.CALL and "beside" not in frame.header
+
+    def take(self, frame: Frame) -> Frame:
+        if frame.header.get("malformed"):
+            raise ValueError(frame.header)
+        return frame
+
+
+REQUESTS = Requests()
 
 
 class End:
@@ -109,6 +122,18 @@ def test_the_reply_that_a_thread_waits_for_is_its_own(end: End) -> None:
     assert (call.outcome.kind, call.outcome.call_id, call.outcome.segments) == (Kind.REPLY, 7, [b"mine"])
     end.loop_reads()
     assert end.arrived() == [(Kind.CALL, 999)]
+
+
+def test_a_reply_may_have_a_header_and_several_segments_or_none(end: End) -> None:
+    call = Call(7)
+    for segments in ([], [b"pickle", b"elements"]):
+        turn = end.direct.claim()
+        end.there.sendall(b"".join(encode(Kind.REPLY, 7, {"recorded": 1}, segments)[0]))
+        call.outcome = None
+        end.direct.read_reply(call, end.deadline(), turn)
+        assert call.outcome.header == {"recorded": 1}
+        assert call.outcome.segments == segments
+    end.loop_reads()
 
 
 def test_a_failure_is_a_reply(end: End) -> None:
@@ -211,7 +236,7 @@ def test_a_release_that_comes_late_costs_one_turn_only(end: End) -> None:
 def test_who_stands_by_gets_the_next_request(end: End) -> None:
     assert end.direct.claim(stands_by=True)
     end.there.sendall(frame(Kind.CALL, 3, b"work"))
-    request = end.direct.next_request(SOON, unwrapped)
+    request = end.direct.next_request(SOON, REQUESTS)
     assert request is not None
     assert (request.kind, request.call_id, request.segments) == (Kind.CALL, 3, [b"work"])
     end.loop_reads()
@@ -219,12 +244,18 @@ def test_who_stands_by_gets_the_next_request(end: End) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [frame(Kind.REPLY, 3), frame(Kind.CALL, 3, header={"beside": 1}), frame(Kind.CONTROL, 0)]
+    "other",
+    [
+        frame(Kind.REPLY, 3),
+        frame(Kind.CALL, 3, header={"beside": 1}),
+        frame(Kind.CALL, 3, header={"malformed": 1}),
+        frame(Kind.CONTROL, 0),
+    ],
 )
 def test_who_stands_by_leaves_other_frames_to_the_loop(end: End, other: bytes) -> None:
     assert end.direct.claim(stands_by=True)
     end.there.sendall(other)
-    assert end.direct.next_request(SOON, unwrapped) is None
+    assert end.direct.next_request(SOON, REQUESTS) is None
     assert len(end.next_of_loop(1)) == 1
     end.loop_reads()
 
@@ -232,7 +263,7 @@ def test_who_stands_by_leaves_other_frames_to_the_loop(end: End, other: bytes) -
 def test_who_stands_by_gives_way_to_who_waits_for_a_reply(end: End) -> None:
     with ThreadPoolExecutor(1) as other:
         assert other.submit(end.direct.claim, stands_by=True).result()
-        standing_by = other.submit(end.direct.next_request, None, unwrapped)
+        standing_by = other.submit(end.direct.next_request, None, REQUESTS)
         assert not end.direct.claim()
         assert standing_by.result(SOON) is None
     end.forgive()
@@ -242,12 +273,12 @@ def test_who_stands_by_gives_way_to_who_waits_for_a_reply(end: End) -> None:
 
 def test_who_stands_by_does_so_for_a_while_only(end: End) -> None:
     assert end.direct.claim(stands_by=True)
-    assert end.direct.next_request(0.01, unwrapped) is None
+    assert end.direct.next_request(0.01, REQUESTS) is None
     end.loop_reads()
 
 
 def test_without_the_role_there_is_no_next_request(end: End) -> None:
-    assert end.direct.next_request(None, unwrapped) is None
+    assert end.direct.next_request(None, REQUESTS) is None
 
 
 # ---- the end
