@@ -86,11 +86,16 @@ STRANGERS: dict[str, tuple[list[bytes], str]] = {
     ),
     "an empty hello": ([PREAMBLE, frame(Kind.HELLO, {})], "a malformed hello: KeyError"),
     "a nested hello": (
-        [PREAMBLE, frame(Kind.HELLO, {"member": [[[]]] * 6, "wanted": 1, "group": ""})],
+        [PREAMBLE, frame(Kind.HELLO, {"member": [[[]]] * 7, "wanted": 1, "group": ""})],
         "a malformed hello: TypeError",
     ),
     "a name that cannot be": (
-        [PREAMBLE, frame(Kind.HELLO, {"member": ["\x1b[31m\n", 1, 1, "", [], ""], "wanted": 1, "group": ""})],
+        [
+            PREAMBLE,
+            frame(
+                Kind.HELLO, {"member": ["\x1b[31m\n", 1, 1, "", [], "", 1 << 30], "wanted": 1, "group": ""}
+            ),
+        ],
         r"a malformed hello: InvalidNameError.*\\x1b\[31m\\n",
     ),
     "a call": (
