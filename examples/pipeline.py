@@ -11,8 +11,9 @@ for the first, and on the way back the first waits for the second. So the traine
 micro-batches. While the second stage has the first of them, the first stage has the next. (That is GPipe:
 Huang et al., NeurIPS 2019.)
 
-The two ways compute the same gradients, so they must learn alike; micro-batches must be faster. Both are
-trained by turns, so that what else this machine does slows both.
+The two ways compute the same gradients, so they must learn alike. Both are trained by turns, so that what
+else this machine does slows both, and the speed-up is printed. It grows with the time that a stage computes,
+as against what a micro-batch costs on its way, and needs a free processor for each stage.
 
 Three ideas are marked (1) to (3) below: the output of one stage goes to the next without passing through the
 trainer; one backward for everything in flight; an optimizer whose parameters are on several workers.
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import threading
 import time
 
@@ -39,8 +39,6 @@ from live_progress import live_progress, print_figures
 
 ACCURACY = 0.93
 """The share of held-out images whose digit is to be named."""
-SPEED_UP = 1.2
-"""How many times as fast micro-batches are to be, where there are two processors for the two stages."""
 SAME_LOSS = 0.01
 """How far apart, in proportion, the losses of the two ways may be after the first pass."""
 
@@ -153,7 +151,7 @@ def direct(options: argparse.Namespace) -> None:
 def check(
     accuracies: dict[str, float], first_losses: dict[str, float], speed_up: float, target: float
 ) -> None:
-    """Raises ``Miss`` unless both ways learned alike, and micro-batches did it faster."""
+    """Raises ``Miss`` unless both ways learned alike and well, and micro-batches as fast as was asked for."""
     whole, parts = first_losses.values()
     if abs(whole - parts) > SAME_LOSS * whole:
         raise Miss(
@@ -162,7 +160,7 @@ def check(
     for way, accuracy in accuracies.items():
         if accuracy < ACCURACY:
             raise Miss(f"The accuracy with {way} is {accuracy:.3f}; it should be {ACCURACY} at least.")
-    if speed_up < target and len(os.sched_getaffinity(0)) > 1:
+    if speed_up < target:
         raise Miss(f"The speed-up is {speed_up:.2f}; it should be {target} at least.")
 
 
@@ -178,7 +176,7 @@ def main() -> None:
     parser.add_argument("--width", type=positive, default=1024, help="of the hidden layers (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.002, help="of Adam (%(default)s)")
     parser.add_argument(
-        "--target", type=float, default=SPEED_UP, help="speed-up that counts as success (%(default)s)"
+        "--target", type=float, default=0.0, help="fail if the speed-up is less (%(default)s)"
     )
     run_example(__file__, parser, NAMES, direct)
 

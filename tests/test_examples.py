@@ -60,9 +60,9 @@ LIST = {
     ),
     "pipeline": Example(
         3,
-        ["--passes", "12", "--width", "256", "--batch", "320", "--target", "0"],
+        ["--passes", "12", "--width", "256", "--batch", "320"],
         r"^micro-batches +0\.9\d+ accuracy in",
-        ["--passes", "1", "--width", "32", "--target", "0"],
+        ["--passes", "1", "--width", "32"],
         r"The accuracy with whole batches is 0\.\d+; it should be 0\.93 at least",
     ),
     "rnn": Example(
