@@ -214,6 +214,7 @@ def _warn_of_holders(theirs: ModuleType | None) -> None:
         name
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] not in ("torch", "farcall")
+        and not name.startswith("_remote_module_")  # torch.distributed.nn generates these
         and any(id(value) in held for value in list(getattr(module, "__dict__", {}).values()))
     )
     if holders:
