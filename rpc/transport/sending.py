@@ -1,81 +1,48 @@
-"""The sending half of a stream connection.
+"""The sending half of a stream connection: which thread writes what.
 
 Whoever has a frame tries the send lock. Who gets it writes, first what others have queued, and looks at the
-queue once more after letting go; who doesn't get it only queues: nobody ever waits for the lock. What the
-kernel does not take stays queued, and the loop sends it when the socket is writable; until then the
-connection is *stalled*, and only the loop writes. Small frames are written without letting go of the GIL
-(see ``syscalls``).
+queue once more after letting go; who doesn't get it only queues: nobody ever waits for the lock. Small frames
+are written without letting go of the GIL (see ``syscalls``). A thread that sends a large message writes no
+more than the beginning of it and leaves the rest to the loop.
 
 Where many calls are under way, their frames are *gathered*: they are only queued, until there are some tens,
 or somebody waits for an answer, or the loop gets round to it, which has been told to. Each wake-up of the
 other side, and each system call, then serves many frames.
 
-Large messages go out in chunks (see ``rpc.chunks``). The queue never has more than one chunk; when that is
-written, the next is put behind what others have queued meanwhile. A thread that sends a large message writes
-no more than the beginning of it and leaves the rest to the loop.
-
-The queue has a limit in bytes, and so have the large messages beside it: beyond it, callers with more of the
-same kind wait for room in ``send``; the loop never does.
-
-An exception may hit a thread between a write and the account of it: Ctrl-C can come after any call. Then
-nobody knows how much of the frame is out. While that may be, the stream is *in doubt*, and who finds it so
-when the lock is free writes no more: the connection breaks, and no other frame lands inside a frame.
+What is queued, and how it gets to the socket once a thread has the lock, is ``write_queue.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import itertools
 import socket
-import sys
-import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from time import monotonic
+from collections.abc import Sequence
 from typing import Any, Final
 
-from rpc.chunks import WHOLE_BYTES, ChunkedMessage, Outgoing
+from rpc.chunks import WHOLE_BYTES, ChunkedMessage
 from rpc.transport import syscalls
-from rpc.transport.base import INFINITE, ConnectionClosed, QueueFull
-from rpc.wire import chunk_prefix, chunked
+from rpc.transport.base import INFINITE, ConnectionClosed
+from rpc.transport.write_queue import CALLER_BYTES, CAPTURE_ALL, CHUNK_END, WriteQueue
+from rpc.wire import chunked
 
 __all__ = ["CAPTURE_ALL", "SendingHalf"]
 
-CAPTURE_ALL: Final = sys.maxsize
-
 _SMALL_BYTES: Final = 64 << 10
-_PIECES_PER_WRITE: Final = 64
 _GATHERED_FRAMES: Final = 32
 """So many frames are not kept waiting for more."""
-_JOINED_BYTES: Final = 16 << 10
-"""So little is quicker copied into one piece than written by a call that lets go of the GIL."""
-_CALLER_BYTES: Final = 1 << 20
-"""How much of large messages a caller's thread writes before it leaves the rest to the loop."""
 _LOOP_BYTES: Final = 128 << 10
 """How much the loop writes before it looks at what it has received."""
-_SLICE_SECONDS: Final = 0.5
-"""A signal right before a wait does not end it: no wait is longer than this."""
 _LOCK_SECONDS: Final = 1.0
 """Longer than anybody who is still there holds the send lock between two writes."""
-_CHUNK_END: Final = memoryview(b"")
-"""Marks in the queue where a chunk ends."""
 
 
-class SendingHalf(ABC):
+class SendingHalf(WriteQueue):
     """Sends frames over a connected, non-blocking stream socket.
 
-    ``send`` and ``send_small`` may be called from any thread.
-
-    Args:
-        loop: the running loop.
-        sock: connected.
-        description: names the other end in logs.
-        send_queue_bytes: callers of ``send`` wait while more than this is queued.
-        captured_bytes: memory of the caller's, where it is no longer than this, may change as soon as
-            ``send`` returns.
+    ``send`` and ``send_small`` may be called from any thread. Arguments are those of ``WriteQueue``.
     """
 
     def __init__(
@@ -86,28 +53,9 @@ class SendingHalf(ABC):
         send_queue_bytes: int,
         captured_bytes: int,
     ) -> None:
-        self.description = description
-        self._loop = loop
-        self._socket = sock
-        self._descriptor = sock.fileno()
-        self._send_lock = threading.Lock()
-        self._queue: deque[Any] = deque()
-        self._outgoing = Outgoing(chunk_prefix, sys.maxsize)
-        self._chunk_queued = False
+        super().__init__(loop, sock, description, send_queue_bytes, captured_bytes)
         self._message_numbers = itertools.count()
-        self._captured_bytes = captured_bytes
-        self._count_lock = threading.RLock()  # a finalizer that runs while it is held may send
-        self._queued_bytes = 0
-        self._outgoing_bytes = 0
-        self._queue_limit = send_queue_bytes
-        self._room = threading.Condition(self._count_lock)
-        self._waiting_for_room = 0
-        self._stalled = False
         self._flushing = False
-        self._in_doubt = False
-        self._writes = 0
-        self._open = True
-        self._write_error: OSError | None = None
         self._closing: str | None = None
 
     # ---- any thread
@@ -235,7 +183,7 @@ class SendingHalf(ABC):
                 return False
             self._in_doubt = True
             # What would have to be copied otherwise, this thread writes as long as the kernel takes it.
-            end = 0 if aliased and self._captured_bytes == CAPTURE_ALL else message.size - _CALLER_BYTES
+            end = 0 if aliased and self._captured_bytes == CAPTURE_ALL else message.size - CALLER_BYTES
             left: deque[Any] = deque()
             while message.unsent > max(0, end) and not left and self._write_error is None:
                 if self._queue and self._write_batch() < 0:
@@ -247,7 +195,7 @@ class SendingHalf(ABC):
                 message.replace(self._capture)
             if self._write_error is None:
                 if left:
-                    self._put_back([*left, _CHUNK_END])
+                    self._put_back([*left, CHUNK_END])
                     self._chunk_queued = True
                 with self._count_lock:
                     self._outgoing_bytes += message.unsent
@@ -257,135 +205,16 @@ class SendingHalf(ABC):
         finally:
             self._send_lock.release()
 
-    def _write_all(self, pieces: deque[Any]) -> None:
-        """With the send lock: write what the kernel takes of ``pieces``, and remove it.
-
-        After a write error there is nothing left.
-        """
-        while pieces:
-            count = self._write([pieces[index] for index in range(min(len(pieces), _PIECES_PER_WRITE))])
-            if count < 0:
-                pieces.clear()
-            elif not count:
-                return
-            _discard(pieces, count)
-
-    def _capture(self, piece: Any) -> Any:
-        """The same bytes in memory that nobody else changes, unless it is too long for that."""
-        return piece if type(piece) is bytes or len(piece) > self._captured_bytes else bytes(piece)
-
-    def _put_back(self, rest: Iterable[Any]) -> None:
-        """With the send lock: queue the rest of a frame before what others have queued meanwhile."""
-        pieces = list(rest)
-        with self._count_lock:
-            self._queued_bytes += sum(map(len, pieces))
-            self._queue.extendleft(reversed(pieces))
-
-    def _enqueue(self, pieces: Iterable[Any], size: int) -> None:
-        with self._count_lock:
-            self._queued_bytes += size
-            self._queue.extend(pieces)
-
-    def _add(self, message: ChunkedMessage, aliased: bool) -> None:
-        if aliased:
-            message.replace(self._capture)
-        with self._count_lock:
-            self._outgoing_bytes += message.size
-            self._outgoing.add(message)
-
-    def _add_last(self, frame: bytes) -> None:
-        if self._outgoing:
-            self._outgoing.finish_with(frame)
-        else:
-            self._enqueue([frame], len(frame))
-
     def _drain(self) -> None:
         while (self._queue or self._outgoing) and not self._stalled and self._open:
             if not self._send_lock.acquire(False):
                 return
             try:
-                self._write_queue(_CALLER_BYTES)
+                self._write_queue(CALLER_BYTES)
             finally:
                 self._send_lock.release()
             if self._write_error is not None:
                 return
-
-    def _write_queue(self, budget: int) -> None:
-        """With the send lock: write until nothing is left, the kernel takes no more, or it is enough."""
-        queue = self._queue
-        if self._in_doubt:
-            self._fail(OSError(errno.EINTR, "a thread was interrupted while it was writing"))
-        elif self._write_error is not None:
-            self._forget_queue()
-        while self._open and self._write_error is None:
-            if self._outgoing and not self._chunk_queued:
-                self._queue_chunk()
-            if not queue:
-                return
-            self._in_doubt = True
-            taken = self._write_batch()
-            self._in_doubt = False
-            budget -= taken
-            if taken < 0 or (budget <= 0 and (self._outgoing or self._stalled)):
-                if not self._stalled:
-                    self._stalled = True
-                    self._tell_loop(self._watch_writable)
-                return
-
-    def _write_batch(self) -> int:
-        """With the send lock, and in doubt: write some of the queue, in one system call.
-
-        Returns:
-            How many bytes were written, or -1 if the kernel takes nothing now.
-        """
-        queue = self._queue
-        batch = [queue[index] for index in range(min(len(queue), _PIECES_PER_WRITE))]
-        size = sum(map(len, batch))
-        count = self._write(batch)
-        if count < 0:
-            return 0
-        if size and not count:
-            return -1
-        if _discard(queue, count):
-            self._chunk_queued = False
-        with self._count_lock:
-            self._queued_bytes -= count
-            if self._waiting_for_room:
-                self._room.notify_all()
-        return count
-
-    def _queue_chunk(self) -> None:
-        """With the send lock: the next chunk of a large message is to be written."""
-        self._in_doubt = True
-        pieces = self._outgoing.next()
-        self._chunk_queued = True
-        with self._count_lock:
-            self._queued_bytes += sum(map(len, pieces))
-            self._outgoing_bytes -= sum(map(len, pieces[1:]))  # the first is none of a message
-            self._queue.extend([*pieces, _CHUNK_END])
-        self._in_doubt = False
-
-    def _write(self, batch: list[Any]) -> int:
-        """With the send lock: one system call; 0 when the kernel takes nothing now, -1 when it failed."""
-        self._writes += 1
-        if syscalls.AVAILABLE and sum(map(len, batch)) <= _JOINED_BYTES:
-            data = b"".join(batch)
-            count = syscalls.send_bytes(self._descriptor, data)
-            if count > 0 or not data:
-                return max(count, 0)
-        try:
-            return self._socket.sendmsg(batch)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError as error:
-            self._fail(error)
-            return -1
-
-    def _fail(self, error: OSError) -> None:
-        """Send no more. What the peer sent before it broke off is still to be read, so the loop closes."""
-        self._write_error = error
-        self._forget_queue()
-        self._tell_loop(self._write_failed)
 
     def _interrupted(self) -> None:
         """An exception hit this thread in the middle of ``send``: leave nothing half done."""
@@ -401,33 +230,9 @@ class SendingHalf(ABC):
             self._tell_loop(self._write_failed)
         elif self._in_doubt:
             with self._send_lock:
-                self._write_queue(_CALLER_BYTES)
+                self._write_queue(CALLER_BYTES)
         else:
             self._drain()
-
-    def _tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
-            self._loop.call_soon_threadsafe(callback, *arguments)
-
-    def _forget_queue(self) -> None:
-        with self._count_lock:
-            self._queue.clear()
-            self._outgoing.clear()
-            self._queued_bytes = self._outgoing_bytes = 0
-            self._room.notify_all()
-
-    def _wait_for_room(self, there_is_room: Callable[[], bool], patience: float) -> None:
-        deadline = monotonic() + patience
-        with self._count_lock:
-            self._waiting_for_room += 1
-            try:
-                while self._open and not there_is_room():
-                    left = deadline - monotonic()
-                    if left <= 0:
-                        raise QueueFull(f"{self.description} does not take what is queued for it")
-                    self._room.wait(min(left, _SLICE_SECONDS))
-            finally:
-                self._waiting_for_room -= 1
 
     # ---- the loop's thread
 
@@ -451,28 +256,5 @@ class SendingHalf(ABC):
             self.close(self._closing)
 
     @abstractmethod
-    def _write_failed(self) -> None:
-        """Nothing can be written any more."""
-
-    @abstractmethod
     def close(self, reason: str, *, flush: bool = False) -> None:
         """Close, telling the owner; with ``flush`` once the queue is sent."""
-
-
-def _discard(pieces: deque[Any], count: int) -> bool:
-    """Remove the first ``count`` bytes, and all empty pieces before what is left.
-
-    Returns:
-        Whether a chunk ended there.
-    """
-    chunk_ended = False
-    while pieces:
-        length = len(pieces[0])
-        if length > count:
-            if count:
-                pieces[0] = memoryview(pieces[0])[count:]
-            break
-        count -= length
-        if pieces.popleft() is _CHUNK_END:
-            chunk_ended = True
-    return chunk_ended

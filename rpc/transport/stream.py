@@ -1,6 +1,6 @@
 """A connection over a stream socket that we read and write ourselves.
 
-``sending.py`` says how it is written.
+``sending.py`` says who writes to it, ``write_queue.py`` how.
 
 The socket is closed under the send lock and after its reader is removed, so that no thread can write to a
 descriptor number that already belongs to somebody else's file.
