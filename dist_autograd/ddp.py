@@ -2,8 +2,12 @@
 
 Its hooks, which average gradients over processes, sit on the nodes that accumulate into ``.grad``, and look
 for the gradient there. So where a pass reaches parameters of such a model, the engine accumulates, and what
-it has accumulated is moved into the context; whatever was in ``.grad`` before is put back. A model can take
-part in one pass at a time, which is all that its hooks can bear, so each has a lock.
+it has accumulated is moved into the context; whatever was in ``.grad`` before is put back. Meanwhile the
+parameters are locked: nobody else may look for a gradient there, or put one there, as an optimizer does.
+
+Who holds these locks must not wait for another worker's part of a backward, which may need the locks of its
+own models. A pass that waits for none accumulates while it runs, so that averaging overlaps with it
+(``accumulating``); others hand over their gradients at the end (``hand_over``).
 
 Which models there are is learned from their forward: from the first context that an agent knows until the
 agent is gone, ``DistributedDataParallel.forward`` is ours, which notes the model and goes on with PyTorch's.
@@ -14,17 +18,24 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_autograd.contexts import current
+from dist_autograd.parameter_locks import ParameterLocks
 
-__all__ = ["Models", "accumulating"]
+__all__ = ["Models", "accumulating", "hand_over"]
+
+Accumulate = Callable[[Sequence[GradientEdge], Sequence[Tensor]], object]
+"""Runs the engine from these edges, with a gradient for each, so that it accumulates into ``.grad``."""
 
 _patched: Final[Any] = DistributedDataParallel
 
@@ -33,7 +44,7 @@ class Models:
     """The models under ``DistributedDataParallel`` that were called inside contexts. From any thread."""
 
     def __init__(self) -> None:
-        self._locks: WeakKeyDictionary[DistributedDataParallel, threading.RLock] = WeakKeyDictionary()
+        self._models: WeakSet[DistributedDataParallel] = WeakSet()
         self._lock = threading.Lock()
         self._forward: Any = None
 
@@ -46,9 +57,9 @@ class Models:
 
         @functools.wraps(forward)
         def noted(model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-            if current.get() is not None and model not in self._locks:
+            if current.get() is not None and model not in self._models:
                 with self._lock:
-                    self._locks.setdefault(model, threading.RLock())
+                    self._models.add(model)
             return forward(model, *inputs, **kwargs)
 
         _patched.forward = noted
@@ -60,37 +71,68 @@ class Models:
                 _patched.forward = self._forward
                 self._forward = None
 
-    def of(self, leaves: Sequence[Tensor]) -> list[threading.RLock]:
-        """The locks of the models that have a parameter among these leaves, in an order that all keep."""
-        if not self._locks:
+    def among(self, leaves: Sequence[Tensor]) -> list[int]:
+        """The positions of those leaves that are parameters of such models."""
+        if not self._models:
             return []
-        reached = {id(leaf) for leaf in leaves}
         with self._lock:
-            models = sorted(self._locks.items(), key=lambda item: id(item[0]))
-        return [
-            lock
-            for model, lock in models
-            if any(id(parameter) in reached for parameter in model.module.parameters())
-        ]
+            models = list(self._models)
+        averaged = {id(parameter) for model in models for parameter in model.module.parameters()}
+        return [position for position, leaf in enumerate(leaves) if id(leaf) in averaged]
 
 
 @contextmanager
-def accumulating(leaves: Sequence[Tensor], locks: Sequence[Any]) -> Iterator[list[Tensor | None]]:
-    """Inside the block ``.grad`` of the leaves is empty for the engine to accumulate into.
+def accumulating(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Inside the block ``.grad`` of the leaves is empty for the engine to accumulate into, and locked.
 
     Yields:
         A list that holds what has been accumulated for each leaf, once the block is left without an error.
     """
     accumulated: list[Tensor | None] = []
-    with ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(lock)
+    with ParameterLocks(leaves).held():
         before = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
         try:
+            for leaf in leaves:
+                leaf.grad = None
             yield accumulated
             accumulated += [leaf.grad for leaf in leaves]
         finally:
             for leaf, gradient in zip(leaves, before, strict=True):
                 leaf.grad = gradient
+
+
+def hand_over(
+    leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], accumulate: Accumulate
+) -> list[Tensor | None]:
+    """Has gradients that are complete accumulated, so that the models' hooks run.
+
+    Args:
+        leaves: parameters without hooks of their own, which have run already.
+        gradients: one for each; None counts as reached, as it does in the engine.
+        accumulate: runs the engine.
+
+    Returns:
+        What the hooks have made of the gradients.
+    """
+    with torch.enable_grad():
+        source = get_gradient_edge(_new_source(gradients, *leaves))
+    with accumulating(leaves) as accumulated:
+        accumulate([source], [torch.empty(0)])
+    return accumulated
+
+
+class Source(Function):
+    """Where gradients come from that have been computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor | None], *leaves: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gradients = gradients
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients
+
+
+_new_source: Final[Callable[..., Tensor]] = Source.apply

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dist_autograd import engine
 from dist_autograd.contexts import Context
-from dist_autograd.ddp import Models, accumulating
+from dist_autograd.ddp import Models, accumulating, hand_over
 from dist_autograd.graph import ROOTS, Mark, Reach
 from dist_autograd.leaves import owned
 from dist_autograd.recording import ANCHOR, ANCHOR_EDGE, RECV_NODE, Origin, Sent
@@ -138,15 +138,18 @@ class Pass:
             BaseException: what a node raised, or what ended the backward elsewhere.
         """
         leaves = [node for reached in self._reach.leaves.values() for node in reached]
-        locks = self._models.of([node.variable for node in leaves])
+        averaged = self._models.among([node.variable for node in leaves])
         try:
-            if locks:
-                with accumulating([node.variable for node in leaves], locks) as captured:
+            if averaged and self._accumulates(leaves, averaged):
+                with accumulating([node.variable for node in leaves]) as captured:
                     self._run_together(roots, gradients, leaves, accumulate=True)
-            elif self._reach.separate:
-                captured = self._run_apart(roots, gradients)
             else:
-                captured = self._run_together(roots, gradients, leaves, accumulate=False)
+                if self._reach.separate:
+                    captured = self._run_apart(roots, gradients)
+                else:
+                    captured = self._run_together(roots, gradients, leaves, accumulate=False)
+                if averaged:
+                    captured = self._average(leaves, captured, averaged)
         except BaseException:
             self._raise_error()
             raise
@@ -154,6 +157,29 @@ class Pass:
         for node, gradient in zip(leaves, owned(captured), strict=True):
             if gradient is not None:
                 self.context.accumulate(node.variable, gradient)
+
+    def _accumulates(self, leaves: list[Any], averaged: list[int]) -> bool:
+        """Whether the engine is to accumulate gradients while it runs, for models that average them.
+
+        That holds locks, so not while gradients of other workers are waited for; unless a parameter has a
+        hook, which would run twice if its gradient were handed over later.
+        """
+        return not self._marked or any(leaves[position].variable._backward_hooks for position in averaged)
+
+    def _average(
+        self, leaves: list[Any], captured: list[Tensor | None], averaged: list[int]
+    ) -> list[Tensor | None]:
+        """The gradients, with those of models that average them averaged."""
+        nodes = [leaves[position] for position in averaged]
+        found = hand_over(
+            [node.variable for node in nodes],
+            [captured[position] for position in averaged],
+            lambda edges, gradients: self._run_engine(edges, gradients, nodes, accumulate=True),
+        )
+        result = list(captured)
+        for position, gradient in zip(averaged, found, strict=True):
+            result[position] = gradient
+        return result
 
     def _run_together(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dist_autograd
-from dist_optim.parameter_locks import ParameterLocks
+from dist_autograd.parameter_locks import ParameterLocks
 from rpc.api import get_worker_info
 from rref import RRef
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_optim import parameter_locks
-from dist_optim.parameter_locks import ParameterLocks
+from dist_autograd import parameter_locks
+from dist_autograd.parameter_locks import ParameterLocks
 
 SECONDS = 10.0
 

@@ -1,0 +1,175 @@
+"""Models under ``DistributedDataParallel`` in contexts: what they wait for, and what others do meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as c10d
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+import dist_autograd
+import rpc
+from dist_optim.local_optimizer import LocalOptimizer
+from tests.serving import WAIT_SECONDS, in_group, open_gate, wait_at_gate
+from tests.workers import RunWorkers, Worker
+
+_models: dict[str, DistributedDataParallel] = {}
+
+
+class Guarded(torch.autograd.Function):
+    """Its backward waits at the gate of the worker that it runs on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        wait_at_gate("backward")
+        return gradient
+
+
+apply_guarded: Callable[[Tensor], Tensor] = Guarded.apply
+
+
+@contextmanager
+def process_group_of_one() -> Iterator[None]:
+    c10d.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        _models.clear()
+        c10d.destroy_process_group()
+
+
+def averaged(factor: float = 2.0) -> DistributedDataParallel:
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(layer.weight, factor)
+    return DistributedDataParallel(layer)
+
+
+def serve_model(worker: Worker) -> None:
+    """Has a model until all are done."""
+    with process_group_of_one():
+        _models["model"] = averaged()
+        with worker.group():
+            pass
+
+
+def through_model(x: Tensor) -> Tensor:
+    result: Tensor = _models["model"](x)
+    return result
+
+
+def through_gate(x: Tensor) -> Tensor:
+    return apply_guarded(x)
+
+
+def gradient_of_model(context_id: int) -> float:
+    return dist_autograd.get_gradients(context_id)[_models["model"].module.weight].item()
+
+
+def there_between(outer: str, inner: str, gradients_of: Callable[[int], Any]) -> Any:
+    """A backward in which ``outer`` takes part before and after ``inner``, both with their models."""
+    with dist_autograd.context() as context_id:
+        x = torch.ones(1, 1, requires_grad=True)
+        for worker, function in ((outer, through_model), (inner, through_model), (outer, through_gate)):
+            x = rpc.rpc_sync(worker, function, args=(x,))
+        dist_autograd.backward(context_id, [x.sum()])
+        return gradients_of(context_id)
+
+
+def cross(worker: Worker) -> None:
+    def both(context_id: int) -> list[float]:
+        return [rpc.rpc_sync(to, gradient_of_model, args=(context_id,)) for to in ("worker1", "worker2")]
+
+    with ThreadPoolExecutor(2) as threads:
+        crossing = [
+            threads.submit(there_between, outer, inner, both)
+            for outer, inner in (("worker1", "worker2"), ("worker2", "worker1"))
+        ]
+        worker.wait_for("both are under way")
+        for to in ("worker1", "worker2"):
+            rpc.rpc_sync(to, open_gate, args=("backward",))
+        assert [each.result(WAIT_SECONDS) for each in crossing] == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_backwards_that_need_each_others_models_do_not_block_each_other(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([in_group(cross), serve_model, serve_model], 3)
+    workers[1].wait_for("at the gate")
+    workers[2].wait_for("at the gate")
+    workers[0].tell("both are under way")
+    workers.results()
+
+
+class Reporting(torch.optim.SGD):
+    """Says when it is in the middle of a step, and goes on when it is told to."""
+
+    stepping = threading.Event()
+    may_go_on = threading.Event()
+
+    def step(self, closure: Any = None) -> Any:
+        self.stepping.set()
+        assert self.may_go_on.wait(WAIT_SECONDS)
+        return super().step(closure)
+
+
+class Pausing(torch.autograd.Function):
+    """Its backward says that it has come, and goes on when it is told to."""
+
+    reached = threading.Event()
+    may_go_on = threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        Pausing.reached.set()
+        assert Pausing.may_go_on.wait(WAIT_SECONDS)
+        return gradient
+
+
+apply_pausing: Callable[[Tensor], Tensor] = Pausing.apply
+
+
+def step_during_backward(_: Worker) -> None:
+    with process_group_of_one(), dist_autograd.context() as first:
+        model = averaged()
+        weight = model.module.weight
+        optimizer = LocalOptimizer(Reporting, [weight], (), {"lr": 1.0})
+        dist_autograd.backward(first, [model(torch.full((1, 1), 3.0)).sum()])
+        lent = dist_autograd.get_gradients(first)[weight]
+        found: list[Tensor] = []
+
+        def other_backward() -> None:
+            with dist_autograd.context() as second:
+                loss = apply_pausing(model(torch.full((1, 1), 5.0))).sum()
+                dist_autograd.backward(second, [loss])
+                found.append(dist_autograd.get_gradients(second)[weight])
+
+        backward = threading.Thread(target=other_backward)
+        backward.start()
+        assert Pausing.reached.wait(WAIT_SECONDS)
+        step = threading.Thread(target=optimizer.step, args=(first,))
+        step.start()
+        Reporting.stepping.wait(0.2)  # it may begin now, or wait for the backward: both must come out right
+        Pausing.may_go_on.set()
+        backward.join(WAIT_SECONDS)
+        Reporting.may_go_on.set()
+        step.join(WAIT_SECONDS)
+        assert [lent.item(), *map(Tensor.item, found)] == [3.0, 5.0]
+        assert weight.item() == 2.0 - 3.0
+        assert weight.grad is None
+
+
+def test_a_step_on_a_models_parameters_does_not_mix_with_its_backward(run_workers: RunWorkers) -> None:
+    run_workers(in_group(step_during_backward), 1)
