@@ -269,38 +269,31 @@ class Agent:
             raise
 
     def reply(
-        self,
-        peer: Peer,
-        call_id: int,
-        value: Any,
-        of: object = None,
-        asked: dict[str, Any] | None = None,
-        *,
-        last: bool = False,
+        self, peer: Peer, call_id: int, value: Any, of: object = None, asked: dict[str, Any] | None = None
     ) -> None:
         """Answer a request with a value; if it cannot be sent, with that error.
 
         Args:
             of: the function whose value it is, or a text, for error messages.
             asked: the request's header.
-            last: the current thread is one of the executor's, and its task ends with this.
         """
-        tape = self.tape
-        noted_in = tape.answering(asked, peer) if asked and tape is not None else None
         try:
-            if tape is None or noted_in is None:
-                payload = serialization.dumps(value, peer, what=of)
-            else:
-                tensors: list[Tensor] = []
-                payload = serialization.dumps(value, peer, what=of, tracked=tensors)
-                note(tape, noted_in, tensors, payload, peer)
+            payload = self.dump_reply(peer, value, of, asked)
         except BaseException as error:
             self.fail(peer, call_id, error)
         else:
-            if last and peer.standby is not None and len(payload.segments) == 1:
-                # Before the answer is out, since the next request may come at once.
-                self.executor.stand_by(peer.standby)
             self.answer(peer, Kind.REPLY, call_id, payload)
+
+    def dump_reply(self, peer: Peer, value: Any, of: object, asked: dict[str, Any] | None) -> Payload:
+        """Serialize the value with which a request is answered; arguments are as for ``reply``."""
+        tape = self.tape
+        noted_in = tape.answering(asked, peer) if asked and tape is not None else None
+        if tape is None or noted_in is None:
+            return serialization.dumps(value, peer, what=of)
+        tensors: list[Tensor] = []
+        payload = serialization.dumps(value, peer, what=of, tracked=tensors)
+        note(tape, noted_in, tensors, payload, peer)
+        return payload
 
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
         """Answer a request with an exception."""

@@ -21,7 +21,7 @@ from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.loop import LoopThread
 from rpc.peer import Peer
 from rpc.pickling import replacement
-from rpc.wire import Frame
+from rpc.wire import Frame, Kind
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
@@ -55,6 +55,10 @@ Answer = Callable[[Any, BaseException | None], None]
 
 LATER: Final = object()
 """What ``Callee.start`` returns when the answer is given later."""
+
+
+_WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor))
+"""Values of just these types end without running code of the user's, unless hung onto a tensor."""
 
 
 class _Replier:
@@ -103,7 +107,17 @@ class Callee:
                 # The memory that the arguments lie in goes back before the caller goes on, and may use it.
                 del args, kwargs
                 frame.segments.clear()
-                agent.reply(peer, frame.call_id, value, function, frame.header, last=True)
+                try:
+                    payload = agent.dump_reply(peer, value, function, frame.header)
+                except BaseException as error:
+                    agent.fail(peer, frame.call_id, error)
+                else:
+                    del function
+                    if peer.standby is not None and len(payload.segments) == 1:
+                        # Before the answer is out, since the next request may come at once; but who stands
+                        # by runs nothing of the user's, such as the destructor of what was returned.
+                        agent.executor.stand_by(peer.standby, at_once=type(value) in _WITHOUT_DESTRUCTOR)
+                    agent.answer(peer, Kind.REPLY, frame.call_id, payload)
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a request; raises what unpickling raises."""

@@ -51,7 +51,7 @@ class Station(Protocol):
         """Take the place for the current thread; false if it cannot have it."""
 
     def next_task(self, timeout: float | None) -> Task | None:
-        """Having claimed it: wait for a task, and give up the place.
+        """Wait for a task, having claimed the place or doing so now, and give up the place.
 
         Returns:
             None after ``timeout`` seconds, or when ``release`` was called, or whenever else it likes.
@@ -144,13 +144,14 @@ class Executor:
                 self._starved.set()
                 raise
 
-    def stand_by(self, station: Station) -> None:
+    def stand_by(self, station: Station, *, at_once: bool = True) -> None:
         """For a task that is about to end: have its thread wait for its next one at a station.
 
-        The place is claimed at once, and given up again if there is anything else to do.
+        The place is claimed now if ``at_once``, and given up if there is anything else to do; or else later.
         """
         worker: _Worker | None = getattr(self._current, "worker", None)
-        if worker is not None and not self._backlog and not self._stopped and station.claim():
+        free = not self._backlog and not self._stopped
+        if worker is not None and free and (not at_once or station.claim()):
             worker.station = station
 
     def active(self) -> int:
@@ -285,7 +286,7 @@ class Executor:
                 self._tell_if_idle(self._on_idle)
 
     def _task_at_station(self, worker: _Worker) -> Task | None:
-        """Where the thread has claimed a station: wait there for a task, or to be called."""
+        """Where the thread is to stand by: wait there for a task, or to be called."""
         station = worker.station
         if station is None:
             return None

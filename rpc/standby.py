@@ -42,6 +42,8 @@ class Standby:
 
     def next_task(self, timeout: float | None) -> Task | None:
         """Wait for a request and give up the place; None if something else comes first."""
+        if self._direct.role.own_turn() is None and not self.claim():
+            return None
         return self._direct.next_request(timeout, self)
 
     def takes(self, frame: Frame) -> bool:

@@ -83,3 +83,23 @@ def test_calls_of_others_are_answered_while_a_thread_waits_for_a_reply(run_worke
         return int(rpc.rpc_sync("worker1", ask_back_and_wait))
 
     assert first_of(run_workers, wait_for_long) == 45
+
+
+class EndsAtGate:
+    """Arrives as a number; where it was made, its destructor waits at the gate."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (3,)
+
+    def __del__(self) -> None:
+        wait_at_gate()
+
+
+def test_a_destructor_of_what_was_returned_does_not_hold_up_the_next_call(run_workers: RunWorkers) -> None:
+    def call_behind(_: Worker) -> int:
+        warm_up()
+        value = rpc.rpc_sync("worker1", EndsAtGate)
+        rpc.rpc_sync("worker1", open_gate, timeout=10)
+        return int(value)
+
+    assert first_of(run_workers, call_behind) == 3

@@ -200,6 +200,9 @@ class DirectReading:
             self._refused(stands_by)
             return None
         watch.suspend()
+        if role.holder() is not turn:  # a signal handler that ran here has called, which ended it
+            watch.resume()
+            return None
         if not self.closed and self._decoder.is_between_frames():
             return turn
         self.leave()
@@ -239,7 +242,7 @@ class DirectReading:
         if self._watch is not None:
             self._watch.resume()
         self.role.leave(turn)
-        if self.closed:
+        if self.closed and self.role.take(LOOP):  # else the thread that has it by now does
             self._connection.dispose()
 
     def read_reply(self, call: AwaitedReply, deadline: float, turn: Turn | None = None) -> None:

@@ -548,3 +548,28 @@ def test_a_signal_handler_may_wait_for_a_reply_of_its_own_before_any_instruction
         assert taken_in.count((Kind.CALL, 1000)) == 1, step.number
     assert step.number > 100
     loop.call(end.connection.close, "end of the test")
+
+
+def test_a_signal_handler_may_wait_for_a_reply_in_the_middle_of_a_claim(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    end = End(loop, sockets())
+    step = Step(0, interrupt)
+    while step.taken or not step.number:
+        end.forgive()
+        inner = Call(8)
+
+        def call_from_handler(inner: Call = inner) -> None:
+            sys.settrace(None)
+            end.there.sendall(frame(Kind.REPLY, 8))
+            end.direct.read_reply(inner, time.monotonic() + 0.05)
+            until(lambda: inner.outcome or (Kind.REPLY, 8) in end.since_the_last_look())
+
+        step = Step(step.number + 1, call_from_handler)
+        with step:
+            turn = end.direct.claim()
+        end.direct.read_reply(Call(7), time.monotonic(), turn)
+        end.loop_reads()
+        assert end.arrived()[-1] == (Kind.CALL, 999), step.number
+    assert step.number > 30
+    loop.call(end.connection.close, "end of the test")
