@@ -17,7 +17,7 @@ from rpc import serialization
 from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
 from rpc.errors import AutogradError, RRefError
-from rpc.futures import check_may_block
+from rpc.waiting import check_may_block
 
 __all__ = ["Autograd", "autograd", "install"]
 

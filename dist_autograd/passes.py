@@ -34,8 +34,8 @@ from dist_autograd.graph import ROOTS, Mark, Reach
 from dist_autograd.leaves import owned
 from dist_autograd.recording import ANCHOR, ANCHOR_EDGE, RECV_NODE, Origin, Sent
 from rpc.errors import AutogradError, RpcError
-from rpc.futures import wait_for_event
 from rpc.peer import Peer
+from rpc.waiting import wait_for_event
 
 __all__ = ["Key", "Pass"]
 

@@ -2,8 +2,8 @@
 
 A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of calls and hands
 the frame to the peer, which writes it to the socket. Frames come in on the loop's thread, in ``dispatch``: a
-request goes to the executor (``callee``), a reply to whoever waits for it (``futures``). The loop moves
-bytes and nothing else: no user code runs on it, no pickle is read on it.
+request goes to the executor (``callee``), a reply to whoever waits for it (``pending``, ``futures``). The loop
+moves bytes and nothing else: no user code runs on it, no pickle is read on it.
 
 What stands on the agent extends it at three points: message kinds (``on``, and ``control`` for small
 messages that must arrive), interceptors (``interceptors``), and carriers and reducers (``serialization``).
@@ -29,7 +29,7 @@ from rpc.departure import Departure
 from rpc.dispatch import Dispatcher, KindHandler
 from rpc.errors import ForkedProcessError, NotInitializedError, SerializationError, WorkerLostError
 from rpc.executor import Executor
-from rpc.futures import Future, PendingCall
+from rpc.futures import Future
 from rpc.links import Links
 from rpc.local import LocalPeer
 from rpc.loop import LoopThread
@@ -37,6 +37,7 @@ from rpc.membership import Callee as CalleeName
 from rpc.membership import Membership
 from rpc.options import AgentOptions
 from rpc.peer import Peer
+from rpc.pending import PendingCall
 from rpc.segments import SegmentExchange
 from rpc.serialization import Connect, Payload
 from rpc.tape import Tape, note

@@ -1,7 +1,7 @@
 """The caller's side: make a call of a function and its arguments, and send it.
 
 A call is serialized on the caller's thread, entered into the table of calls, and its frame handed to the
-peer. What comes of it is the business of ``futures``; how it is run, of ``callee``.
+peer. What comes of it is the business of ``pending``; how it is run, of ``callee``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rpc import serialization
 from rpc.errors import WorkerLostError
-from rpc.futures import Future, PendingCall
+from rpc.futures import Future
 from rpc.membership import Callee
 from rpc.peer import Peer
+from rpc.pending import PendingCall
 from rpc.pickling import replacement
 from rpc.serialization import Payload
 from rpc.tape import note

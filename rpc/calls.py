@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, TypeVar, overload
 
-from rpc.futures import CallOwner, PendingCall
 from rpc.peer import Peer
+from rpc.pending import CallOwner, PendingCall
 
 __all__ = ["CallTable"]
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
-from rpc.futures import INFINITE, wait_for_event
 from rpc.peer import Peer
 from rpc.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination
+from rpc.waiting import INFINITE, wait_for_event
 from rpc.wire import Frame, Kind, encode
 from rpc.workers import Member
 

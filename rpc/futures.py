@@ -1,9 +1,9 @@
-"""The caller's end of a call: waiting for the reply, decoding it, and the future that users hold.
+"""The future of a call that users hold, and waiting for many of them.
 
-When a reply arrives, the loop only stores it. If a thread waits for it, that thread is woken, decodes it and
-completes the future, at no cost of a further hand-over; where nobody waits, an executor thread does it.
-Both may try: the second waits for the first to have decoded. A waiting thread waits on a lock of its own,
-which Ctrl-C interrupts; what it was about to do is then done by an executor thread.
+When a reply arrives, the loop only stores it (see ``pending``). If a thread waits for it, that thread is
+woken, decodes it and completes the future, at no cost of a further hand-over; where nobody waits, an executor
+thread does it. Both may try: the second waits for the first to have decoded. What a waiting thread was about
+to do when Ctrl-C hit it is then done by an executor thread.
 """
 
 from __future__ import annotations
@@ -14,39 +14,17 @@ import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterator
 from contextvars import copy_context
-from time import monotonic
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
-from rpc.errors import BlockingCallError, RpcTimeoutError, WorkerLostError
-from rpc.peer import Peer
-from rpc.serialization import brings
-from rpc.transport.reading import DirectReading
-from rpc.transport.role import Turn
-from rpc.wire import Frame
+from rpc.pending import PendingCall
+from rpc.waiting import check_may_block, wait_for, wait_for_event
 
-__all__ = [
-    "INFINITE",
-    "Future",
-    "PendingCall",
-    "check_may_block",
-    "collected_futures",
-    "forbid_blocking",
-    "wait_all",
-    "wait_for",
-    "wait_for_event",
-]
+__all__ = ["Future", "collected_futures", "wait_all", "wait_futures"]
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-_NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
-
-INFINITE: Final = float("inf")
-_SLICE_SECONDS: Final = 0.5
-
 
 _NO_DEVICES: Final[list[torch.device]] = []
 # PyTorch's methods in Python only call these.
@@ -57,7 +35,6 @@ _value_of = torch._C.Future.wait
 
 
 class _ThreadState(threading.local):
-    forbidden: str | None = None
     interruption: KeyboardInterrupt | None = None
 
 
@@ -65,206 +42,6 @@ _thread_state: Final = _ThreadState()
 
 collected_futures: Final = threading.local()
 """Inside ``wait_all``, its attribute ``future_list`` holds this thread's futures so far."""
-
-
-def forbid_blocking(why: str) -> None:
-    """Make every blocking wait on the current thread raise ``BlockingCallError``, saying ``why``."""
-    _thread_state.forbidden = why
-
-
-def check_may_block() -> None:
-    """Raise ``BlockingCallError`` on a thread that must not block."""
-    why = _thread_state.forbidden
-    if why is not None:
-        raise BlockingCallError(why)
-
-
-def wait_for(lock: LockType, deadline: float = INFINITE) -> bool:
-    """Acquire a lock that another thread releases. Ctrl-C interrupts.
-
-    A signal that arrives after Python last looked and before the system call would not end the wait, so it
-    is made in slices.
-
-    Args:
-        deadline: on the monotonic clock.
-
-    Returns:
-        False if the deadline has passed.
-    """
-    while not lock.acquire(timeout=min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):
-        if monotonic() >= deadline:
-            return False
-    return True
-
-
-def wait_for_event(event: threading.Event, deadline: float = INFINITE) -> bool:
-    """As ``wait_for``, for an event."""
-    while not event.wait(min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):
-        if monotonic() >= deadline:
-            return False
-    return True
-
-
-class CallOwner(Protocol):
-    """What a pending call needs from its agent."""
-
-    def decode(self, call: PendingCall, frame: Frame) -> Any:
-        """The value in a reply; raises what a failure carries."""
-
-    def answered(self, call: PendingCall) -> None:
-        """The thread that waits for this call has received the reply itself."""
-
-    def complete_soon(self, future: Future[Any]) -> None:
-        """Have an executor thread call ``future.complete()``."""
-
-    def expire(self, call: PendingCall) -> BaseException | None:
-        """Give a call up because its time is over; None if its reply has just arrived."""
-
-
-class PendingCall:
-    """One call under way. ``settle`` is called once, by the loop or by whoever gives the call up.
-
-    Attributes:
-        call_id: names the call on the wire.
-        peer: whom it was sent to.
-        what: what was asked, for error messages.
-        timeout: seconds that it may take, 0 for no limit.
-        deadline: the same on the monotonic clock, infinite for no limit.
-        arrivals: what travelled beside the reply's pickle, adopted when it arrived.
-        future: the user's future, if there is one.
-        turn: at reading the connection, which the thread that will wait has claimed.
-        watched: the loop ends it when its deadline passes; else the thread that waits does.
-    """
-
-    keeps_place = False
-    """Whether a call stays in the table of calls when its time is over."""
-
-    # What most calls never set; a call is made for every message, so its making is kept short.
-    arrivals: Any = None
-    future: Future[Any] | None = None
-    outcome: Frame | BaseException | None = None
-    watched = False
-    turn: Turn | None = None
-
-    def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
-        self.owner = owner
-        self.call_id = call_id
-        self.peer = peer
-        self.what = what
-        self.timeout = timeout
-        self.deadline = monotonic() + timeout if timeout else INFINITE
-        self._waiters: list[LockType | DirectReading] = []
-
-    @property
-    def asked(self) -> str:
-        """What was asked, for people; made without running code of the user's, such as a ``__repr__``."""
-        what = self.what
-        if isinstance(what, str):
-            return what
-        named = what if isinstance(what, _NAMED_CALLABLES) else type(what)
-        return str(named.__qualname__)
-
-    def timeout_error(self) -> RpcTimeoutError:
-        """The error of this call when its time is over."""
-        return RpcTimeoutError(
-            f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {self.asked} on worker "
-            f"'{self.peer.name}' has not answered. Pass a larger timeout= (0 for none), or set_rpc_timeout()."
-        )
-
-    def lost_error(self) -> WorkerLostError:
-        """The error of this call when its callee is gone."""
-        return self.peer.lost_error(f"{self.asked} was not answered")
-
-    def expired(self) -> bool:
-        """The time is over: settle the call, and return what ``settle`` does."""
-        return self.settle(self.timeout_error())
-
-    def settle(self, outcome: Frame | BaseException) -> bool:
-        """Store how the call ended and wake who waits.
-
-        Returns:
-            Whether nobody waits, so that the future, if there is one, must be completed by others.
-        """
-        self.outcome = outcome
-        waiters = self._waiters
-        if not waiters:
-            return True
-        for waiter in waiters.copy():
-            waiter.release()
-        return False
-
-    def abandon(self, error: BaseException) -> None:
-        """End the call in a forked child, where no lock may be taken."""
-        PendingCall.settle(self, error)
-
-    def takes(self, header: dict[str, Any]) -> bool:
-        """Whether the waiting thread may take a reply with this header: nothing in it needs the loop."""
-        return not brings(header)
-
-    def settled(self) -> bool:
-        """Whether the call has ended."""
-        return self.outcome is not None
-
-    def wait_settled(self) -> None:
-        """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
-        if self.outcome is not None and self.turn is None:
-            return
-        check_may_block()
-        self.peer.flush()
-        if self._read_reply():
-            return
-        lock = allocate_lock()
-        lock.acquire()
-        try:
-            self._waiters.append(lock)
-            if self.settled():
-                return
-            if not wait_for(lock, INFINITE if self.watched else self.deadline):
-                error = self.owner.expire(self)
-                if error is not None:
-                    self.outcome = error
-                else:
-                    wait_for(lock)
-        except BaseException:
-            if lock in self._waiters:
-                self._waiters.remove(lock)
-            if self.future is None:
-                self.owner.expire(self)
-            raise
-
-    def _read_reply(self) -> bool:
-        """Receive the reply on this thread, if the connection is free; returns whether it has ended."""
-        connection = self.peer.connection
-        direct = None if connection is None else connection.direct
-        if direct is None or self.keeps_place:
-            return False
-        waiters = self._waiters
-        try:
-            waiters.append(direct)
-            direct.read_reply(self, self.deadline, self.turn)
-            waiters.remove(direct)
-            if self.outcome is None:
-                return False
-            self.owner.answered(self)
-            return True
-        except BaseException:
-            if direct in waiters:
-                waiters.remove(direct)
-            if self.outcome is not None:
-                self.owner.answered(self)
-            elif self.future is None:
-                self.owner.expire(self)
-            raise
-
-    def result(self) -> Any:
-        """Wait, decode, and return the value or raise: for callers that need no future."""
-        self.wait_settled()
-        self.what = None  # a function of the user's, perhaps, which must not die with the loop's last look
-        outcome = self.outcome
-        if isinstance(outcome, BaseException):
-            raise outcome
-        assert outcome is not None
-        return self.owner.decode(self, outcome)
 
 
 class Future(torch.futures.Future[T]):

@@ -18,9 +18,9 @@ from typing import Any
 from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
-from rpc.futures import INFINITE, check_may_block, wait_for_event
 from rpc.peer import Peer
 from rpc.serialization import allow_function
+from rpc.waiting import INFINITE, check_may_block, wait_for_event
 
 __all__ = ["Gathering"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rpc.errors import BlockingCallError
-from rpc.futures import forbid_blocking
+from rpc.waiting import forbid_blocking
 
 __all__ = ["LoopThread"]
 

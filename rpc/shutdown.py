@@ -5,7 +5,7 @@ from __future__ import annotations
 from rpc.agent import Agent
 from rpc.current import clear_current_agent, current_agent
 from rpc.errors import RpcError
-from rpc.futures import check_may_block
+from rpc.waiting import check_may_block
 
 __all__ = ["shutdown"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rpc.errors import RpcTimeoutError, RRefError
-from rpc.futures import Future, PendingCall
+from rpc.futures import Future
+from rpc.pending import PendingCall
 from rpc.wire import Frame
 from rref.messages import ForkId, RRefId
 

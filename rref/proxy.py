@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rpc.api import collect
-from rpc.futures import Future, PendingCall
+from rpc.futures import Future
+from rpc.pending import PendingCall
 from rref.reference import RRef
 
 __all__ = ["RRefProxy", "invoke_async", "invoke_remote", "invoke_sync"]

@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from rpc.agent import Agent
 from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError
-from rpc.futures import INFINITE, check_may_block, wait_for
 from rpc.peer import Peer
 from rpc.serialization import Payload
+from rpc.waiting import INFINITE, check_may_block, wait_for
 from rref.creation import Creation
 from rref.messages import Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
 from rref.protocol import Protocol

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from rpc.errors import RpcTimeoutError
-from rpc.futures import INFINITE, check_may_block, wait_for
 from rpc.peer import Peer
+from rpc.waiting import INFINITE, check_may_block, wait_for
 
 __all__ = ["Fetch", "Value"]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rpc.executor import Executor
-from rpc.futures import Future, PendingCall
+from rpc.futures import Future
+from rpc.pending import PendingCall
 from rpc.wire import Frame
 from tests.rpc.members import peer
 from tests.rpc.streams import until

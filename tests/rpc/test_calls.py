@@ -10,8 +10,9 @@ import pytest
 
 from rpc.calls import CallTable
 from rpc.errors import RpcTimeoutError
-from rpc.futures import Future, PendingCall
+from rpc.futures import Future
 from rpc.loop import LoopThread
+from rpc.pending import PendingCall
 from rpc.wire import Frame
 from tests.rpc.clockwork import Clockwork
 from tests.rpc.members import peer
@@ -40,7 +41,7 @@ class Owner:
 @pytest.fixture
 def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
     made = Clockwork()
-    monkeypatch.setattr("rpc.futures.monotonic", lambda: made.now)
+    monkeypatch.setattr("rpc.pending.monotonic", lambda: made.now)
     monkeypatch.setattr("rpc.calls.monotonic", lambda: made.now)
     return made
 

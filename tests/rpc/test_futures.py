@@ -13,7 +13,8 @@ import torch
 import uvloop
 
 from rpc.errors import RpcTimeoutError
-from rpc.futures import Future, PendingCall, wait_all
+from rpc.futures import Future, wait_all
+from rpc.pending import PendingCall
 from tests.rpc.answering import Owner, fail, when_waiting
 from tests.rpc.streams import SOON, until
 

@@ -14,7 +14,9 @@ import pytest
 
 from rpc import futures
 from rpc.errors import BlockingCallError
-from rpc.futures import Future, PendingCall, collected_futures, forbid_blocking, wait_all, wait_futures
+from rpc.futures import Future, collected_futures, wait_all, wait_futures
+from rpc.pending import PendingCall
+from rpc.waiting import forbid_blocking
 from tests.rpc.answering import Owner, fail, when_waiting
 from tests.rpc.ctrl_c import CtrlC
 from tests.rpc.streams import SOON, until

@@ -1,0 +1,190 @@
+"""A call under way, at its caller: how it ends, and how a thread waits for that.
+
+When a reply arrives, the loop only stores it here. A thread that waits for it reads the connection itself if
+that is free; else it waits on a lock of its own, which Ctrl-C interrupts. Who waits decodes the reply; where
+nobody does, see ``futures``.
+"""
+
+from __future__ import annotations
+
+from _thread import LockType, allocate_lock
+from time import monotonic
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from rpc.errors import RpcTimeoutError, WorkerLostError
+from rpc.peer import Peer
+from rpc.serialization import brings
+from rpc.transport.reading import DirectReading
+from rpc.transport.role import Turn
+from rpc.waiting import INFINITE, check_may_block, wait_for
+from rpc.wire import Frame
+
+if TYPE_CHECKING:
+    from rpc.futures import Future
+
+__all__ = ["CallOwner", "PendingCall"]
+
+_NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
+
+
+class CallOwner(Protocol):
+    """What a pending call needs from its agent."""
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        """The value in a reply; raises what a failure carries."""
+
+    def answered(self, call: PendingCall) -> None:
+        """The thread that waits for this call has received the reply itself."""
+
+    def complete_soon(self, future: Future[Any]) -> None:
+        """Have an executor thread call ``future.complete()``."""
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        """Give a call up because its time is over; None if its reply has just arrived."""
+
+
+class PendingCall:
+    """One call under way. ``settle`` is called once, by the loop or by whoever gives the call up.
+
+    Attributes:
+        call_id: names the call on the wire.
+        peer: whom it was sent to.
+        what: what was asked, for error messages.
+        timeout: seconds that it may take, 0 for no limit.
+        deadline: the same on the monotonic clock, infinite for no limit.
+        arrivals: what travelled beside the reply's pickle, adopted when it arrived.
+        future: the user's future, if there is one.
+        turn: at reading the connection, which the thread that will wait has claimed.
+        watched: the loop ends it when its deadline passes; else the thread that waits does.
+    """
+
+    keeps_place = False
+    """Whether a call stays in the table of calls when its time is over."""
+
+    # What most calls never set; a call is made for every message, so its making is kept short.
+    arrivals: Any = None
+    future: Future[Any] | None = None
+    outcome: Frame | BaseException | None = None
+    watched = False
+    turn: Turn | None = None
+
+    def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
+        self.owner = owner
+        self.call_id = call_id
+        self.peer = peer
+        self.what = what
+        self.timeout = timeout
+        self.deadline = monotonic() + timeout if timeout else INFINITE
+        self._waiters: list[LockType | DirectReading] = []
+
+    @property
+    def asked(self) -> str:
+        """What was asked, for people; made without running code of the user's, such as a ``__repr__``."""
+        what = self.what
+        if isinstance(what, str):
+            return what
+        named = what if isinstance(what, _NAMED_CALLABLES) else type(what)
+        return str(named.__qualname__)
+
+    def timeout_error(self) -> RpcTimeoutError:
+        """The error of this call when its time is over."""
+        return RpcTimeoutError(
+            f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {self.asked} on worker "
+            f"'{self.peer.name}' has not answered. Pass a larger timeout= (0 for none), or set_rpc_timeout()."
+        )
+
+    def lost_error(self) -> WorkerLostError:
+        """The error of this call when its callee is gone."""
+        return self.peer.lost_error(f"{self.asked} was not answered")
+
+    def expired(self) -> bool:
+        """The time is over: settle the call, and return what ``settle`` does."""
+        return self.settle(self.timeout_error())
+
+    def settle(self, outcome: Frame | BaseException) -> bool:
+        """Store how the call ended and wake who waits.
+
+        Returns:
+            Whether nobody waits, so that the future, if there is one, must be completed by others.
+        """
+        self.outcome = outcome
+        waiters = self._waiters
+        if not waiters:
+            return True
+        for waiter in waiters.copy():
+            waiter.release()
+        return False
+
+    def abandon(self, error: BaseException) -> None:
+        """End the call in a forked child, where no lock may be taken."""
+        PendingCall.settle(self, error)
+
+    def takes(self, header: dict[str, Any]) -> bool:
+        """Whether the waiting thread may take a reply with this header: nothing in it needs the loop."""
+        return not brings(header)
+
+    def settled(self) -> bool:
+        """Whether the call has ended."""
+        return self.outcome is not None
+
+    def wait_settled(self) -> None:
+        """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
+        if self.outcome is not None and self.turn is None:
+            return
+        check_may_block()
+        self.peer.flush()
+        if self._read_reply():
+            return
+        lock = allocate_lock()
+        lock.acquire()
+        try:
+            self._waiters.append(lock)
+            if self.settled():
+                return
+            if not wait_for(lock, INFINITE if self.watched else self.deadline):
+                error = self.owner.expire(self)
+                if error is not None:
+                    self.outcome = error
+                else:
+                    wait_for(lock)
+        except BaseException:
+            if lock in self._waiters:
+                self._waiters.remove(lock)
+            if self.future is None:
+                self.owner.expire(self)
+            raise
+
+    def _read_reply(self) -> bool:
+        """Receive the reply on this thread, if the connection is free; returns whether it has ended."""
+        connection = self.peer.connection
+        direct = None if connection is None else connection.direct
+        if direct is None or self.keeps_place:
+            return False
+        waiters = self._waiters
+        try:
+            waiters.append(direct)
+            direct.read_reply(self, self.deadline, self.turn)
+            waiters.remove(direct)
+            if self.outcome is None:
+                return False
+            self.owner.answered(self)
+            return True
+        except BaseException:
+            if direct in waiters:
+                waiters.remove(direct)
+            if self.outcome is not None:
+                self.owner.answered(self)
+            elif self.future is None:
+                self.owner.expire(self)
+            raise
+
+    def result(self) -> Any:
+        """Wait, decode, and return the value or raise: for callers that need no future."""
+        self.wait_settled()
+        self.what = None  # a function of the user's, perhaps, which must not die with the loop's last look
+        outcome = self.outcome
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert outcome is not None
+        return self.owner.decode(self, outcome)

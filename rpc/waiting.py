@@ -1,0 +1,63 @@
+"""Blocking waits: which threads may make them, and how Ctrl-C gets through.
+
+A thread waits on a lock or an event of its own, which another thread releases or sets.
+"""
+
+from __future__ import annotations
+
+import threading
+from _thread import LockType
+from time import monotonic
+from typing import Final
+
+from rpc.errors import BlockingCallError
+
+__all__ = ["INFINITE", "check_may_block", "forbid_blocking", "wait_for", "wait_for_event"]
+
+INFINITE: Final = float("inf")
+_SLICE_SECONDS: Final = 0.5
+
+
+class _ThreadState(threading.local):
+    forbidden: str | None = None
+
+
+_thread_state: Final = _ThreadState()
+
+
+def forbid_blocking(why: str) -> None:
+    """Make every blocking wait on the current thread raise ``BlockingCallError``, saying ``why``."""
+    _thread_state.forbidden = why
+
+
+def check_may_block() -> None:
+    """Raise ``BlockingCallError`` on a thread that must not block."""
+    why = _thread_state.forbidden
+    if why is not None:
+        raise BlockingCallError(why)
+
+
+def wait_for(lock: LockType, deadline: float = INFINITE) -> bool:
+    """Acquire a lock that another thread releases. Ctrl-C interrupts.
+
+    A signal that arrives after Python last looked and before the system call would not end the wait, so it
+    is made in slices.
+
+    Args:
+        deadline: on the monotonic clock.
+
+    Returns:
+        False if the deadline has passed.
+    """
+    while not lock.acquire(timeout=min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):
+        if monotonic() >= deadline:
+            return False
+    return True
+
+
+def wait_for_event(event: threading.Event, deadline: float = INFINITE) -> bool:
+    """As ``wait_for``, for an event."""
+    while not event.wait(min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):
+        if monotonic() >= deadline:
+            return False
+    return True
