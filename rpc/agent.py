@@ -2,8 +2,8 @@
 
 A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of calls and hands
 the frame to the peer, which writes it to the socket. Frames come in on the loop's thread, in ``dispatch``: a
-request goes to the executor (``callee``), a reply to whoever waits for it (``pending``, ``futures``). The loop
-moves bytes and nothing else: no user code runs on it, no pickle is read on it.
+request goes to the executor (``callee``), a reply to whoever waits for it (``pending``, ``futures``). The
+loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
 
 What stands on the agent extends it at three points: message kinds (``on``, and ``control`` for small
 messages that must arrive), interceptors (``interceptors``), and carriers and reducers (``serialization``).
