@@ -1,9 +1,9 @@
 """The agent: one per process, on which everything else is built.
 
 A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of calls and hands
-the frame to the peer, which writes it to the socket. Frames come in on the loop's thread, in ``dispatch``: a
-request goes to the executor (``callee``), a reply to whoever waits for it (``pending``, ``futures``). The
-loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
+the frame (``messages``) to the peer, which writes it to the socket. Frames come in on the loop's thread, in
+``dispatch``: a request goes to the executor (``callee``), a reply to whoever waits for it (``pending``,
+``futures``). The loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
 
 What stands on the agent extends it at three points: message kinds (``on``, and ``control`` for small
 messages that must arrive), interceptors (``interceptors``), and carriers and reducers (``serialization``).
@@ -11,13 +11,10 @@ messages that must arrive), interceptors (``interceptors``), and carriers and re
 
 from __future__ import annotations
 
-import logging
 import secrets
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
-
-from torch import Tensor
 
 from rpc import serialization
 from rpc.callee import Callee, Interceptor
@@ -27,7 +24,7 @@ from rpc.control import Control
 from rpc.deferred import Counter, Deferred
 from rpc.departure import Departure
 from rpc.dispatch import Dispatcher, KindHandler
-from rpc.errors import ForkedProcessError, NotInitializedError, SerializationError, WorkerLostError
+from rpc.errors import ForkedProcessError, NotInitializedError
 from rpc.executor import Executor
 from rpc.futures import Future
 from rpc.links import Links
@@ -35,23 +32,19 @@ from rpc.local import LocalPeer
 from rpc.loop import LoopThread
 from rpc.membership import Callee as CalleeName
 from rpc.membership import Membership
+from rpc.messages import Messages
 from rpc.options import AgentOptions
 from rpc.peer import Peer
 from rpc.pending import PendingCall
 from rpc.segments import SegmentExchange
-from rpc.serialization import Connect, Payload
-from rpc.tape import Tape, note
-from rpc.transport import INFINITE, transports
-from rpc.wire import Frame, Kind, encode, encode_small
+from rpc.serialization import Connect
+from rpc.tape import Tape
+from rpc.transport import transports
+from rpc.wire import Frame, Kind
 from rpc.workers import Member, WorkerInfo
 
 __all__ = ["UNSET_TIMEOUT", "Agent"]
 
-logger = logging.getLogger(__name__)
-
-_SMALL_BYTES: Final = 64 << 10
-_FEW: Final = 4
-"""A header of more entries is not taken to be small."""
 _STOP_SECONDS: Final = 1.0
 """How long ``close`` waits for user code that still runs; its threads are daemons and left behind then."""
 
@@ -85,6 +78,9 @@ class Agent:
         self.control = Control(self)
         self.dispatcher = Dispatcher(self)
         self.frames_received = self.dispatcher.frames_received
+        messages = Messages(self)
+        self.send, self.answer = messages.send, messages.answer
+        self.reply, self.dump_reply, self.fail = messages.reply, messages.dump_reply, messages.fail
         self.links = Links(
             self.loop,
             transports(self.loop, options.send_queue_bytes, options.transports),
@@ -227,93 +223,7 @@ class Agent:
         """Have ``handler`` called, on the loop's thread, when a worker joins."""
         self._joined_handlers.append(handler)
 
-    # ---- sending and answering
-
-    def send(
-        self,
-        peer: Peer,
-        kind: int,
-        call_id: int,
-        payload: Payload,
-        *,
-        wait: float = INFINITE,
-        gather: bool = False,
-    ) -> None:
-        """Send one message; if that fails, what travels beside the pickle is taken back.
-
-        Args:
-            wait: seconds to wait at most while too much is queued for that peer.
-            gather: see ``Connection.send_small``.
-        """
-        header, segments = payload.header, payload.segments
-        count = len(segments)
-        handed_over = count > 1
-        try:
-            if not count or (count == 1 and len(segments[0]) <= _SMALL_BYTES and len(header) <= _FEW):
-                frame = encode_small(kind, call_id, header, segments)
-                handed_over = True
-                peer.send_small(frame, wait, gather=gather)
-            elif count == 1 or not self.segments.send(peer, kind, call_id, payload, wait):
-                buffers, size = encode(kind, call_id, header, segments)
-                if size > peer.member.max_message_bytes:
-                    raise SerializationError(
-                        f"a message of {size} bytes to worker '{peer.name}' is over the limit of "
-                        f"{peer.member.max_message_bytes} that it accepts: raise max_message_bytes in "
-                        "its options"
-                    )
-                handed_over = True
-                peer.send(buffers, size, aliased=bool(payload.borrowed), wait=wait)
-        except BaseException as error:
-            if handed_over and not isinstance(error, Exception):
-                raise  # Ctrl-C: the message may be out, and what it carries in use
-            serialization.take_back(header, peer)
-            raise
-
-    def reply(
-        self, peer: Peer, call_id: int, value: Any, of: object = None, asked: dict[str, Any] | None = None
-    ) -> None:
-        """Answer a request with a value; if it cannot be sent, with that error.
-
-        Args:
-            of: the function whose value it is, or a text, for error messages.
-            asked: the request's header.
-        """
-        try:
-            payload = self.dump_reply(peer, value, of, asked)
-        except BaseException as error:
-            self.fail(peer, call_id, error)
-        else:
-            self.answer(peer, Kind.REPLY, call_id, payload)
-
-    def dump_reply(self, peer: Peer, value: Any, of: object, asked: dict[str, Any] | None) -> Payload:
-        """Serialize the value with which a request is answered; arguments are as for ``reply``."""
-        tape = self.tape
-        noted_in = tape.answering(asked, peer) if asked and tape is not None else None
-        if tape is None or noted_in is None:
-            return serialization.dumps(value, peer, what=of)
-        tensors: list[Tensor] = []
-        payload = serialization.dumps(value, peer, what=of, tracked=tensors)
-        note(tape, noted_in, tensors, payload, peer)
-        return payload
-
-    def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
-        """Answer a request with an exception."""
-        text = serialization.text_of(error)
-        logger.warning("a call from worker '%s' raised %s: %s", peer.name, type(error).__name__, text)
-        self.answer(peer, Kind.FAILURE, call_id, serialization.dump_exception(error, self.info, peer))
-
-    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
-        """Answer a request that ``accept`` took, by a message made already."""
-        try:
-            self.send(peer, kind, call_id, payload)
-        except WorkerLostError as error:
-            # Nobody is left to be answered, which is no failure of this worker.
-            logger.debug("dropped an answer: %s", error)
-        except Exception as error:
-            if kind == Kind.FAILURE:
-                logger.exception("could not even send a failure to worker '%s'", peer.name)
-                raise
-            self.fail(peer, call_id, error)
+    # ---- receiving
 
     def on(self, kind: int, handler: KindHandler, *, any_thread: bool = False) -> None:
         """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
