@@ -4,12 +4,15 @@
 mark      root to a worker        these tensors of these messages take part; answered by the marks
                                   that follow from it, on whatever workers
 gradients receiver to sender      the gradients of one message
-done      a worker to the root    its part is done, or has failed
+part      root to a worker        the same, and all marks of a worker that was not asked by ``mark``;
+                                  answered when its part is done, or has failed
+done      a worker to the root    its part, that began otherwise, is done, or has failed
 abort     root to a worker        the backward has failed elsewhere
 ========= ======================= ================================================================
 
 Handlers run on the loop's thread. A worker's part runs on a thread of its own, which the executor of calls
-does not count: it waits for other workers.
+does not count: it waits for other workers. A part of one message, whose gradients are there, has nothing to
+wait for, and runs as a call does: on the very thread that has received it, if one stands by.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
 from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.graph import Mark
+from dist_autograd.parts import Part
 from dist_autograd.passes import Key, Pass
 from dist_autograd.recording import Origin
 from dist_autograd.root import Root, Workers, failure_of
@@ -44,6 +48,10 @@ MARK: Final = Kind.EXTENSION + 16
 GRADIENTS: Final = Kind.EXTENSION + 17
 DONE: Final = Kind.EXTENSION + 18
 ABORT: Final = Kind.EXTENSION + 19
+PART: Final = Kind.EXTENSION + 21
+"""A part whose other gradients follow, in order."""
+WHOLE_PART: Final = Kind.EXTENSION + 22
+"""A part of one message."""
 
 _THREADS: Final = 8
 
@@ -51,6 +59,11 @@ _THREADS: Final = 8
 def gradients_of_a_message(*gradients: Tensor | None) -> None:
     """Stands, in a message, for what brings the gradients of another message's tensors."""
     raise TypeError("gradients arrive in messages of their own, which are no calls")
+
+
+def _dump(origin: Origin, gradients: Sequence[Tensor | None]) -> Payload:
+    # As the arguments of a call they take the shortest way; it is never made.
+    return serialization.dump_call(gradients_of_a_message, tuple(gradients), {}, origin.source)
 
 
 class Backwards:
@@ -75,6 +88,8 @@ class Backwards:
         agent.on(GRADIENTS, self._gradients_arrived)
         agent.on(DONE, self._done_arrived)
         agent.on(ABORT, self._abort_arrived)
+        agent.on(PART, self._part_arrived)
+        agent.on(WHOLE_PART, self._part_arrived, any_thread=True)
         agent.on_gone(self._peer_gone)
         agent.on_closed(self._closed)
 
@@ -183,9 +198,60 @@ class Backwards:
             self._start(running)
 
     def _start(self, running: Pass) -> None:
+        self._submit((self._run_part, running))
+
+    def _submit(self, task: Task) -> None:
         if self._threads is None:
             self._threads = Executor(_THREADS, "farcall-backward")
-        self._threads.submit((self._run_part, running))
+        self._threads.submit(task)
+
+    def _part_arrived(self, peer: Peer, frame: Frame) -> Task | None:
+        match frame.header.get("part"):
+            case [int(number), int(message), [int(context_id), int()], bool(retain_graph), list(marks)]:
+                key = (peer.incarnation, number)
+            case other:
+                raise ProtocolError(f"a part of a backward that cannot be: {str(other)[:80]}")
+        if key in self._passes:
+            raise ProtocolError("a part of a backward that has begun already")
+        context = self._contexts.find(context_id)
+        if context is None:
+            return self._refuse_part, (peer, frame.call_id, context_id)
+        self._agent.postponed.begin()
+        running = self._passes[key] = self._new_pass(key, context, peer, retain_graph)
+        running.begun = True
+        running.arrived(message, (peer, frame))
+        running.waits_for_nothing = frame.kind == WHOLE_PART
+        task = (self._run_asked_part, (running, frame.call_id, marks))
+        if frame.kind == WHOLE_PART:
+            return task
+        self._submit(task)
+        return None
+
+    def _refuse_part(self, part: tuple[Peer, int, int]) -> None:
+        peer, call_id, context_id = part
+        try:
+            self._contexts.get(context_id)
+            raise AutogradError(f"context {context_id} is just made known to this worker")
+        except AutogradError as error:
+            self._agent.fail(peer, call_id, error)
+
+    def _run_asked_part(self, part: tuple[Pass, int, list[Any]]) -> None:
+        running, call_id, marks = part
+        agent, peer = self._agent, running.root
+        kind, payload = Kind.REPLY, Payload({}, [])
+        try:
+            running.mark([(message, index) for message, index in marks], peer)
+            running.run()
+            if running.held_back is not None:
+                origin = running.held_back[0]
+                payload = _dump(*running.held_back)
+                payload.header["gradients"] = origin.message
+        except BaseException as error:
+            kind, payload = Kind.FAILURE, serialization.dump_exception(error, agent.info, peer)
+        self._forget(running)
+        if peer.standby is not None:
+            agent.executor.stand_by(peer.standby)
+        agent.answer(peer, kind, call_id, payload)
 
     def _run_part(self, running: Pass) -> None:
         peer, done = running.root, {"done": running.key[1]}
@@ -222,10 +288,35 @@ class Backwards:
     # ---- for both
 
     def _post(self, running: Pass, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        # As the arguments of a call they take the shortest way; it is never made.
-        payload = serialization.dump_call(gradients_of_a_message, tuple(gradients), {}, origin.source)
+        if running.waits_for_nothing and origin.source is running.root:
+            before = running.held_back
+            running.held_back = (origin, gradients)
+            if before is None:
+                return
+            origin, gradients = before
+        payload = _dump(origin, gradients)
+        marks = running.untold.pop(origin.source, None)
+        if marks is not None:
+            self._begin_part(running, origin, marks, payload)
+            return
         payload.header["gradients"] = [*running.key, origin.message]
         self._agent.send(origin.source, GRADIENTS, 0, payload)
+
+    def _begin_part(self, running: Pass, origin: Origin, marks: list[Mark], payload: Payload) -> None:
+        """Tell a worker, with its first gradients, what takes part there."""
+        agent, peer = self._agent, origin.source
+        payload.header["part"] = [
+            running.key[1],
+            origin.message,
+            running.context.to_wire(),
+            running.retain_graph,
+            [mark[1:] for mark in marks],
+        ]
+        whole = all(mark.message == origin.message for mark in marks)
+        part = agent.calls.open(peer, "a distributed backward", 0, Part)
+        part.failure_in, part.whole = self._failure, whole
+        self._roots[running.key].begins(part)
+        agent.caller.transmit(part, WHOLE_PART if whole else PART, payload)
 
     def _read(self, message: tuple[Peer, Frame]) -> Sequence[Tensor | None]:
         peer, frame = message

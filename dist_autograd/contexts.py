@@ -27,6 +27,7 @@ from torch import Tensor
 from dist_autograd.recording import Sent
 from rpc.agent import Agent
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
+from rpc.executor import Task
 from rpc.peer import Peer
 from rpc.serialization import Payload
 from rpc.wire import Frame, Kind
@@ -122,8 +123,9 @@ class Contexts:
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
         self._lock = threading.RLock()  # a finalizer that runs while it is held may leave a context
         self._over: set[int] = set()
+        self._unsaid: dict[Peer, list[int]] = {}
         self._order: deque[int] = deque()
-        agent.on(OVER, self._over_arrived)
+        agent.on(OVER, self._over_arrived, any_thread=True)
         agent.control.on(_TOPIC, self._told)
         agent.on_gone(self._gone)
 
@@ -181,32 +183,45 @@ class Contexts:
             context = Context(self, context_id, creator, through)
             return self._known.setdefault(context_id, context)
 
-    def release(self, context: Context, heard_from: Peer | None = None, *, on_loop: bool = False) -> None:
-        """A context is over: forget it, and tell those that were told of it.
+    def release(self, context: Context) -> None:
+        """A context is over: forget it, tell those that were told of it, and free what it holds.
 
-        Args:
-            heard_from: who said so.
-            on_loop: this is the loop's thread, which must run no destructor of the user's.
+        Not on the loop's thread, which must run no destructor of the user's.
         """
+        if self._end(context, None):
+            context.let_go()
+
+    def _end(self, context: Context, heard_from: Peer | None) -> bool:
+        """A context is over, as one worker has said: all but the last step; false if that was known."""
         with self._lock:
             if self._known.pop(context.id, None) is None:
-                return
+                return False
             self._remember(context.id)
         context.over = True
         for peer in context.told.copy():
             if peer is not heard_from:
                 self._say_over(peer, context.id)
         self._when_released(context)
-        if on_loop:
+        return True
+
+    def _end_on_loop(self, context: Context) -> None:
+        if self._end(context, None):
             self._agent.executor.submit((Context.let_go, context))
-        else:
-            context.let_go()
 
     def _say_over(self, peer: Peer, context_id: int) -> None:
-        try:
-            self._agent.send(peer, OVER, 0, Payload({"over": context_id}, []), wait=False)
-        except WorkerLostError as error:
-            logger.debug("nobody is left to be told that a context is over: %s", error)
+        """Tell a worker that a context is over, together with those that follow in the next moments."""
+        with self._lock:
+            self._unsaid.setdefault(peer, []).append(context_id)
+        self._agent.deferred.gathered(self._say_all_over, None)
+
+    def _say_all_over(self, _: object) -> None:
+        with self._lock:
+            unsaid, self._unsaid = self._unsaid, {}
+        for peer, context_ids in unsaid.items():
+            try:
+                self._agent.send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
+            except WorkerLostError as error:
+                logger.debug("nobody is left to be told that contexts are over: %s", error)
 
     def release_all(self) -> None:
         """This worker leaves."""
@@ -221,16 +236,26 @@ class Contexts:
             if len(self._order) > _REMEMBERED:
                 self._over.discard(self._order.popleft())
 
-    def _over_arrived(self, peer: Peer, frame: Frame) -> None:
-        context_id = frame.header.get("over")
-        if type(context_id) is not int:
-            raise ProtocolError(f"a context said to be over by the id {str(context_id)[:80]}")
-        context = self._known.get(context_id)
-        if context is not None:
-            self.release(context, heard_from=peer, on_loop=True)
-        else:
-            with self._lock:
-                self._remember(context_id)
+    def _over_arrived(self, peer: Peer, frame: Frame) -> Task | None:
+        said = frame.header.get("over")
+        if type(said) is not list or not all(type(context_id) is int for context_id in said):
+            raise ProtocolError(f"contexts said to be over by the ids {str(said)[:80]}")
+        ended: list[Context] = []
+        for context_id in said:
+            context = self._known.get(context_id)
+            if context is None:
+                with self._lock:
+                    self._remember(context_id)
+            elif self._end(context, peer):
+                ended.append(context)
+        return (self._let_go, (ended, peer)) if ended else None
+
+    def _let_go(self, released: tuple[list[Context], Peer]) -> None:
+        contexts, peer = released
+        for context in contexts:
+            context.let_go()
+        if peer.standby is not None:
+            self._agent.executor.stand_by(peer.standby)
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
@@ -247,11 +272,11 @@ class Contexts:
         for context in list(self._known.values()):
             context.told.discard(peer)
             if context.creator == peer.incarnation:
-                self.release(context, on_loop=True)
+                self._end_on_loop(context)
             elif context.through is peer:
                 creator = self._agent.peer_by_incarnation(context.creator)
                 if creator is None or creator.lost is not None:
-                    self.release(context, on_loop=True)
+                    self._end_on_loop(context)
                 else:
                     context.through = creator
                     self._agent.control.post(creator, _TOPIC, ["joined", context.id])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
+from operator import index
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from dist_autograd import recording
 from dist_autograd.contexts import Context, Contexts, current
+from dist_autograd.graph import Mark
 from rpc.errors import ProtocolError
 from rpc.peer import Peer
 from rpc.serialization import Connect
@@ -91,22 +93,46 @@ class Tape:
             return noted_in
         sent = recording.send(tensors, to)
         noted_in.sends[sent.number] = sent
-        return [*noted_in.to_wire(), sent.number]
+        said: list[Any] = [*noted_in.to_wire(), sent.number]
+        if to.incarnation == noted_in.creator:  # who may begin a backward, and spares itself a question
+            behind = recording.behind(sent, noted_in.id)
+            if behind is not None:
+                said.append(behind)
+        return said
 
     def received(self, value: Any, source: Peer) -> Connect | None:
         match value:
             case "no grad":
                 return tuple
-            case [_, _, int(number)]:
+            case [_, _, int(number), *rest]:
                 context = self._contexts.join(value, source)
+                behind = _marks(rest)
             case _:
                 raise ProtocolError(f"a message says that it is recorded as {str(value)[:80]}")
         if context is None:
             return None
 
         def connect(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-            received = recording.receive(tensors, context.id, source, number)
+            if behind is not None and len(behind) != len(tensors):
+                raise ProtocolError(
+                    f"a message of {len(tensors)} tensors says what lies behind {len(behind)}"
+                )
+            received = recording.receive(tensors, context.id, source, number, behind)
             context.recvs.append(received[0].grad_fn)
             return received
 
         return connect
+
+
+def _marks(said: list[Any]) -> list[list[Mark]] | None:
+    """What lies behind each tensor of a message, as its header says it, if it does."""
+    match said:
+        case []:
+            return None
+        case [list(tensors)]:
+            try:
+                return [[Mark(*map(index, mark)) for mark in marks] for marks in tensors]
+            except TypeError as error:
+                raise ProtocolError(f"a message says badly what lies behind its tensors: {error}") from None
+        case _:
+            raise ProtocolError(f"a message says that it is recorded with {str(said)[:80]}")

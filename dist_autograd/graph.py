@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
-__all__ = ["ROOTS", "Mark", "Reach"]
+__all__ = ["ROOTS", "Mark", "Reach", "marks_behind"]
 
 ROOTS: Final = 0
 """The start that all roots together are; others are numbers of messages."""
@@ -88,3 +88,38 @@ class Reach:
         if mark not in self._marked:
             self._marked.add(mark)
             marks.append(mark)
+
+
+def marks_behind(node: Any, recv: type[Any], context_id: int, limit: int) -> tuple[list[Mark], int] | None:
+    """What a gradient of a tensor marks on other workers, found out when the tensor is sent.
+
+    The graph behind a node never changes: operations in place give a tensor another node.
+
+    Args:
+        node: the send node of the tensor.
+        recv: the class of recv nodes.
+        context_id: the context that all of them must be of.
+        limit: look at no more nodes than this.
+
+    Returns:
+        The marks, and how many nodes were looked at; None if it is too large a graph, or leads out of the
+        context.
+    """
+    marks: list[Mark] = []
+    todo: list[Edge] = [(node, 0)]
+    seen: dict[int, Any] = {}
+    while todo:
+        node, output = todo.pop()
+        if isinstance(node, recv):
+            origin = node.origin
+            if origin.context_id != context_id:
+                return None
+            mark = Mark(origin.sender, origin.message, output)
+            if mark not in marks:
+                marks.append(mark)
+        elif id(node) not in seen:
+            seen[id(node)] = node
+            if len(seen) > limit:
+                return None
+            todo += [edge for edge in node.next_functions if edge[0] is not None]
+    return marks, len(seen)

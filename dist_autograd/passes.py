@@ -75,12 +75,23 @@ class Pass:
         self.context = context
         self.root = root
         self.begun = False
+        self.untold: dict[Peer, list[Mark]] = {}
+        """At the root: what takes part at workers that learn of it with their first gradients."""
+        self.wait_by_reading: Callable[[], bool] | None = None
+        """Waits for news by reading on this thread, if it can; returns whether there is any."""
+        self.stop_reading: Callable[[], None] | None = None
+        """Called when there is news of another kind."""
+        self.waits_for_nothing = False
+        """All its gradients are here, and it is no root's."""
+        self.held_back: tuple[Origin, Sequence[Tensor | None]] | None = None
+        """In such a part: gradients for the root, which its answer brings."""
         self.retain_graph = retain_graph
         self._post = post
         self._read = read
         self._models = models
         self._reach = Reach(RECV_NODE, engine.give_way)
         self._sent: dict[int, Sent] = {}
+        self._origins: dict[tuple[int, int], Origin] = {}
         self._marked: defaultdict[int, set[int]] = defaultdict(set)
         self._run: set[int] = set()
         self._arrived: dict[int, Any] = {}
@@ -126,7 +137,13 @@ class Pass:
                     f"in context {node.origin.context_id}, but this backward runs in {self.context.id}: use "
                     "one context for the forward and its backward"
                 )
+            self._origins[node.origin.sender, node.origin.message] = node.origin
         return marks
+
+    def behind(self, mark: Mark) -> Sequence[Mark] | None:
+        """What follows from a mark, where its sender has said so to this worker."""
+        origin = self._origins.get((mark.sender, mark.message))
+        return None if origin is None or origin.behind is None else origin.behind[mark.tensor]
 
     # ---- while it runs
 
@@ -306,6 +323,8 @@ class Pass:
         if self._error is None:
             self._error = error
         self._news.set()
+        if self.stop_reading is not None:
+            self.stop_reading()
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for what others send; raises the error that ended the backward, if that comes first."""
@@ -313,10 +332,16 @@ class Pass:
             self._raise_error()
             if ready():
                 return
+            if self.wait_by_reading is not None and self.wait_by_reading():
+                continue
             self._news.clear()
             if ready() or self._error is not None:
                 continue
             wait_for_event(self._news)
+
+    def has_failed(self) -> bool:
+        """Whether ``wait_until`` is to raise an error."""
+        return self._error is not None
 
     def news(self) -> None:
         """What ``wait_until`` waits for may have come."""

@@ -3,6 +3,11 @@
 The root alone knows who takes part. It asks each worker what the marks on it lead to, and passes on what it
 is told, round after round, until nothing new comes up. Then it runs its own pass, from which gradients flow
 to the others, and waits until each has said that it is done. The first error ends it everywhere.
+
+Mostly it need not ask. A message to whoever made the context says what lies behind its tensors, if that is
+soon found out. So where all that takes part at a worker was sent to this one, and all of it says so, the
+worker learns what takes part with its first gradients, which come from here and from nowhere else; its
+answer to these says that it is done.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dist_autograd import engine
 from dist_autograd.graph import Mark
+from dist_autograd.parts import Part
 from dist_autograd.passes import Pass
 from rpc.errors import AutogradError, BackwardError, RpcError
 from rpc.peer import Peer
@@ -25,8 +31,8 @@ from rpc.workers import WorkerInfo
 
 __all__ = ["Root", "Workers", "failure_of"]
 
-Marks = dict[Peer, list[tuple[int, int]]]
-"""For each worker the tensors that take part, by message and index."""
+Marks = dict[Peer, list[Mark]]
+"""For each worker the tensors that take part."""
 
 
 class Workers:
@@ -39,7 +45,7 @@ class Workers:
         find: Callable[[int], Peer | None],
     ) -> None:
         self.ask = ask
-        """Sends marks; returns what waits for the marks that follow."""
+        """Sends marks, by message and index; returns what waits for the marks that follow."""
         self.abort = abort
         self.find = find
         """The worker of an incarnation."""
@@ -58,7 +64,12 @@ class Root:
         self._me = own.root.member.info
         self.others: set[Peer] = set()
         self._workers = workers
+        self._asked: set[Peer] = set()
         self._left: set[Peer] = set()
+        self._parts: dict[Peer, Part] = {}
+        self._has_run = False
+        self._reading: Part | None = None
+        own.wait_by_reading, own.stop_reading = self._wait_by_reading, self._stop_reading
         self._marked: set[Mark] = set()
 
     def run(self, roots: Sequence[Tensor]) -> None:
@@ -69,6 +80,7 @@ class Root:
             self._left = self.others.copy()
             gradients = [torch.ones_like(root) for root in roots]
             self._run_own(edges, gradients)
+            self._has_run = True
             self.own.wait_until(lambda: not self._left)
         except BaseException as error:
             for peer in self.others:
@@ -86,22 +98,50 @@ class Root:
         except Exception as error:
             raise failure_of(self._me, error) from error
 
+    def _wait_by_reading(self) -> bool:
+        """Wait for the one worker that is left, if its answer may well be what comes next."""
+        if len(self._left) != 1:
+            return False
+        part = self._parts.get(next(iter(self._left)))
+        if part is None or not (part.whole or self._has_run):
+            return False
+        self._reading = part
+        try:
+            if not part.read(self.own.has_failed):
+                return False
+        finally:
+            self._reading = None
+        self.part_ended(part)
+        return True
+
+    def _stop_reading(self) -> None:
+        part = self._reading
+        if part is not None:
+            part.interrupt()
+
     def _mark_all(self, found: Sequence[Mark]) -> None:
         while found:
             asked: list[Callable[[], list[Mark]]] = []
             following: list[Mark] = []
             for peer, marks in self._by_worker(found).items():
                 if peer.is_self:
-                    following += self.own.mark(marks, peer)
+                    following += self.own.mark([mark[1:] for mark in marks], peer)
                 else:
                     self.others.add(peer)
-                    asked.append(self._workers.ask(self.own, peer, marks))
+                    behind = self._behind(peer, marks)
+                    if behind is None:
+                        self._asked.add(peer)
+                        all_marks = [*self.own.untold.pop(peer, ()), *marks]
+                        asked.append(self._workers.ask(self.own, peer, [mark[1:] for mark in all_marks]))
+                    else:
+                        self.own.untold.setdefault(peer, []).extend(marks)
+                        following += behind
             for answer in asked:
                 following += answer()
             found = following
 
     def _by_worker(self, found: Sequence[Mark]) -> Marks:
-        marks: defaultdict[Peer, list[tuple[int, int]]] = defaultdict(list)
+        marks: defaultdict[Peer, list[Mark]] = defaultdict(list)
         for mark in found:
             if mark in self._marked:
                 continue
@@ -109,8 +149,38 @@ class Root:
             peer = self._workers.find(mark.sender)
             if peer is None:
                 raise AutogradError("the graph leads to a worker that is not in this group")
-            marks[peer].append((mark.message, mark.tensor))
+            marks[peer].append(mark)
         return marks
+
+    def _behind(self, peer: Peer, marks: Sequence[Mark]) -> list[Mark] | None:
+        """What follows from marks on a worker, if that one need not be asked."""
+        if peer in self._asked:
+            return None
+        found: list[Mark] = []
+        for mark in marks:
+            behind = self.own.behind(mark)
+            if behind is None:
+                return None
+            found += behind
+        return found
+
+    def begins(self, part: Part) -> None:
+        """A worker is told with its first gradients what takes part there."""
+        self._parts[part.peer] = part
+        part.when_settled = self.part_ended
+        if part.settled():
+            self.part_ended(part)
+
+    def part_ended(self, part: Part) -> None:
+        """A worker has answered its first gradients, or is gone."""
+        error = part.failure()
+        if error is not None:
+            self.own.fail_later(error)
+            return
+        brought = part.brought()
+        if brought is not None and part.peer in self._left:
+            self.own.arrived(brought, (part.peer, part.outcome))
+        self.done(part.peer)
 
     def done(self, peer: Peer) -> None:
         """A worker's part is done."""
