@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from dist_autograd.contexts import Context, Contexts
@@ -54,6 +55,7 @@ WHOLE_PART: Final = Kind.EXTENSION + 22
 """A part of one message."""
 
 _THREADS: Final = 8
+_SMALL_BYTES: Final = 1024
 
 
 def gradients_of_a_message(*gradients: Tensor | None) -> None:
@@ -62,8 +64,18 @@ def gradients_of_a_message(*gradients: Tensor | None) -> None:
 
 
 def _dump(origin: Origin, gradients: Sequence[Tensor | None]) -> Payload:
-    # As the arguments of a call they take the shortest way; it is never made.
-    return serialization.dump_call(gradients_of_a_message, tuple(gradients), {}, origin.source)
+    # As the arguments of a call they take the shortest way; it is never made. That way is for contiguous
+    # tensors, and the gradient of a sum is none.
+    small = [
+        gradient.contiguous() if type(gradient) is Tensor and _is_small_and_spread(gradient) else gradient
+        for gradient in gradients
+    ]
+    return serialization.dump_call(gradients_of_a_message, tuple(small), {}, origin.source)
+
+
+def _is_small_and_spread(gradient: Tensor) -> bool:
+    strided = gradient.layout is torch.strided and not gradient.is_nested
+    return strided and gradient.nbytes <= _SMALL_BYTES and not gradient.is_contiguous()
 
 
 class Backwards:
@@ -250,7 +262,7 @@ class Backwards:
             kind, payload = Kind.FAILURE, serialization.dump_exception(error, agent.info, peer)
         self._forget(running)
         if peer.standby is not None:
-            agent.executor.stand_by(peer.standby)
+            agent.executor.stand_by(peer.standby, at_once=False)
         agent.answer(peer, kind, call_id, payload)
 
     def _run_part(self, running: Pass) -> None:

@@ -255,7 +255,7 @@ class Contexts:
         for context in contexts:
             context.let_go()
         if peer.standby is not None:
-            self._agent.executor.stand_by(peer.standby)
+            self._agent.executor.stand_by(peer.standby, at_once=False)
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
