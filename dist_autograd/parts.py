@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from rpc.errors import WorkerLostError
-from rpc.futures import PendingCall
+from rpc.pending import PendingCall
 from rpc.wire import Frame, Kind
 
 __all__ = ["Part"]
 
 
 class Part(PendingCall):
-    """A part under way; see ``rpc.futures.PendingCall`` for who calls what.
+    """A part under way; see ``rpc.pending.PendingCall`` for who calls what.
 
     Attributes:
         when_settled: called when it has ended, except on the thread that waits for it.
