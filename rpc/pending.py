@@ -7,6 +7,7 @@ nobody does, see ``futures``.
 
 from __future__ import annotations
 
+import contextlib
 from _thread import LockType, allocate_lock
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -109,12 +110,25 @@ class PendingCall:
             Whether nobody waits, so that the future, if there is one, must be completed by others.
         """
         self.outcome = outcome
-        waiters = self._waiters
-        if not waiters:
+        if not self._waiters:
             return True
-        for waiter in waiters.copy():
-            waiter.release()
+        self._wake_waiters()
         return False
+
+    def _wake_waiters(self) -> None:
+        """Wake each thread that waits once, whoever calls this: several may, at the same time."""
+        waiters = self._waiters
+        while waiters:
+            try:
+                waiter = waiters.pop()
+            except IndexError:
+                return
+            waiter.release()
+
+    def _waits_no_more(self, waiter: LockType | DirectReading) -> None:
+        if waiter in self._waiters:
+            with contextlib.suppress(ValueError):  # it is just being woken
+                self._waiters.remove(waiter)
 
     def abandon(self, error: BaseException) -> None:
         """End the call in a forked child, where no lock may be taken."""
@@ -149,8 +163,7 @@ class PendingCall:
                 else:
                     wait_for(lock)
         except BaseException:
-            if lock in self._waiters:
-                self._waiters.remove(lock)
+            self._waits_no_more(lock)
             if self.future is None:
                 self.owner.expire(self)
             raise
@@ -161,23 +174,27 @@ class PendingCall:
         direct = None if connection is None else connection.direct
         if direct is None or self.keeps_place:
             return False
-        waiters = self._waiters
         try:
-            waiters.append(direct)
+            self._waiters.append(direct)
             direct.read_reply(self, self.deadline, self.turn)
-            waiters.remove(direct)
+            self._waits_no_more(direct)
             if self.outcome is None:
                 return False
-            self.owner.answered(self)
+            self._answered()
             return True
         except BaseException:
-            if direct in waiters:
-                waiters.remove(direct)
+            self._waits_no_more(direct)
             if self.outcome is not None:
-                self.owner.answered(self)
+                self._answered()
             elif self.future is None:
                 self.owner.expire(self)
             raise
+
+    def _answered(self) -> None:
+        """This thread has received the reply: others may wait for the same."""
+        self.owner.answered(self)
+        if self._waiters:
+            self._wake_waiters()
 
     def result(self) -> Any:
         """Wait, decode, and return the value or raise: for callers that need no future."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
 import rpc
 from rpc.errors import RpcTimeoutError
+from tests.rpc.streams import until
 from tests.serving import first_of, open_gate, wait_at_gate
 from tests.workers import RunWorkers, Worker
 
@@ -103,3 +107,31 @@ def test_a_destructor_of_what_was_returned_does_not_hold_up_the_next_call(run_wo
         return int(value)
 
     assert first_of(run_workers, call_behind) == 3
+
+
+def wait_for_one_reply(count: int) -> list[str]:
+    """What some threads get of one call, which is answered when all of them wait, and not through a call."""
+    values: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Path(folder, "gate")
+        os.mkfifo(gate)
+        future = rpc.rpc_async("worker1", Path.read_text, args=(gate,))
+        call = future._call
+        assert call is not None
+        waiters = call._waiters
+        threads = [threading.Thread(target=lambda: values.append(future.wait())) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(waiters) == count)
+        gate.write_text("open")
+        for thread in threads:
+            thread.join()
+    return values
+
+
+def test_all_threads_that_wait_for_one_reply_are_woken_whoever_reads_it(run_workers: RunWorkers) -> None:
+    def wait_together(_: Worker) -> list[list[str]]:
+        warm_up()
+        return [wait_for_one_reply(3) for _round in range(20)]
+
+    assert first_of(run_workers, wait_together) == [["open"] * 3] * 20
