@@ -1,4 +1,4 @@
-"""A model spread over workers, and the same model in one process, trained on the same batches."""
+"""Models to train: one spread over workers, beside the same in one process; and one that shares a weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import rpc
 from dist_optim import DistributedOptimizer
 from rref import RemoteModule
 
-__all__ = ["Spread", "batches"]
+__all__ = ["PLACES", "Spread", "Tied", "batches", "look_at_grad"]
+
+PLACES = ("worker1", "worker2", "worker1")
+"""Where the layers of a ``Spread`` live, in most tests."""
 
 
 def batches(count: int, seed: int = 0) -> list[Tensor]:
@@ -95,3 +98,18 @@ class Spread:
     def check_same(self) -> None:
         """Both models have the same parameters."""
         torch.testing.assert_close(self.values(), [each.detach() for each in self.local.parameters()])
+
+
+class Tied(nn.Module):
+    """Its input and output share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh() @ self.weight.t()
+
+
+def look_at_grad(model: rpc.RRef[nn.Module]) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.local_value().parameters()]

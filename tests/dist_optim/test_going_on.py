@@ -11,11 +11,9 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from dist_optim import DistributedLRScheduler, DistributedOptimizer
-from tests.dist_optim.models import Spread, batches
+from tests.dist_optim.models import PLACES, Spread, batches
 from tests.serving import first_of, in_group, serve
 from tests.workers import RunWorkers, Worker
-
-PLACES = ("worker1", "worker2", "worker1")
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.01, "momentum": 0.9}),
