@@ -225,30 +225,33 @@ class Backwards:
                 raise ProtocolError(f"a part of a backward that cannot be: {str(other)[:80]}")
         if key in self._passes:
             raise ProtocolError("a part of a backward that has begun already")
+        ended = self._contexts.are_over(frame.header.get("over", []), peer)
         context = self._contexts.find(context_id)
         if context is None:
-            return self._refuse_part, (peer, frame.call_id, context_id)
+            return self._refuse_part, (peer, frame.call_id, context_id, ended)
         self._agent.postponed.begin()
         running = self._passes[key] = self._new_pass(key, context, peer, retain_graph)
         running.begun = True
         running.arrived(message, (peer, frame))
         running.waits_for_nothing = frame.kind == WHOLE_PART
-        task = (self._run_asked_part, (running, frame.call_id, marks))
+        task = (self._run_asked_part, (running, frame.call_id, marks, ended))
         if frame.kind == WHOLE_PART:
             return task
         self._submit(task)
         return None
 
-    def _refuse_part(self, part: tuple[Peer, int, int]) -> None:
-        peer, call_id, context_id = part
+    def _refuse_part(self, part: tuple[Peer, int, int, list[Context]]) -> None:
+        peer, call_id, context_id, ended = part
+        for context in ended:
+            context.let_go()
         try:
             self._contexts.get(context_id)
             raise AutogradError(f"context {context_id} is just made known to this worker")
         except AutogradError as error:
             self._agent.fail(peer, call_id, error)
 
-    def _run_asked_part(self, part: tuple[Pass, int, list[Any]]) -> None:
-        running, call_id, marks = part
+    def _run_asked_part(self, part: tuple[Pass, int, list[Any], list[Context]]) -> None:
+        running, call_id, marks, ended = part
         agent, peer = self._agent, running.root
         kind, payload = Kind.REPLY, Payload({}, [])
         try:
@@ -261,6 +264,8 @@ class Backwards:
         except BaseException as error:
             kind, payload = Kind.FAILURE, serialization.dump_exception(error, agent.info, peer)
         self._forget(running)
+        for context in ended:
+            context.let_go()
         if peer.standby is not None:
             agent.executor.stand_by(peer.standby, at_once=False)
         agent.answer(peer, kind, call_id, payload)
@@ -324,11 +329,18 @@ class Backwards:
             running.retain_graph,
             [mark[1:] for mark in marks],
         ]
+        over = self._contexts.take_unsaid(peer)
+        if over:
+            payload.header["over"] = over
         whole = all(mark.message == origin.message for mark in marks)
         part = agent.calls.open(peer, "a distributed backward", 0, Part)
         part.failure_in, part.whole = self._failure, whole
         self._roots[running.key].begins(part)
-        agent.caller.transmit(part, WHOLE_PART if whole else PART, payload)
+        try:
+            agent.caller.transmit(part, WHOLE_PART if whole else PART, payload)
+        except BaseException:
+            self._contexts.say_again(peer, over)
+            raise
 
     def _read(self, message: tuple[Peer, Frame]) -> Sequence[Tensor | None]:
         peer, frame = message

@@ -5,10 +5,10 @@ Its id holds the creator's rank in the upper 16 bits of 64; the rest counts from
 that it is unique in the group also where a rank is given again.
 
 *Release.* Who takes part remembers whom it has told. At the end of the ``with`` the creator tells all those
-that the context is over, and they tell theirs: on a connection nothing is lost while it lasts, and when it
-breaks the worker behind it is gone. A call that comes late is run outside of any context. When a worker
-dies, the contexts that it made are over, and those who know of another context only through it ask its
-creator to be told of its end.
+that the context is over, and they tell theirs, several contexts at a time: on a connection nothing is lost
+while it lasts, and when it breaks the worker behind it is gone. A call that comes late is run outside of any
+context. When a worker dies, the contexts that it made are over, and those who know of another context only
+through it ask its creator to be told of its end.
 """
 
 from __future__ import annotations
@@ -214,6 +214,18 @@ class Contexts:
             self._unsaid.setdefault(peer, []).append(context_id)
         self._agent.deferred.gathered(self._say_all_over, None)
 
+    def take_unsaid(self, peer: Peer) -> list[int]:
+        """The contexts of which a worker is still to be told that they are over; who asks tells it."""
+        if peer not in self._unsaid:
+            return []
+        with self._lock:
+            return self._unsaid.pop(peer, [])
+
+    def say_again(self, peer: Peer, context_ids: list[int]) -> None:
+        """A worker may not have been told after all."""
+        for context_id in context_ids:
+            self._say_over(peer, context_id)
+
     def _say_all_over(self, _: object) -> None:
         with self._lock:
             unsaid, self._unsaid = self._unsaid, {}
@@ -237,7 +249,15 @@ class Contexts:
                 self._over.discard(self._order.popleft())
 
     def _over_arrived(self, peer: Peer, frame: Frame) -> Task | None:
-        said = frame.header.get("over")
+        ended = self.are_over(frame.header.get("over"), peer)
+        return (self._let_go, (ended, peer)) if ended else None
+
+    def are_over(self, said: Any, peer: Peer) -> list[Context]:
+        """Contexts are over, as a worker says; returns those whose last step is to be done.
+
+        Raises:
+            ProtocolError: it says something else.
+        """
         if type(said) is not list or not all(type(context_id) is int for context_id in said):
             raise ProtocolError(f"contexts said to be over by the ids {str(said)[:80]}")
         ended: list[Context] = []
@@ -248,7 +268,7 @@ class Contexts:
                     self._remember(context_id)
             elif self._end(context, peer):
                 ended.append(context)
-        return (self._let_go, (ended, peer)) if ended else None
+        return ended
 
     def _let_go(self, released: tuple[list[Context], Peer]) -> None:
         contexts, peer = released

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dist_autograd.graph import ROOTS, Mark, Reach
+from dist_autograd.graph import ROOTS, Mark, Reach, marks_behind
 
 
 @dataclass(eq=False)
@@ -110,3 +110,24 @@ def test_starts_that_reach_one_recv_are_not_separate() -> None:
     found.extend(1, [(node((recv, 0)), 0)])
     found.extend(2, [(node((recv, 1)), 0)])
     assert not found.separate
+
+
+def in_context(recv: Recv, context_id: int = 1) -> Recv:
+    vars(recv.origin)["context_id"] = context_id
+    return recv
+
+
+def test_what_lies_behind_a_tensor_is_each_recv_once() -> None:
+    recv = in_context(Recv(Origin(7, 3), [(leaf(), 0)]))
+    start = node((recv, 0), (recv, 2), node((recv, 2), leaf()))
+    found = marks_behind(start, Recv, 1, 3)
+    assert found is not None
+    assert set(found[0]) == {Mark(7, 3, 0), Mark(7, 3, 2)}
+    assert found[1] == 3
+    assert len(found[0]) == 2
+
+
+def test_nothing_is_said_of_a_graph_that_is_too_large_or_leads_out_of_the_context() -> None:
+    assert marks_behind(node(node(), node()), Recv, 1, 2) is None
+    assert marks_behind(node(node(), node()), Recv, 1, 3) == ([], 3)
+    assert marks_behind(node(in_context(Recv(Origin(7, 3)), 2)), Recv, 1, 3) is None
