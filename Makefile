@@ -49,7 +49,7 @@ conformance: $(READY)
 	$(BIN)/python -m tests.conformance
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --chart benchmarks/results/latest.svg
 
 setup: $(READY)
 
