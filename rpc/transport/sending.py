@@ -146,10 +146,13 @@ class SendingHalf(WriteQueue):
         try:
             if self._queue or not self._open or self._in_doubt:
                 return False
-            self._in_doubt = True
-            count = (
-                syscalls.send_bytes(self._descriptor, frame) if syscalls.AVAILABLE else self._write([frame])
-            )
+            if syscalls.AVAILABLE:
+                self._in_doubt = counts = [len(frame)]
+                syscalls.send_noting(self._descriptor, frame, counts)
+                count = counts[1]
+            else:
+                self._in_doubt = True
+                count = self._write([frame])
             if 0 <= count < len(frame):
                 self._put_back([frame[count:]])
             self._in_doubt = False

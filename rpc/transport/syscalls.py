@@ -21,7 +21,17 @@ from collections.abc import Callable
 from ctypes import c_size_t
 from typing import Any, Final
 
-__all__ = ["AVAILABLE", "ONE", "Number", "ReceiveBuffer", "Watch", "raise_event", "receive", "send_bytes"]
+__all__ = [
+    "AVAILABLE",
+    "ONE",
+    "Number",
+    "ReceiveBuffer",
+    "Watch",
+    "raise_event",
+    "receive",
+    "send_bytes",
+    "send_noting",
+]
 
 AVAILABLE: Final = sys.platform == "linux"
 """Whether the calls below can be made; elsewhere use the socket."""
@@ -69,6 +79,14 @@ def send_bytes(descriptor: int, data: bytes) -> int:
     assert _send is not None
     count: int = _send(descriptor, data, len(data), _FLAGS)
     return count
+
+
+def send_noting(descriptor: int, data: bytes, counts: list[int]) -> None:
+    """As ``send_bytes``, but append what that returns to ``counts``.
+
+    That happens within the C code that sends, before a signal handler can run and raise.
+    """
+    counts.extend(map(_send, (descriptor,), (data,), (len(data),), (_FLAGS,)))  # type: ignore[arg-type]
 
 
 class _EpollEvent(ctypes.Structure):

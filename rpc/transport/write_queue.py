@@ -91,7 +91,7 @@ class WriteQueue(ABC):
         self._room = threading.Condition(self._count_lock)
         self._waiting_for_room = 0
         self._stalled = False
-        self._in_doubt = False
+        self._in_doubt: bool | list[int] = False
         self._writes = 0
         self._open = True
         self._write_error: OSError | None = None
@@ -146,10 +146,16 @@ class WriteQueue(ABC):
 
     # ---- with the send lock
 
+    def _is_whole(self) -> bool:
+        """Whether the frame in doubt is small, and the kernel has taken all of it: no doubt then."""
+        if isinstance(self._in_doubt, list) and self._in_doubt[1:] == self._in_doubt[:1]:
+            self._in_doubt = False
+        return not self._in_doubt
+
     def _write_queue(self, budget: int) -> None:
         """Write until nothing is left, the kernel takes no more, or it is enough."""
         queue = self._queue
-        if self._in_doubt:
+        if self._in_doubt and not self._is_whole():
             self._fail(OSError(errno.EINTR, "a thread was interrupted while it was writing"))
         elif self._write_error is not None:
             self._forget_queue()

@@ -92,14 +92,14 @@ def test_closing_waits_for_a_thread_that_is_writing(
     connection = open_connection(loop, here, owner)
     skip_preamble(there)
     writing, go_on = threading.Event(), threading.Event()
-    send_bytes = syscalls.send_bytes
+    send_noting = syscalls.send_noting
 
-    def slow(descriptor: int, data: bytes) -> int:
+    def slow(descriptor: int, data: bytes, counts: list[int]) -> None:
         writing.set()
         go_on.wait(SOON)
-        return send_bytes(descriptor, data)
+        send_noting(descriptor, data, counts)
 
-    monkeypatch.setattr(syscalls, "send_bytes", slow)
+    monkeypatch.setattr(syscalls, "send_noting", slow)
     writer = threading.Thread(target=send, args=(connection, {"index": 0}))
     writer.start()
     assert writing.wait(SOON)
@@ -152,15 +152,15 @@ def test_a_finalizer_may_send_while_its_thread_is_sending(
     pair = Pair(loop, sockets(buffer_bytes=TINY_BUFFER))
     finalizers = deque([lambda: send(pair.here, {"from": "finalizer"}, b"x" * size)])
 
-    def collecting(function: Callable[..., int]) -> Callable[..., int]:
-        def call(*args: Any) -> int:
+    def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
             if finalizers:
                 finalizers.pop()()
             return function(*args)
 
         return call
 
-    monkeypatch.setattr(syscalls, "send_bytes", collecting(syscalls.send_bytes))
+    monkeypatch.setattr(syscalls, "send_noting", collecting(syscalls.send_noting))
     monkeypatch.setattr(pair.here, "_write", collecting(pair.here._write))
     send(pair.here, {"from": "thread"}, b"x" * size)
     assert headers(pair.there_owner.wait_for(2)) == [{"from": "thread"}, {"from": "finalizer"}]
@@ -219,18 +219,47 @@ def test_ctrl_c_right_after_the_send_lock_was_acquired_leaves_the_connection_usa
     pair.close()
 
 
-@pytest.mark.parametrize("size", [100, 1_000_000])
+def test_ctrl_c_right_after_a_small_frame_was_written_leaves_the_connection_usable(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(loop, sockets())
+    with monkeypatch.context() as patch:
+        patch.setattr(syscalls, "send_noting", interrupt_once(syscalls.send_noting, after=True))
+        with pytest.raises(KeyboardInterrupt):
+            send(pair.here, {"index": 0})
+    send(pair.here, {"index": 1})
+    assert headers(pair.there_owner.wait_for(2)) == [{"index": 0}, {"index": 1}]
+    pair.close()
+
+
+def test_ctrl_c_right_after_part_of_a_small_frame_was_written_breaks_the_connection(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(loop, sockets())
+    send_noting = syscalls.send_noting
+
+    def send_part(descriptor: int, data: bytes, counts: list[int]) -> None:
+        send_noting(descriptor, data[:20], counts)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(syscalls, "send_noting", send_part)
+    with pytest.raises(KeyboardInterrupt):
+        send(pair.here, {"index": 0})
+    assert pair.here_owner.reason() == "the connection broke: a thread was interrupted while it was writing"
+    assert pair.there_owner.frames == []
+
+
+@pytest.mark.parametrize("size", [100_000, 1_000_000])
 def test_ctrl_c_right_after_a_write_breaks_the_connection_rather_than_a_frame(
     loop: LoopThread, sockets: Sockets, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(loop, sockets(buffer_bytes=TINY_BUFFER))
-    monkeypatch.setattr(syscalls, "send_bytes", interrupt_once(syscalls.send_bytes, after=True))
     monkeypatch.setattr(pair.here, "_write", interrupt_once(pair.here._write, after=True))
     with pytest.raises(KeyboardInterrupt):
         send(pair.here, {"index": 0}, b"x" * size)
     assert pair.here_owner.reason() == "the connection broke: a thread was interrupted while it was writing"
     assert pair.there_owner.reason() == "the connection was closed by the other side"
-    assert headers(pair.there_owner.frames) == ([{"index": 0}] if size == 100 else [])
+    assert pair.there_owner.frames == []
     with pytest.raises(ConnectionClosed):
         send(pair.here, {"index": 1})
 
