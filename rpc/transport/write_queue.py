@@ -52,6 +52,10 @@ _SLICE_SECONDS: Final = 0.5
 """A signal right before a wait does not end it: no wait is longer than this."""
 
 
+class _FromQueue(list[int]):
+    """How much of the queue is being written, and how much of that the kernel has taken, once it has."""
+
+
 class WriteQueue(ABC):
     """The frames that a connected, non-blocking stream socket has still to take.
 
@@ -146,16 +150,25 @@ class WriteQueue(ABC):
 
     # ---- with the send lock
 
-    def _is_whole(self) -> bool:
-        """Whether the frame in doubt is small, and the kernel has taken all of it: no doubt then."""
-        if isinstance(self._in_doubt, list) and self._in_doubt[1:] == self._in_doubt[:1]:
+    def _settles_doubt(self) -> bool:
+        """Whether the thread that was interrupted had noted how much the kernel took, so that all is in order.
+
+        For what lay in the queue it can be brought in order, and for a frame in one piece that is out.
+        """
+        noted = self._in_doubt
+        if isinstance(noted, _FromQueue):
+            if len(noted) == 2 and noted[1] > 0:
+                self._in_doubt = True
+                self._written(noted[1])
+                self._in_doubt = False
+        elif isinstance(noted, list) and noted[1:] == noted[:1]:
             self._in_doubt = False
         return not self._in_doubt
 
     def _write_queue(self, budget: int) -> None:
         """Write until nothing is left, the kernel takes no more, or it is enough."""
         queue = self._queue
-        if self._in_doubt and not self._is_whole():
+        if self._in_doubt and not self._settles_doubt():
             self._fail(OSError(errno.EINTR, "a thread was interrupted while it was writing"))
         elif self._write_error is not None:
             self._forget_queue()
@@ -165,7 +178,7 @@ class WriteQueue(ABC):
             if not queue:
                 return
             self._in_doubt = True
-            taken = self._write_batch()
+            taken = self._write_batch(noting=True)
             self._in_doubt = False
             budget -= taken
             if taken < 0 or (budget <= 0 and (self._outgoing or self._stalled)):
@@ -174,8 +187,11 @@ class WriteQueue(ABC):
                     self._tell_loop(self._watch_writable)
                 return
 
-    def _write_batch(self) -> int:
+    def _write_batch(self, *, noting: bool = False) -> int:
         """While in doubt, write some of the queue, in one system call.
+
+        Args:
+            noting: nothing else is under way, so that an interruption does no harm once it is written.
 
         Returns:
             How many bytes were written, or -1 if the kernel takes nothing now.
@@ -183,18 +199,33 @@ class WriteQueue(ABC):
         queue = self._queue
         batch = [queue[index] for index in range(min(len(queue), _PIECES_PER_WRITE))]
         size = sum(map(len, batch))
-        count = self._write(batch)
+        small = syscalls.AVAILABLE and 0 < size <= _JOINED_BYTES
+        count = self._write_noting(b"".join(batch)) if noting and small else 0
+        if count <= 0:
+            count = self._write(batch)
         if count < 0:
             return 0
         if size and not count:
             return -1
-        if _discard(queue, count):
+        self._written(count)
+        return count
+
+    def _write_noting(self, data: bytes) -> int:
+        """One system call; 0 or -1 when the kernel takes nothing, for whatever reason."""
+        self._writes += 1
+        self._in_doubt = noted = _FromQueue((len(data),))
+        syscalls.send_noting(self._descriptor, data, noted)
+        self._in_doubt = True
+        return noted[1]
+
+    def _written(self, count: int) -> None:
+        """The kernel has taken so much of the queue."""
+        if _discard(self._queue, count):
             self._chunk_queued = False
         with self._count_lock:
             self._queued_bytes -= count
             if self._waiting_for_room:
                 self._room.notify_all()
-        return count
 
     def _queue_chunk(self) -> None:
         """The next chunk of a large message is to be written."""

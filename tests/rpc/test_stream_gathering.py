@@ -64,13 +64,13 @@ def test_frames_gathered_while_the_loop_is_busy_leave_together(
     pair: Pair, loop: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[bytes] = []
-    send_bytes = syscalls.send_bytes
+    send_noting = syscalls.send_noting
 
-    def noted(descriptor: int, data: bytes) -> int:
+    def noted(descriptor: int, data: bytes, counts: list[int]) -> None:
         written.append(data)
-        return send_bytes(descriptor, data)
+        send_noting(descriptor, data, counts)
 
-    monkeypatch.setattr(syscalls, "send_bytes", noted)
+    monkeypatch.setattr(syscalls, "send_noting", noted)
     with busy(loop):
         for index in range(10):
             gather(pair, index)

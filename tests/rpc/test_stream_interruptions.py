@@ -232,6 +232,32 @@ def test_ctrl_c_right_after_a_small_frame_was_written_leaves_the_connection_usab
     pair.close()
 
 
+@pytest.mark.parametrize("part", [20, 500, 5000])
+def test_ctrl_c_right_after_some_of_the_queue_was_written_leaves_the_connection_usable(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    pair = Pair(loop, sockets())
+    send_noting = syscalls.send_noting
+
+    def send_part(descriptor: int, data: bytes, counts: list[int]) -> None:
+        send_noting(descriptor, data[:part], counts)
+        raise KeyboardInterrupt
+
+    with pair.here._send_lock:  # another thread is writing: what comes now is queued
+        for index in range(10):
+            send(pair.here, {"index": index}, b"x" * 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(syscalls, "send_noting", send_part)
+        with contextlib.suppress(KeyboardInterrupt), pair.here._send_lock:
+            pair.here._write_queue(1 << 20)
+    assert pair.here._in_doubt
+    pair.here.flush()
+    send(pair.here, {"index": 10})
+    assert headers(pair.there_owner.wait_for(11)) == [{"index": index} for index in range(11)]
+    assert not pair.here._queued_bytes
+    pair.close()
+
+
 def test_ctrl_c_right_after_part_of_a_small_frame_was_written_breaks_the_connection(
     loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
