@@ -10,9 +10,10 @@ written, the next is put behind what others have queued meanwhile.
 The queue has a limit in bytes, and so have the large messages beside it: beyond it, callers with more of the
 same kind wait for room; the loop never does.
 
-An exception may hit a thread between a write and the account of it: Ctrl-C can come after any call. Then
-nobody knows how much of the frame is out. While that may be, the stream is *in doubt*, and who finds it so
-when the lock is free writes no more: the connection breaks, and no other frame lands inside a frame.
+An exception may hit a thread between a write and the account of it: Ctrl-C can come after any call. While
+that may be, the stream is *in doubt*. Small writes note within C code how much the kernel has taken, and who
+finds the stream in doubt when the lock is free goes by that. Of other writes nobody knows how much is out,
+and no more is written: the connection breaks, and no other frame lands inside a frame.
 """
 
 from __future__ import annotations
@@ -151,9 +152,9 @@ class WriteQueue(ABC):
     # ---- with the send lock
 
     def _settles_doubt(self) -> bool:
-        """Whether the thread that was interrupted had noted how much the kernel took, so that all is in order.
+        """Whether the interrupted thread had noted how much the kernel took, so that all can be put in order.
 
-        For what lay in the queue it can be brought in order, and for a frame in one piece that is out.
+        So it is where frames of the queue were written, and where a frame in one piece is out.
         """
         noted = self._in_doubt
         if isinstance(noted, _FromQueue):
