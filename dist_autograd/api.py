@@ -28,6 +28,8 @@ class context:  # noqa: N801  # PyTorch's name
     Raises:
         AutogradError: this thread is in a context already.
         NotInitializedError: there is no agent.
+        ValueError: when it is left on another thread or coroutine than it was entered on. It is released then
+            all the same.
 
     Example::
 
@@ -54,8 +56,10 @@ class context:  # noqa: N801  # PyTorch's name
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._inside.__exit__()
-        self._context.contexts.release(self._context)
+        try:
+            self._inside.__exit__()
+        finally:
+            self._context.contexts.release(self._context)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:

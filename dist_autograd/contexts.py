@@ -283,7 +283,7 @@ class Contexts:
                 context = self._known.get(context_id)
                 if context is not None:
                     context.told.add(peer)
-                else:
+                if context is None or context.over:
                     self._say_over(peer, context_id)
             case _:
                 raise ProtocolError(f"an autograd message that cannot be: {str(message)[:80]}")

@@ -60,6 +60,8 @@ class Follower:
             return None
         if to not in context.told and not to.is_self:
             context.told.add(to)
+            if context.over:  # meanwhile: nobody would tell that worker
+                return None
         return context.to_wire() if torch.is_grad_enabled() else [*context.to_wire(), _NO_GRAD]
 
     def incoming(self, value: Any, source: Peer) -> AbstractContextManager[Any]:

@@ -47,7 +47,7 @@ def split(state: State, parts: Sequence[Sequence[int]]) -> list[State]:
     """
     group_of: dict[int, State] = {}
     for group in _entry(state, "param_groups"):
-        group_of |= dict.fromkeys(group["params"], group)
+        group_of |= dict.fromkeys(_entry(group, "params"), group)
     expected = {position for positions in parts for position in positions}
     if group_of.keys() != expected:
         raise ValueError(

@@ -74,12 +74,14 @@ class LocalOptimizer:
                 optimized.grad = gradient
 
     def norms(self, context_id: int, norm_type: float) -> Tensor:
-        """The norm of each gradient that the context has for these parameters, of shape (gradients,)."""
+        """The norm of each gradient that the context has for these parameters, of shape (gradients,).
+
+        Gradients without elements are left out: they have no norm of every type.
+        """
         gradients = _gradients(context_id)
+        found = [_elements(gradients[each]) for each in self._parameters if each in gradients]
         norms = [
-            torch.linalg.vector_norm(_elements(gradients[parameter]), norm_type).cpu()
-            for parameter in self._parameters
-            if parameter in gradients
+            torch.linalg.vector_norm(elements, norm_type).cpu() for elements in found if elements.numel()
         ]
         return torch.stack(norms) if norms else torch.zeros(0)
 

@@ -117,7 +117,7 @@ class DistributedOptimizer:
         Args:
             context_id: what ``dist_autograd.context`` returned.
             max_norm: the most that the norm may be afterwards.
-            norm_type: which norm; ``inf`` for the largest element.
+            norm_type: which norm; ``inf`` for the largest element. No gradients have the norm 0.
             error_if_nonfinite: raise if the norm is infinite or no number, and change nothing.
 
         Returns:
@@ -128,12 +128,14 @@ class DistributedOptimizer:
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         """
         _check_context(context_id)
+        norm_type = float(norm_type)
         norms = on_all(
             self._parts,
             "clip_grad_norm_",
             lambda part: part.optimizer.rpc_async().norms(context_id, norm_type),
         )
-        total: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+        found = torch.cat(norms)
+        total: Tensor = torch.linalg.vector_norm(found, norm_type) if len(found) else torch.tensor(0.0)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "

@@ -115,6 +115,7 @@ class Caller:
         if tape is None or noted_in is None:
             return serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
         tensors: list[Tensor] = []
+        args, kwargs = serialization.stand_ins(args, kwargs)
         payload = serialization.dump_call(
             function, args, kwargs, peer, pickler=replacement.pickler, tracked=tensors
         )

@@ -25,6 +25,7 @@ from rpc.serialization.portable import (
     loads_with_tensors,
 )
 from rpc.serialization.safe import AllowList, allow_class, allow_function, allowed
+from rpc.serialization.tracked import stand_ins
 
 __all__ = [
     "AllowList",
@@ -57,6 +58,7 @@ __all__ = [
     "ready",
     "register_carrier",
     "register_reducer",
+    "stand_ins",
     "take_back",
     "text_of",
 ]

@@ -3,13 +3,17 @@
 The receiver must have all of them before it builds what they are part of, for one node of its graph brings
 them all. So they are pickled apart: in the pickle proper each is a number, as if it travelled beside it.
 Calls and results that are nothing but usual tensors need no second pickle (``calls``).
+
+A parameter arrives as a parameter of its own, since modules are made of them. One that is itself an argument
+of a call, or in a list, tuple or dict there, is none of a module's: a tensor stands for it (``stand_ins``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -17,7 +21,10 @@ from rpc.errors import SerializationError
 from rpc.serialization.carriers import arrived
 from rpc.serialization.payload import TRACKED, Arrivals, Connect
 
-__all__ = ["connected", "is_tracked", "rebuilt", "take_out"]
+__all__ = ["connected", "is_tracked", "rebuilt", "stand_ins", "take_out"]
+
+_NO_PARAMETERS: Final = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
+"""Types of usual arguments."""
 
 
 def is_tracked(tensor: Tensor) -> bool:
@@ -25,6 +32,47 @@ def is_tracked(tensor: Tensor) -> bool:
     which arrives as a parameter of its own.
     """
     return tensor.requires_grad and not isinstance(tensor, Parameter)
+
+
+def stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with a tensor computed from it in the place of each parameter.
+
+    Gradients for that tensor are gradients of the parameter. Nothing changes where gradients are off.
+    """
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    made: dict[int, Any] = {}
+    if not _NO_PARAMETERS.issuperset(map(type, args)):
+        args = tuple([_stand_in(value, made) for value in args])
+    if kwargs:
+        kwargs = {word: _stand_in(value, made) for word, value in kwargs.items()}
+    return args, kwargs
+
+
+def _stand_in(value: Any, made: dict[int, Any]) -> Any:
+    """What is sent in place of an argument: itself, unless it is a parameter or holds one."""
+    kind = type(value)
+    if kind is Parameter:
+        return _computed(value, made)
+    if kind is not tuple and kind is not list and kind is not dict:
+        return value
+    elements = value.values() if kind is dict else value
+    if Parameter not in map(type, elements):
+        return value
+    if id(value) not in made:
+        inside = [_computed(each, made) if type(each) is Parameter else each for each in elements]
+        made[id(value)] = dict(zip(value, inside, strict=True)) if kind is dict else kind(inside)
+    return made[id(value)]
+
+
+def _computed(parameter: Parameter, made: dict[int, Any]) -> Any:
+    """One and the same tensor for a parameter that occurs twice."""
+    if not parameter.requires_grad:
+        return parameter
+    if id(parameter) not in made:
+        tensor = made[id(parameter)] = parameter.view_as(parameter)
+        tensor.__dict__.update(parameter.__dict__)
+    return made[id(parameter)]
 
 
 def take_out(tensor: Tensor, tracked: list[Tensor]) -> tuple[Any, ...]:

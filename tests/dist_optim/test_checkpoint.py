@@ -74,7 +74,7 @@ def test_other_parameters_are_refused() -> None:
         split(merged, [[0, 1], [2]])
 
 
-@pytest.mark.parametrize("state", [{}, {"param_groups": []}, [1], None])
+@pytest.mark.parametrize("state", [{}, {"param_groups": []}, {"param_groups": [{}]}, [1], None])
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with pytest.raises(ValueError, match="optimizer"):
         split(state, [[0]])

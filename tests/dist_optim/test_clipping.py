@@ -19,6 +19,18 @@ def clip(_: Worker) -> None:
         clip_to(max_norm, norm_type)
 
 
+def clip_nothing(_: Worker) -> None:
+    model = Spread("worker0", "worker1", "worker1")
+    optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.1)
+    for norm_type in (2.0, float("inf")):
+        with dist_autograd.context() as context_id:
+            assert optimizer.clip_grad_norm_(context_id, 1.0, norm_type) == 0
+
+
+def test_no_gradients_have_the_norm_0(run_workers: RunWorkers) -> None:
+    first_of(run_workers, clip_nothing)
+
+
 def clip_to(max_norm: float, norm_type: float) -> None:
     model, norms = Spread(*PLACES), list[Tensor]()
     spread = DistributedOptimizer(optim.SGD, model.references(), lr=0.1)
