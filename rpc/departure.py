@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from rpc.counting import Report
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.peer import Peer
-from rpc.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination
+from rpc.termination import CutOff, Failed, Leave, Quiescent, Send, Termination
 from rpc.waiting import INFINITE, wait_for_event
 from rpc.wire import Frame, Kind, encode
 from rpc.workers import Member

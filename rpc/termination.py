@@ -2,7 +2,7 @@
 
 Calls cause calls, so that every worker has called ``shutdown`` and is idle means little: a call may be on
 its way, and the worker that it reaches may call any other. What must be found is a moment at which *all*
-workers were idle and *nothing* was on its way. Nobody sees all workers at one moment; counting does it
+workers were idle and *nothing* was on its way. Nobody sees all workers at one moment; ``counting`` does it
 (Mattern's four-counter method, "Algorithms for distributed termination detection", 1987).
 
 *The leader* is the living worker of the lowest rank. Each worker tells it when it enters shutdown. When all
@@ -33,40 +33,18 @@ Messages must arrive, in any order, unless their sender or receiver dies; double
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from rpc.counting import Peer, Report, is_balanced
 from rpc.errors import ProtocolError
 from rpc.workers import Member
 
-__all__ = ["Action", "CutOff", "Failed", "Leave", "Quiescent", "Report", "Send", "Termination"]
-
-Peer = int
-"""A worker, by its incarnation."""
+__all__ = ["Action", "CutOff", "Failed", "Leave", "Quiescent", "Send", "Termination"]
 
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
 _ANSWER_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a worker has to say about itself at one moment.
-
-    The counts are of messages that can cause work: calls and control messages, but not replies, and not the
-    messages of this protocol. A message is counted as sent before it is on its way, and as received no
-    later than ``active`` has risen for it.
-
-    Attributes:
-        active: what is under way here: calls running, queued or waited for, callbacks, messages that are
-            not acknowledged.
-        sent: messages sent so far, by receiver.
-        received: messages received so far, by sender.
-    """
-
-    active: int
-    sent: Mapping[Peer, int] = field(default_factory=dict)
-    received: Mapping[Peer, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +347,7 @@ class Termination:
         reports, self._reports = self._reports, None
         self._busy = {peer: report.active for peer, (_, report) in reports.items() if report.active}
         clean = not self._busy and all(self._lost <= lost for lost, _ in reports.values())
-        if clean and self._is_balanced(reports):
+        if clean and is_balanced(reports):
             if reports == self._proof:
                 self._finish_round()
                 return
@@ -380,18 +358,6 @@ class Termination:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if clean:
             self._wanted = True  # something is on its way, and nobody will tell when it has arrived
-
-    def _is_balanced(self, reports: Mapping[Peer, tuple[frozenset[Peer], Report]]) -> bool:
-        """Whether all that was sent was received, or both sides know that their connection is broken."""
-        for sender, (lost_by_sender, sender_report) in reports.items():
-            for receiver, (lost_by_receiver, receiver_report) in reports.items():
-                broken = receiver in lost_by_sender
-                if broken != (sender in lost_by_receiver):
-                    return False
-                sent, received = sender_report.sent.get(receiver, 0), receiver_report.received.get(sender, 0)
-                if not broken and sent != received:
-                    return False
-        return True
 
     # Words.
 

@@ -13,7 +13,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from rpc.termination import Action, CutOff, Failed, Leave, Quiescent, Report, Send, Termination
+from rpc.counting import Report
+from rpc.termination import Action, CutOff, Failed, Leave, Quiescent, Send, Termination
 from rpc.workers import Member, WorkerInfo
 
 ROUNDS = 2

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rpc.counting import Report
 from rpc.errors import ProtocolError
-from rpc.termination import Failed, Leave, Quiescent, Report, Send, Termination
+from rpc.termination import Failed, Leave, Quiescent, Send, Termination
 from tests.rpc.termination_world import World, members
 
 IDLE = Report(0)
