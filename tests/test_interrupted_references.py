@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ from tests.serving import first_of
 from tests.workers import RunWorkers, Worker
 
 kept: list[rpc.RRef[torch.Tensor]] = []
+arrived = threading.Event()
 
 
 def keep(reference: rpc.RRef[torch.Tensor]) -> None:
     kept.append(reference)
+    arrived.set()
 
 
 def use_kept() -> float:
+    arrived.wait()  # nobody waits for the call that brings it
     return float(kept[0].to_here().sum())
 
 
