@@ -26,6 +26,10 @@ _HOW_TO_GET = {
 _RESULTS = Path(__file__).parent / "results"
 
 
+_FILE_WIDTH = 110
+"""Columns of the table where no terminal says how many there are."""
+
+
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -62,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, print and save; returns the exit status."""
     arguments = _arguments(argv)
     console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
     selected = arguments.workloads or list(WORKLOADS)
     sides = ["farcall"]
     if arguments.peer != "none":
