@@ -17,26 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 import dist_autograd
 import rpc
 from dist_optim.local_optimizer import LocalOptimizer
-from tests.serving import WAIT_SECONDS, in_group, open_gate, wait_at_gate
+from tests.dist_autograd.guarded import apply_guarded
+from tests.serving import WAIT_SECONDS, in_group, open_gate
 from tests.workers import RunWorkers, Worker
 
 _models: dict[str, DistributedDataParallel] = {}
-
-
-class Guarded(torch.autograd.Function):
-    """Its backward waits at the gate of the worker that it runs on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        wait_at_gate("backward")
-        return gradient
-
-
-apply_guarded: Callable[[Tensor], Tensor] = Guarded.apply
 
 
 @contextmanager

@@ -15,23 +15,11 @@ from torch import Tensor
 import dist_autograd
 import rpc
 from rpc.errors import AutogradError, BackwardError, NotInitializedError, WorkerLostError
-from tests.serving import WAIT_SECONDS, first_of, in_group, open_gate, serve, wait_at_gate
+from tests.dist_autograd.guarded import apply_guarded
+from tests.serving import WAIT_SECONDS, first_of, in_group, open_gate, serve
 from tests.workers import RunWorkers, Task, Worker, current_worker
 
 OTHER = "worker1"
-
-
-class Guarded(torch.autograd.Function):
-    """Its backward waits at the gate of the worker that it runs on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        wait_at_gate("backward")
-        return gradient
 
 
 class Failing(torch.autograd.Function):
@@ -44,7 +32,6 @@ class Failing(torch.autograd.Function):
         raise LookupError("no gradient today")
 
 
-apply_guarded: Callable[[Tensor], Tensor] = Guarded.apply
 apply_failing: Callable[[Tensor], Tensor] = Failing.apply
 
 
