@@ -100,9 +100,10 @@ class Root:
 
     def _wait_by_reading(self) -> bool:
         """Wait for the one worker that is left, if its answer may well be what comes next."""
-        if len(self._left) != 1:
+        left = tuple(self._left)  # one step: the loop's thread takes out who is done
+        if len(left) != 1:
             return False
-        part = self._parts.get(next(iter(self._left)))
+        part = self._parts.get(left[0])
         if part is None or not (part.whole or self._has_run):
             return False
         self._reading = part
