@@ -30,15 +30,15 @@ def root_with_one_left(peer: Peer) -> Root:
     own = SimpleNamespace(
         root=SimpleNamespace(member=SimpleNamespace(info=None)), has_failed=lambda: False, news=lambda: None
     )
-    root = Root(cast(Pass, own), cast(Workers, None))
+    root = Root(cast("Pass", own), cast("Workers", None))
     root._left = {peer}
-    root._parts = {peer: cast(Part, AnsweredElsewhere())}
+    root._parts = {peer: cast("Part", AnsweredElsewhere())}
     return root
 
 
 @pytest.mark.parametrize("bytecodes", range(STEPS))
 def test_a_worker_may_be_done_at_any_moment_of_the_wait_for_it(bytecodes: int) -> None:
-    peer = cast(Peer, object())
+    peer = cast("Peer", object())
     root = root_with_one_left(peer)
     left = bytecodes
 
