@@ -22,6 +22,7 @@ __all__ = ["main"]
 _HOW_TO_GET = {
     "torch": "this PyTorch has no torch.distributed.rpc",
     "grpc": "there is no gRPC here (pip install grpcio)",
+    "ray": "there is no Ray here (pip install ray)",
 }
 _RESULTS = Path(__file__).parent / "results"
 
@@ -43,7 +44,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--peer",
         choices=list(report.NAMES),
         default="torch",
-        help="what to compare with (default torch; grpc needs grpcio)",
+        help="what to compare with (default torch; grpc needs grpcio, ray needs ray)",
     )
     parser.add_argument("--timeout", type=float, default=180, metavar="S", help="seconds a run may take")
     parser.add_argument(

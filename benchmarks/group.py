@@ -23,15 +23,25 @@ from benchmarks.workloads import WORKLOADS
 
 __all__ = ["MODULES", "MeasurementFailed", "is_available", "measure"]
 
-MODULES = {"farcall": "rpc", "torch": "torch.distributed.rpc", "grpc": "benchmarks.grpc_peer"}
+MODULES = {
+    "farcall": "rpc",
+    "torch": "torch.distributed.rpc",
+    "grpc": "benchmarks.grpc_peer",
+    "ray": "benchmarks.ray_peer",
+}
 """What can be measured, and the module that has it."""
 
-_GRPC_WORKLOADS = frozenset(("null", "small", "window", "recursion", "idle", "busy"))
-"""What gRPC can run beside large tensors: it has no remote references and no autograd."""
+_CALLS_OF = {
+    "grpc": frozenset(("null", "small", "window", "recursion", "idle", "busy")),
+    "ray": frozenset(("null", "small", "remote", "window", "idle")),
+}
+"""What these can run beside large tensors. gRPC has no remote references, Ray no calls back to its driver."""
+_STARTS_ITS_WORKERS = frozenset(("ray",))
 _NETWORK_OPTIONS: dict[str, dict[str, Any]] = {
     "farcall": {"transports": ["tcp"], "shared_memory_bytes": 0},
     "torch": {"_transports": ["uv"], "_channels": ["basic"]},
     "grpc": {},
+    "ray": {},
 }
 """What makes the workers of a side behave as if they were on different hosts."""
 
@@ -59,9 +69,10 @@ def _try_import(module: str) -> None:
 
 def can_run(side: str, workload: Workload) -> bool:
     """Whether a side has what a workload needs."""
-    if side != "grpc":
+    calls = _CALLS_OF.get(side)
+    if calls is None:
         return True
-    return workload.name in _GRPC_WORKLOADS or workload.part == "tensors"
+    return workload.name in calls or (workload.part == "tensors" and not (side == "ray" and workload.network))
 
 
 def measure(side: str, workloads: Sequence[str], timeout: float) -> dict[str, float]:
@@ -96,7 +107,7 @@ def _measure_group(
             context.Process(
                 target=_work, args=(rank, workers, side, network, tuple(workloads), Path(folder), ours)
             )
-            for rank in range(workers)
+            for rank in range(1 if side in _STARTS_ITS_WORKERS else workers)
         ]
         try:
             for process in processes:

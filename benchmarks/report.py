@@ -22,7 +22,7 @@ from benchmarks.workloads import WORKLOADS
 
 __all__ = ["NAMES", "Line", "lines", "machine", "save", "table"]
 
-NAMES = {"torch": "torch.distributed.rpc", "grpc": "gRPC", "none": "nothing"}
+NAMES = {"torch": "torch.distributed.rpc", "grpc": "gRPC", "ray": "Ray", "none": "nothing"}
 """What farcall can be compared with."""
 
 Numbers = Mapping[str, Sequence[Mapping[str, float]]]
@@ -38,7 +38,8 @@ class Line:
         theirs: the other's; ``None`` if it was not measured.
         spread: of each side, the range of its numbers as a share of their median.
         ratio: ours to theirs.
-        holds: whether the bar holds; ``None`` without a bar, or without what it refers to.
+        holds: whether the bar holds; ``None`` without a bar, or without what it refers to:
+            ``torch.distributed.rpc``, unless it is about the number itself.
     """
 
     workload: Workload
@@ -66,7 +67,8 @@ class Line:
 
 def lines(numbers: Numbers, workloads: Sequence[str]) -> list[Line]:
     """Sum up what was measured, a line per workload."""
-    return [_line(WORKLOADS[name], *_columns(numbers, name)) for name in workloads]
+    bars_hold = "torch" in numbers
+    return [_line(WORKLOADS[name], *_columns(numbers, name), bars_hold=bars_hold) for name in workloads]
 
 
 def _columns(numbers: Numbers, name: str) -> tuple[list[float], list[float]]:
@@ -76,12 +78,12 @@ def _columns(numbers: Numbers, name: str) -> tuple[list[float], list[float]]:
     return ours, theirs
 
 
-def _line(workload: Workload, ours: list[float], theirs: list[float]) -> Line:
+def _line(workload: Workload, ours: list[float], theirs: list[float], *, bars_hold: bool) -> Line:
     our_median = statistics.median(ours)
     their_median = statistics.median(theirs) if theirs else None
     ratio = our_median / their_median if their_median else None
     bar = workload.bar
-    value = our_median if bar is not None and bar.absolute else ratio
+    value = our_median if bar is not None and bar.absolute else ratio if bars_hold else None
     holds = None if bar is None or value is None else bar.holds(value)
     spread = tuple(_spread(column) for column in (ours, theirs) if column)
     return Line(workload, our_median, their_median, spread, ratio, holds)

@@ -66,6 +66,13 @@ def test_a_workload_that_the_other_side_cannot_run_has_no_ratio() -> None:
     assert (line.theirs, line.ratio, line.cost) == (None, None, None)
     assert not group.can_run("grpc", WORKLOADS["remote"])
     assert group.can_run("torch", WORKLOADS["remote"])
+    assert group.can_run("ray", WORKLOADS["remote"])
+    assert not group.can_run("ray", WORKLOADS["autograd-op"])
+
+
+def test_bars_are_about_torch_and_no_other_peer() -> None:
+    (line,) = report.lines({"farcall": [{"null": 10.0}], "ray": [{"null": 1000.0}]}, ["null"])
+    assert (line.ratio, line.holds) == (0.01, None)
 
 
 def test_cost_is_a_share_of_the_others_time_also_for_rates() -> None:
