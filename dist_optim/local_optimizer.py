@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class LocalOptimizer:
         # A tensor's `data` is the same memory, but what changes it there is not counted: a backward that
         # needs the parameter does not see that it was changed.
         self._optimized = [each.data for each in parameters] if stale_gradients else self._parameters
-        self._optimizer = optimizer_class(self._optimized, *args, **kwargs)
+        self._optimizer = _steps_alone(optimizer_class(self._optimized, *args, **kwargs))
         self._locks = ParameterLocks(self._parameters)
 
     @contextlib.contextmanager
@@ -106,6 +107,23 @@ class LocalOptimizer:
         """Goes on from a state that ``state_dict`` gave."""
         with self.held() as optimizer:
             optimizer.load_state_dict(state)
+
+
+def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer, if its ``step`` needs no argument. Raises ``TypeError`` if it does."""
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(optimizer.step).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TypeError(
+            f"each step of {type(optimizer).__name__} needs a {needed[0]}, to compute the loss again while "
+            "it steps, which an owner alone cannot do for a model on many workers: take an optimizer that goes "
+            "by the gradients alone"
+        )
+    return optimizer
 
 
 def _gradients(context_id: int) -> dict[Tensor, Tensor]:

@@ -41,8 +41,8 @@ class DistributedOptimizer:
     A parameter that is given several times, because modules share it, is optimized once.
 
     Args:
-        optimizer_class: any class of ``torch.optim``, or one like them, or a function that makes one. It
-            runs on each owner, and must be something that can be sent.
+        optimizer_class: any class of ``torch.optim`` but ``LBFGS``, or one like them, or a function that
+            makes one. It runs on each owner, and must be something that can be sent.
         params_rref: references to parameters, such as ``RemoteModule.remote_parameters()``; for those of
             this worker, ``rpc.RRef(parameter)``.
         args: for ``optimizer_class``, after the parameters.
@@ -51,7 +51,8 @@ class DistributedOptimizer:
         kwargs: for ``optimizer_class``.
 
     Raises:
-        TypeError: one of ``params_rref`` is no reference, or one to something else than a tensor.
+        TypeError: one of ``params_rref`` is no reference, or one to something else than a tensor; or each
+            step of ``optimizer_class`` needs a closure that computes the loss again, as that of ``LBFGS``.
         ValueError: there are no parameters.
         WorkerLostError: an owner is gone.
         Exception: what ``optimizer_class`` raised on an owner, which the notes name.
@@ -218,7 +219,10 @@ class DistributedOptimizer:
 
 
 def _checked(params_rref: Iterable[RRef[Any]]) -> list[RRef[Any]]:
-    references: list[Any] = list(params_rref)
+    given: Any = params_rref
+    if isinstance(given, RRef):
+        raise TypeError(f"params_rref is one reference, {given!r}, not a list of them: pass [params_rref]")
+    references: list[Any] = list(given)
     if not references:
         raise ValueError("DistributedOptimizer got an empty list of parameters")
     for position, reference in enumerate(references):

@@ -209,6 +209,8 @@ def make_badly(_: Worker) -> None:
         RemoteModule("cpu", Scale, args=(1.0,))
     with pytest.raises(ValueError, match=r"decorated by @torch\.jit\.interface"):
         RemoteModule("worker1", Scale, (1.0,), _module_interface_cls=Scale)
+    with pytest.raises(TypeError, match="module_rref is a Scale, not a reference to a module"):
+        RemoteModule.init_from_module_rref("worker1", Scale(1.0))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="without _module_interface_cls: it cannot be scripted"):
         torch.jit.script(RemoteModule("worker1", Scale, args=(1.0,)))
 

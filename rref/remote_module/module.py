@@ -103,12 +103,21 @@ class RemoteModule(WithoutLocalState):
             module_rref: refers to an ``nn.Module``.
             _module_interface_cls: as for ``RemoteModule``.
 
+        Raises:
+            TypeError: ``module_rref`` is no reference.
+
         Example::
 
             shared = RemoteModule.init_from_module_rref("worker1/cpu", layer.get_module_rref())
         """
         _check_initialized()
         place = RemoteDevice.parse(remote_device)
+        given: Any = module_rref
+        if not isinstance(given, RRef):
+            raise TypeError(
+                f"module_rref is a {type(given).__name__}, not a reference to a module: pass what "
+                "rpc.remote(worker, ModuleClass) or get_module_rref() returned"
+            )
         if _module_interface_cls is not None:
             check_interface(_module_interface_cls)
         self = cls.__new__(cls)

@@ -67,10 +67,13 @@ def give_badly(_: Worker) -> None:
         ([tensor, torch.ones(2)], TypeError, r"params_rref\[1\] is a Tensor, not a reference: .* rpc\.RRef"),
         ([tensor, text], TypeError, r"params_rref\[1\] refers to a str on worker 'worker1'"),
         ([rpc.remote("worker1", [].pop)], IndexError, "pop from empty list"),
+        (tensor, TypeError, r"one reference, .*, not a list of them: pass \[params_rref\]"),
     ]
     for references, kind, message in bad:
         with pytest.raises(kind, match=message):
             DistributedOptimizer(optim.SGD, references, lr=0.1)
+    with pytest.raises(TypeError, match="each step of LBFGS needs a closure"):
+        DistributedOptimizer(optim.LBFGS, [tensor])
     optimizer = DistributedOptimizer(optim.SGD, [tensor], lr=0.1)
     over = -1
     with dist_autograd.context() as context_id:
