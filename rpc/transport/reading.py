@@ -4,7 +4,9 @@
 
 1. Take the role, and stop the loop's watching the socket. The loop watches it through an epoll object, so
    that any thread can stop and resume that by one system call.
-2. Wait until the socket is readable, or somebody calls ``release``, or the time is over.
+2. Wait until the socket is readable, or somebody calls ``release``, or the time is over. The other side
+   often needs less time than it takes to put a thread to sleep and to wake it, so first look again and again
+   for a moment, as long as that pays (see ``Trial``).
 3. Receive. Whether it is still the thread's turn is looked at, and the count appended to ``unread``, within
    the C code that receives, where no signal handler runs: it is noted, or nothing was received.
 4. If what came is the one frame that the thread waits for, take it: it is stored first, then ``unread`` is
@@ -29,6 +31,7 @@ from rpc.decoder import Decoder
 from rpc.errors import ProtocolError
 from rpc.transport import syscalls
 from rpc.transport.role import LOOP, ReaderRole, Turn
+from rpc.transport.trial import Trial
 from rpc.wire import Frame, Kind, Prefix
 
 __all__ = ["AVAILABLE", "AwaitedReply", "DirectReading"]
@@ -39,6 +42,8 @@ AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(o
 """Whether threads can read here; elsewhere only the loop does."""
 
 _REPLIES: Final = frozenset((Kind.REPLY, Kind.FAILURE))
+_MOMENT_SECONDS: Final = 100e-6 if AVAILABLE and len(os.sched_getaffinity(0)) > 1 else 0.0
+"""For how long a thread looks before it sleeps. Where there is one core only, the other side needs it."""
 _SLICE_SECONDS: Final = 0.5
 """A signal right before the system call would not end it, so waits are made in slices."""
 
@@ -108,6 +113,8 @@ class DirectReading:
         "_descriptor",
         "_event",
         "_poll",
+        "_replies_soon",
+        "_requests_soon",
         "_watch",
         "closed",
         "role",
@@ -124,6 +131,8 @@ class DirectReading:
         self._watch: syscalls.Watch | None = None
         self._event = -1
         self._poll: Callable[[float | None], list[tuple[int, int]]] | None = None
+        self._replies_soon = Trial()
+        self._requests_soon = Trial()
 
     # ---- the loop's thread
 
@@ -189,7 +198,7 @@ class DirectReading:
             Its turn; None if somebody else has the role, or it does not pay.
         """
         role = self.role
-        if not role.invites():
+        if not role.worth.invites():
             return None
         watch = self._watch
         if watch is None or self._poll is None:
@@ -215,7 +224,7 @@ class DirectReading:
             return
         holder = self.role.holder()
         if holder is not None and holder.stands_by and not stands_by:
-            self.role.was_in_vain()
+            self.role.worth.was_in_vain()
             self.release()
 
     def leave(self) -> None:
@@ -268,7 +277,7 @@ class DirectReading:
             left = deadline - monotonic()
             if left <= 0:
                 return
-            readable = self._wait(1000 * min(left, _SLICE_SECONDS))
+            readable = self._wait(1000 * min(left, _SLICE_SECONDS), self._replies_soon)
             if readable is None:
                 return
             if not readable:
@@ -277,12 +286,12 @@ class DirectReading:
             mine = prefix is not None and prefix[1] == call.call_id and prefix[4] in _REPLIES
             frame = self._whole_frame(prefix) if mine else None
             if frame is None or (frame.header and not call.takes(frame.header)):
-                role.was_in_vain()
+                role.worth.was_in_vain()
                 return
             if role.holder() is turn:  # else the loop has it
                 call.outcome = frame
                 turn.unread.clear()
-                role.was_of_use()
+                role.worth.was_of_use()
 
     def next_request(self, timeout: float | None, station: Station[T_co]) -> T_co | None:
         """Having claimed the role: wait for a frame that is for who stands by, and give up the role.
@@ -297,12 +306,14 @@ class DirectReading:
         """
         try:
             turn = self.role.own_turn()
-            if not isinstance(turn, _Turn) or not self._wait(None if timeout is None else 1000 * timeout):
+            if not isinstance(turn, _Turn):
+                return None
+            if not self._wait(None if timeout is None else 1000 * timeout, self._requests_soon):
                 return None
             prefix = self._receive(turn)
             frame = self._whole_frame(prefix)
             if frame is None or not station.takes(frame):
-                self.role.was_in_vain()
+                self.role.worth.was_in_vain()
                 return None
             try:
                 count = turn.unread.pop()  # by this, it is this thread's
@@ -313,16 +324,32 @@ class DirectReading:
             except Exception:  # it is malformed: the loop finds that too, and knows what to do
                 turn.unread.append(count)
                 return None
-            self.role.was_of_use()
+            self.role.worth.was_of_use()
             return taken
         finally:
             self.leave()
 
-    def _wait(self, milliseconds: float | None) -> bool | None:
-        """Wait until the socket is readable; false when the time is over, None if ``release`` was called."""
-        assert self._poll is not None
+    def _wait(self, milliseconds: float | None, soon: Trial) -> bool | None:
+        """Wait until the socket is readable; false when the time is over, None if ``release`` was called.
+
+        Args:
+            soon: whether that has been so within a moment lately.
+        """
+        poll = self._poll
+        assert poll is not None
         try:
-            events = self._poll(milliseconds)
+            events = None
+            if soon.invites():
+                until = monotonic() + _MOMENT_SECONDS
+                events = poll(0)
+                while not events and monotonic() < until:
+                    events = poll(0)
+                if events:
+                    soon.was_of_use()
+                else:
+                    soon.was_in_vain()
+            if not events:
+                events = poll(milliseconds)
         except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
             return None
         if not events:

@@ -14,7 +14,7 @@ handler, or a finalizer, may run there that makes a call itself. So each step is
 happened or has not, and may be repeated; and who calls in the middle of a turn of its own thread ends it.
 
 Reading in vain costs more than it saves: where other frames come between, as when many calls are under way,
-it is better to leave the reading to the loop for a while. ``invites`` says when to try again.
+it is better to leave the reading to the loop for a while. ``worth`` says when to try again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Final
 
-__all__ = ["LOOP", "ReaderRole", "Turn"]
+from rpc.transport.trial import Trial
 
-_FIRST_PENALTY: Final = 4
-_LONGEST_PENALTY: Final = 256
+__all__ = ["LOOP", "ReaderRole", "Turn"]
 
 
 class Turn:
@@ -64,12 +63,12 @@ class ReaderRole:
             role.leave(turn)
     """
 
-    __slots__ = ("_held", "_penalty", "_refusals")
+    __slots__ = ("_held", "worth")
 
     def __init__(self) -> None:
         self._held: dict[int, Turn] = {}
-        self._penalty = 0
-        self._refusals = 0
+        self.worth = Trial()
+        """Whether threads should try to read."""
 
     def take(self, turn: Turn) -> bool:
         """Take the role if nobody has it; returns whether ``turn`` has it now."""
@@ -103,21 +102,3 @@ class ReaderRole:
                 held.pop(_HOLDER, None)
         except KeyError:
             return
-
-    # ---- is it worth the trouble?
-
-    def invites(self) -> bool:
-        """Whether a thread should try to read; each refusal counts down."""
-        if self._refusals <= 0:
-            return True
-        self._refusals -= 1
-        return False
-
-    def was_of_use(self) -> None:
-        """A thread has read what it waited for: the next disappointment costs less."""
-        self._penalty //= 2
-
-    def was_in_vain(self) -> None:
-        """A thread had to give up the role to others."""
-        self._penalty = min(_LONGEST_PENALTY, max(_FIRST_PENALTY, 2 * self._penalty))
-        self._refusals = self._penalty

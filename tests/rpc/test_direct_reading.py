@@ -98,8 +98,9 @@ class End:
 
     def forgive(self) -> None:
         """Have the role tried again at once."""
-        self.direct.role.was_of_use()
-        while not self.direct.role.invites():
+        worth = self.direct.role.worth
+        worth.was_of_use()
+        while not worth.invites():
             pass
 
 
@@ -281,6 +282,49 @@ def test_without_the_role_there_is_no_next_request(end: End) -> None:
     assert end.direct.next_request(None, REQUESTS) is None
 
 
+# ---- before it sleeps
+
+
+def waits_of(end: End, arrives_at: int) -> list[float]:
+    """How many milliseconds each look may take until the reply has come, which it does right before one."""
+    poll = end.direct._poll
+    assert poll is not None
+    waits: list[float] = []
+
+    def look(milliseconds: float | None) -> list[tuple[int, int]]:
+        assert milliseconds is not None
+        if len(waits) == arrives_at:
+            end.there.sendall(frame(Kind.REPLY, 7))
+        waits.append(milliseconds)
+        return poll(milliseconds if len(waits) > arrives_at else 0)
+
+    end.direct._poll = look
+    call = Call(7)
+    end.direct.read_reply(call, end.deadline())
+    end.direct._poll = poll
+    assert call.outcome is not None
+    return waits
+
+
+def test_a_thread_looks_again_for_a_moment_before_it_sleeps(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
+    assert waits_of(end, arrives_at=3) == [0] * 4
+
+
+def test_a_thread_whose_reply_takes_longer_sleeps_at_once_the_next_times(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", 0.0)
+    first, *others = [waits_of(end, arrives_at=index) for index in (1, 0, 0, 0, 0)]
+    assert first[0] == 0
+    assert len(first) == 2
+    assert first[1] > 0
+    assert all(len(waits) == 1 and waits[0] > 0 for waits in others)
+    assert waits_of(end, arrives_at=0) == [0]
+
+
 # ---- the end
 
 
@@ -425,6 +469,12 @@ def interrupt() -> None:
     raise Interruption
 
 
+@pytest.fixture
+def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread looks once before it sleeps, so that it takes the same steps each time."""
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", 0.0)
+
+
 MINE = (Kind.REPLY, 7)
 
 ARRIVALS = {
@@ -434,6 +484,7 @@ ARRIVALS = {
 }
 
 
+@pytest.mark.usefixtures("one_look")
 @pytest.mark.parametrize("what", ARRIVALS)
 @pytest.mark.parametrize("claimed", [True, False])
 def test_an_exception_before_any_instruction_loses_nothing(
@@ -518,6 +569,7 @@ def test_a_second_exception_while_the_role_is_given_up_is_made_good_by_the_next_
     loop.call(end.connection.close, "end of the test")
 
 
+@pytest.mark.usefixtures("one_look")
 def test_a_signal_handler_may_wait_for_a_reply_of_its_own_before_any_instruction(
     loop: LoopThread, sockets: Sockets
 ) -> None:
@@ -550,6 +602,7 @@ def test_a_signal_handler_may_wait_for_a_reply_of_its_own_before_any_instruction
     loop.call(end.connection.close, "end of the test")
 
 
+@pytest.mark.usefixtures("one_look")
 def test_a_signal_handler_may_wait_for_a_reply_in_the_middle_of_a_claim(
     loop: LoopThread, sockets: Sockets
 ) -> None:

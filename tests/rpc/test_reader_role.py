@@ -71,33 +71,3 @@ def test_a_request_to_take_over_that_comes_late_does_not_end_a_later_turn(role: 
     role.take(later)
     assert not role.pass_to_loop(earlier)
     assert role.holder() is later
-
-
-def refusals(role: ReaderRole) -> int:
-    count = 0
-    while not role.invites():
-        count += 1
-    return count
-
-
-def test_a_role_that_was_of_no_use_is_left_alone_for_longer_each_time(role: ReaderRole) -> None:
-    assert refusals(role) == 0
-    waits = []
-    for _ in range(12):
-        role.was_in_vain()
-        waits.append(refusals(role))
-    assert waits == [4, 8, 16, 32, 64, 128] + [256] * 6
-
-
-def test_a_role_that_is_of_use_again_is_tried_more_often(role: ReaderRole) -> None:
-    for _ in range(5):
-        role.was_in_vain()
-    assert refusals(role) == 64
-    for _ in range(3):
-        role.was_of_use()
-    role.was_in_vain()
-    assert refusals(role) == 16
-    for _ in range(10):
-        role.was_of_use()
-    role.was_in_vain()
-    assert refusals(role) == 4
