@@ -120,7 +120,7 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if needed:
         raise TypeError(
             f"each step of {type(optimizer).__name__} needs a {needed[0]}, to compute the loss again while "
-            "it steps, which an owner alone cannot do for a model on many workers: take an optimizer that goes "
+            "it steps, which an owner alone cannot do for a model on many workers: take one that goes "
             "by the gradients alone"
         )
     return optimizer
