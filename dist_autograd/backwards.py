@@ -22,7 +22,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from dist_autograd.contexts import Context, Contexts
@@ -55,27 +54,7 @@ WHOLE_PART: Final = Kind.EXTENSION + 22
 """A part of one message."""
 
 _THREADS: Final = 8
-_SMALL_BYTES: Final = 1024
-
-
-def gradients_of_a_message(*gradients: Tensor | None) -> None:
-    """Stands, in a message, for what brings the gradients of another message's tensors."""
-    raise TypeError("gradients arrive in messages of their own, which are no calls")
-
-
-def _dump(origin: Origin, gradients: Sequence[Tensor | None]) -> Payload:
-    # As the arguments of a call they take the shortest way; it is never made. That way is for contiguous
-    # tensors, and the gradient of a sum is none.
-    small = [
-        gradient.contiguous() if type(gradient) is Tensor and _is_small_and_spread(gradient) else gradient
-        for gradient in gradients
-    ]
-    return serialization.dump_call(gradients_of_a_message, tuple(small), {}, origin.source)
-
-
-def _is_small_and_spread(gradient: Tensor) -> bool:
-    strided = gradient.layout is torch.strided and not gradient.is_nested
-    return strided and gradient.nbytes <= _SMALL_BYTES and not gradient.is_contiguous()
+_GRADIENTS: Final = "the gradients of a message"
 
 
 class Backwards:
@@ -95,7 +74,7 @@ class Backwards:
         self._roots: dict[Key, Root] = {}
         self._numbers = itertools.count(1)
         self._threads: Executor | None = None
-        serialization.allow_function(gradients_of_a_message)
+        self._workers = Workers(self._ask, self._abort, agent.peer_by_incarnation)
         agent.on(MARK, self._mark_arrived)
         agent.on(GRADIENTS, self._gradients_arrived)
         agent.on(DONE, self._done_arrived)
@@ -116,7 +95,7 @@ class Backwards:
         key = (agent.incarnation, next(self._numbers))
         own = self._new_pass(key, context, agent.own_peer, retain_graph)
         own.begun = True
-        root = Root(own, Workers(self._ask, self._abort, agent.peer_by_incarnation))
+        root = Root(own, self._workers)
         self._passes[key] = own
         self._roots[key] = root
         try:
@@ -258,8 +237,8 @@ class Backwards:
             running.mark([(message, index) for message, index in marks], peer)
             running.run()
             if running.held_back is not None:
-                origin = running.held_back[0]
-                payload = _dump(*running.held_back)
+                origin, gradients = running.held_back
+                payload = serialization.dump_tensors(gradients, peer, _GRADIENTS)
                 payload.header["gradients"] = origin.message
         except BaseException as error:
             kind, payload = Kind.FAILURE, serialization.dump_exception(error, agent.info, peer)
@@ -311,7 +290,7 @@ class Backwards:
             if before is None:
                 return
             origin, gradients = before
-        payload = _dump(origin, gradients)
+        payload = serialization.dump_tensors(gradients, origin.source, _GRADIENTS)
         marks = running.untold.pop(origin.source, None)
         if marks is not None:
             self._begin_part(running, origin, marks, payload)
@@ -335,21 +314,20 @@ class Backwards:
         whole = all(mark.message == origin.message for mark in marks)
         part = agent.calls.open(peer, "a distributed backward", 0, Part)
         part.failure_in, part.whole = self._failure, whole
-        self._roots[running.key].begins(part)
+        kind = WHOLE_PART if whole else PART
         try:
-            agent.caller.transmit(part, WHOLE_PART if whole else PART, payload)
+            self._roots[running.key].ask(
+                part,
+                lambda: agent.caller.transmit(part, kind, payload),
+                is_small=len(payload.segments) == 1,
+            )
         except BaseException:
             self._contexts.say_again(peer, over)
             raise
 
     def _read(self, message: tuple[Peer, Frame]) -> Sequence[Tensor | None]:
         peer, frame = message
-        function, gradients, _ = serialization.load_call(
-            frame.header, frame.segments, None, peer, allow=self._agent.allow
-        )
-        if function is not gradients_of_a_message:
-            raise ProtocolError(f"worker '{peer.name}' sent a call of {function!r} in place of gradients")
-        return gradients
+        return serialization.load_tensors(frame.segments, peer, allow=self._agent.allow)
 
     def _send(self, peer: Peer, kind: int, payload: Payload) -> None:
         try:

@@ -45,12 +45,21 @@ class Models:
 
     def __init__(self) -> None:
         self._models: WeakSet[DistributedDataParallel] = WeakSet()
+        self._any = False
+        self._watches = False
         self._lock = threading.Lock()
         self._forward: Any = None
 
+    def __bool__(self) -> bool:
+        """Whether there has been any."""
+        return self._any
+
     def watch(self) -> None:
         """Learn of models from now on."""
+        if self._watches:
+            return
         with self._lock:
+            self._watches = True
             if self._forward is not None:
                 return
             forward = self._forward = _patched.forward
@@ -60,6 +69,7 @@ class Models:
             if current.get() is not None and model not in self._models:
                 with self._lock:
                     self._models.add(model)
+                    self._any = True
             return forward(model, *inputs, **kwargs)
 
         _patched.forward = noted
@@ -70,11 +80,10 @@ class Models:
             if self._forward is not None:
                 _patched.forward = self._forward
                 self._forward = None
+                self._watches = False
 
     def among(self, leaves: Sequence[Tensor]) -> list[int]:
         """The positions of those leaves that are parameters of such models."""
-        if not self._models:
-            return []
         with self._lock:
             models = list(self._models)
         averaged = {id(parameter) for model in models for parameter in model.module.parameters()}

@@ -15,14 +15,15 @@ other threads, is no alternative: process groups carry it too, and free it where
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["current_pass", "give_way", "hold_back", "is_profiled", "is_running", "run"]
+__all__ = ["current_pass", "directly", "give_way", "hold_back", "is_profiled", "is_running", "run"]
 
 _C: Final[Any] = torch._C
 _engine: Final[Any] = torch.autograd.Variable._execution_engine
@@ -52,6 +53,15 @@ if _missing():
         f"distributed autograd needs what torch {torch.__version__} does not have: {', '.join(_missing())}. "
         "Use torch 2.13, which it was tried on."
     )
+
+
+def directly(function: type[Function]) -> Callable[..., Any]:
+    """``function.apply`` without its search for transforms such as ``vmap``, in which our nodes are not made.
+
+    That search costs as much as making the node.
+    """
+    apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def run(

@@ -10,10 +10,10 @@ no node is reached from two of them, each can be run by itself, as soon as its g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-__all__ = ["ROOTS", "Mark", "Reach", "marks_behind"]
+__all__ = ["ROOTS", "Edge", "Mark", "Reach", "marks_behind"]
 
 ROOTS: Final = 0
 """The start that all roots together are; others are numbers of messages."""
@@ -39,7 +39,6 @@ class Reach:
 
     Args:
         recv: the class of recv nodes. Such a node has an ``origin`` with ``sender`` and ``message``.
-        on_visit: called with each node, recvs included, when it is first seen.
 
     Attributes:
         leaves: the nodes that accumulate gradients, each once, under the start that has reached it first.
@@ -47,28 +46,30 @@ class Reach:
         separate: whether no node is reached from two starts.
     """
 
-    def __init__(self, recv: type[Any], on_visit: Callable[[Any], object]) -> None:
+    def __init__(self, recv: type[Any]) -> None:
         self.leaves: dict[int, list[Any]] = {}
         self.recvs: list[Any] = []
         self.separate = True
         self._recv = recv
-        self._on_visit = on_visit
         self._seen: dict[int, tuple[Any, int]] = {}
         """By identity each node, which is so held that no other can get its identity, and its start."""
         self._marked: set[Mark] = set()
+
+    def nodes(self) -> list[Any]:
+        """All nodes that are reached, recvs included."""
+        return [node for node, _ in self._seen.values()]
 
     def extend(self, start: int, edges: Iterable[Edge]) -> list[Mark]:
         """Take in what a start reaches, perhaps more than before; returns the marks that are new."""
         marks: list[Mark] = []
         todo = list(edges)
         leaves = self.leaves.setdefault(start, [])
-        seen, recv, on_visit = self._seen, self._recv, self._on_visit
+        seen, recv = self._seen, self._recv
         while todo:
             node, output = todo.pop()
             before = seen.get(id(node))
             if before is None:
                 seen[id(node)] = (node, start)
-                on_visit(node)
             elif before[1] != start:
                 self.separate = False
             if isinstance(node, recv):

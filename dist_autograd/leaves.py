@@ -1,14 +1,16 @@
-"""Gradients as they leave the engine, made the context's own."""
+"""The gradients of leaves: as they leave the engine, and such as need not enter it."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["owned"]
+from dist_autograd.recording import Sent
+
+__all__ = ["gradients_of_leaves", "owned"]
 
 
 def owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -17,24 +19,58 @@ def owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     The engine passes one tensor to every input of an addition, and an expanded one out of a sum. Whoever
     changes a gradient in place, as clipping does, must change that one alone.
     """
-    elements = [_elements(gradient) for gradient in gradients]
-    uses = Counter(_address(tensor) for tensor in elements if tensor is not None)
-    return [
-        gradient.clone()
-        if gradient is not None
-        and tensor is not None
-        and (uses[_address(tensor)] > 1 or tensor.untyped_storage().nbytes() != tensor.nbytes)
-        else gradient
-        for gradient, tensor in zip(gradients, elements, strict=True)
-    ]
+    addresses: set[int] = set()
+    mine: list[Tensor | None] = []
+    for gradient in gradients:
+        elements = None if gradient is None else _elements(gradient)
+        if gradient is None or elements is None:
+            mine.append(gradient)
+            continue
+        storage = elements.untyped_storage()
+        address = storage.data_ptr()
+        if address in addresses or storage.nbytes() != elements.nbytes:
+            mine.append(gradient.clone())
+        else:
+            addresses.add(address)
+            mine.append(gradient)
+    return mine
 
 
-def _elements(gradient: Tensor | None) -> Tensor | None:
+def _elements(gradient: Tensor) -> Tensor | None:
     """The strided tensor that holds a gradient's elements; None for kinds that share none."""
-    if gradient is None or gradient.layout is torch.strided:
+    if gradient.layout is torch.strided:
         return gradient
     return gradient._values() if gradient.layout is torch.sparse_coo else None
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def gradients_of_leaves(
+    sent: Sent, indices: Sequence[int], gradients: Sequence[Tensor | None], leaves: Sequence[Any]
+) -> list[Tensor | None] | None:
+    """The gradients of leaves that were sent themselves, if there is nothing to run for a message at all.
+
+    Args:
+        sent: the message.
+        indices: which of its tensors take part.
+        gradients: of all its tensors, as received, so that they share no memory.
+        leaves: the nodes of the leaves that it reaches.
+    """
+    found: dict[int, Tensor] = {}
+    for index in indices:
+        node, gradient = sent.ends[index], gradients[index]
+        if isinstance(node, Tensor) or gradient is None or id(node) in found:
+            return None
+        leaf = node.variable
+        if leaf._backward_hooks or not _is_usual(gradient, leaf):
+            return None
+        found[id(node)] = gradient
+    return [found[id(node)] for node in leaves]
+
+
+def _is_usual(gradient: Tensor, leaf: Tensor) -> bool:
+    """Whether the engine would pass this gradient on as it is."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and gradient.shape == leaf.shape
+        and gradient.dtype is leaf.dtype
+    )

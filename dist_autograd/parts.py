@@ -35,11 +35,12 @@ class Part(PendingCall):
     def lost_error(self) -> WorkerLostError:
         return self.peer.lost_error("The backward cannot be finished")
 
-    def read(self, is_over: Callable[[], bool]) -> bool:
+    def read(self, is_over: Callable[[], bool], ask: Callable[[], object] | None = None) -> bool:
         """Wait for the answer by reading the connection on this thread, where that may be done.
 
         Args:
             is_over: whether there is no point in it any more. What makes it true calls ``interrupt`` then.
+            ask: sends the question, which is done in any case; once it is out, the answer may come at once.
 
         Returns:
             Whether it has come.
@@ -47,9 +48,13 @@ class Part(PendingCall):
         connection = self.peer.connection
         direct = None if connection is None else connection.direct
         if direct is None:
+            if ask is not None:
+                ask()
             return False
         try:
             self.turn = direct.claim()
+            if ask is not None:
+                ask()
             if self.turn is None or is_over():
                 direct.leave()
                 return False

@@ -4,12 +4,7 @@ The marks say which tensors, sent from here, will get a gradient. Where the grap
 no node in common, each is run by itself as soon as its gradients are there. Where they meet, one run of the
 engine must cover them all, or nodes would run twice and hooks see a part of a sum.
 
-In such a run each message has a *ticket*: a node that waits until the gradients of that message are there,
-and behind which its send nodes hang. Tickets are chained, so that only one is ready at any time, that of the
-newest message; and all other nodes that are ready run before it. So when it waits, everything that can run
-has run. Nothing waits for ever: a gradient that is on its way to a message depends only on nodes that were
-made after the message was sent. The run that waits for the newest of all messages, wherever it is, can thus
-always go on. ``await_gradients`` holds this against the facts.
+In such a run each message has a *ticket*, a node that waits for its gradients (``tickets.py``).
 
 A part on a worker other than the root begins when the first gradients arrive, which the root lets flow only
 when all is marked.
@@ -18,21 +13,20 @@ when all is marked.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dist_autograd import engine
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models, accumulating, hand_over
 from dist_autograd.graph import ROOTS, Mark, Reach
-from dist_autograd.leaves import owned
+from dist_autograd.leaves import gradients_of_leaves, owned
 from dist_autograd.recording import ANCHOR, ANCHOR_EDGE, RECV_NODE, Origin, Sent
+from dist_autograd.tickets import new_ticket
 from rpc.errors import AutogradError, RpcError
 from rpc.peer import Peer
 from rpc.waiting import wait_for_event
@@ -84,26 +78,34 @@ class Pass:
         self.waits_for_nothing = False
         """All its gradients are here, and it is no root's."""
         self.held_back: tuple[Origin, Sequence[Tensor | None]] | None = None
-        """In such a part: gradients for the root, which its answer brings."""
+        """In such a part, gradients for the root, which its answer brings. At the root, the gradients of the
+        one message that its roots lead to: they go out when the engine has returned."""
         self.retain_graph = retain_graph
         self._post = post
         self._read = read
         self._models = models
-        self._reach = Reach(RECV_NODE, engine.give_way)
+        self._reach = Reach(RECV_NODE)
         self._sent: dict[int, Sent] = {}
         self._origins: dict[tuple[int, int], Origin] = {}
-        self._marked: defaultdict[int, set[int]] = defaultdict(set)
+        self._marked: dict[int, set[int]] = {}
         self._run: set[int] = set()
         self._arrived: dict[int, Any] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
-        self._news = threading.Event()
+        self._news: threading.Event | None = None
+        self._computed = False
+        """Whether the engine has made gradients of leaves."""
+        self._one_recv = False
+        """The roots lead to one message."""
+        self._holds_back = False
         self._error: Callable[[], BaseException] | None = None
 
     # ---- before it runs
 
     def start(self, edges: Sequence[GradientEdge]) -> list[Mark]:
         """Begin from the roots themselves; returns what they mark on other workers, or on this one."""
-        return self._extend(ROOTS, [(edge.node, edge.output_nr) for edge in edges])
+        marks = self._extend(ROOTS, [(edge.node, edge.output_nr) for edge in edges])
+        self._one_recv = len(self._reach.recvs) == 1
+        return marks
 
     def mark(self, marks: Iterable[tuple[int, int]], receiver: Peer) -> list[Mark]:
         """Take in which tensors of which messages, sent from here, take part; returns what that marks.
@@ -121,9 +123,10 @@ class Pass:
                     f"sent in context {self.context.id}"
                 )
             self._sent[number] = sent
-            if index not in self._marked[number]:
-                self._marked[number].add(index)
-                found += self._extend(number, [(sent.ends[index].grad_fn, 0)])
+            marked = self._marked.setdefault(number, set())
+            if index not in marked:
+                marked.add(index)
+                found += self._extend(number, [sent.start(index)])
         return found
 
     def _extend(self, start: int, edges: list[tuple[Any, int]]) -> list[Mark]:
@@ -155,7 +158,7 @@ class Pass:
             BaseException: what a node raised, or what ended the backward elsewhere.
         """
         leaves = [node for reached in self._reach.leaves.values() for node in reached]
-        averaged = self._models.among([node.variable for node in leaves])
+        averaged = self._models.among([node.variable for node in leaves]) if self._models else []
         try:
             if averaged and self._accumulates(leaves, averaged):
                 with accumulating([node.variable for node in leaves]) as captured:
@@ -171,7 +174,9 @@ class Pass:
             self._raise_error()
             raise
         self._check_recvs_have_run(self._reach.recvs, "at the end")
-        for node, gradient in zip(leaves, owned(captured), strict=True):
+        if self._computed:
+            captured = owned(captured)
+        for node, gradient in zip(leaves, captured, strict=True):
             if gradient is not None:
                 self.context.accumulate(node.variable, gradient)
 
@@ -216,39 +221,58 @@ class Pass:
         """Each start by itself, as its gradients come: no node needs more than one of them."""
         found: dict[int, list[Tensor | None]] = {}
         if roots:
-            found[ROOTS] = self._run_engine(roots, gradients, self._reach.leaves[ROOTS])
+            found[ROOTS] = self._run_roots(roots, gradients)
         left = set(self._marked)
         while left:
             self.wait_until(lambda: not left.isdisjoint(self._arrived))
             for number in left.intersection(self._arrived):
                 left.remove(number)
                 self._take_gradients(self._sent[number])
-                edges, values = self._entries(number)
-                found[number] = self._run_engine(edges, values, self._reach.leaves[number])
+                found[number] = self._run_message(number, self._reach.leaves[number])
         return [gradient for start in self._reach.leaves for gradient in found[start]]
 
-    def _entries(self, number: int) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the gradients of a message enter the graph: right behind the sends, if all are there and no
-        profile is to show the sends.
-        """
-        sent = self._sent[number]
-        indices = sorted(self._marked[number])
-        ends = [sent.ends[index] for index in indices]
+    def _run_roots(self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        leaves = self._reach.leaves[ROOTS]
+        if leaves or not self._one_recv:
+            return self._run_engine(roots, gradients, leaves)
+        # The recv is what the engine runs last. This thread, which is to wait for what comes of it, can then
+        # send its gradients when it has nothing else to do, and read the answer itself.
+        self._holds_back = True
+        self._run_engine(roots, gradients, ())
+        self._holds_back = False
+        held, self.held_back = self.held_back, None
+        if held is not None:
+            self._post(self, *held)
+        return []
+
+    def _run_message(self, number: int, leaves: list[Any]) -> list[Tensor | None]:
+        """What lies behind a message; the gradients of its leaves."""
+        if engine.is_profiled():
+            return self._run_engine(*self._sends(number), leaves)
+        sent, indices = self._sent[number], sorted(self._marked[number])
+        straight = gradients_of_leaves(sent, indices, self._gradients[number], leaves)
+        if straight is not None:
+            return straight
         gradients = [self._gradients[number][index] for index in indices]
         present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) < len(gradients) or engine.is_profiled():
-            return [get_gradient_edge(end) for end in ends], [torch.empty(0)] * len(ends)
-        behind = [end.grad_fn.next_functions[0] for end in ends if end.grad_fn is not None]
-        return [GradientEdge(node, output) for node, output in behind if node is not None], present
+        if len(present) < len(gradients):
+            return self._run_engine(*self._sends(number), leaves)
+        return self._run_engine([GradientEdge(*sent.edge(index)) for index in indices], present, leaves)
+
+    def _sends(self, number: int) -> tuple[list[GradientEdge], list[Tensor]]:
+        """The sends of a message as where a run begins: for gradients that are None, and for profiles."""
+        sent, indices = self._sent[number], sorted(self._marked[number])
+        return [get_gradient_edge(sent.end(index)) for index in indices], [torch.empty(0)] * len(indices)
 
     def _run_engine(
         self,
         roots: Sequence[GradientEdge],
         gradients: Sequence[Tensor],
-        leaves: list[Any],
+        leaves: Sequence[Any],
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
+        self._computed = self._computed or bool(leaves)
         captured = engine.run(
             roots,
             gradients,
@@ -261,12 +285,17 @@ class Pass:
 
     def _tickets(self) -> Tensor:
         """The chain of tickets, oldest first; returns the newest, which is the first to run."""
+        for node in self._reach.nodes():
+            engine.give_way(node)
         ticket = ANCHOR
         with torch.enable_grad():
             for number in sorted(self._marked):
                 sent = self._sent[number]
-                ends = [sent.ends[index] for index in sorted(self._marked[number])]
-                ticket = _new_ticket(self, sent, ticket, *ends)
+                ends = [sent.end(index) for index in sorted(self._marked[number])]
+                for end in ends:
+                    assert end.grad_fn is not None
+                    engine.give_way(end.grad_fn)
+                ticket = new_ticket(sent, ticket, *ends)
                 assert ticket.grad_fn is not None
                 engine.hold_back(ticket.grad_fn)
         return ticket
@@ -305,14 +334,17 @@ class Pass:
                 "a backward has run a message twice: this is a defect of farcall's, please report it"
             )
         self._run.add(id(node))
-        self._post(self, node.origin, gradients)
+        if self._holds_back:
+            self.held_back = node.origin, gradients
+        else:
+            self._post(self, node.origin, gradients)
 
     # ---- from elsewhere
 
     def arrived(self, number: int, message: Any) -> None:
         """Gradients for a message that was sent from here have come."""
         self._arrived[number] = message
-        self._news.set()
+        self.news()
 
     def fail(self, error: BaseException) -> None:
         """End the backward here; the first error counts."""
@@ -322,7 +354,7 @@ class Pass:
         """As ``fail``, with an error that only the thread that raises it may make."""
         if self._error is None:
             self._error = error
-        self._news.set()
+        self.news()
         if self.stop_reading is not None:
             self.stop_reading()
 
@@ -334,6 +366,8 @@ class Pass:
                 return
             if self.wait_by_reading is not None and self.wait_by_reading():
                 continue
+            if self._news is None:
+                self._news = threading.Event()
             self._news.clear()
             if ready() or self._error is not None:
                 continue
@@ -345,26 +379,9 @@ class Pass:
 
     def news(self) -> None:
         """What ``wait_until`` waits for may have come."""
-        self._news.set()
+        if self._news is not None:  # else it has not looked yet
+            self._news.set()
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error()
-
-
-class Ticket(Function):
-    """Waits for the gradients of one message; then the send nodes of its tensors can run."""
-
-    @staticmethod
-    def forward(ctx: Any, running: Pass, sent: Sent, previous: Tensor, *ends: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.sent, ctx.count = sent, 1 + len(ends)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        engine.current_pass().await_gradients(ctx.sent)
-        return (None, None, *[torch.empty(0)] * ctx.count)
-
-
-_new_ticket: Final[Callable[..., Tensor]] = Ticket.apply

@@ -1,16 +1,18 @@
 """The edges between workers: a *send* at the worker that sends a tensor, a *recv* at the one that gets it.
 
-A send is made for each tensor, since only some tensors of a message may take part in a backward. It hangs on
-an empty tensor that nobody but the context refers to, so that no backward of a user's ever runs it. A recv
-is made for each message. All recvs lead to one leaf, the *anchor*: as one of the inputs of a pass, it makes
-the engine run every recv that the pass reaches, although nothing behind it is wanted here.
+A send is for one tensor, since only some tensors of a message may take part in a backward. It hangs on an
+empty tensor that nobody but the context refers to, so that no backward of a user's ever runs it. Of a leaf,
+whose place in the graph never changes, only the node is noted, and a send is made when a backward needs one:
+mostly gradients enter the graph right behind the sends.
+
+A recv is made for each message. All recvs lead to one leaf, the *anchor*: as one of the inputs of a pass, it
+makes the engine run every recv that the pass reaches, although nothing behind it is wanted here.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from dist_autograd import engine
-from dist_autograd.graph import Mark, marks_behind
+from dist_autograd.graph import Edge, Mark, marks_behind
 from rpc.errors import AutogradError
 from rpc.peer import Peer
 
@@ -33,45 +35,80 @@ clock: Final = itertools.count(1)
 
 ANCHOR: Final = torch.empty(0, requires_grad=True)
 ANCHOR_EDGE: Final = get_gradient_edge(ANCHOR)
+_EMPTY: Final = torch.empty(0)
 
 
-@dataclass(frozen=True, slots=True)
 class Sent:
     """A message that was sent from here.
 
     Attributes:
         number: names it, and is the time at which it was recorded.
         to: who got it.
-        ends: for each of its tensors that require grad the empty tensor behind its send node.
+        ends: for each of its tensors that require grad the empty tensor behind its send, or of a leaf the
+            node that accumulates its gradient.
     """
 
-    number: int
-    to: Peer
-    ends: list[Tensor]
+    __slots__ = ("ends", "number", "to")
+
+    def __init__(self, number: int, to: Peer, ends: list[Any]) -> None:
+        self.number = number
+        self.to = to
+        self.ends = ends
+
+    def start(self, index: int) -> Edge:
+        """Where the graph of a tensor begins."""
+        end = self.ends[index]
+        return (end.grad_fn if isinstance(end, Tensor) else end), 0
+
+    def edge(self, index: int) -> Edge:
+        """Where the graph of a tensor begins behind its send."""
+        node, output = self.start(index)
+        behind: Edge = node.next_functions[0] if isinstance(self.ends[index], Tensor) else (node, output)
+        return behind
+
+    def end(self, index: int) -> Tensor:
+        """The empty tensor behind a tensor's send, which is made if there is none yet."""
+        end = self.ends[index]
+        if not isinstance(end, Tensor):
+            leaf = end.variable
+            frozen = not leaf.requires_grad  # since it was sent
+            try:
+                with torch.enable_grad():
+                    end = _send(self.number, index, leaf.requires_grad_() if frozen else leaf)
+            finally:
+                if frozen:
+                    leaf.requires_grad_(False)
+        return end
 
 
-@dataclass(frozen=True, slots=True)
 class Origin:
     """Where a recv's tensors came from.
 
     Attributes:
         context_id: the context of the message.
         source: the worker that sent it.
+        sender: the incarnation of that worker.
         message: its number there.
         received: when it was recorded here.
         behind: for each of its tensors what a gradient marks on other workers, if the sender has said so.
     """
 
-    context_id: int
-    source: Peer
-    message: int
-    received: int
-    behind: Sequence[Sequence[Mark]] | None = None
+    __slots__ = ("behind", "context_id", "message", "received", "sender", "source")
 
-    @property
-    def sender(self) -> int:
-        """The incarnation of the worker that sent it."""
-        return self.source.incarnation
+    def __init__(
+        self,
+        context_id: int,
+        source: Peer,
+        message: int,
+        received: int,
+        behind: Sequence[Sequence[Mark]] | None = None,
+    ) -> None:
+        self.context_id = context_id
+        self.source = source
+        self.sender = source.incarnation
+        self.message = message
+        self.received = received
+        self.behind = behind
 
 
 class Send(Function):
@@ -81,7 +118,7 @@ class Send(Function):
     def forward(ctx: Any, message: int, index: int, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.message, ctx.index = message, index
-        return torch.empty(0)
+        return _EMPTY.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None, Tensor | None]:
@@ -110,18 +147,24 @@ class Recv(Function):
         return None, None, None
 
 
-_send: Final[Callable[..., Tensor]] = Send.apply
-_recv: Final[Callable[..., tuple[Tensor, ...]]] = Recv.apply
+_send: Final[Callable[..., Tensor]] = engine.directly(Send)
+_recv: Final[Callable[..., tuple[Tensor, ...]]] = engine.directly(Recv)
 SEND_NODE: Final[type] = Send._backward_cls
 RECV_NODE: Final[type] = Recv._backward_cls
 
 
 def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
     """Record tensors that require grad as sent."""
+    number = next(clock)
     with torch.enable_grad():
-        number = next(clock)
-        ends = [_send(number, index, tensor) for index, tensor in enumerate(tensors)]
-    return Sent(number, to, ends)
+        return Sent(number, to, [_end(number, index, tensor) for index, tensor in enumerate(tensors)])
+
+
+def _end(number: int, index: int, tensor: Tensor) -> Any:
+    if tensor.is_leaf and tensor.layout is torch.strided:
+        # A view of a leaf is the only thing that leads to the leaf's node.
+        return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return _send(number, index, tensor)
 
 
 def behind(sent: Sent, context_id: int) -> list[list[Mark]] | None:
@@ -129,6 +172,9 @@ def behind(sent: Sent, context_id: int) -> list[list[Mark]] | None:
     limit = _LOOK_BEHIND
     found: list[list[Mark]] = []
     for end in sent.ends:
+        if not isinstance(end, Tensor):
+            found.append([])
+            continue
         marks = marks_behind(end.grad_fn, RECV_NODE, context_id, limit)
         if marks is None:
             return None
@@ -145,6 +191,8 @@ def receive(
     behind: Sequence[Sequence[Mark]] | None = None,
 ) -> tuple[Tensor, ...]:
     """Record tensors as received; returns what stands for them, with gradient history."""
+    origin = Origin(context_id, source, message, next(clock), behind)
+    if torch.is_grad_enabled():
+        return _recv(ANCHOR, tensors, origin)
     with torch.enable_grad():
-        origin = Origin(context_id, source, message, next(clock), behind)
         return _recv(ANCHOR, tensors, origin)

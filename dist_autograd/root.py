@@ -106,9 +106,12 @@ class Root:
         part = self._parts.get(left[0])
         if part is None or not (part.whole or self._has_run):
             return False
+        return self._read(part)
+
+    def _read(self, part: Part, ask: Callable[[], object] | None = None) -> bool:
         self._reading = part
         try:
-            if not part.read(self.own.has_failed):
+            if not part.read(self.own.has_failed, ask):
                 return False
         finally:
             self._reading = None
@@ -165,12 +168,22 @@ class Root:
             found += behind
         return found
 
-    def begins(self, part: Part) -> None:
-        """A worker is told with its first gradients what takes part there."""
+    def ask(self, part: Part, send: Callable[[], object], *, is_small: bool) -> None:
+        """Tell a worker, with its first gradients, what takes part there.
+
+        Args:
+            part: the worker's.
+            send: sends the message.
+            is_small: that takes no time.
+        """
         self._parts[part.peer] = part
         part.when_settled = self.part_ended
         if part.settled():
             self.part_ended(part)
+        if part.whole and is_small and engine.current_pass() is None:
+            self._read(part, send)  # this thread has nothing else to do
+        else:
+            send()
 
     def part_ended(self, part: Part) -> None:
         """A worker has answered its first gradients, or is gone."""

@@ -12,6 +12,7 @@ from torch.autograd.profiler import record_function
 import dist_autograd
 from dist_autograd.contexts import COUNTER_BITS, Context, current
 from dist_autograd.installation import autograd
+from dist_autograd.recording import Sent
 
 __all__ = ["context", "is_available"]
 
@@ -27,19 +28,13 @@ def is_available() -> bool:
 class SendRpcBackward:
     """What a message sent from here is to those who look at the graph: one node for all its tensors."""
 
-    def __init__(self, ends: Sequence[Tensor]) -> None:
-        self._ends = ends
+    def __init__(self, sent: Sent) -> None:
+        self._sent = sent
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         """The nodes that computed the message's tensors."""
-        return tuple(
-            edge
-            for end in self._ends
-            if end.grad_fn is not None
-            for edge in end.grad_fn.next_functions
-            if edge[0] is not None
-        )
+        return tuple(self._sent.edge(index) for index in range(len(self._sent.ends)))
 
     def name(self) -> str:
         """PyTorch's name of such a node."""
@@ -56,7 +51,7 @@ class DistAutogradContext:
         return self._context.id
 
     def _send_functions(self) -> dict[int, SendRpcBackward]:
-        return {number: SendRpcBackward(sent.ends) for number, sent in self._context.sends.items()}
+        return {number: SendRpcBackward(sent) for number, sent in self._context.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
         return dict(enumerate(self._context.recvs))

@@ -25,6 +25,7 @@ from rpc.serialization.portable import (
     loads_with_tensors,
 )
 from rpc.serialization.safe import AllowList, allow_class, allow_function, allowed
+from rpc.serialization.tensor_lists import dump_tensors, load_tensors
 from rpc.serialization.tracked import stand_ins
 
 __all__ = [
@@ -48,10 +49,12 @@ __all__ = [
     "dump_call",
     "dump_exception",
     "dump_quickly",
+    "dump_tensors",
     "dumps",
     "dumps_with_tensors",
     "load_call",
     "load_exception",
+    "load_tensors",
     "loads",
     "loads_with_tensors",
     "main_identity",

@@ -122,6 +122,13 @@ class AllowList:
             return connect([_dense(*record[:3])])[0]
         return _dense(*record)
 
+    def load_tensors(self, segments: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Read tensors and nothing else; raises as ``load`` does."""
+        tensors = [_dense(*each) if type(each) is tuple else each for each in self.read(segments, None)]
+        if not all(each is None or isinstance(each, torch.Tensor) for each in tensors):
+            raise SerializationError("what should be tensors are none")
+        return tensors
+
     def read(self, segments: Sequence[Any], arrivals: Arrivals | None) -> Any:
         """One pickle and its buffers, as a record: a tuple."""
         outer, carriers.receiving.arrivals = carriers.receiving.arrivals, arrivals

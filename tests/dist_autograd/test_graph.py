@@ -37,47 +37,46 @@ def node(*following: Any) -> Node:
     return Node([successor if isinstance(successor, tuple) else (successor, 0) for successor in following])
 
 
-def reach() -> tuple[Reach, list[Any]]:
-    visited: list[Any] = []
-    return Reach(Recv, visited.append), visited
+def reach() -> Reach:
+    return Reach(Recv)
 
 
 def test_leaves_are_found_through_shared_and_missing_successors() -> None:
     first, second = leaf(), leaf()
     shared = node(first, (None, 0))
     start = node(shared, node(shared, second))
-    found, visited = reach()
+    found = reach()
     assert found.extend(ROOTS, [(start, 0)]) == []
     assert set(found.leaves[ROOTS]) == {first, second}
-    assert len(visited) == 5
+    assert len(found.nodes()) == 5
 
 
 def test_a_recv_is_marked_for_each_of_its_tensors_and_not_passed() -> None:
     beyond = node(leaf())
     recv = Recv(Origin(7, 3), [(beyond, 0)])
-    found, visited = reach()
+    found = reach()
     start = node((recv, 0), (recv, 2), node((recv, 2)))
     assert set(found.extend(ROOTS, [(start, 0)])) == {Mark(7, 3, 0), Mark(7, 3, 2)}
     assert found.recvs == [recv]
-    assert beyond not in visited
+    assert beyond not in found.nodes()
     assert found.leaves == {ROOTS: []}
 
 
 def test_a_root_may_be_a_received_tensor() -> None:
     recv = Recv(Origin(7, 3))
-    found, _ = reach()
+    found = reach()
     assert found.extend(ROOTS, [(recv, 1)]) == [Mark(7, 3, 1)]
 
 
 def test_more_starts_add_only_what_is_new() -> None:
     recv = Recv(Origin(7, 3))
     shared = node((recv, 0), leaf())
-    found, visited = reach()
+    found = reach()
     found.extend(ROOTS, [(node(shared), 0)])
-    seen = len(visited)
+    seen = len(found.nodes())
     assert found.extend(ROOTS, [(node(shared, (recv, 1)), 0)]) == [Mark(7, 3, 1)]
-    assert len(visited) == seen + 1
-    assert visited.count(recv) == 1
+    assert len(found.nodes()) == seen + 1
+    assert found.nodes().count(recv) == 1
     assert len(found.leaves[ROOTS]) == 1
 
 
@@ -86,15 +85,15 @@ def test_a_graph_deeper_than_the_stack_is_walked() -> None:
     start = node(end)
     for _ in range(100_000):
         start = node(start)
-    found, visited = reach()
+    found = reach()
     found.extend(ROOTS, [(start, 0)])
     assert found.leaves == {ROOTS: [end]}
-    assert len(visited) == 100_002
+    assert len(found.nodes()) == 100_002
 
 
 def test_starts_are_separate_until_one_reaches_a_node_of_another() -> None:
     shared = node(leaf())
-    found, _ = reach()
+    found = reach()
     found.extend(ROOTS, [(node(shared), 0)])
     found.extend(1, [(node(leaf()), 0)])
     found.extend(1, [(node(leaf()), 0)])
@@ -106,7 +105,7 @@ def test_starts_are_separate_until_one_reaches_a_node_of_another() -> None:
 
 def test_starts_that_reach_one_recv_are_not_separate() -> None:
     recv = Recv(Origin(7, 3))
-    found, _ = reach()
+    found = reach()
     found.extend(1, [(node((recv, 0)), 0)])
     found.extend(2, [(node((recv, 1)), 0)])
     assert not found.separate

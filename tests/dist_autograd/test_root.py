@@ -22,7 +22,7 @@ class AnsweredElsewhere:
 
     whole = True
 
-    def read(self, is_over: object) -> bool:
+    def read(self, is_over: object, ask: object = None) -> bool:
         return False
 
 
