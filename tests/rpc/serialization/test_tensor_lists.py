@@ -61,9 +61,7 @@ def test_what_arrives_shares_no_memory() -> None:
 def test_what_cannot_be_sent_is_named() -> None:
     unsendable = torch.rand(2)
     unsendable.__dict__["lock"] = (each for each in "")
-    with pytest.raises(
-        SerializationError, match="cannot send the gradients of a message, .*to worker 'worker1'"
-    ):
+    with pytest.raises(SerializationError, match="cannot send the gradients of a message"):
         dump_tensors([unsendable], ELSEWHERE, "the gradients of a message")
 
 
