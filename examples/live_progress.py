@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["LiveProgress", "live_progress", "print_figures"]
+__all__ = ["LiveProgress", "figures_table", "live_progress", "print_figures", "progress_bars"]
 
 _EVERY: Final = 1.0
 """Seconds between lines of text."""
@@ -64,22 +64,32 @@ def live_progress(title: str, total: int, *, plain: bool = False) -> Iterator[Li
         console.soft_wrap = True
         yield LiveProgress(title, total, None, console)
         return
-    with Progress(
+    with progress_bars(console) as bars:
+        yield LiveProgress(title, total, bars, console)
+
+
+def progress_bars(console: Console) -> Progress:
+    """Bars, each with a ``note`` that says how it goes."""
+    return Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
         console=console,
-    ) as bars:
-        yield LiveProgress(title, total, bars, console)
+    )
+
+
+def figures_table(figures: Mapping[str, str]) -> Table:
+    """Results, one below the other."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, figure in figures.items():
+        table.add_row(name, figure)
+    return table
 
 
 def print_figures(figures: Mapping[str, str]) -> None:
     """Prints results, one below the other."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, figure in figures.items():
-        table.add_row(name, figure)
     console = Console(highlight=False)
     console.print()
-    console.print(table)
+    console.print(figures_table(figures))

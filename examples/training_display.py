@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
+
+from live_progress import figures_table, progress_bars
 
 __all__ = ["TrainerProgress", "TrainingDisplay", "training_display"]
 
@@ -40,10 +42,7 @@ class TrainingDisplay(ABC):
         workers = Table("worker", "host", "process", box=None, pad_edge=False)
         for name, (host, pid) in zip(names, places, strict=True):
             workers.add_row(name, host, str(pid))
-        results = Table(box=None, show_header=False, pad_edge=False)
-        for name, figure in figures.items():
-            results.add_row(name, figure)
-        for table in (workers, results):
+        for table in (workers, figures_table(figures)):
             self._console.print()
             self._console.print(table)
 
@@ -68,14 +67,7 @@ def training_display(
             console.print(title)
         yield _Lines(console, names, steps)
         return
-    with Progress(
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeRemainingColumn(),
-        console=console,
-    ) as bars:
+    with progress_bars(console) as bars:
         yield _Bars(console, bars, titles, steps)
 
 
@@ -83,11 +75,11 @@ class _Bars(TrainingDisplay):
     def __init__(self, console: Console, bars: Progress, titles: Sequence[str], steps: int) -> None:
         super().__init__(console)
         self._bars = bars
-        self._tasks = [bars.add_task(title, total=steps, loss="?") for title in titles]
+        self._tasks = [bars.add_task(title, total=steps, note="") for title in titles]
 
     def show(self, trainers: Sequence[TrainerProgress]) -> None:
         for task, trainer in zip(self._tasks, trainers, strict=True):
-            self._bars.update(task, completed=trainer.steps, loss=f"{trainer.loss:.3f}")
+            self._bars.update(task, completed=trainer.steps, note=f"loss {trainer.loss:.3f}")
 
 
 class _Lines(TrainingDisplay):
