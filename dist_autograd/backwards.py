@@ -243,11 +243,11 @@ class Backwards:
         except BaseException as error:
             kind, payload = Kind.FAILURE, serialization.dump_exception(error, agent.info, peer)
         self._forget(running)
-        for context in ended:
-            context.let_go()
         if peer.standby is not None:
             agent.executor.stand_by(peer.standby, at_once=False)
         agent.answer(peer, kind, call_id, payload)
+        for context in ended:  # while the root goes on
+            context.let_go()
 
     def _run_part(self, running: Pass) -> None:
         peer, done = running.root, {"done": running.key[1]}

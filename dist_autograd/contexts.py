@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from operator import index
 from typing import Any, Final
 
 from torch import Tensor
@@ -165,11 +166,10 @@ class Contexts:
 
     def join(self, wire: Any, through: Peer) -> Context | None:
         """The context that an arrived message names, made known here if need be; None if it is over."""
-        match wire:
-            case [int(context_id), int(creator), *_]:
-                pass
-            case _:
-                raise ProtocolError(f"a message names a context by {str(wire)[:80]}")
+        try:
+            context_id, creator = index(wire[0]), index(wire[1])
+        except (TypeError, LookupError):
+            raise ProtocolError(f"a message names a context by {str(wire)[:80]}") from None
         context = self._known.get(context_id)
         if context is not None:
             return context

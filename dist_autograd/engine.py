@@ -56,10 +56,13 @@ if _missing():
 
 
 def directly(function: type[Function]) -> Callable[..., Any]:
-    """``function.apply`` without its search for transforms such as ``vmap``, in which our nodes are not made.
+    """``function.apply`` without its search for transforms such as ``vmap``, in which our nodes are not made;
+    and its nodes call ``function.backward`` without looking for what else might be meant.
 
-    That search costs as much as making the node.
+    These searches cost as much as making the node, and running it.
     """
+    node: Any = function._backward_cls
+    node.apply = function.backward
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
     return apply
 

@@ -128,13 +128,10 @@ class Tape:
 
 def _marks(said: list[Any]) -> list[list[Mark]] | None:
     """What lies behind each tensor of a message, as its header says it, if it does."""
-    match said:
-        case []:
-            return None
-        case [list(tensors)]:
-            try:
-                return [[Mark(*map(index, mark)) for mark in marks] for marks in tensors]
-            except TypeError as error:
-                raise ProtocolError(f"a message says badly what lies behind its tensors: {error}") from None
-        case _:
-            raise ProtocolError(f"a message says that it is recorded with {str(said)[:80]}")
+    if not said:
+        return None
+    try:
+        (tensors,) = said
+        return [[Mark(*map(index, mark)) for mark in marks] for marks in tensors]
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"a message says badly what lies behind its tensors: {error}") from None

@@ -20,6 +20,9 @@ ROOTS: Final = 0
 
 _LEAF: Final = "torch::autograd::AccumulateGrad"
 
+_new_mark: Final = tuple.__new__
+"""Makes a named tuple without the Python function that it has for a constructor."""
+
 Edge = tuple[Any, int]
 """A node, and which of its outputs."""
 
@@ -85,7 +88,7 @@ class Reach:
     def _mark(self, node: Any, output: int, marks: list[Mark], *, is_new: bool) -> None:
         if is_new:
             self.recvs.append(node)
-        mark = Mark(node.origin.sender, node.origin.message, output)
+        mark = _new_mark(Mark, (node.origin.sender, node.origin.message, output))
         if mark not in self._marked:
             self._marked.add(mark)
             marks.append(mark)

@@ -28,8 +28,9 @@ class Part(PendingCall):
 
     def settle(self, outcome: Frame | BaseException) -> bool:
         nobody_waits = super().settle(outcome)
-        if self.when_settled is not None:
-            self.when_settled(self)
+        when_settled = self.when_settled
+        if when_settled is not None:
+            when_settled(self)
         return nobody_waits
 
     def lost_error(self) -> WorkerLostError:

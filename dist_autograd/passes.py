@@ -355,8 +355,9 @@ class Pass:
         if self._error is None:
             self._error = error
         self.news()
-        if self.stop_reading is not None:
-            self.stop_reading()
+        stop_reading = self.stop_reading
+        if stop_reading is not None:
+            stop_reading()
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for what others send; raises the error that ended the backward, if that comes first."""

@@ -155,9 +155,11 @@ RECV_NODE: Final[type] = Recv._backward_cls
 
 def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
     """Record tensors that require grad as sent."""
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return send(tensors, to)
     number = next(clock)
-    with torch.enable_grad():
-        return Sent(number, to, [_end(number, index, tensor) for index, tensor in enumerate(tensors)])
+    return Sent(number, to, [_end(number, index, tensor) for index, tensor in enumerate(tensors)])
 
 
 def _end(number: int, index: int, tensor: Tensor) -> Any:

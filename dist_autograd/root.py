@@ -86,6 +86,14 @@ class Root:
             for peer in self.others:
                 self._workers.abort(self.own, peer, error)
             raise
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Leave no cycle behind: what the pass holds of the graph is large."""
+        self.own.wait_by_reading = self.own.stop_reading = None
+        for part in self._parts.values():
+            part.when_settled = None
 
     def _run_own(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         try:

@@ -54,6 +54,13 @@ PREFIX_BYTES: Final = _PREFIX.size
 _ZEROS: Final = bytes(ALIGNMENT)
 _ANY_TEXT: Final = "surrogatepass"  # texts of users' exceptions need not be valid Unicode
 
+_packers: Final[list[Any]] = []
+"""Those at rest: each has a buffer that takes longer to get than most headers to pack. Taking one out leaves
+none to a finalizer, or another thread, that comes between."""
+
+_new_frame: Final = tuple.__new__
+"""Makes a named tuple without the Python function that it has for a constructor."""
+
 _pack_prefix = _PREFIX.pack
 unpack_prefix = _PREFIX.unpack_from
 
@@ -198,8 +205,11 @@ def check_layout(prefix: Prefix) -> None:
 def build(prefix: Prefix, body: memoryview) -> Frame:
     """The frame of this prefix, over the memory of its body. Raises ``ProtocolError`` if it is malformed."""
     _, call_id, header_length, count, kind = prefix
-    if count == 1 and not header_length:
-        return Frame(kind, call_id, {}, [body])
+    if count == 1:
+        if not header_length:
+            return _new_frame(Frame, (kind, call_id, {}, [body]))
+        header, segment = unpack_header(body[:header_length]), body[header_length:]
+        return _new_frame(Frame, (kind, call_id, header, [segment]))
     table_length = table_bytes(count)
     offset = table_length + header_length
     header = unpack_header(body[table_length:offset]) if header_length else {}
@@ -241,7 +251,12 @@ def segment_ends(table: memoryview, body_length: int, start: int, count: int) ->
 
 def pack_header(header: dict[str, Any]) -> bytes:
     """A header as it is sent."""
-    packed: bytes = msgpack.packb(header, unicode_errors=_ANY_TEXT)
+    try:
+        packer = _packers.pop()
+    except IndexError:
+        packer = msgpack.Packer(unicode_errors=_ANY_TEXT)
+    packed: bytes = packer.pack(header)
+    _packers.append(packer)
     return packed
 
 
