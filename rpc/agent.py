@@ -98,6 +98,7 @@ class Agent:
         self.segments = SegmentExchange(
             self, options.shared_memory_bytes, options.max_message_bytes, takes=self.allow is None
         )
+        self.unwrap = self.segments.unwrap
         self.dispatcher.on(Kind.SEGMENTS, self.segments.received)
         self.dispatcher.on(Kind.IN_SEGMENT, self.segments.message_received)
         self.on_gone(self.segments.peer_gone)

@@ -113,10 +113,12 @@ class Callee:
                     agent.fail(peer, frame.call_id, error)
                 else:
                     del function
-                    if peer.standby is not None and len(payload.segments) == 1:
+                    if peer.standby is not None:
                         # Before the answer is out, since the next request may come at once; but who stands
-                        # by runs nothing of the user's, such as the destructor of what was returned.
-                        agent.executor.stand_by(peer.standby, at_once=type(value) in _WITHOUT_DESTRUCTOR)
+                        # by runs nothing of the user's, such as the destructor of what was returned, and
+                        # does not copy what is large.
+                        at_once = len(payload.segments) == 1 and type(value) in _WITHOUT_DESTRUCTOR
+                        agent.executor.stand_by(peer.standby, at_once=at_once)
                     agent.answer(peer, Kind.REPLY, frame.call_id, payload)
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import contextlib
 from _thread import LockType, allocate_lock
+from collections.abc import Sized
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from rpc.errors import RpcTimeoutError, WorkerLostError
+from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.peer import Peer
 from rpc.serialization import brings
 from rpc.transport.reading import DirectReading
 from rpc.transport.role import Turn
 from rpc.waiting import INFINITE, check_may_block, wait_for
-from rpc.wire import Frame
+from rpc.wire import Frame, Kind
 
 if TYPE_CHECKING:
     from rpc.futures import Future
 
 __all__ = ["CallOwner", "PendingCall"]
 
+_REPLIES: Final = frozenset((Kind.REPLY, Kind.FAILURE))
 _NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 
 
@@ -43,6 +45,9 @@ class CallOwner(Protocol):
 
     def expire(self, call: PendingCall) -> BaseException | None:
         """Give a call up because its time is over; None if its reply has just arrived."""
+
+    def unwrap(self, peer: Peer, frame: Frame, taken: Sized) -> Frame:
+        """The message that a frame stands for; see ``SegmentExchange``."""
 
 
 class PendingCall:
@@ -137,6 +142,14 @@ class PendingCall:
     def takes(self, header: dict[str, Any]) -> bool:
         """Whether the waiting thread may take a reply with this header: nothing in it needs the loop."""
         return not brings(header)
+
+    def look(self, frame: Frame, taken: Sized) -> Frame | None:
+        """The reply that a frame stands for, if there is one in memory shared with the callee."""
+        try:
+            reply = self.owner.unwrap(self.peer, frame, taken)
+        except ProtocolError:  # the loop finds it, too, and knows what to do
+            return None
+        return reply if reply.kind in _REPLIES else None
 
     def settled(self) -> bool:
         """Whether the call has ended."""

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 import rpc
+from rpc.current import current_agent
 
 __all__ = [
+    "all_returned",
     "arriving_in_segment",
     "echo_through_segments",
     "in_segment",
@@ -36,6 +38,16 @@ def in_segment(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is part of a segment."""
     address = tensor.data_ptr()
     return any(begin <= address < end for begin, end in mapped_segments())
+
+
+def all_returned() -> bool:
+    """Whether none of this worker's segments is lent."""
+    segments = current_agent().segments
+    with segments._lock:
+        for each in segments._outgoing.values():
+            if each is not None:
+                each.look(0.0)
+        return not any(segment.lent for segment in segments._pool.all_segments())
 
 
 def arriving_in_segment(call: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tests.leftovers import nothing_left
 from tests.rpc.streams import until
 from tests.serving import first_of, in_group, open_gate, serve, wait_at_gate
 from tests.shared_memory import (
+    all_returned,
     arriving_in_segment,
     echo_through_segments,
     in_segment,
@@ -126,15 +127,6 @@ def test_a_call_that_was_given_up_returns_its_memory(run_workers: RunWorkers) ->
         until(all_returned)
 
     first_of(run_workers, task)
-
-
-def all_returned() -> bool:
-    """Whether none of this worker's segments is lent."""
-    segments = current_agent().segments
-    with segments._lock:
-        for each in segments._outgoing.values():
-            each.look(0.0)
-        return not any(segment.lent for segment in segments._pool.all_segments())
 
 
 # ---- deaths

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,7 +27,7 @@ from rpc.peer import Peer
 from rpc.segments import channel, memory
 from rpc.segments.copying import Copier
 from rpc.segments.door import Door
-from rpc.segments.incoming import IncomingSegments
+from rpc.segments.incoming import TAKEN, IncomingSegments
 from rpc.segments.ledger import LEDGER_BYTES, SLOTS, Ledger
 from rpc.segments.memory import Mapping
 from rpc.segments.outgoing import OutgoingSegments
@@ -153,8 +153,11 @@ class SegmentExchange:
         """A message came whose large buffers lie in a segment: hand it on as if they had come with it."""
         self._agent.frames_received(peer, [self.unwrap(peer, frame)])
 
-    def unwrap(self, peer: Peer, frame: Frame) -> Frame:
+    def unwrap(self, peer: Peer, frame: Frame, taken: Sized = TAKEN) -> Frame:
         """The message that a frame stands for, together with its buffers. For whoever reads messages.
+
+        Args:
+            taken: see ``IncomingSegments.open``.
 
         Raises:
             ProtocolError: it stands for none.
@@ -165,7 +168,7 @@ class SegmentExchange:
         kind, header, number, use, lengths, pickle = unpack(frame.segments[0])
         if kind == Kind.IN_SEGMENT:
             raise ProtocolError("a message in a segment in a segment")
-        buffers = incoming[0].open(number, use, lengths, self._max_message_bytes)
+        buffers = incoming[0].open(number, use, lengths, self._max_message_bytes, taken)
         return Frame(kind, frame.call_id, header, [pickle, *buffers])
 
     def received(self, peer: Peer, frame: Frame) -> None:

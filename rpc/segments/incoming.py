@@ -17,7 +17,7 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +27,7 @@ from rpc.segments.ledger import REFUSED, RETIRED, SLOTS, Ledger
 from rpc.segments.memory import Mapping, SegmentRefused, check
 from rpc.segments.packing import places
 
-__all__ = ["IncomingSegments"]
+__all__ = ["TAKEN", "IncomingSegments"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +35,33 @@ _SHARE_OF_DESCRIPTORS: Final = 4
 _LARGE_BYTES: Final = 1 << 20
 _SMALL_SHARE: Final = 16
 
+TAKEN: Final = (True,)
+"""For messages that are taken when they are looked at."""
+
 
 class _Segment:
     """One segment of a peer, as its receiver sees it."""
 
-    __slots__ = ("__weakref__", "in_use", "ledger", "mapping", "retired", "slot")
+    __slots__ = ("__weakref__", "ledger", "mapping", "memory", "retired", "slot", "taken", "use")
 
     def __init__(self, mapping: Mapping, slot: int, ledger: Ledger) -> None:
         self.mapping = mapping
         self.slot = slot
         self.ledger = ledger
-        self.in_use = False
+        self.taken: Sized = ()
+        """Of the message that was looked at last: not empty from when it is taken until all is returned."""
         self.retired = False
+        self.use = 0
+        self.memory: weakref.ref[_Memory] | None = None
+
+    def return_if_forgotten(self) -> None:
+        """Make good what a Ctrl-C in the middle of a finalizer has left undone."""
+        if self.taken and self.memory is not None and self.memory() is None:
+            self.returned(self.use)
 
     def returned(self, use: int) -> None:
         """Nobody refers to the memory any more. From any thread, in the middle of anything."""
-        self.in_use = False
+        self.taken = ()
         if not self.retired:
             self.ledger.words[self.slot] = use
             if self._was_retired():
@@ -75,11 +86,14 @@ _forking: Final = threading.RLock()
 
 
 class _Memory:
-    """The memory of one message, as numpy takes it: when the last array over it is gone, it is returned."""
+    """The memory of one message, as numpy takes it: when the last array over it is gone, it is returned.
 
-    __slots__ = ("__array_interface__", "_segment", "_use")
+    Unless the message was not taken: then another thread takes it, and returns what has this memory there.
+    """
 
-    def __init__(self, segment: _Segment, size: int, use: int) -> None:
+    __slots__ = ("__array_interface__", "__weakref__", "_segment", "_taken", "_use")
+
+    def __init__(self, segment: _Segment, size: int, use: int, taken: Sized) -> None:
         self.__array_interface__ = {
             "data": (segment.mapping.address, False),
             "shape": (size,),
@@ -87,11 +101,13 @@ class _Memory:
             "version": 3,
         }
         self._segment = segment
-        self._use = use
-        segment.in_use = True
+        self._use = segment.use = use
+        segment.memory = weakref.ref(self)
+        self._taken = segment.taken = taken
 
     def __del__(self) -> None:
-        self._segment.returned(self._use)
+        if self._taken:
+            self._segment.returned(self._use)
 
 
 class IncomingSegments:
@@ -133,6 +149,8 @@ class IncomingSegments:
         Raises:
             ProtocolError: that is no introduction.
         """
+        for segment in self._segments.values():
+            segment.return_if_forgotten()
         try:
             if (
                 not (type(number) is int and type(slot) is int and type(size) is int and type(use) is int)
@@ -174,7 +192,9 @@ class IncomingSegments:
             _segments.add(segment)
         return segment
 
-    def open(self, number: int, use: int, lengths: Sequence[int], limit: int) -> list[memoryview]:
+    def open(
+        self, number: int, use: int, lengths: Sequence[int], limit: int, taken: Sized = TAKEN
+    ) -> list[memoryview]:
         """The memory that a message names: buffers that are the receiver's own. For whoever reads messages.
 
         Args:
@@ -182,6 +202,7 @@ class IncomingSegments:
             use: the number of the use.
             lengths: of the buffers.
             limit: how many bytes a message may have.
+            taken: empty as long as the message is only looked at, which may be repeated, and by others.
 
         Raises:
             ProtocolError: there is no such memory, or it is still in use.
@@ -189,12 +210,12 @@ class IncomingSegments:
         segment = self._segments.get(number)
         if segment is None:
             raise ProtocolError("a message names no segment that was introduced")
-        if segment.in_use:
+        if segment.taken:
             raise ProtocolError("a message names a segment whose memory is still in use here")
         offsets, size = places(lengths)
         if not (0 < use < REFUSED and size <= min(segment.mapping.size, limit)):
             raise ProtocolError(f"a message names {size} bytes of a segment of {segment.mapping.size}")
-        whole: Any = np.asarray(_Memory(segment, size, use))
+        whole: Any = np.asarray(_Memory(segment, size, use, taken))
         if len(lengths) == 1:
             return [memoryview(whole)]
         return [_piece(whole, offset, length) for offset, length in zip(offsets, lengths, strict=True)]

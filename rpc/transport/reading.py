@@ -11,6 +11,9 @@
    the C code that receives, where no signal handler runs: it is noted, or nothing was received.
 4. If what came is the one frame that the thread waits for, take it: it is stored first, then ``unread`` is
    cleared. An exception between the two leaves a frame that the loop takes in once more, which does no harm.
+   Of a frame that stands for a message in shared memory it would do harm, since memory is given back once.
+   So the thread only looks at such a message, and takes it by one operation, as the loop does: whose it is
+   is clear at any time. What it has taken it stores, or who ends its turn.
 5. Leave. If anything is unread, have the loop take over; else resume its watching and give up the role.
 
 Nothing is decoded but that one frame, and the decoder's state does not change.
@@ -22,7 +25,7 @@ import contextlib
 import logging
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from threading import get_ident
 from time import monotonic
 from typing import Any, Final, Protocol, TypeVar
@@ -41,7 +44,7 @@ logger = logging.getLogger(__name__)
 AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
 """Whether threads can read here; elsewhere only the loop does."""
 
-_REPLIES: Final = frozenset((Kind.REPLY, Kind.FAILURE))
+_REPLIES: Final = frozenset((Kind.REPLY, Kind.FAILURE, Kind.IN_SEGMENT))
 _MOMENT_SECONDS: Final = 100e-6 if AVAILABLE and len(os.sched_getaffinity(0)) > 1 else 0.0
 """For how long a thread looks before it sleeps. Where there is one core only, the other side needs it."""
 _SLICE_SECONDS: Final = 0.5
@@ -57,6 +60,13 @@ class AwaitedReply(Protocol):
 
     def takes(self, header: dict[str, Any]) -> bool:
         """Whether a reply with this header may be taken by the thread that waits for it."""
+
+    def look(self, frame: Frame, taken: Sized) -> Frame | None:
+        """The reply that a frame stands for, whose memory lies elsewhere; None if it stands for none.
+
+        Args:
+            taken: not empty from when the reply is taken; until then, it may be looked at again.
+        """
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -86,15 +96,37 @@ class ReadConnection(Protocol):
 
 
 class _Turn(Turn):
-    """A turn of a thread, with the socket to receive from: none any more when it has ended."""
+    """A turn of a thread, with the socket to receive from: none any more when it has ended.
 
-    __slots__ = ("socket",)
+    Attributes:
+        offered: the call that the thread waits for and its reply, which has been looked at.
+        taken: not empty once that reply is the thread's.
+    """
+
+    __slots__ = ("offered", "socket", "taken")
 
     def __init__(self, stands_by: bool, descriptor: int) -> None:
         self.thread = get_ident()
         self.stands_by = stands_by
         self.unread = []
         self.socket = syscalls.Number(descriptor)
+        self.offered: tuple[AwaitedReply, Frame] | None = None
+        self.taken: list[int] = []
+
+    def take(self, call: AwaitedReply, reply: Frame) -> None:
+        """Take a reply that was looked at, unless the loop has taken what it came in."""
+        self.offered = call, reply
+        with contextlib.suppress(IndexError):
+            self.taken.extend(map(list.pop, (self.unread,)))
+        self.deliver()
+
+    def deliver(self) -> None:
+        """See to it that what was taken is where it belongs."""
+        offered = self.offered
+        if self.taken and offered is not None:
+            call, reply = offered
+            call.outcome = reply
+            self.offered = None  # or they would keep each other
 
 
 class DirectReading:
@@ -242,6 +274,7 @@ class DirectReading:
 
     def _end(self, turn: _Turn) -> None:
         turn.socket.value = -1
+        turn.deliver()
         if turn.unread and not self.closed:
             self._connection.read_by_loop(turn)
         else:
@@ -269,6 +302,8 @@ class DirectReading:
                     self._end(turn)
         except BaseException:
             self.leave()
+            if isinstance(turn, _Turn):
+                turn.deliver()
             raise
 
     def _receive_reply(self, turn: _Turn, call: AwaitedReply, deadline: float) -> None:
@@ -285,13 +320,18 @@ class DirectReading:
             prefix = self._receive(turn)
             mine = prefix is not None and prefix[1] == call.call_id and prefix[4] in _REPLIES
             frame = self._whole_frame(prefix) if mine else None
-            if frame is None or (frame.header and not call.takes(frame.header)):
+            reply = frame
+            if frame is not None and frame.kind == Kind.IN_SEGMENT:
+                reply = call.look(frame, turn.taken)
+            if reply is None or (reply.header and not call.takes(reply.header)):
                 role.worth.was_in_vain()
                 return
-            if role.holder() is turn:  # else the loop has it
-                call.outcome = frame
+            if reply is not frame:
+                turn.take(call, reply)
+            elif role.holder() is turn:  # else the loop has it
+                call.outcome = reply
                 turn.unread.clear()
-                role.worth.was_of_use()
+            role.worth.was_of_use()
 
     def next_request(self, timeout: float | None, station: Station[T_co]) -> T_co | None:
         """Having claimed the role: wait for a frame that is for who stands by, and give up the role.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
+from rpc.errors import ProtocolError
 from rpc.executor import Executor
 from rpc.futures import Future
+from rpc.peer import Peer
 from rpc.pending import PendingCall
 from rpc.wire import Frame
 from tests.rpc.members import peer
@@ -57,6 +59,12 @@ class Owner:
 
     def expire(self, call: PendingCall) -> BaseException | None:
         return call.timeout_error() if self.open.pop(call.call_id, None) else None
+
+    def unwrap(self, peer: Peer, frame: Frame, taken: Sized) -> Frame:
+        if not frame.segments:
+            raise ProtocolError("a malformed message")
+        wrapped: Frame = frame.segments[0]
+        return wrapped
 
 
 def when_waiting(call: PendingCall, function: Callable[..., object], *args: object) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ from rpc.calls import CallTable
 from rpc.errors import RpcTimeoutError
 from rpc.futures import Future
 from rpc.loop import LoopThread
+from rpc.peer import Peer
 from rpc.pending import PendingCall
 from rpc.wire import Frame
 from tests.rpc.clockwork import Clockwork
@@ -36,6 +38,9 @@ class Owner:
 
     def expire(self, call: PendingCall) -> BaseException | None:
         raise AssertionError("the loop keeps the deadline")
+
+    def unwrap(self, peer: Peer, frame: Frame, taken: Sized) -> Frame:
+        raise AssertionError("no reply was expected")
 
 
 @pytest.fixture

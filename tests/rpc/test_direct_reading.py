@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, Self
@@ -30,9 +32,21 @@ class Call:
     def __init__(self, call_id: int) -> None:
         self.call_id = call_id
         self.outcome: Any = None
+        self.turn: Any = None
+        self.looked: list[Sized] = []
 
     def takes(self, header: dict[str, Any]) -> bool:
         return "beside" not in header
+
+    def look(self, frame: Frame, taken: Sized) -> Frame | None:
+        self.looked.append(taken)
+        return (
+            None if frame.segments == [b"malformed"] else Frame(Kind.REPLY, frame.call_id, {}, [b"elsewhere"])
+        )
+
+    def has_taken(self) -> int:
+        """How many of the replies that it has looked at were taken."""
+        return sum(map(bool, self.looked))
 
 
 def frame(
@@ -145,7 +159,34 @@ def test_a_failure_is_a_reply(end: End) -> None:
     assert call.outcome.kind == Kind.FAILURE
 
 
+def test_a_reply_whose_memory_lies_elsewhere_is_looked_at_and_taken(end: End) -> None:
+    call = Call(7)
+    turn = end.direct.claim()
+    end.there.sendall(frame(Kind.IN_SEGMENT, 7))
+    end.direct.read_reply(call, end.deadline(), turn)
+    assert call.outcome == (Kind.REPLY, 7, {}, [b"elsewhere"])
+    assert call.has_taken() == 1
+    end.loop_reads()
+    assert end.arrived() == [(Kind.CALL, 999)]
+
+
+def test_a_reply_and_the_turn_at_which_it_was_read_do_not_keep_each_other(end: End) -> None:
+    call = Call(7)
+    call.turn = end.direct.claim()  # as the calls of users do
+    end.there.sendall(frame(Kind.IN_SEGMENT, 7))
+    end.direct.read_reply(call, end.deadline(), call.turn)
+    gone = weakref.ref(call)
+    gc.disable()
+    try:
+        del call
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 OTHERS = {
+    "a reply elsewhere that is none": [frame(Kind.IN_SEGMENT, 7, b"malformed")],
+    "another call's reply elsewhere": [frame(Kind.IN_SEGMENT, 8)],
     "a request": [frame(Kind.CALL, 7)],
     "another call's reply": [frame(Kind.REPLY, 8)],
     "a reply with a header": [frame(Kind.REPLY, 7, header={"beside": 1})],
@@ -476,9 +517,11 @@ def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MINE = (Kind.REPLY, 7)
+ELSEWHERE = (Kind.IN_SEGMENT, 7)
 
 ARRIVALS = {
     "its reply": [MINE],
+    "its reply elsewhere": [ELSEWHERE],
     "a request": [(Kind.CALL, 1)],
     "its reply and a request": [MINE, (Kind.CALL, 1)],
 }
@@ -518,7 +561,10 @@ def test_an_exception_before_any_instruction_loses_nothing(
         until(lambda: end.direct.role.holder() is None)
         taken_in = end.arrived()
         for each in [*ARRIVALS[what], (Kind.CALL, 1000)]:
-            if each != MINE:
+            if each == ELSEWHERE:
+                assert taken_in.count(each) + call.has_taken() == 1, step.number
+                assert call.has_taken() == (call.outcome is not None), step.number
+            elif each != MINE:
                 assert taken_in.count(each) == 1, step.number
             elif call.outcome is None:
                 assert each in taken_in, step.number
@@ -570,8 +616,9 @@ def test_a_second_exception_while_the_role_is_given_up_is_made_good_by_the_next_
 
 
 @pytest.mark.usefixtures("one_look")
+@pytest.mark.parametrize("mine", [MINE, ELSEWHERE])
 def test_a_signal_handler_may_wait_for_a_reply_of_its_own_before_any_instruction(
-    loop: LoopThread, sockets: Sockets
+    loop: LoopThread, sockets: Sockets, mine: tuple[int, int]
 ) -> None:
     end = End(loop, sockets())
     step = Step(0, interrupt)
@@ -589,14 +636,16 @@ def test_a_signal_handler_may_wait_for_a_reply_of_its_own_before_any_instruction
         step = Step(step.number + 1, call_from_handler)
         turn = end.direct.claim()
         assert turn is not None
-        end.there.sendall(frame(*MINE))
+        end.there.sendall(frame(*mine))
         with step:
             end.direct.read_reply(outer, time.monotonic() + 0.05, turn)
         end.there.sendall(frame(Kind.CALL, 1000))
         until(lambda: (Kind.CALL, 1000) in end.since_the_last_look())
         until(lambda: end.direct.role.holder() is None)
         taken_in = end.arrived()
-        assert outer.outcome is not None or MINE in taken_in, step.number
+        assert outer.outcome is not None or mine in taken_in, step.number
+        if mine == ELSEWHERE:
+            assert taken_in.count(mine) + outer.has_taken() == 1, step.number
         assert taken_in.count((Kind.CALL, 1000)) == 1, step.number
     assert step.number > 100
     loop.call(end.connection.close, "end of the test")

@@ -17,9 +17,21 @@ from rpc.errors import BlockingCallError
 from rpc.futures import Future, collected_futures, wait_all, wait_futures
 from rpc.pending import PendingCall
 from rpc.waiting import forbid_blocking
+from rpc.wire import Frame, Kind
 from tests.rpc.answering import Owner, fail, when_waiting
 from tests.rpc.ctrl_c import CtrlC
 from tests.rpc.streams import SOON, until
+
+# ---- what the thread that waits may receive itself
+
+
+def test_a_reply_elsewhere_is_taken_by_the_thread_that_waits_and_nothing_else_is(owner: Owner) -> None:
+    call = owner.call()
+    reply, request = Frame(Kind.REPLY, 1, {}, [b"value"]), Frame(Kind.CALL, 1, {}, [b"function"])
+    assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, [reply]), []) is reply
+    assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, [request]), []) is None
+    assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, []), []) is None
+
 
 # ---- wait_all and waiting for several
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from rpc.errors import ProtocolError
-from rpc.segments import channel
+from rpc.segments import channel, incoming
 from rpc.segments.ledger import REFUSED, RETIRED, SLOTS
 from rpc.segments.memory import create
 from tests.rpc.segments.ends import MIB, Ends, in_child, open_descriptors
@@ -366,6 +366,48 @@ def test_memory_that_is_still_in_use_cannot_be_named_again(ends: Ends) -> None:
     with pytest.raises(ProtocolError, match="still in use"):
         ends.incoming.open(1, 9, [1000], MIB)
     del kept
+    assert ends.ledger.words[0] == 8
+    ends.incoming.open(1, 9, [1000], MIB)
+
+
+def test_what_was_only_looked_at_is_not_returned_and_may_be_looked_at_again(ends: Ends) -> None:
+    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    taken: list[int] = []
+    looked = ends.incoming.open(1, 8, [1000], MIB, taken)
+    del looked
+    looked = ends.incoming.open(1, 8, [1000], MIB, [])
+    kept = ends.incoming.open(1, 8, [1000], MIB, taken)
+    del looked
+    assert ends.ledger.words[0] == 7
+    taken.append(1)
+    with pytest.raises(ProtocolError, match="still in use"):
+        ends.incoming.open(1, 9, [1000], MIB)
+    del kept
+    assert ends.ledger.words[0] == 8
+
+
+def test_what_somebody_else_took_is_not_returned_by_who_looked_at_it(ends: Ends) -> None:
+    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    looked = ends.incoming.open(1, 8, [1000], MIB, [])
+    kept = ends.incoming.open(1, 8, [1000], MIB)
+    del looked
+    assert ends.ledger.words[0] == 7
+    del kept
+    assert ends.ledger.words[0] == 8
+
+
+def test_what_an_interrupted_finalizer_has_not_returned_is_returned_when_segments_are_wanted(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    kept = ends.incoming.open(1, 8, [1000], MIB)
+    ends.incoming.introduce(2, 1, MIB, 7, create(MIB))
+    assert ends.ledger.words[0] == 7
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(incoming._Memory, "__del__", lambda _: None)
+        del kept
+    assert ends.ledger.words[0] == 7
+    ends.incoming.introduce(3, 2, MIB, 7, create(MIB))
     assert ends.ledger.words[0] == 8
     ends.incoming.open(1, 9, [1000], MIB)
 
