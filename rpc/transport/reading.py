@@ -25,19 +25,19 @@ import contextlib
 import logging
 import os
 import select
-from collections.abc import Callable, Sized
-from threading import get_ident
+from collections.abc import Callable
 from time import monotonic
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from rpc.decoder import Decoder
 from rpc.errors import ProtocolError
 from rpc.transport import syscalls
 from rpc.transport.role import LOOP, ReaderRole, Turn
 from rpc.transport.trial import Trial
+from rpc.transport.turn import AwaitedReply, ThreadTurn
 from rpc.wire import Frame, Kind, Prefix
 
-__all__ = ["AVAILABLE", "AwaitedReply", "DirectReading"]
+__all__ = ["AVAILABLE", "DirectReading"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,24 +49,6 @@ _MOMENT_SECONDS: Final = 100e-6 if AVAILABLE and len(os.sched_getaffinity(0)) > 
 """For how long a thread looks before it sleeps. Where there is one core only, the other side needs it."""
 _SLICE_SECONDS: Final = 0.5
 """A signal right before the system call would not end it, so waits are made in slices."""
-
-
-class AwaitedReply(Protocol):
-    """A call that a thread waits for."""
-
-    call_id: int
-    outcome: Any
-    """None until the reply is here or the call has ended otherwise."""
-
-    def takes(self, header: dict[str, Any]) -> bool:
-        """Whether a reply with this header may be taken by the thread that waits for it."""
-
-    def look(self, frame: Frame, taken: Sized) -> Frame | None:
-        """The reply that a frame stands for, whose memory lies elsewhere; None if it stands for none.
-
-        Args:
-            taken: not empty from when the reply is taken; until then, it may be looked at again.
-        """
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -93,40 +75,6 @@ class ReadConnection(Protocol):
 
     def dispose(self) -> None:
         """The last reader has left a connection that is closed: close the descriptors."""
-
-
-class _Turn(Turn):
-    """A turn of a thread, with the socket to receive from: none any more when it has ended.
-
-    Attributes:
-        offered: the call that the thread waits for and its reply, which has been looked at.
-        taken: not empty once that reply is the thread's.
-    """
-
-    __slots__ = ("offered", "socket", "taken")
-
-    def __init__(self, stands_by: bool, descriptor: int) -> None:
-        self.thread = get_ident()
-        self.stands_by = stands_by
-        self.unread = []
-        self.socket = syscalls.Number(descriptor)
-        self.offered: tuple[AwaitedReply, Frame] | None = None
-        self.taken: list[int] = []
-
-    def take(self, call: AwaitedReply, reply: Frame) -> None:
-        """Take a reply that was looked at, unless the loop has taken what it came in."""
-        self.offered = call, reply
-        with contextlib.suppress(IndexError):
-            self.taken.extend(map(list.pop, (self.unread,)))
-        self.deliver()
-
-    def deliver(self) -> None:
-        """See to it that what was taken is where it belongs."""
-        offered = self.offered
-        if self.taken and offered is not None:
-            call, reply = offered
-            call.outcome = reply
-            self.offered = None  # or they would keep each other
 
 
 class DirectReading:
@@ -236,7 +184,7 @@ class DirectReading:
         if watch is None or self._poll is None:
             self._connection.prepare_soon()
             return None
-        turn = _Turn(stands_by, self._descriptor)
+        turn = ThreadTurn(stands_by, self._descriptor)
         if not role.take(turn):
             self._refused(stands_by)
             return None
@@ -269,10 +217,10 @@ class DirectReading:
 
     def _end_turn(self) -> None:
         turn = self.role.own_turn()
-        if isinstance(turn, _Turn):
+        if isinstance(turn, ThreadTurn):
             self._end(turn)
 
-    def _end(self, turn: _Turn) -> None:
+    def _end(self, turn: ThreadTurn) -> None:
         turn.socket.value = -1
         turn.deliver()
         if turn.unread and not self.closed:
@@ -296,17 +244,17 @@ class DirectReading:
         try:
             if turn is None:
                 turn = self.claim()
-            if isinstance(turn, _Turn):
+            if isinstance(turn, ThreadTurn):
                 self._receive_reply(turn, call, deadline)
                 if self.role.holder() is turn:
                     self._end(turn)
         except BaseException:
             self.leave()
-            if isinstance(turn, _Turn):
+            if isinstance(turn, ThreadTurn):
                 turn.deliver()
             raise
 
-    def _receive_reply(self, turn: _Turn, call: AwaitedReply, deadline: float) -> None:
+    def _receive_reply(self, turn: ThreadTurn, call: AwaitedReply, deadline: float) -> None:
         role = self.role
         while call.outcome is None and role.holder() is turn:
             left = deadline - monotonic()
@@ -346,7 +294,7 @@ class DirectReading:
         """
         try:
             turn = self.role.own_turn()
-            if not isinstance(turn, _Turn):
+            if not isinstance(turn, ThreadTurn):
                 return None
             if not self._wait(None if timeout is None else 1000 * timeout, self._requests_soon):
                 return None
@@ -400,7 +348,7 @@ class DirectReading:
             os.eventfd_read(self._event)
         return None
 
-    def _receive(self, turn: _Turn) -> Prefix | None:
+    def _receive(self, turn: ThreadTurn) -> Prefix | None:
         """Receive, and return the prefix of what came if it is one whole frame."""
         turn.unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
         return self._decoder.whole_frame_prefix(sum(turn.unread))

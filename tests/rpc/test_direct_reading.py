@@ -464,11 +464,8 @@ def test_without_descriptors_left_the_loop_goes_on_reading(
 # ---- in the middle of it
 
 
-_CODE = tuple(
-    name
-    for name in (sys.modules[module].__file__ for module in ("rpc.transport.reading", "rpc.transport.role"))
-    if name is not None
-)
+_MODULES = ("rpc.transport.reading", "rpc.transport.role", "rpc.transport.turn")
+_CODE = tuple(name for name in (sys.modules[module].__file__ for module in _MODULES) if name is not None)
 
 
 class Step:
