@@ -189,8 +189,10 @@ class SendingHalf(WriteQueue):
             end = 0 if aliased and self._captured_bytes == CAPTURE_ALL else message.size - CALLER_BYTES
             left: deque[Any] = deque()
             while message.unsent > max(0, end) and not left and self._write_error is None:
-                if self._queue and self._write_batch() < 0:
-                    break
+                if self._queue:  # to its end: what is left of it may begin in the middle of a frame
+                    if self._write_batch() < 0:
+                        break
+                    continue
                 left.extend(self._outgoing.chunk(message))
                 self._write_all(left)
             if aliased:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -181,3 +182,31 @@ def test_half_a_large_message_never_arrives(loop: LoopThread, sockets: Sockets) 
     open_connection(loop, there, owner)
     owner.reason()
     assert owner.frames == []
+
+
+def test_what_others_queue_while_a_thread_sends_a_large_message_is_not_cut_in_two(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the kernel takes only some of that, and then more."""
+    here, there = sockets()
+    connection = open_connection(loop, here, Recorder())
+    loop.call(lambda: None)  # the preamble is out
+    write, writes = connection._write, 0
+
+    def write_hindered(batch: list[Any]) -> int:
+        nonlocal writes
+        writes += 1
+        if writes == 1:
+            count = write(batch)
+            other = threading.Thread(target=send, args=(connection, {"other": 0}, bytes(100_000)))
+            other.start()
+            other.join()
+            return count
+        return write([memoryview(batch[0])[:5]] if writes == 2 else batch)
+
+    monkeypatch.setattr(connection, "_write", write_hindered)
+    send(connection, {"large": 0}, b"x" * LARGE)
+    flush(loop, connection)
+    frames = {next(iter(frame.header)): frame.segments for frame in read_all(there)}
+    assert frames == {"large": [b"x" * LARGE], "other": [bytes(100_000)]}
+    assert writes > 2
