@@ -109,6 +109,10 @@ class Dispatcher:
             return not serialization.brings(frame.header)
         return frame.kind in self._for_any_thread
 
+    def is_kind_for_any_thread(self, kind: int) -> bool:
+        """The same of any frame of an extension's kind."""
+        return kind in self._for_any_thread
+
     def taken_by_thread(self, peer: Peer, frame: Frame) -> Task:
         """Take in such a frame on the thread that has read it; returns what that thread has to do.
 

@@ -52,7 +52,10 @@ class Standby:
         if kind == Kind.CALL and not header:
             return True
         if kind == Kind.IN_SEGMENT:
-            return not header and len(segments) == 1 and segments[0][:2] == BARE_REQUEST
+            if header or len(segments) != 1:
+                return False
+            begin = segments[0][:2]
+            return begin == BARE_REQUEST or self._peer.agent.dispatcher.is_kind_for_any_thread(begin[0])
         return self._peer.agent.dispatcher.is_for_any_thread(frame)
 
     def take(self, frame: Frame) -> Task:
