@@ -86,7 +86,8 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
             dist_autograd.backward(context_id, [loss])
     """
     given: Any = roots
-    if type(context_id) is not int or isinstance(given, Tensor) or not isinstance(given, Iterable):
+    is_list = type(given) is list or (isinstance(given, Iterable) and not isinstance(given, Tensor))
+    if type(context_id) is not int or not is_list:
         raise TypeError(
             "backward(): incompatible function arguments: it takes a context id (int) and a list of tensors, "
             f"not {type(context_id).__name__} and {type(roots).__name__}"

@@ -68,7 +68,7 @@ def directly(function: type[Function]) -> Callable[..., Any]:
 
 
 def run(
-    roots: Sequence[GradientEdge],
+    roots: Sequence[Tensor | GradientEdge],
     gradients: Sequence[Tensor],
     inputs: Sequence[GradientEdge],
     *,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
 from dist_autograd.contexts import Context
@@ -101,9 +101,9 @@ class Pass:
 
     # ---- before it runs
 
-    def start(self, edges: Sequence[GradientEdge]) -> list[Mark]:
+    def start(self, roots: Sequence[Tensor]) -> list[Mark]:
         """Begin from the roots themselves; returns what they mark on other workers, or on this one."""
-        marks = self._extend(ROOTS, [(edge.node, edge.output_nr) for edge in edges])
+        marks = self._extend(ROOTS, [(root.grad_fn, root.output_nr) for root in roots])
         self._one_recv = len(self._reach.recvs) == 1
         return marks
 
@@ -150,7 +150,7 @@ class Pass:
 
     # ---- while it runs
 
-    def run(self, roots: Sequence[GradientEdge] = (), gradients: Sequence[Tensor] = ()) -> None:
+    def run(self, roots: Sequence[Tensor] = (), gradients: Sequence[Tensor] = ()) -> None:
         """Run all that takes part here, waiting for gradients that come from elsewhere, and put those of
         the leaves into the context.
 
@@ -205,7 +205,7 @@ class Pass:
 
     def _run_together(
         self,
-        roots: Sequence[GradientEdge],
+        roots: Sequence[Tensor],
         gradients: Sequence[Tensor],
         leaves: list[Any],
         *,
@@ -213,11 +213,11 @@ class Pass:
     ) -> list[Tensor | None]:
         """One run of the engine over everything; the gradients of the leaves."""
         if self._marked:
-            roots = [*roots, get_gradient_edge(self._tickets())]
+            roots = [*roots, self._tickets()]
             gradients = [*gradients, torch.empty(0)]
         return self._run_engine(roots, gradients, leaves, accumulate=accumulate)
 
-    def _run_apart(self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def _run_apart(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Each start by itself, as its gradients come: no node needs more than one of them."""
         found: dict[int, list[Tensor | None]] = {}
         if roots:
@@ -231,7 +231,7 @@ class Pass:
                 found[number] = self._run_message(number, self._reach.leaves[number])
         return [gradient for start in self._reach.leaves for gradient in found[start]]
 
-    def _run_roots(self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def _run_roots(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
         leaves = self._reach.leaves[ROOTS]
         if leaves or not self._one_recv:
             return self._run_engine(roots, gradients, leaves)
@@ -259,14 +259,14 @@ class Pass:
             return self._run_engine(*self._sends(number), leaves)
         return self._run_engine([GradientEdge(*sent.edge(index)) for index in indices], present, leaves)
 
-    def _sends(self, number: int) -> tuple[list[GradientEdge], list[Tensor]]:
+    def _sends(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
         """The sends of a message as where a run begins: for gradients that are None, and for profiles."""
         sent, indices = self._sent[number], sorted(self._marked[number])
-        return [get_gradient_edge(sent.end(index)) for index in indices], [torch.empty(0)] * len(indices)
+        return [sent.end(index) for index in indices], [torch.empty(0)] * len(indices)
 
     def _run_engine(
         self,
-        roots: Sequence[GradientEdge],
+        roots: Sequence[Tensor | GradientEdge],
         gradients: Sequence[Tensor],
         leaves: Sequence[Any],
         *,

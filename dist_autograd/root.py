@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dist_autograd import engine
 from dist_autograd.graph import Mark
@@ -75,11 +74,9 @@ class Root:
     def run(self, roots: Sequence[Tensor]) -> None:
         """Run the backward; raises what ended it."""
         try:
-            edges = [get_gradient_edge(root) for root in roots]
-            self._mark_all(self.own.start(edges))
+            self._mark_all(self.own.start(roots))
             self._left = self.others.copy()
-            gradients = [torch.ones_like(root) for root in roots]
-            self._run_own(edges, gradients)
+            self._run_own(roots, [torch.ones_like(root) for root in roots])
             self._has_run = True
             self.own.wait_until(lambda: not self._left)
         except BaseException as error:
@@ -95,12 +92,12 @@ class Root:
         for part in self._parts.values():
             part.when_settled = None
 
-    def _run_own(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    def _run_own(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         try:
             if engine.is_running():
-                _on_another_thread(lambda: self.own.run(edges, gradients))
+                _on_another_thread(lambda: self.own.run(roots, gradients))
             else:
-                self.own.run(edges, gradients)
+                self.own.run(roots, gradients)
         except RpcError:
             raise
         except Exception as error:
