@@ -14,7 +14,6 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from benchmarks import serving
@@ -69,6 +68,8 @@ def _try_import(module: str) -> None:
 
 def can_run(side: str, workload: Workload) -> bool:
     """Whether a side has what a workload needs."""
+    if workload.stripes:
+        return side == "farcall"
     calls = _CALLS_OF.get(side)
     if calls is None:
         return True
@@ -91,21 +92,28 @@ def measure(side: str, workloads: Sequence[str], timeout: float) -> dict[str, fl
     """
     numbers: dict[str, float] = {}
     chosen = [WORKLOADS[name] for name in workloads if can_run(side, WORKLOADS[name])]
-    for workers, network in sorted({(each.workers, each.network) for each in chosen}):
-        names = [each.name for each in chosen if (each.workers, each.network) == (workers, network)]
-        numbers |= _measure_group(side, names, workers, network, timeout)
+    for kind in sorted({_kind_of_group(each) for each in chosen}):
+        names = [each.name for each in chosen if _kind_of_group(each) == kind]
+        numbers |= _measure_group(side, names, kind, timeout)
     return numbers
 
 
+def _kind_of_group(workload: Workload) -> tuple[int, bool, int]:
+    """What a group of workers has to have: how many, over TCP, with how many stripes."""
+    return workload.workers, workload.network, workload.stripes
+
+
 def _measure_group(
-    side: str, workloads: Sequence[str], workers: int, network: bool, timeout: float
+    side: str, workloads: Sequence[str], kind: tuple[int, bool, int], timeout: float
 ) -> dict[str, float]:
+    workers, network, stripes = kind
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
         results, ours = context.Pipe(duplex=False)
         processes = [
             context.Process(
-                target=_work, args=(rank, workers, side, network, tuple(workloads), Path(folder), ours)
+                target=_work,
+                args=(rank, workers, side, _options(side, network, stripes), tuple(workloads), folder, ours),
             )
             for rank in range(1 if side in _STARTS_ITS_WORKERS else workers)
         ]
@@ -120,6 +128,13 @@ def _measure_group(
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def _options(side: str, network: bool, stripes: int) -> dict[str, Any]:
+    options = dict(_NETWORK_OPTIONS[side]) if network else {}
+    if stripes:
+        options["tcp_stripes"] = stripes
+    return options
 
 
 def _receive(side: str, results: Connection, timeout: float) -> dict[str, float]:
@@ -137,18 +152,16 @@ def _work(
     rank: int,
     workers: int,
     side: str,
-    network: bool,
+    given: dict[str, Any],
     workloads: tuple[str, ...],
-    folder: Path,
+    folder: str,
     results: Connection,
 ) -> None:
     warnings.simplefilter("ignore")  # PyTorch's own, about its deprecated parts
     try:
         rpc: Any = importlib.import_module(MODULES[side])
         kind = rpc.AgentOptions if side == "farcall" else rpc.TensorPipeRpcBackendOptions
-        options = kind(
-            init_method=f"file://{folder}/rendezvous", **(_NETWORK_OPTIONS[side] if network else {})
-        )
+        options = kind(init_method=f"file://{folder}/rendezvous", **given)
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
         if rank == 0:
             numbers = {name: WORKLOADS[name].measure(rpc) for name in workloads}

@@ -49,6 +49,8 @@ class Workload:
         bar: what must hold; ``None`` for what is measured for information.
         workers: how many there are.
         network: they talk over TCP, as between hosts, whatever else they could do.
+        stripes: over how many connections large messages go; 0 where that is not what is measured. Only
+            farcall can be told.
         part: a heading in the chart.
     """
 
@@ -59,6 +61,7 @@ class Workload:
     bar: Bar | None = None
     workers: int = 2
     network: bool = False
+    stripes: int = 0
     part: str = "calls"
 
     @property

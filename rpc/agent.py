@@ -38,6 +38,7 @@ from rpc.peer import Peer
 from rpc.pending import PendingCall
 from rpc.segments import SegmentExchange
 from rpc.serialization import Connect
+from rpc.stripes import StripeExchange
 from rpc.tape import Tape
 from rpc.transport import transports
 from rpc.wire import Frame, Kind
@@ -102,6 +103,11 @@ class Agent:
         self.dispatcher.on(Kind.SEGMENTS, self.segments.received)
         self.dispatcher.on(Kind.IN_SEGMENT, self.segments.message_received)
         self.on_gone(self.segments.peer_gone)
+        self.stripes = StripeExchange(self, options.tcp_stripes, options.max_message_bytes)
+        self.dispatcher.on(Kind.STRIPES, self.stripes.received)
+        self.dispatcher.on(Kind.STRIPED, self.stripes.message_opened)
+        self.links.stripe_came = self.stripes.stripe_came
+        self.on_gone(self.stripes.peer_gone)
         self.extensions: dict[str, Any] = {}
         """What stands on this agent, by name: each part's own object, where its code finds it again."""
         self._peers: dict[int, Peer] = {}
@@ -333,8 +339,10 @@ class Agent:
         for handler in self._close_handlers:
             handler()
         if not self._loop_thread.is_current():
+            self._loop_thread.wait_for(self.stripes.finish())
             self._loop_thread.wait_for(self.links.close(list(self._peers.values()), reason))
             self._loop_thread.call(self.segments.close)
+            self._loop_thread.call(self.stripes.close)
         for call in list(self.calls.waiting()):
             if self.calls.take(call.call_id) is not None:
                 asked = f"{call.asked} on worker '{call.peer.name}'"
@@ -366,6 +374,7 @@ class Agent:
         for connection in self.links.connections(self._peers.values()):
             connection.abandon()
         self.segments.abandon()
+        self.stripes.abandon()
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         if self._interval is not None:

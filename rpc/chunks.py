@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rpc.errors import ProtocolError
@@ -31,6 +31,7 @@ __all__ = [
     "Outgoing",
     "Reassembly",
     "Room",
+    "lay_out",
 ]
 
 WHOLE_BYTES: Final = 256 << 10
@@ -165,13 +166,48 @@ class Room:
     padded: int
 
 
+def lay_out(
+    rooms: Sequence[Room], lead: int, allocate: Callable[[int], memoryview]
+) -> tuple[list[memoryview], list[memoryview]]:
+    """Allocate memory for a message: small neighbours share some, every other segment has its own.
+
+    Args:
+        rooms: its segments, in order.
+        lead: how far from an alignment boundary the first one starts.
+        allocate: gives writable memory.
+
+    Returns:
+        The segments, and the memory that the message fills, in order, with the padding between segments.
+    """
+    segments: list[memoryview] = []
+    memory: list[memoryview] = []
+    index = 0
+    while index < len(rooms):
+        first = index
+        total = rooms[index].padded
+        index += 1
+        if total < _OWN_MEMORY_BYTES:
+            while index < len(rooms) and rooms[index].padded < _OWN_MEMORY_BYTES:
+                total += rooms[index].padded
+                index += 1
+        lead_here = lead if not first else 0
+        block = allocate(lead_here + total)[lead_here:]
+        if total:
+            memory.append(block)
+        start = 0
+        for room in rooms[first:index]:
+            segments.append(block[start : start + room.length])
+            start += room.padded
+    return segments, memory
+
+
 @dataclass(slots=True)
 class _Arriving:
     what: Any
     size: int
     left: int
-    segments: list[memoryview] = field(default_factory=list)
-    targets: deque[memoryview] = field(default_factory=deque)
+    segments: list[memoryview]
+    targets: deque[memoryview]
 
 
 class Reassembly:
@@ -219,30 +255,9 @@ class Reassembly:
         size = sum(room.padded for room in rooms)
         if not size:
             raise ProtocolError("a message in chunks has nothing in them")
-        message = _Arriving(what, size, size)
-        self._lay_out(message, rooms, lead)
-        self._messages[number] = message
+        segments, memory = lay_out(rooms, lead, self._allocate)
+        self._messages[number] = _Arriving(what, size, size, segments, deque(memory))
         self.promised += size
-
-    def _lay_out(self, message: _Arriving, rooms: Sequence[Room], lead: int) -> None:
-        """Allocate: small neighbours share memory, every other segment has its own."""
-        index = 0
-        while index < len(rooms):
-            first = index
-            total = rooms[index].padded
-            index += 1
-            if total < _OWN_MEMORY_BYTES:
-                while index < len(rooms) and rooms[index].padded < _OWN_MEMORY_BYTES:
-                    total += rooms[index].padded
-                    index += 1
-            lead_here = lead if not first else 0
-            memory = self._allocate(lead_here + total)[lead_here:]
-            if total:
-                message.targets.append(memory)
-            start = 0
-            for room in rooms[first:index]:
-                message.segments.append(memory[start : start + room.length])
-                start += room.padded
 
     def begin(self, number: int, length: int) -> None:
         """A chunk begins.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import Final
+from typing import Any, Final
 
 from rpc.chunks import Reassembly, Room
 from rpc.errors import ProtocolError
@@ -33,7 +33,7 @@ from rpc.wire import (
     unpack_prefix,
 )
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "allocate", "read_opening"]
 
 _RECEIVE_BUFFER_BYTES: Final = 256 << 10
 _PAGE_BACKED_BYTES: Final = 1 << 20
@@ -86,7 +86,7 @@ class Decoder:
         self.scratch_offset = 0
         self.scratch_end = len(self.scratch)
         self._greeted = False
-        self._arriving = Reassembly(_allocate)
+        self._arriving = Reassembly(allocate)
         self._large: Prefix | None = None
         self._body = self._view[:0]
         self._filled = 0
@@ -190,7 +190,8 @@ class Decoder:
         """A frame is there: take it in if it is about chunks, else add it to ``frames``."""
         _, number, _, _, kind = prefix
         if kind == Kind.OPENING:
-            _open(self._arriving, number, body, self.max_frame_bytes)
+            opened = read_opening(body, self.max_frame_bytes, self._arriving.promised)
+            self._arriving.open(number, *opened)
         elif kind == Kind.CANCELLED:
             self._arriving.cancel(number)
         else:
@@ -256,7 +257,7 @@ class Decoder:
                 self._complete(prefix, memoryview(scratch[body_start:body_end]), frames)
                 start = body_end
             elif PREFIX_BYTES + body_length > len(view):
-                self._body = _allocate(body_length)
+                self._body = allocate(body_length)
                 self._filled = end - body_start
                 self._body[: self._filled] = view[body_start:end]
                 self._large = prefix
@@ -276,18 +277,31 @@ class Decoder:
         return len(opening) >= PREFIX_BYTES and unpack_prefix(opening)[0] > self.max_frame_bytes
 
 
-def _open(arriving: Reassembly, number: int, opening: memoryview, max_bytes: int) -> None:
-    """Take in the opening of a message that comes in chunks."""
+def read_opening(
+    opening: memoryview, max_bytes: int, promised: int
+) -> tuple[tuple[int, int, dict[str, Any]], list[Room], int]:
+    """Take in the opening of a message whose segments come in chunks.
+
+    Args:
+        opening: its prefix, table and header.
+        max_bytes: how long it may be, together with what is open.
+        promised: how much of messages that are open is still to come, in bytes.
+
+    Returns:
+        Kind, call id and header; its segments; how far from an alignment boundary the first one starts.
+
+    Raises:
+        ProtocolError: it is malformed, or over the limit.
+    """
     if len(opening) < PREFIX_BYTES:
         raise ProtocolError(f"an opening of {len(opening)} bytes is too short")
     prefix = unpack_prefix(opening)
     body_length, call_id, header_length, count, kind = prefix
     table_length = table_bytes(count)
     start = table_length + header_length
-    if body_length > max_bytes or body_length - start > max_bytes - arriving.promised:
+    if body_length > max_bytes or body_length - start > max_bytes - promised:
         raise ProtocolError(
-            f"a message of {body_length} bytes, where {arriving.promised} are open, "
-            f"is over the limit of {max_bytes}"
+            f"a message of {body_length} bytes, where {promised} are open, is over the limit of {max_bytes}"
         )
     check_layout(prefix)
     if not count or kind in _ABOUT_CHUNKS or PREFIX_BYTES + start != len(opening):
@@ -301,14 +315,14 @@ def _open(arriving: Reassembly, number: int, opening: memoryview, max_bytes: int
         rooms.append(Room(end - offset, following - offset))
         offset = following
     header = unpack_header(body[table_length:]) if header_length else {}
-    arriving.open(number, (kind, call_id, header), rooms, start % ALIGNMENT)
+    return (kind, call_id, header), rooms, start % ALIGNMENT
 
 
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 """Touching fresh memory takes longer than filling it; of huge pages, a third of that (measured)."""
 
 
-def _allocate(length: int) -> memoryview:
+def allocate(length: int) -> memoryview:
     """Writable memory; large blocks come as fresh pages, which nobody needs to clear first.
 
     They are private to this process: in a forked child, tensors over them are its own.

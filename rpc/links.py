@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from rpc.errors import ProtocolError
 from rpc.handshake import CROSSED, Hello, judge, legible, parse_refusal
@@ -73,8 +73,11 @@ class Links:
         self._handshakes: set[_Handshake] = set()
         self._early: list[tuple[_Handshake, Hello]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._dialled: set[int] = set()
         self._view: Membership | None = None
         self._group = ""
+        self.stripe_came: Callable[[Connection, dict[str, Any]], None] | None = None
+        """Takes over a connection that says to be a stripe, or raises ``ProtocolError``."""
         self._closed = False
 
     def listen(self, host: str, port: int) -> list[str]:
@@ -129,6 +132,22 @@ class Links:
                 return
         self.lose(peer, "it cannot be reached at " + ("; ".join(failures) or "any address known here"))
 
+    def has_dialled(self, peer: Peer) -> bool:
+        """Whether this side made the connection to a peer, and not the other."""
+        return peer.incarnation in self._dialled
+
+    async def connect_again(self, peer: Peer) -> Connection:
+        """One more connection over the network to a connected peer, not yet started.
+
+        Raises:
+            OSError: there is no way.
+        """
+        addresses = [address for address in peer.member.addresses if address.startswith("tcp:")]
+        for address in addresses[:-1]:
+            with contextlib.suppress(OSError):
+                return await self._transports["tcp"].connect(address)
+        return await self._transports["tcp"].connect(addresses[-1])
+
     def _reachable_addresses(self, member: Member) -> list[str]:
         assert self._view is not None
         same_host = member.host == self._view.me.host
@@ -174,6 +193,8 @@ class Links:
 
     def _established(self, handshake: _Handshake, peer: Peer) -> None:
         handshake.finish()
+        if handshake.peer is not None:
+            self._dialled.add(peer.incarnation)
         connection = handshake.connection
         connection.description = f"worker '{peer.name}'"
         connection.set_frame_limits(
@@ -303,7 +324,7 @@ class _Handshake:
     def __init__(self, links: Links, connection: Connection, peer: Peer | None) -> None:
         self.connection = connection
         self._links = links
-        self._peer = peer
+        self.peer = peer
         self._heard = False
         self.answered = False
         """Whether the other side was told why it is refused, and the log as well."""
@@ -316,7 +337,7 @@ class _Handshake:
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         try:
-            self._answered(frames[0]) if self._peer is not None else self._asked(frames[0])
+            self._answered(frames[0]) if self.peer is not None else self._asked(frames[0])
         except Exception as error:
             # Nothing that a stranger says may do more than this.
             known = isinstance(error, ProtocolError)
@@ -326,13 +347,18 @@ class _Handshake:
             connection.owner.frames_received(connection, frames[1:])
 
     def _asked(self, frame: Frame) -> None:
+        take = self._links.stripe_came
+        if frame.kind == Kind.STRIPE and not self._heard and take is not None:
+            take(self.connection, frame.header)
+            self.finish()
+            return
         if frame.kind != Kind.HELLO or self._heard:
             raise ProtocolError(f"expected one hello, got a frame of kind {frame.kind}")
         self._heard = True
         self._links._hello_received(self, Hello.parse(frame.header))
 
     def _answered(self, frame: Frame) -> None:
-        peer = self._peer
+        peer = self.peer
         assert peer is not None
         if frame.kind == Kind.WELCOME:
             if peer.connected or peer.lost is not None:
@@ -354,8 +380,8 @@ class _Handshake:
         self._links.lose(peer, f"it refused the connection: {refusal.reason}")
 
     def _crossed_expired(self) -> None:
-        if self._peer is not None and not self._peer.connected and self._peer.lost is None:
-            self._links.lose(self._peer, f"it did not connect within {CONNECT_SECONDS:g} s, as announced")
+        if self.peer is not None and not self.peer.connected and self.peer.lost is None:
+            self._links.lose(self.peer, f"it did not connect within {CONNECT_SECONDS:g} s, as announced")
 
     def _expired(self) -> None:
         self.connection.close(f"no handshake within {CONNECT_SECONDS:g} s")
@@ -364,9 +390,9 @@ class _Handshake:
         self.finish()
         if self._links._closed:
             return
-        if self._peer is None:
+        if self.peer is None:
             if not self.answered:
                 level = logging.WARNING if connection.received_anything else logging.DEBUG
                 logger.log(level, "refused %s: %s", connection.description, reason)
-        elif not self._peer.connected and self._peer.lost is None:
-            self._links.lose(self._peer, f"the handshake with it failed: {reason}")
+        elif not self.peer.connected and self.peer.lost is None:
+            self._links.lose(self.peer, f"the handshake with it failed: {reason}")

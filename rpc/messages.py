@@ -71,7 +71,9 @@ class Messages:
                         "its options"
                     )
                 handed_over = True
-                peer.send(buffers, size, aliased=bool(payload.borrowed), wait=wait)
+                aliased = bool(payload.borrowed)
+                if not self._agent.stripes.send(peer, buffers, size, aliased=aliased, wait=wait):
+                    peer.send(buffers, size, aliased=aliased, wait=wait)
         except BaseException as error:
             if handed_over and not isinstance(error, Exception):
                 raise  # Ctrl-C: the message may be out, and what it carries in use

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Final, Generic, Literal, TypeVar, overload
 
 import torch
 
@@ -25,6 +25,9 @@ __all__ = [
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
+
+MAX_STRIPES: Final = 64
+"""Over how many connections large messages to one worker may go."""
 
 _MIB = 1 << 20
 
@@ -107,6 +110,13 @@ def _string(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise _wrong_type(name, value, "a string")
     return value
+
+
+def _stripes(name: str, value: object) -> int:
+    number = _positive_int(name, value)
+    if number > MAX_STRIPES:
+        raise InvalidOptionError(f"{name} must be at most {MAX_STRIPES}, got {number}")
+    return number
 
 
 def _bool(name: str, value: object) -> bool:
@@ -219,6 +229,11 @@ class AgentOptions(RpcBackendOptions):
             1 GiB), and how much of each peer's is taken; what does not fit goes through the socket. 0 turns
             shared memory off. It is made as it is needed, kept for further messages, and given back after 20
             idle seconds.
+        tcp_stripes: over how many TCP connections messages of more than 1 MiB to one worker are spread, at
+            most 64 (default 1: over the one that everything goes over). It helps where the network limits
+            what a connection gets, as many clouds do. With more than 1, that many are opened beside the one
+            that there is, once the first such message has been sent. Two workers use the smaller number of
+            theirs. What cannot be opened is not used, and the log says so.
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
             address that reaches the rendezvous, loopback if that is on loopback.
         deserialization: ``"pickle"`` (default), or ``"safe"``: accept only tensors, containers, scalars
@@ -243,6 +258,7 @@ class AgentOptions(RpcBackendOptions):
     send_queue_bytes = _Option(_positive_int)
     max_message_bytes = _Option(_positive_int)
     shared_memory_bytes = _Option(_int_or_zero)
+    tcp_stripes = _Option(_stripes)
     transports = _Option(_transports)
     listen = _Option(_listen)
     deserialization = _Option(_deserialization)
@@ -263,6 +279,7 @@ class AgentOptions(RpcBackendOptions):
         max_message_bytes: int = 64 * 1024 * _MIB,
         transports: Iterable[str] | None = None,
         shared_memory_bytes: int = 1024 * _MIB,
+        tcp_stripes: int = 1,
         listen: str | None = None,
         deserialization: Literal["pickle", "safe"] = "pickle",
     ) -> None:
@@ -278,6 +295,7 @@ class AgentOptions(RpcBackendOptions):
         self.max_message_bytes = max_message_bytes
         self.transports = transports
         self.shared_memory_bytes = shared_memory_bytes
+        self.tcp_stripes = tcp_stripes
         self.listen = listen
         self.deserialization = deserialization
 

@@ -13,6 +13,9 @@ Of a message that is too large to be one frame, prefix, table and header are the
 ``OPENING``; the segments follow in frames of kind ``CHUNK``. In both, and in ``CANCELLED``, the call id is
 the number of the message on this connection. ``chunks.py`` says more.
 
+A message whose segments go over stripes (``stripes/cutting.py``) is opened by a frame of kind ``STRIPED``,
+whose call id is the message's number there, and whose segment has the message's prefix, table and header.
+
 ``decoder.py`` is the receiving side.
 """
 
@@ -89,6 +92,9 @@ class Kind:
     CANCELLED: Final = 12
     SEGMENTS: Final = 13
     IN_SEGMENT: Final = 14
+    STRIPES: Final = 15
+    STRIPE: Final = 16
+    STRIPED: Final = 17
     EXTENSION: Final = 32
 
 

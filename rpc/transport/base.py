@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -65,6 +66,9 @@ class Connection(Protocol):
     direct: DirectReading | None
     """How threads may read it themselves; None if only the loop's does."""
 
+    over_network: bool
+    """Whether it may lead over a network, where several at once may get more of it than one does."""
+
     received_anything: bool
     """Whether a byte has come from the other end: who only looks whether somebody listens sends none."""
 
@@ -113,6 +117,16 @@ class Connection(Protocol):
 
     def close(self, reason: str, *, flush: bool = False) -> None:
         """Close, telling the owner. On the loop's thread; with ``flush`` once the queue is sent."""
+
+    def detach(self) -> socket.socket:
+        """Give up the socket, over which something else than frames is to go. On the loop's thread.
+
+        The owner is told nothing more, not even of the end.
+
+        Raises:
+            ConnectionClosed: it is closed.
+            ProtocolError: more has come already than the frames that the owner has been given.
+        """
 
     def abandon(self) -> None:
         """In a forked child: let go of the descriptor, which the parent goes on using."""

@@ -18,7 +18,7 @@ from typing import Final
 from rpc.decoder import Decoder
 from rpc.errors import ProtocolError
 from rpc.transport import syscalls
-from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner
+from rpc.transport.base import CLOSED_BY_PEER, ConnectionClosed, ConnectionOwner
 from rpc.transport.reading import AVAILABLE, DirectReading
 from rpc.transport.role import LOOP, Turn
 from rpc.transport.sending import CAPTURE_ALL, SendingHalf
@@ -62,6 +62,7 @@ class StreamConnection(SendingHalf):
         sock.setblocking(False)
         self._decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
         self._scratch = syscalls.ReceiveBuffer(self._decoder.scratch) if syscalls.AVAILABLE else None
+        self.over_network = sock.family in (socket.AF_INET, socket.AF_INET6)
         self.received_anything = False
         self.direct = DirectReading(self, self._descriptor, self._decoder) if AVAILABLE else None
 
@@ -202,6 +203,22 @@ class StreamConnection(SendingHalf):
                     self._socket.shutdown(socket.SHUT_RDWR)
         self._forget_queue()
         self.owner.connection_lost(self, reason)
+
+    def detach(self) -> socket.socket:
+        if not self._open:
+            raise ConnectionClosed(f"the connection to {self.description} is closed")
+        if self._queue or not self._decoder.is_between_frames():
+            raise ProtocolError("more has come than a frame, after which something else was to follow")
+        self._loop.remove_reader(self._descriptor if self.direct is None else self.direct.watched())
+        self._loop.remove_writer(self._descriptor)
+        with self._send_lock:
+            self._open = False
+            if self.direct is not None:
+                self.direct.closed = True
+                self.direct.close()
+            detached = socket.socket(fileno=self._socket.detach())
+        detached.setblocking(False)
+        return detached
 
     def abandon(self) -> None:
         self._open = False

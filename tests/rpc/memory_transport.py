@@ -7,6 +7,7 @@ when the test says. So every order of events that sockets could bring about can 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ class MemoryConnection:
 
     owner: ConnectionOwner
     direct: DirectReading | None = None
+    over_network = False
 
     def __init__(self, description: str) -> None:
         self.description = description
@@ -65,6 +67,9 @@ class MemoryConnection:
             self.open = False
             self.other.inbox.append(None)
             self.owner.connection_lost(self, reason)
+
+    def detach(self) -> socket.socket:
+        raise ConnectionClosed("it has no socket")
 
     def abandon(self) -> None:
         self.open = False

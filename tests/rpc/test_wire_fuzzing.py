@@ -33,14 +33,14 @@ FUZZ_LIMIT = 300_000
 def allocations() -> Iterator[list[int]]:
     """The sizes of what the decoder allocates for bodies that don't fit its buffer."""
     sizes: list[int] = []
-    allocate = decoding._allocate
+    allocate = decoding.allocate
 
     def noting(length: int) -> memoryview:
         sizes.append(length)
         return allocate(length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "_allocate", noting)
+        patch.setattr(decoding, "allocate", noting)
         yield sizes
 
 
