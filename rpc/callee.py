@@ -57,6 +57,9 @@ LATER: Final = object()
 """What ``Callee.start`` returns when the answer is given later."""
 
 
+_QUICK_BYTES: Final = 1 << 20
+"""So much is copied in the time of a few hand-overs between threads."""
+
 _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor))
 """Values of just these types end without running code of the user's, unless hung onto a tensor."""
 
@@ -117,7 +120,8 @@ class Callee:
                         # Before the answer is out, since the next request may come at once; but who stands
                         # by runs nothing of the user's, such as the destructor of what was returned, and
                         # does not copy what is large.
-                        at_once = len(payload.segments) == 1 and type(value) in _WITHOUT_DESTRUCTOR
+                        small = len(payload.segments) == 1 or sum(map(len, payload.segments)) <= _QUICK_BYTES
+                        at_once = small and type(value) in _WITHOUT_DESTRUCTOR
                         agent.executor.stand_by(peer.standby, at_once=at_once)
                     agent.answer(peer, Kind.REPLY, frame.call_id, payload)
 

@@ -13,9 +13,11 @@ from typing import Any
 import rpc
 from rpc import serialization
 from rpc.current import current_agent
+from rpc.segments.packing import Message, pack
 from rpc.wire import Kind
 from rref.requests import CREATE, name_creation
 from tests.hostile import Hostile, Target, frame, target
+from tests.rpc.segments.ends import open_descriptors
 from tests.serving import open_gate, wait_at_gate
 from tests.tracked import Tracked
 from tests.workers import RunWorkers, Worker, WorkerProcess
@@ -43,6 +45,13 @@ def follow(worker: Worker) -> Any:
 def order(worker: WorkerProcess, function: Callable[[], Any]) -> Any:
     worker.tell("order", function)
     return worker.wait_for("done")
+
+
+def opening(kind: int, size: int, segments: int, number: int = 5) -> bytes:
+    """The opening of a message that shall come in chunks."""
+    table = struct.pack("<Q", size // 2) if segments == 2 else b""
+    head = PREFIX.pack(size, 1, 0, segments, kind) + table
+    return PREFIX.pack(len(head), number, 0, 0, Kind.OPENING) + head
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
@@ -79,6 +88,41 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "no reference message": (
         frame(Kind.CONTROL, {"batch": [0, [], 1, [["rref", ["nonsense", 1]]]]}),
         "a reference message that cannot be",
+    ),
+    "a chunk of nothing": (
+        PREFIX.pack(8, 5, 0, 0, Kind.CHUNK) + bytes(8),
+        "a chunk belongs to message 5, which is not open",
+    ),
+    "a chunk with segments": (PREFIX.pack(8, 5, 0, 2, Kind.CHUNK) + bytes(8), "claims to have a header"),
+    "the end of nothing": (
+        PREFIX.pack(0, 6, 0, 0, Kind.CANCELLED),
+        "message 6 was cancelled, but is not open",
+    ),
+    "half an opening": (
+        PREFIX.pack(8, 5, 0, 0, Kind.OPENING) + bytes(8),
+        "an opening of 8 bytes is too short",
+    ),
+    "an opening of a chunk": (opening(Kind.CHUNK, 1 << 20, 2), "a malformed opening of a message of kind 11"),
+    "an opening without segments": (opening(Kind.CALL, 1 << 20, 0), "a malformed opening of a message"),
+    "a huge opening": (opening(Kind.CALL, 1 << 62, 1), f"a message of {1 << 62} bytes, where 0 are open"),
+    "too many openings": (
+        b"".join(opening(Kind.CALL, 1 << 20, 1, number) for number in range(65)),
+        "more than 64",
+    ),
+    "the same opening twice": (2 * opening(Kind.CALL, 1 << 20, 1), "message 5"),
+    "a chunk that is too long": (
+        opening(Kind.CALL, 1 << 20, 1) + PREFIX.pack((1 << 20) + 1, 5, 0, 0, Kind.CHUNK) + bytes(100),
+        f"a chunk of {(1 << 20) + 1} bytes where {1 << 20} are left",
+    ),
+    "memory that was never shared": (
+        frame(Kind.IN_SEGMENT, {}, [pack(Message(Kind.CALL, {}, 1, 1, (5,), b""))]),
+        "a malformed message in a segment",
+    ),
+    "a return of nothing": (frame(Kind.SEGMENTS, {"return": [1]}), "an unknown message about segments"),
+    "a proof of nothing": (frame(Kind.SEGMENTS, {"proof": bytes(32)}), "it proves what was not asked"),
+    "an invitation unasked": (
+        frame(Kind.SEGMENTS, {"come": ["name", bytes(16), 1, 1]}),
+        "it says where to come, and was not asked",
     ),
     "a shutdown": (
         frame(Kind.SHUTDOWN, {"message": [0, "entered"]}),
@@ -119,12 +163,15 @@ def dismiss(workers: Any) -> None:
 def test_malformed_messages_close_that_connection_and_no_other(run_workers: RunWorkers) -> None:
     workers = start_group(run_workers)
     at = order(workers[1], target)
+    before = order(workers[1], open_descriptors)
     order(workers[0], lambda: break_rules(at))
     order(workers[0], lambda: say_goodbye(at))
     assert order(workers[0], lambda: rpc.rpc_sync("worker1", rpc.get_worker_infos)) == [
         rpc.WorkerInfo("worker0", 0),
         rpc.WorkerInfo("worker1", 1),
     ]
+    more = order(workers[1], open_descriptors) - before  # the connection with worker0 may have got some
+    assert len(more) < len(BROKEN) // 4
     dismiss(workers)
     lines = log_lines(workers[1])
     for number, (line, (name, (_, text))) in enumerate(zip(lines, BROKEN.items(), strict=True)):

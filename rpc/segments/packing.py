@@ -26,6 +26,9 @@ ALIGNMENT: Final = 64
 _PREFIX: Final = Struct("<BB2xIQQ")
 _HEADER_LENGTH: Final = Struct("<I")
 
+_USUAL: Final = Struct("<BB2xIQQQ")
+"""All before the pickle of a message with one buffer and no header, as most are."""
+
 
 class Message(NamedTuple):
     """What such a frame says.
@@ -49,6 +52,8 @@ def pack(message: Message) -> bytes:
     """The one segment of the frame for a message."""
     kind, header, number, use, lengths, pickle = message
     count = len(lengths)
+    if count == 1 and not header:
+        return _USUAL.pack(kind, False, 1, number, use, lengths[0]) + pickle
     begin = _PREFIX.pack(kind, bool(header), count, number, use) + Struct(f"<{count}Q").pack(*lengths)
     if not header:
         return b"".join((begin, pickle))
@@ -61,6 +66,9 @@ def unpack(segment: Any) -> Message:
     view = memoryview(segment)
     try:
         kind, has_header, count, number, use = _PREFIX.unpack_from(view)
+        if count == 1 and not has_header:
+            length = _USUAL.unpack_from(view)[-1]
+            return Message(kind, {}, number, use, (length,), view[_USUAL.size :])
         if count > MAX_SEGMENTS:
             raise ProtocolError(f"a message of {count} buffers is over the limit of {MAX_SEGMENTS}")
         table = Struct(f"<{count}Q")

@@ -7,6 +7,7 @@ never through ``Tensor.numpy()``, which would forbid the caller to resize the te
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from ctypes import string_at
 from pickle import PickleBuffer
@@ -23,21 +24,17 @@ _COPIED_BYTES: Final = 32 << 10
 _SHARE_OF_FRAME: Final = 4
 _ALIGNMENT: Final = 16
 
+_ndarray = np.ndarray
 
-class _Region:
-    """Memory at an address, for ``numpy.asarray``; keeps the owner of that memory alive."""
 
-    __slots__ = ("__array_interface__", "fresh", "owner")
+class _Region(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # an array type, made here
+    """Memory from an address on, of which a view takes as much as there is; keeps its owner alive.
 
-    def __init__(self, address: int, size: int, owner: object, fresh: bool) -> None:
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-        self.owner = owner
-        self.fresh = fresh
+    Of arrays of other lengths, each would be a new class.
+    """
+
+    owner: object = None
+    fresh = False
 
 
 def memory_at(address: int, size: int, owner: object, *, fresh: bool = False) -> bytes | PickleBuffer:
@@ -51,13 +48,18 @@ def memory_at(address: int, size: int, owner: object, *, fresh: bool = False) ->
     """
     if size <= INLINE_BYTES:
         return string_at(address, size)
-    return PickleBuffer(np.asarray(_Region(address, size, owner, fresh)))  # type: ignore[arg-type]  # arrays are buffers
+    region = _Region.from_address(address)
+    region.owner = owner
+    if fresh:
+        region.fresh = True
+    return PickleBuffer(memoryview(region).cast("B")[:size])
 
 
 def is_borrowed(buffer: memoryview) -> bool:
     """Whether a buffer that left the pickle may still be changed by the caller."""
-    region = getattr(buffer.obj, "base", None)
-    return not (isinstance(region, _Region) and region.fresh)
+    memory = buffer.obj
+    region = memory.obj if type(memory) is memoryview else memory
+    return not (type(region) is _Region and region.fresh)
 
 
 def settle(segment: Any) -> Any:
@@ -68,6 +70,9 @@ def settle(segment: Any) -> Any:
         return segment
     view = memoryview(segment)
     size = view.nbytes
+    whole: Any = view.obj
+    if type(whole) is _ndarray and size == whole.nbytes and size >= _COPIED_BYTES and not view.readonly:
+        return view  # shared memory, which is aligned
     if (
         size < _COPIED_BYTES
         or view.readonly
