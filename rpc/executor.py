@@ -29,39 +29,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final
+
+from rpc.tasks import Station, Task
 
 __all__ = ["Executor", "Station", "Task"]
 
 logger = logging.getLogger(__name__)
 
-Task = tuple[Callable[..., object], Any]
-"""A function and its single argument."""
-
 _TICK: Final = 0.005
 _IDLE_SECONDS: Final = 10.0
 _TICKS_BEYOND_CEILING: Final = 10
 """Beyond the ceiling, one thread per so many ticks without progress: 20 a second."""
-
-
-class Station(Protocol):
-    """Where one thread at a time may wait for a task that comes from elsewhere."""
-
-    def claim(self) -> bool:
-        """Take the place for the current thread; false if it cannot have it."""
-
-    def next_task(self, timeout: float | None) -> Task | None:
-        """Wait for a task, having claimed the place or doing so now, and give up the place.
-
-        Returns:
-            None after ``timeout`` seconds, or when ``release`` was called, or whenever else it likes.
-        """
-
-    def leave(self) -> None:
-        """Give up the place, if the current thread has it."""
-
-    def release(self) -> None:
-        """From any thread: end the wait of the one that has the place."""
 
 
 class _Worker:
