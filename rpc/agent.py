@@ -232,15 +232,23 @@ class Agent:
 
     # ---- receiving
 
-    def on(self, kind: int, handler: KindHandler, *, any_thread: bool = False) -> None:
+    def on(
+        self,
+        kind: int,
+        handler: KindHandler,
+        *,
+        any_thread: bool = False,
+        brings: bool = False,
+        followed: bool = False,
+    ) -> None:
         """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
 
-        It runs on the loop's thread, or with ``any_thread`` on any other: it must neither block nor run
-        user code. What does, it may return as a task for an executor thread.
+        It runs on the loop's thread, or with ``any_thread`` on any other: it must neither block nor run user
+        code. What does, it may return as a task for an executor thread. More is said in ``Dispatcher.on``.
         """
         if kind < Kind.EXTENSION:
             raise ValueError(f"message kind {kind} is reserved")
-        self.dispatcher.on(kind, handler, any_thread=any_thread)
+        self.dispatcher.on(kind, handler, any_thread=any_thread, brings=brings, followed=followed)
 
     # ---- what pending calls need (CallOwner)
 
@@ -262,6 +270,13 @@ class Agent:
     def answered(self, call: PendingCall) -> None:
         self.calls.take(call.call_id)
         self.something_ended()
+
+    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+        if frame.kind != Kind.REPLY or frame.header:
+            return None
+        call = self.calls.find(frame.call_id)
+        free = call is not None and call.any_thread and call.peer is peer and call.future is None
+        return call if free else None
 
     def complete_soon(self, future: Future[Any]) -> None:
         self.executor.submit((future.complete, None))

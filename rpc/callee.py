@@ -107,23 +107,35 @@ class Callee:
             agent.fail(peer, frame.call_id, error)
         else:
             if value is not LATER:
-                # The memory that the arguments lie in goes back before the caller goes on, and may use it.
                 del args, kwargs
-                frame.segments.clear()
-                try:
-                    payload = agent.dump_reply(peer, value, function, frame.header)
-                except BaseException as error:
-                    agent.fail(peer, frame.call_id, error)
-                else:
-                    del function
-                    if peer.standby is not None:
-                        # Before the answer is out, since the next request may come at once; but who stands
-                        # by runs nothing of the user's, such as the destructor of what was returned, and
-                        # does not copy what is large.
-                        small = len(payload.segments) == 1 or sum(map(len, payload.segments)) <= _QUICK_BYTES
-                        at_once = small and type(value) in _WITHOUT_DESTRUCTOR
-                        agent.executor.stand_by(peer.standby, at_once=at_once)
-                    agent.answer(peer, Kind.REPLY, frame.call_id, payload)
+                self.reply(request, value, function)
+
+    def reply(self, request: Request, value: Any, function: Callable[..., Any]) -> None:
+        """Answer a request with a value: the last thing that the thread does which has run it."""
+        peer, frame, _ = request
+        agent = self._agent
+        # The memory that the arguments lie in goes back before the caller goes on, and may use it.
+        frame.segments.clear()
+        try:
+            payload = agent.dump_reply(peer, value, function, frame.header)
+        except BaseException as error:
+            agent.fail(peer, frame.call_id, error)
+        else:
+            del function
+            large = len(payload.segments) > 1 and sum(map(len, payload.segments)) > _QUICK_BYTES
+            self.stand_by(peer, value, large=large)
+            agent.answer(peer, Kind.REPLY, frame.call_id, payload)
+
+    def stand_by(self, peer: Peer, value: Any, *, large: bool = False) -> None:
+        """Have this thread wait for the next request of ``peer``, if it has nothing else to do.
+
+        To be called before an answer is out, since the next request may come at once. But who stands by runs
+        nothing of the user's, such as the destructor of the ``value`` that the thread still has in hand, and
+        does not copy what is large.
+        """
+        if peer.standby is not None:
+            at_once = not large and type(value) in _WITHOUT_DESTRUCTOR
+            self._agent.executor.stand_by(peer.standby, at_once=at_once)
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a request; raises what unpickling raises."""

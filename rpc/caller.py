@@ -74,16 +74,19 @@ class Caller:
     ) -> Any:
         """Send a call, wait, and return its value or raise; arguments are as for ``call``."""
         call, payload = self._open(to, function, args, kwargs, timeout)
+        return self._exchange(call, Kind.CALL, payload)
+
+    def _exchange(self, call: PendingCall, kind: int, payload: Payload) -> Any:
+        """Send the message of a call that is in the table, wait, and return its value or raise."""
         connection = call.peer.connection
         direct = None if connection is None else connection.direct
-        if (
-            direct is None or len(payload.segments) > 1
-        ):  # to send much takes long, and the loop reads meanwhile
-            self.transmit(call, Kind.CALL, payload)
+        if direct is None or len(payload.segments) > 1:
+            # To send much takes long, and the loop reads meanwhile.
+            self.transmit(call, kind, payload)
             return call.result()
         try:
             call.turn = direct.claim()  # now: once the call is sent, the reply may come at once
-            self.transmit(call, Kind.CALL, payload)
+            self.transmit(call, kind, payload)
             return call.result()
         except BaseException:
             direct.leave()
@@ -141,14 +144,21 @@ class Caller:
         Args:
             what: what is asked, for error messages: a text or a function.
         """
+        call = self._opened(peer, payload, timeout, what)
+        self.transmit(call, kind, payload)
+        return call
+
+    def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
+        """As ``request``, but wait for the answer, and return its value or raise."""
+        return self._exchange(self._opened(peer, payload, timeout, what), kind, payload)
+
+    def _opened(self, peer: Peer, payload: Payload, timeout: float, what: object) -> PendingCall:
         try:
             timeout = self.effective_timeout(timeout)
         except BaseException:
             serialization.take_back(payload.header, peer)
             raise
-        call = self._agent.calls.open(peer, what, timeout)
-        self.transmit(call, kind, payload)
-        return call
+        return self._agent.calls.open(peer, what, timeout)
 
     def effective_timeout(self, timeout: float) -> float:
         """A timeout as the user gave it, with ``UNSET_TIMEOUT`` replaced by the default.

@@ -79,6 +79,10 @@ class CallTable:
         """Remove a call; None if it has ended already. Who gets it must settle it."""
         return self._pending.pop(call_id, None)
 
+    def find(self, call_id: int) -> PendingCall | None:
+        """The call, if it has not ended."""
+        return self._pending.get(call_id)
+
     def give_up(self, call: PendingCall) -> bool:
         """Remove a call whose time is over, or that nobody waits for any more; false if it has just ended.
 

@@ -41,6 +41,9 @@ _HUGE_PAGE_BYTES: Final = 2 << 20
 _BETWEEN_CHUNKS_BYTES: Final = 4096
 """How much is received to where it does not stay while a chunk may begin."""
 
+_FEW: Final = 4
+"""More frames that come together are taken in one by one, at less cost for each."""
+
 _ABOUT_CHUNKS: Final = frozenset((Kind.OPENING, Kind.CHUNK, Kind.CANCELLED))
 
 _new_frame = tuple.__new__
@@ -108,10 +111,9 @@ class Decoder:
         """
         end = self.scratch_offset + count
         if self.scratch_offset == 0 and self._greeted:
-            # The usual case, kept short: one small frame has arrived, whole.
-            prefix = self.whole_frame_prefix(count)
-            if prefix is not None:
-                return [self.whole_frame(prefix)]
+            whole = self.whole_frames(count)
+            if whole is not None:
+                return whole
         frames: list[Frame] = []
         if self.scratch_offset < 0:
             self._filled += count
@@ -128,28 +130,34 @@ class Decoder:
         """Whether a frame is next, and may come as a whole: no other has been begun."""
         return not self.scratch_offset and self.scratch_end == len(self.scratch) and self._greeted
 
-    def whole_frame_prefix(self, count: int) -> Prefix | None:
-        """Without taking anything in: the prefix of what ``count`` bytes that have come between frames are.
+    def whole_frames(self, count: int) -> list[Frame] | None:
+        """Without taking anything in: the frames that ``count`` bytes are that have come between frames.
 
-        None if that is anything but one whole frame that is complete in itself.
+        None if these are anything but a few whole frames, each well-formed and complete in itself.
         """
-        if count < PREFIX_BYTES:
-            return None
-        prefix = unpack_prefix(self.scratch)
-        body_length, _, header_length, segments, kind = prefix
-        if PREFIX_BYTES + body_length != count or body_length > self.max_frame_bytes:
-            return None
-        usual = segments == 1 and not header_length
-        return prefix if usual or kind not in _ABOUT_CHUNKS else None
+        if count >= PREFIX_BYTES:
+            length, call_id, header_length, segments, kind = unpack_prefix(self.scratch)
+            if PREFIX_BYTES + length == count and segments == 1 and not header_length:
+                # The usual case, kept short.
+                if length <= self.max_frame_bytes:
+                    return [_new_frame(Frame, (kind, call_id, {}, [self.scratch[PREFIX_BYTES:count]]))]
+                return None
+        return self._few_frames(count)
 
-    def whole_frame(self, prefix: Prefix) -> Frame:
-        """The frame that this is the prefix of. Raises ``ProtocolError`` if it is malformed."""
-        body_length, call_id, header_length, segments, kind = prefix
-        body = self.scratch[PREFIX_BYTES : PREFIX_BYTES + body_length]
-        if segments == 1 and not header_length:
-            return _new_frame(Frame, (kind, call_id, {}, [body]))
-        check_layout(prefix)
-        return build(prefix, memoryview(body))
+    def _few_frames(self, count: int) -> list[Frame] | None:
+        frames: list[Frame] = []
+        start = 0
+        try:
+            while start + PREFIX_BYTES <= count and len(frames) < _FEW:
+                prefix = unpack_prefix(self.scratch, start)
+                body, start = start + PREFIX_BYTES, start + PREFIX_BYTES + prefix[0]
+                if start > count or prefix[0] > self.max_frame_bytes or prefix[4] in _ABOUT_CHUNKS:
+                    return None
+                check_layout(prefix)
+                frames.append(build(prefix, memoryview(self.scratch[body:start])))
+        except ProtocolError:  # ``received`` finds it too, and says so
+            return None
+        return frames if start == count and frames else None
 
     def _read_preamble(self, end: int) -> bool:
         got = bytes(self._view[: min(end, len(PREAMBLE))])

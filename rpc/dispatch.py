@@ -31,8 +31,6 @@ KindHandler = Callable[[Peer, Frame], Task | None]
 
 _OWN_KINDS: Final = (Kind.CALL, Kind.REPLY, Kind.FAILURE)
 
-_NOTHING: Final[Task] = (bool, None)
-
 _new_request = tuple.__new__
 """Makes a named tuple without the Python function that it has for a constructor."""
 
@@ -44,6 +42,9 @@ class Dispatcher:
         self._agent = agent
         self._handlers: dict[int, KindHandler] = {}
         self._for_any_thread: set[int] = set()
+        self._bringing: set[int] = set()
+        self.followed: set[int] = set()
+        """Kinds of frames behind which another most likely comes at once."""
         self._numbers = itertools.count(1)
         self.requests_begun = 0
         """How many requests were ever taken in; of several simultaneous ones, some may be counted late."""
@@ -107,21 +108,23 @@ class Dispatcher:
         """Whether a frame may be taken in by the thread that has read it, since nothing needs the loop."""
         if frame.kind == Kind.CALL:
             return not serialization.brings(frame.header)
-        return frame.kind in self._for_any_thread
+        return frame.kind in self._for_any_thread and not (
+            frame.header and serialization.brings(frame.header)
+        )
 
     def is_kind_for_any_thread(self, kind: int) -> bool:
-        """The same of any frame of an extension's kind."""
-        return kind in self._for_any_thread
+        """The same of any frame of an extension's kind, whatever its header says."""
+        return kind in self._for_any_thread and kind not in self._bringing
 
-    def taken_by_thread(self, peer: Peer, frame: Frame) -> Task:
-        """Take in such a frame on the thread that has read it; returns what that thread has to do.
+    def taken_by_thread(self, peer: Peer, frame: Frame) -> Task | None:
+        """Take in such a frame on the thread that has read it; returns what is to be done, if anything.
 
         Raises:
             ProtocolError: it is malformed.
         """
         if frame.kind == Kind.CALL:
             return self.begun(peer, frame)
-        return self._handler(frame.kind)(peer, frame) or _NOTHING
+        return self._handler(frame.kind)(peer, frame)
 
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
         """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
@@ -153,11 +156,21 @@ class Dispatcher:
             raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
         return handler
 
-    def on(self, kind: int, handler: KindHandler, *, any_thread: bool = False) -> None:
+    def on(
+        self,
+        kind: int,
+        handler: KindHandler,
+        *,
+        any_thread: bool = False,
+        brings: bool = False,
+        followed: bool = False,
+    ) -> None:
         """Have frames of a kind passed to ``handler``. It must neither block nor run user code.
 
         Args:
             any_thread: it may be called on any thread, and its frames be overtaken by those that follow.
+            brings: something may travel beside the pickle; then the loop takes it in.
+            followed: another frame most likely comes right behind.
 
         Raises:
             ValueError: the kind has a handler, or is the dispatcher's own.
@@ -167,3 +180,7 @@ class Dispatcher:
         self._handlers[kind] = handler
         if any_thread:
             self._for_any_thread.add(kind)
+        if brings:
+            self._bringing.add(kind)
+        if followed:
+            self.followed.add(kind)

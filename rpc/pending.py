@@ -38,7 +38,10 @@ class CallOwner(Protocol):
         """The value in a reply; raises what a failure carries."""
 
     def answered(self, call: PendingCall) -> None:
-        """The thread that waits for this call has received the reply itself."""
+        """A thread has received the reply itself."""
+
+    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+        """The call that a frame of ``peer`` answers, if any thread that reads it may end that call."""
 
     def complete_soon(self, future: Future[Any]) -> None:
         """Have an executor thread call ``future.complete()``."""
@@ -67,6 +70,9 @@ class PendingCall:
 
     keeps_place = False
     """Whether a call stays in the table of calls when its time is over."""
+
+    any_thread = False
+    """Whether ``settle`` may be called on any thread, and more than once, while there is no future."""
 
     # What most calls never set; a call is made for every message, so its making is kept short.
     arrivals: Any = None
@@ -138,6 +144,37 @@ class PendingCall:
     def abandon(self, error: BaseException) -> None:
         """End the call in a forked child, where no lock may be taken."""
         PendingCall.settle(self, error)
+
+    def take_in(self, frames: list[Frame]) -> bool:
+        """On the thread that waits, which has read these frames: store the reply, and end calls that any
+        thread may end; false if there is anything else, which needs the loop.
+
+        It may be repeated, since Ctrl-C may come anywhere.
+        """
+        if len(frames) == 1 and self._is_reply(frames[0]):
+            self.outcome = frames[0]
+            return True
+        mine: Frame | None = None
+        others: list[tuple[PendingCall, Frame]] = []
+        for frame in frames:
+            if self._is_reply(frame):
+                mine = frame
+                continue
+            call = self.owner.unattended(self.peer, frame)
+            if call is None:
+                return False
+            others.append((call, frame))
+        for call, frame in others:
+            call.settle(frame)
+            self.owner.answered(call)
+        if mine is not None:
+            self.outcome = mine
+        return True
+
+    def _is_reply(self, frame: Frame) -> bool:
+        """Whether it is the reply to this call, with nothing in it that needs the loop."""
+        kind, call_id, header, _ = frame
+        return call_id == self.call_id and kind in _REPLIES and not (header and brings(header))
 
     def takes(self, header: dict[str, Any]) -> bool:
         """Whether the waiting thread may take a reply with this header: nothing in it needs the loop."""

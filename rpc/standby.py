@@ -58,9 +58,24 @@ class Standby:
             return begin == BARE_REQUEST or self._peer.agent.dispatcher.is_kind_for_any_thread(begin[0])
         return self._peer.agent.dispatcher.is_for_any_thread(frame)
 
-    def take(self, frame: Frame) -> Task:
-        """Take a frame in; returns what its thread has to do."""
+    def take(self, frames: list[Frame], *, busy: bool = False) -> Task | None:
+        """Take frames in; returns what the thread has to do, if anything, and leaves the rest to others.
+
+        Args:
+            busy: the thread has something to do already.
+        """
         peer, agent = self._peer, self._peer.agent
-        if frame.kind == Kind.IN_SEGMENT:
-            frame = agent.segments.unwrap(peer, frame)
-        return agent.dispatcher.taken_by_thread(peer, frame)
+        tasks: list[Task] = []
+        for frame in frames:
+            whole = agent.segments.unwrap(peer, frame) if frame.kind == Kind.IN_SEGMENT else frame
+            task = agent.dispatcher.taken_by_thread(peer, whole)
+            if task is not None:
+                tasks.append(task)
+        mine = None if busy or not tasks else tasks.pop(0)
+        if tasks:
+            agent.executor.submit_batch(tasks)
+        return mine
+
+    def is_followed(self, frames: list[Frame]) -> bool:
+        """Whether another frame most likely comes right behind these."""
+        return frames[-1].kind in self._peer.agent.dispatcher.followed

@@ -17,7 +17,7 @@ __all__ = ["Creation"]
 
 
 class Creation(PendingCall):
-    """A creation under way. Its answer tells the protocol that the owner has it, on the loop's thread.
+    """A creation under way. Its answer tells the protocol that the owner has it, on whatever thread reads it.
 
     When its time is over it fails, but keeps its place in the table of calls: the owner's answer, if it
     comes after all, must still reach the protocol.
@@ -27,6 +27,7 @@ class Creation(PendingCall):
     """
 
     keeps_place = True
+    any_thread = True
 
     __slots__ = ("_fork", "_references", "_rref", "error")
 

@@ -154,9 +154,8 @@ class RRef(Generic[T]):
         payload = fetch(self._rref)
         if shell.agent.interceptors:
             shell.agent.caller.attach(payload.header, self._owner)
-        call = shell.agent.caller.request(self._owner, FETCH, payload, timeout, self.to_here)
         try:
-            fetched: T = call.result()
+            fetched: T = shell.agent.caller.inquire(self._owner, FETCH, payload, timeout, self.to_here)
         except RRefError:
             if self._creation is not None:
                 self._creation.check()  # it failed meanwhile, and knows why the owner has no object

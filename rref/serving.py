@@ -1,24 +1,26 @@
 """The owner's end of requests: objects are made, fetched, and their methods called.
 
-Handlers run on the loop's thread, and hand over to executor threads once what a request needs is there: the
-references that travelled with it confirmed, and the object that it is for made.
+Handlers run on the thread that has read the request, and have an executor thread run it once what it needs is
+there: the references that travelled with it confirmed, and the object that it is for made.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Final
+
+from torch import Tensor
 
 from rpc import serialization
 from rpc.agent import Agent
 from rpc.callee import LATER, Request
-from rpc.errors import ProtocolError, RRefError, SerializationError, WorkerLostError
+from rpc.errors import ProtocolError, RRefError, SerializationError
 from rpc.executor import Task
 from rpc.peer import Peer
-from rpc.transport.base import INFINITE, QueueFull
+from rpc.transport import INFINITE
 from rpc.wire import Frame, Kind, encode_small
 from rref.messages import RRefId
+from rref.owed import OwedAnswers
 from rref.references import References
 from rref.requests import (
     CREATE,
@@ -32,8 +34,6 @@ from rref.requests import (
 from rref.value import Fetch, Value
 
 __all__ = ["Server"]
-
-logger = logging.getLogger(__name__)
 
 _SMALL_BYTES: Final = 64 << 10
 _GIVEN_UP: Final = "its creator gave it up"
@@ -51,11 +51,12 @@ class Server:
         self._agent = agent
         self._references = references
         serialization.allow_function(method_of_object)
-        agent.on(CREATE, self._creation_arrived)
-        agent.on(FETCH, self._fetch_arrived)
-        agent.on(INVOKE, self._invocation_arrived)
+        self._owed = OwedAnswers(agent)
+        agent.on(CREATE, self._creation_arrived, any_thread=True, brings=True, followed=True)
+        agent.on(FETCH, self._fetch_arrived, any_thread=True)
+        agent.on(INVOKE, self._invocation_arrived, any_thread=True, brings=True)
 
-    def _creation_arrived(self, peer: Peer, frame: Frame) -> None:
+    def _creation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         rref, fork, call = creation(frame, peer.incarnation)
         header = call.header
         request = Request(peer, call, serialization.adopt(header, peer) if header else None)
@@ -63,32 +64,43 @@ class Server:
         if value is None:
             refusal = serialization.dump_exception(RRefError(_GIVEN_UP), self._agent.info)
             refusal.header["refused"] = _GIVEN_UP
-            self._accept(request, lambda _: self._agent.answer(peer, Kind.FAILURE, frame.call_id, refusal))
-            return
+            return self._accept(
+                request, lambda _: self._agent.answer(peer, Kind.FAILURE, frame.call_id, refusal)
+            )
         target = object_id(header) if header else None
         if target is None:
-            self._accept(request, lambda _: self._run_creation(request, rref, value, None))
-        else:
-            self._accept_on_object(request, target, lambda on: self._run_creation(request, rref, value, on))
+            return self._accept(request, lambda _: self._run_creation(request, rref, value, None))
+        return self._accept_on_object(
+            request, target, lambda on: self._run_creation(request, rref, value, on)
+        )
 
-    def _accept(self, request: Request, run: Callable[[Request], None]) -> None:
+    def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
+        """The task of a request, unless what it needs is not there: then it is submitted later."""
         tasks: list[Task] = []
         self._agent.dispatcher.accept(request, run, tasks)
-        self._agent.executor.submit_batch(tasks)
+        return tasks[0] if tasks else None
+
+    def _accept_later(self, request: Request, run: Callable[[Request], None]) -> None:
+        task = self._accept(request, run)
+        if task is not None:
+            self._agent.executor.submit(task)
 
     def _accept_on_object(
         self, request: Request, target: RRefId, run: Callable[[Value], None], *, quick: bool = False
-    ) -> None:
+    ) -> Task | None:
         """Run a request once the object that it is for is there. The object stays until it has run.
 
         Args:
             quick: it calls no method of the object: the thread that makes the object may run it.
+
+        Returns:
+            What is to be done now, if the object is there.
         """
         value = self._references.find(target)
         if value is not None:
             if value.is_ready or not self._accept_when_made(request, value, run, quick):
-                self._accept(request, lambda _: run(value))
-            return
+                return self._accept(request, lambda _: run(value))
+            return None
         ref = self._references.expect(target)
 
         def run_and_release(_: Request) -> None:
@@ -103,10 +115,11 @@ class Server:
                 accept()
 
         def accept() -> None:
-            self._accept(request, run_and_release)
+            self._accept_later(request, run_and_release)
 
         if self._references.when_settled(ref, known):
             known()
+        return None
 
     def _accept_when_made(
         self, request: Request, value: Value, run: Callable[[Value], None], quick: bool
@@ -121,7 +134,7 @@ class Server:
                 if quick:
                     run(value)
                 else:
-                    self._accept(request, lambda _: run(value))
+                    self._accept_later(request, lambda _: run(value))
             finally:
                 postponed.end()
                 self._agent.something_ended()
@@ -151,19 +164,17 @@ class Server:
 
         def answer(content: Any, error: BaseException | None) -> None:
             parked = value.set(content) if error is None else value.fail(error)
-            del content
             self._references.finished(rref)
             if error is not None:
                 agent.fail(peer, frame.call_id, error)
-                self._answer_parked(parked, value)
-            elif parked and parked[0][0] is peer:
-                _, call_id = parked.pop(0)
-                self._reply_together(peer, (call_id, value.get(), "the object"), (frame.call_id, None, None))
-                self._parked_ended()
-                self._answer_parked(parked, value)
-            else:
+            elif peer.is_self:
                 agent.reply(peer, frame.call_id, None)
-                self._answer_parked(parked, value)
+            else:
+                self._owed.add(peer, frame.call_id)
+                large = type(content) is Tensor and content.numel() > _SMALL_BYTES
+                agent.callee.stand_by(peer, content, large=large)
+            del content
+            self._answer_parked(parked, value)
 
         try:
             function, args, kwargs = self._load(request, on)
@@ -171,32 +182,9 @@ class Server:
         except BaseException as error:
             answer(None, error)
         else:
+            del function, args, kwargs
             if content is not LATER:
                 answer(content, None)
-
-    def _reply_together(self, peer: Peer, *answers: tuple[int, Any, object]) -> None:
-        """Answer several calls of one worker at once where the answers are small.
-
-        Args:
-            answers: for each call its id, the value, and what that is.
-        """
-        agent = self._agent
-        frames: list[bytes] = []
-        for call_id, value, of in answers:
-            try:
-                payload = serialization.dumps(value, peer, what=of)
-            except BaseException as error:
-                agent.fail(peer, call_id, error)
-                continue
-            if payload.header or len(payload.segments) > 1 or len(payload.segments[0]) > _SMALL_BYTES:
-                agent.answer(peer, Kind.REPLY, call_id, payload)
-            else:
-                frames.append(encode_small(Kind.REPLY, call_id, {}, payload.segments))
-        if frames:
-            try:
-                peer.send_small(b"".join(frames), INFINITE)
-            except WorkerLostError as error:
-                logger.debug("dropped answers: %s", error)
 
     def _answer_parked(self, parked: list[Fetch], value: Value) -> None:
         for peer, call_id in parked:
@@ -211,42 +199,39 @@ class Server:
 
     def _answer_fetch(self, fetch: tuple[Peer, int, Value]) -> None:
         peer, call_id, value = fetch
-        if value.error is not None:
-            self._agent.fail(peer, call_id, value.error)
-        else:
-            self._agent.reply(peer, call_id, value.get(), "the object")
-
-    def _answer_quickly(self, peer: Peer, call_id: int, value: Value) -> bool:
-        """On the loop's thread: answer a fetch if that is a matter of a few bytes; else return false."""
-        payload = serialization.dump_quickly(value.get()) if value.error is None else None
-        if payload is None:
-            return False
+        agent = self._agent
         try:
-            self._agent.send(peer, Kind.REPLY, call_id, payload, wait=0)
-        except QueueFull:
-            return False
-        except WorkerLostError as error:
-            logger.debug("dropped an answer: %s", error)
-        return True
+            payload = serialization.dumps(value.get(), peer, what="the object")
+        except BaseException as error:
+            agent.fail(peer, call_id, error)
+            return
+        if payload.header or len(payload.segments) > 1 or len(payload.segments[0]) > _SMALL_BYTES:
+            self._owed.send(peer)
+            agent.answer(peer, Kind.REPLY, call_id, payload)
+        else:
+            self._owed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.segments), INFINITE)
 
-    def _fetch_arrived(self, peer: Peer, frame: Frame) -> None:
+    def _fetch_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         agent = self._agent
         target = fetched_id(frame)
         value = None if frame.header else self._references.find(target)
         if value is None:
-            self._special_fetch_arrived(peer, frame, target)
-            return
+            return self._special_fetch_arrived(peer, frame, target)
         agent.dispatcher.count_request()
         call_id = frame.call_id
         if not value.is_ready:
             agent.postponed.begin()
             if value.park((peer, call_id)):
-                return
+                return None
             agent.postponed.end()
-        if not self._answer_quickly(peer, call_id, value):
-            agent.executor.submit((self._answer_fetch, (peer, call_id, value)))
+        # Of what is a matter of a few bytes, this thread sends a copy: no code of the user's takes part.
+        payload = serialization.dump_quickly(value.get()) if value.error is None else None
+        if payload is None:
+            return self._answer_fetch, (peer, call_id, value)
+        self._owed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.segments))
+        return None
 
-    def _special_fetch_arrived(self, peer: Peer, frame: Frame, target: RRefId) -> None:
+    def _special_fetch_arrived(self, peer: Peer, frame: Frame, target: RRefId) -> Task | None:
         """One of an object that is not known yet or any more, or whose header says more."""
 
         def run(value: Value) -> None:
@@ -258,9 +243,9 @@ class Server:
                 content = type(content)
             self._agent.reply(peer, frame.call_id, content, "the object", frame.header)
 
-        self._accept_on_object(Request(peer, frame, None), target, run, quick=True)
+        return self._accept_on_object(Request(peer, frame, None), target, run, quick=True)
 
-    def _invocation_arrived(self, peer: Peer, frame: Frame) -> None:
+    def _invocation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         request = Request(peer, frame, serialization.adopt(frame.header, peer))
 
         def run(value: Value) -> None:
@@ -275,9 +260,10 @@ class Server:
                 self._agent.fail(peer, frame.call_id, error)
             else:
                 if result is not LATER:
-                    self._agent.reply(peer, frame.call_id, result, function, frame.header)
+                    del args, kwargs
+                    callee.reply(request, result, function)
 
-        self._accept_on_object(request, _target(frame), run)
+        return self._accept_on_object(request, _target(frame), run)
 
 
 def _target(frame: Frame) -> RRefId:

@@ -9,14 +9,14 @@
    for a moment, as long as that pays (see ``Trial``).
 3. Receive. Whether it is still the thread's turn is looked at, and the count appended to ``unread``, within
    the C code that receives, where no signal handler runs: it is noted, or nothing was received.
-4. If what came is the one frame that the thread waits for, take it: it is stored first, then ``unread`` is
-   cleared. An exception between the two leaves a frame that the loop takes in once more, which does no harm.
-   Of a frame that stands for a message in shared memory it would do harm, since memory is given back once.
-   So the thread only looks at such a message, and takes it by one operation, as the loop does: whose it is
-   is clear at any time. What it has taken it stores, or who ends its turn.
+4. If what came is what the thread waits for, or what any thread may take in, take it: it is stored first,
+   then ``unread`` is cleared. An exception between the two leaves frames that the loop takes in once more,
+   which does no harm. Of a frame that stands for a message in shared memory it would do harm, since memory is
+   given back once. So the thread only looks at such a message, and takes it by one operation, as the loop
+   does: whose it is is clear at any time. What it has taken it stores, or who ends its turn.
 5. Leave. If anything is unread, have the loop take over; else resume its watching and give up the role.
 
-Nothing is decoded but that one frame, and the decoder's state does not change.
+Nothing else is decoded, and the decoder's state does not change.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from time import monotonic
 from typing import Final, Protocol, TypeVar
 
 from rpc.decoder import Decoder
-from rpc.errors import ProtocolError
 from rpc.transport import syscalls
 from rpc.transport.role import LOOP, ReaderRole, Turn
 from rpc.transport.trial import Trial
 from rpc.transport.turn import AwaitedReply, ThreadTurn
-from rpc.wire import Frame, Kind, Prefix
+from rpc.wire import Frame, Kind
 
 __all__ = ["AVAILABLE", "DirectReading"]
 
@@ -44,9 +43,9 @@ logger = logging.getLogger(__name__)
 AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
 """Whether threads can read here; elsewhere only the loop does."""
 
-_REPLIES: Final = frozenset((Kind.REPLY, Kind.FAILURE, Kind.IN_SEGMENT))
 _MOMENT_SECONDS: Final = 100e-6 if AVAILABLE and len(os.sched_getaffinity(0)) > 1 else 0.0
 """For how long a thread looks before it sleeps. Where there is one core only, the other side needs it."""
+_FOLLOWER_SECONDS: Final = 0.3 * _MOMENT_SECONDS
 _SLICE_SECONDS: Final = 0.5
 """A signal right before the system call would not end it, so waits are made in slices."""
 
@@ -60,8 +59,18 @@ class Station(Protocol[T_co]):
     def takes(self, frame: Frame) -> bool:
         """Whether it takes a frame; else the loop does."""
 
-    def take(self, frame: Frame) -> T_co:
-        """Take in a frame, before anything else is read. What it raises, the loop shall find, too."""
+    def take(self, frames: list[Frame], *, busy: bool = False) -> T_co | None:
+        """Take frames in, before anything else is read. What it raises, the loop shall find, too.
+
+        Args:
+            busy: the thread has something to do already.
+
+        Returns:
+            What the thread has to do; None if that was all.
+        """
+
+    def is_followed(self, frames: list[Frame]) -> bool:
+        """Whether another frame most likely comes right behind these."""
 
 
 class ReadConnection(Protocol):
@@ -92,6 +101,7 @@ class DirectReading:
         "_decoder",
         "_descriptor",
         "_event",
+        "_followers",
         "_poll",
         "_replies_soon",
         "_requests_soon",
@@ -113,6 +123,7 @@ class DirectReading:
         self._poll: Callable[[float | None], list[tuple[int, int]]] | None = None
         self._replies_soon = Trial()
         self._requests_soon = Trial()
+        self._followers = Trial()
 
     # ---- the loop's thread
 
@@ -265,57 +276,96 @@ class DirectReading:
                 return
             if not readable:
                 continue
-            prefix = self._receive(turn)
-            mine = prefix is not None and prefix[1] == call.call_id and prefix[4] in _REPLIES
-            frame = self._whole_frame(prefix) if mine else None
-            reply = frame
-            if frame is not None and frame.kind == Kind.IN_SEGMENT:
-                reply = call.look(frame, turn.taken)
-            if reply is None or (reply.header and not call.takes(reply.header)):
+            frames = self._receive(turn)
+            if frames is not None and len(frames) == 1 and frames[0].kind == Kind.IN_SEGMENT:
+                taken = self._take_from_segment(turn, call, frames[0])
+            else:
+                taken = frames is not None and role.holder() is turn and call.take_in(frames)
+                if taken:
+                    turn.unread.clear()
+            if not taken:
                 role.worth.was_in_vain()
                 return
-            if reply is not frame:
-                turn.take(call, reply)
-            elif role.holder() is turn:  # else the loop has it
-                call.outcome = reply
-                turn.unread.clear()
             role.worth.was_of_use()
 
+    def _take_from_segment(self, turn: ThreadTurn, call: AwaitedReply, frame: Frame) -> bool:
+        """Take the reply that a frame stands for; false if it is another's, or the loop must have it."""
+        reply = call.look(frame, turn.taken) if frame.call_id == call.call_id else None
+        if reply is None or (reply.header and not call.takes(reply.header)):
+            return False
+        turn.take(call, reply)
+        return True
+
     def next_request(self, timeout: float | None, station: Station[T_co]) -> T_co | None:
-        """Having claimed the role: wait for a frame that is for who stands by, and give up the role.
+        """Having claimed the role: wait for something to do, and give up the role.
+
+        Frames that give nothing to do are taken in meanwhile.
 
         Args:
             timeout: seconds; None for no limit.
             station: who stands by.
 
         Returns:
-            What it has made of the frame; None if the thread has the role no more, anything else comes, or
-            ``release`` is called.
+            What it has made of the frames that came; None if the thread has the role no more, anything else
+            comes, or ``release`` is called.
         """
         try:
             turn = self.role.own_turn()
             if not isinstance(turn, ThreadTurn):
                 return None
-            if not self._wait(None if timeout is None else 1000 * timeout, self._requests_soon):
-                return None
-            prefix = self._receive(turn)
-            frame = self._whole_frame(prefix)
-            if frame is None or not station.takes(frame):
-                self.role.worth.was_in_vain()
-                return None
-            try:
-                count = turn.unread.pop()  # by this, it is this thread's
-            except IndexError:  # a finalizer that ran here has called, which ended the turn: the loop has it
-                return None
-            try:
-                taken = station.take(frame)
-            except Exception:  # it is malformed: the loop finds that too, and knows what to do
-                turn.unread.append(count)
-                return None
-            self.role.worth.was_of_use()
-            return taken
+            milliseconds = None if timeout is None else 1000 * timeout
+            task: T_co | None = None
+            while task is None and not turn.unread and self.role.holder() is turn:
+                if not self._wait(milliseconds, self._requests_soon):
+                    return None
+                frames = self._receive(turn)
+                if frames is None or not all(map(station.takes, frames)):
+                    self.role.worth.was_in_vain()
+                    return None
+                task = self._given(turn, frames, station)
+                if (
+                    task is not None
+                    and station.is_followed(frames)
+                    and self._look(self._followers, _FOLLOWER_SECONDS)
+                ):
+                    # Taken in now, since it would wake the loop as soon as this thread leaves.
+                    frames = self._receive(turn)
+                    if frames is not None and all(map(station.takes, frames)):
+                        self._given(turn, frames, station, busy=True)
+            return task
         finally:
             self.leave()
+
+    def _given(
+        self, turn: ThreadTurn, frames: list[Frame], station: Station[T_co], *, busy: bool = False
+    ) -> T_co | None:
+        """Have who stands by take frames in that were received in this turn."""
+        try:
+            count = turn.unread.pop()  # by this, they are this thread's
+        except IndexError:  # a finalizer that ran here has called, which ended the turn: they are the loop's
+            return None
+        try:
+            task = station.take(frames, busy=busy)
+        except Exception:  # one is malformed: the loop finds that too, and knows what to do
+            turn.unread.append(count)
+            return None
+        self.role.worth.was_of_use()
+        return task
+
+    def _look(self, soon: Trial, seconds: float) -> list[tuple[int, int]]:
+        """Look again and again for a moment whether the socket is readable, as long as that pays."""
+        poll = self._poll
+        if poll is None or not soon.invites():
+            return []
+        until = monotonic() + seconds
+        events = poll(0)
+        while not events and monotonic() < until:
+            events = poll(0)
+        if events:
+            soon.was_of_use()
+        else:
+            soon.was_in_vain()
+        return events
 
     def _wait(self, milliseconds: float | None, soon: Trial) -> bool | None:
         """Wait until the socket is readable; false when the time is over, None if ``release`` was called.
@@ -323,21 +373,9 @@ class DirectReading:
         Args:
             soon: whether that has been so within a moment lately.
         """
-        poll = self._poll
-        assert poll is not None
+        assert self._poll is not None
         try:
-            events = None
-            if soon.invites():
-                until = monotonic() + _MOMENT_SECONDS
-                events = poll(0)
-                while not events and monotonic() < until:
-                    events = poll(0)
-                if events:
-                    soon.was_of_use()
-                else:
-                    soon.was_in_vain()
-            if not events:
-                events = poll(milliseconds)
+            events = self._look(soon, _MOMENT_SECONDS) or self._poll(milliseconds)
         except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
             return None
         if not events:
@@ -348,15 +386,7 @@ class DirectReading:
             os.eventfd_read(self._event)
         return None
 
-    def _receive(self, turn: ThreadTurn) -> Prefix | None:
-        """Receive, and return the prefix of what came if it is one whole frame."""
+    def _receive(self, turn: ThreadTurn) -> list[Frame] | None:
+        """Receive, and return what came if it is a few whole frames."""
         turn.unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
-        return self._decoder.whole_frame_prefix(sum(turn.unread))
-
-    def _whole_frame(self, prefix: Prefix | None) -> Frame | None:
-        if prefix is None:
-            return None
-        try:
-            return self._decoder.whole_frame(prefix)
-        except ProtocolError:  # the loop finds it too, and knows what to do
-            return None
+        return self._decoder.whole_frames(sum(turn.unread))

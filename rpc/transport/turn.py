@@ -21,6 +21,12 @@ class AwaitedReply(Protocol):
     outcome: Any
     """None until the reply is here or the call has ended otherwise."""
 
+    def take_in(self, frames: list[Frame]) -> bool:
+        """Take in what has come: the reply, which becomes the outcome, and frames that any thread may take.
+
+        It may be repeated, by the loop, too. False if the loop must have these frames; then none is taken.
+        """
+
     def takes(self, header: dict[str, Any]) -> bool:
         """Whether a reply with this header may be taken by the thread that waits for it."""
 

@@ -57,6 +57,9 @@ class Owner:
     def complete_soon(self, future: Future[Any]) -> None:
         self.executor.submit((future.complete, None))
 
+    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+        return None
+
     def expire(self, call: PendingCall) -> BaseException | None:
         return call.timeout_error() if self.open.pop(call.call_id, None) else None
 

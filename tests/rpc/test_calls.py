@@ -33,6 +33,9 @@ class Owner:
     def answered(self, call: PendingCall) -> None:
         raise AssertionError("no reply was expected")
 
+    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+        raise AssertionError("no reply was expected")
+
     def complete_soon(self, future: Future[Any]) -> None:
         raise AssertionError("no reply was expected")
 

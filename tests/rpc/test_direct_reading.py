@@ -26,6 +26,10 @@ from tests.rpc.streams import SOON, Recorder, Sockets, open_connection, until
 pytestmark = pytest.mark.skipif(not reading.AVAILABLE, reason="only the loop reads here")
 
 
+UNATTENDED = 50
+"""An answer that nobody waits for: any thread may take it in."""
+
+
 class Call:
     """A call whose reply is waited for."""
 
@@ -34,6 +38,18 @@ class Call:
         self.outcome: Any = None
         self.turn: Any = None
         self.looked: list[Sized] = []
+        self.others: list[int] = []
+
+    def take_in(self, frames: list[Frame]) -> bool:
+        ids = [each.call_id for each in frames]
+        if any("beside" in each.header or each.kind == Kind.CALL for each in frames):
+            return False
+        if not {self.call_id, UNATTENDED}.issuperset(ids):
+            return False
+        self.others += [each for each in ids if each == UNATTENDED]
+        if self.call_id in ids:
+            self.outcome = frames[ids.index(self.call_id)]
+        return True
 
     def takes(self, header: dict[str, Any]) -> bool:
         return "beside" not in header
@@ -61,10 +77,18 @@ class Requests:
     def takes(self, frame: Frame) -> bool:
         return frame.kind == Kind.CALL and "beside" not in frame.header
 
-    def take(self, frame: Frame) -> Frame:
-        if frame.header.get("malformed"):
-            raise ValueError(frame.header)
-        return frame
+    def __init__(self) -> None:
+        self.passed_on: list[int] = []
+
+    def take(self, frames: list[Frame], *, busy: bool = False) -> Frame | None:
+        if frames[0].header.get("malformed"):
+            raise ValueError(frames[0].header)
+        mine = None if busy else next((each for each in frames if each.call_id != UNATTENDED), None)
+        self.passed_on += [each.call_id for each in frames if each is not mine]
+        return mine
+
+    def is_followed(self, frames: list[Frame]) -> bool:
+        return "followed" in frames[-1].header
 
 
 REQUESTS = Requests()
@@ -170,6 +194,17 @@ def test_a_reply_whose_memory_lies_elsewhere_is_looked_at_and_taken(end: End) ->
     assert end.arrived() == [(Kind.CALL, 999)]
 
 
+def test_answers_that_nobody_waits_for_are_taken_in_on_the_way(end: End) -> None:
+    call = Call(7)
+    turn = end.direct.claim()
+    end.there.sendall(frame(Kind.REPLY, UNATTENDED) + frame(Kind.REPLY, UNATTENDED) + frame(Kind.REPLY, 7))
+    end.direct.read_reply(call, end.deadline(), turn)
+    assert call.outcome.call_id == 7
+    assert call.others == [UNATTENDED] * 2
+    end.loop_reads()
+    assert end.arrived() == [(Kind.CALL, 999)]
+
+
 def test_a_reply_and_the_turn_at_which_it_was_read_do_not_keep_each_other(end: End) -> None:
     call = Call(7)
     call.turn = end.direct.claim()  # as the calls of users do
@@ -184,6 +219,23 @@ def test_a_reply_and_the_turn_at_which_it_was_read_do_not_keep_each_other(end: E
         gc.enable()
 
 
+def test_a_thread_waits_on_when_nothing_but_such_answers_came(end: End) -> None:
+    class Answered(Call):
+        def take_in(self, frames: list[Frame]) -> bool:
+            taken = super().take_in(frames)
+            if self.outcome is None:
+                end.there.sendall(frame(Kind.REPLY, 7))
+            return taken
+
+    call = Answered(7)
+    turn = end.direct.claim()
+    end.there.sendall(frame(Kind.REPLY, UNATTENDED))
+    end.direct.read_reply(call, end.deadline(), turn)
+    assert call.outcome.call_id == 7
+    assert call.others == [UNATTENDED]
+    end.loop_reads()
+
+
 OTHERS = {
     "a reply elsewhere that is none": [frame(Kind.IN_SEGMENT, 7, b"malformed")],
     "another call's reply elsewhere": [frame(Kind.IN_SEGMENT, 8)],
@@ -191,6 +243,7 @@ OTHERS = {
     "another call's reply": [frame(Kind.REPLY, 8)],
     "a reply with a header": [frame(Kind.REPLY, 7, header={"beside": 1})],
     "several frames": [frame(Kind.REPLY, 7), frame(Kind.CALL, 1), frame(Kind.REPLY, 8)],
+    "many frames": [frame(Kind.REPLY, UNATTENDED)] * 9 + [frame(Kind.REPLY, 7)],
     "half a frame": [frame(Kind.REPLY, 7)[:30]],
     "a few bytes": [frame(Kind.REPLY, 7)[:3]],
     "a large frame's beginning": [frame(Kind.REPLY, 7, bytes(1_000_000))[:100_000]],
@@ -283,6 +336,72 @@ def test_who_stands_by_gets_the_next_request(end: End) -> None:
     assert (request.kind, request.call_id, request.segments) == (Kind.CALL, 3, [b"work"])
     end.loop_reads()
     assert end.arrived() == [(Kind.CALL, 999)]
+
+
+def test_of_several_requests_the_first_is_for_who_stands_by(end: End) -> None:
+    station = Requests()
+    assert end.direct.claim(stands_by=True)
+    end.there.sendall(frame(Kind.CALL, 3) + frame(Kind.CALL, 4))
+    request = end.direct.next_request(SOON, station)
+    assert request is not None
+    assert (request.call_id, station.passed_on) == (3, [4])
+    end.loop_reads()
+    assert end.arrived() == [(Kind.CALL, 999)]
+
+
+def test_who_stands_by_goes_on_when_there_was_nothing_to_do(end: End) -> None:
+    class Answering(Requests):
+        def take(self, frames: list[Frame], *, busy: bool = False) -> Frame | None:
+            if frames[0].call_id == UNATTENDED:
+                end.there.sendall(frame(Kind.CALL, 3))
+            return super().take(frames, busy=busy)
+
+    assert end.direct.claim(stands_by=True)
+    end.there.sendall(frame(Kind.CALL, UNATTENDED))
+    request = end.direct.next_request(SOON, Answering())
+    assert request is not None
+    assert request.call_id == 3
+    end.loop_reads()
+
+
+def test_what_follows_a_request_at_once_is_taken_in_before_it_is_run(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_FOLLOWER_SECONDS", SOON)
+
+    class Following(Requests):
+        def take(self, frames: list[Frame], *, busy: bool = False) -> Frame | None:
+            if not busy:
+                end.there.sendall(frame(Kind.CALL, 4))
+            return super().take(frames, busy=busy)
+
+    station = Following()
+    assert end.direct.claim(stands_by=True)
+    end.there.sendall(frame(Kind.CALL, 3, header={"followed": 1}))
+    request = end.direct.next_request(SOON, station)
+    assert request is not None
+    assert (request.call_id, station.passed_on) == (3, [4])
+    end.loop_reads()
+    assert end.arrived() == [(Kind.CALL, 999)]
+
+
+def test_what_follows_a_request_and_is_not_for_who_stands_by_is_left_to_the_loop(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_FOLLOWER_SECONDS", SOON)
+
+    class Followed(Requests):
+        def is_followed(self, frames: list[Frame]) -> bool:
+            end.there.sendall(frame(Kind.REPLY, 4))
+            return True
+
+    assert end.direct.claim(stands_by=True)
+    end.there.sendall(frame(Kind.CALL, 3))
+    request = end.direct.next_request(SOON, Followed())
+    assert request is not None
+    assert request.call_id == 3
+    assert end.next_of_loop(1) == [(Kind.REPLY, 4)]
+    end.loop_reads()
 
 
 @pytest.mark.parametrize(

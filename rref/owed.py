@@ -1,0 +1,65 @@
+"""Answers to creations, which nobody waits for: they go out with the answer to a fetch, or moments later."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from typing import Final
+
+from rpc import serialization
+from rpc.agent import Agent
+from rpc.errors import WorkerLostError
+from rpc.peer import Peer
+from rpc.wire import Kind, encode_small
+
+__all__ = ["OwedAnswers"]
+
+logger = logging.getLogger(__name__)
+
+_NOTHING: Final = serialization.dumps(None, None).segments
+
+
+class OwedAnswers:
+    """What an owner has still to tell those who had it make objects. From any thread.
+
+    Args:
+        agent: of this worker.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._owed: dict[Peer, deque[bytes]] = {}
+        agent.on_gone(self._peer_gone)
+
+    def add(self, peer: Peer, call_id: int) -> None:
+        """Answer a creation of ``peer`` soon."""
+        owed = self._owed.get(peer)
+        if owed is None:
+            owed = self._owed.setdefault(peer, deque())
+        owed.append(encode_small(Kind.REPLY, call_id, {}, _NOTHING))
+        self._agent.deferred.gathered(self.send, peer)
+
+    def send(self, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
+        """Send what is owed to ``peer``, and behind it ``frame``, at once.
+
+        Args:
+            frame: at most 64 KiB.
+            wait: seconds to wait at most while too much is queued for that peer.
+        """
+        owed = self._owed.get(peer)
+        if owed:
+            frames: list[bytes] = []
+            with contextlib.suppress(IndexError):  # another thread may be sending them
+                while True:
+                    frames.append(owed.popleft())
+            frame = b"".join([*frames, frame])
+        if not frame:
+            return
+        try:
+            peer.send_small(frame, wait)
+        except WorkerLostError as error:
+            logger.debug("dropped answers: %s", error)
+
+    def _peer_gone(self, peer: Peer, reason: str) -> None:
+        self._owed.pop(peer, None)
