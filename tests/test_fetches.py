@@ -11,7 +11,7 @@ import torch
 
 import rpc
 from rpc.current import current_agent
-from rpc.errors import SerializationError
+from rpc.errors import RpcTimeoutError, SerializationError
 from tests.serving import first_of, open_gate, wait_at_gate
 from tests.workers import RunWorkers, Worker
 
@@ -76,6 +76,35 @@ def test_fetches_that_come_before_it_fails_are_told(
     run_workers: RunWorkers, kind: str, error: type[Exception]
 ) -> None:
     assert [type(each) for each in first_of(run_workers, fetch_before_it_is_made, kind)] == [error] * 3
+
+
+def give_a_fetch_up(_: Worker) -> tuple[int, bool, int]:
+    """What becomes of an object whose fetch was given up before it was made."""
+    rref = rpc.remote("worker1", wait_at_gate, args=("", 3))
+    with pytest.raises(RpcTimeoutError):
+        rref.to_here(timeout=0.02)
+    rpc.rpc_sync("worker1", open_gate)
+    rref._get_future().wait()
+    while current_agent().calls.unanswered():  # the late answer to the fetch
+        pass
+    return rref.to_here(), rref.confirmed_by_owner(), rref.to_here()
+
+
+def test_an_object_whose_fetch_was_given_up_is_confirmed_all_the_same(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, give_a_fetch_up) == (3, True, 3)
+
+
+def create_many(_: Worker) -> tuple[list[int], int]:
+    """Objects that nobody fetches for a while: their creations are answered without a fetch."""
+    rrefs = [rpc.remote("worker1", int, args=(number,)) for number in range(50)]
+    for rref in rrefs:
+        rref._get_future().wait()
+    unanswered = current_agent().calls.unanswered()
+    return [rref.to_here() for rref in rrefs], unanswered
+
+
+def test_creations_are_answered_though_nobody_fetches(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, create_many) == (list(range(50)), 0)
 
 
 def create_and_drop(_: Worker) -> tuple[int, int]:

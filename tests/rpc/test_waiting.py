@@ -15,6 +15,7 @@ import pytest
 from rpc import futures
 from rpc.errors import BlockingCallError
 from rpc.futures import Future, collected_futures, wait_all, wait_futures
+from rpc.peer import Peer
 from rpc.pending import PendingCall
 from rpc.waiting import forbid_blocking
 from rpc.wire import Frame, Kind
@@ -31,6 +32,40 @@ def test_a_reply_elsewhere_is_taken_by_the_thread_that_waits_and_nothing_else_is
     assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, [reply]), []) is reply
     assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, [request]), []) is None
     assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, []), []) is None
+
+
+class Unattended(Owner):
+    """One of whose calls, the second, any thread may end."""
+
+    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+        return self.open.get(2) if frame.call_id == 2 else None
+
+
+def test_calls_that_any_thread_may_end_are_ended_by_the_thread_that_waits_for_another() -> None:
+    owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
+    mine, other = owner.call(), owner.call()
+    replies = [Frame(Kind.REPLY, 2, {}, [b"nothing"]), Frame(Kind.REPLY, 1, {}, [b"value"])]
+    assert mine.take_in(replies)
+    assert mine.outcome is replies[1]
+    assert other.outcome is replies[0]
+    assert not mine.take_in(replies)  # once more, after Ctrl-C: the loop knows what to do with late answers
+
+
+def test_a_thread_waits_on_after_it_has_ended_another_call() -> None:
+    owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
+    mine, other = owner.call(), owner.call()
+    assert mine.take_in([Frame(Kind.REPLY, 2, {}, [b"nothing"])])
+    assert not mine.settled()
+    assert other.settled()
+
+
+def test_nothing_is_taken_in_where_the_loop_must_have_something() -> None:
+    owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
+    mine, other = owner.call(), owner.call()
+    replies = [Frame(Kind.REPLY, 2, {}, [b"nothing"]), Frame(Kind.REPLY, 1, {}, [b"value"])]
+    assert not mine.take_in([*replies, Frame(Kind.CALL, 3, {}, [b"function"])])
+    assert not mine.settled()
+    assert not other.settled()
 
 
 # ---- wait_all and waiting for several
