@@ -54,13 +54,15 @@ def gradients_of_leaves(
         gradients: of all its tensors, as received, so that they share no memory.
         leaves: the nodes of the leaves that it reaches.
     """
+    if len(leaves) != len(indices):
+        return None
+    nodes = {id(node) for node in leaves}
     found: dict[int, Tensor] = {}
     for index in indices:
-        node, gradient = sent.ends[index], gradients[index]
-        if isinstance(node, Tensor) or gradient is None or id(node) in found:
+        node, gradient = sent.edge(index)[0], gradients[index]
+        if gradient is None or id(node) in found or id(node) not in nodes:
             return None
-        leaf = node.variable
-        if leaf._backward_hooks or not _is_usual(gradient, leaf):
+        if node.variable._backward_hooks or not _is_usual(gradient, node.variable):
             return None
         found[id(node)] = gradient
     return [found[id(node)] for node in leaves]

@@ -262,7 +262,7 @@ class Pass:
     def _sends(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
         """The sends of a message as where a run begins: for gradients that are None, and for profiles."""
         sent, indices = self._sent[number], sorted(self._marked[number])
-        return [sent.end(index) for index in indices], [torch.empty(0)] * len(indices)
+        return [sent.ends[index] for index in indices], [torch.empty(0)] * len(indices)
 
     def _run_engine(
         self,
@@ -291,7 +291,7 @@ class Pass:
         with torch.enable_grad():
             for number in sorted(self._marked):
                 sent = self._sent[number]
-                ends = [sent.end(index) for index in sorted(self._marked[number])]
+                ends = [sent.ends[index] for index in sorted(self._marked[number])]
                 for end in ends:
                     assert end.grad_fn is not None
                     engine.give_way(end.grad_fn)

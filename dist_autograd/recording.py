@@ -1,9 +1,10 @@
 """The edges between workers: a *send* at the worker that sends a tensor, a *recv* at the one that gets it.
 
 A send is for one tensor, since only some tensors of a message may take part in a backward. It hangs on an
-empty tensor that nobody but the context refers to, so that no backward of a user's ever runs it. Of a leaf,
-whose place in the graph never changes, only the node is noted, and a send is made when a backward needs one:
-mostly gradients enter the graph right behind the sends.
+empty tensor that nobody but the context refers to, so that no backward of a user's ever runs it. Mostly
+gradients enter the graph right behind the sends. (To note only the node of a leaf takes an operation on the
+leaf. PyTorch 2.13 can hang where one thread makes that node, without the interpreter, while another, which
+has it, applies a custom function to the same leaf.)
 
 A recv is made for each message. All recvs lead to one leaf, the *anchor*: as one of the inputs of a pass, it
 makes the engine run every recv that the pass reaches, although nothing behind it is wanted here.
@@ -44,41 +45,25 @@ class Sent:
     Attributes:
         number: names it, and is the time at which it was recorded.
         to: who got it.
-        ends: for each of its tensors that require grad the empty tensor behind its send, or of a leaf the
-            node that accumulates its gradient.
+        ends: for each of its tensors that require grad the empty tensor behind its send node.
     """
 
     __slots__ = ("ends", "number", "to")
 
-    def __init__(self, number: int, to: Peer, ends: list[Any]) -> None:
+    def __init__(self, number: int, to: Peer, ends: list[Tensor]) -> None:
         self.number = number
         self.to = to
         self.ends = ends
 
     def start(self, index: int) -> Edge:
-        """Where the graph of a tensor begins."""
-        end = self.ends[index]
-        return (end.grad_fn if isinstance(end, Tensor) else end), 0
+        """Where the graph of a tensor begins: its send."""
+        return self.ends[index].grad_fn, 0
 
     def edge(self, index: int) -> Edge:
         """Where the graph of a tensor begins behind its send."""
-        node, output = self.start(index)
-        behind: Edge = node.next_functions[0] if isinstance(self.ends[index], Tensor) else (node, output)
+        node: Any = self.ends[index].grad_fn
+        behind: Edge = node.next_functions[0]
         return behind
-
-    def end(self, index: int) -> Tensor:
-        """The empty tensor behind a tensor's send, which is made if there is none yet."""
-        end = self.ends[index]
-        if not isinstance(end, Tensor):
-            leaf = end.variable
-            frozen = not leaf.requires_grad  # since it was sent
-            try:
-                with torch.enable_grad():
-                    end = _send(self.number, index, leaf.requires_grad_() if frozen else leaf)
-            finally:
-                if frozen:
-                    leaf.requires_grad_(False)
-        return end
 
 
 class Origin:
@@ -159,14 +144,7 @@ def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
         with torch.enable_grad():
             return send(tensors, to)
     number = next(clock)
-    return Sent(number, to, [_end(number, index, tensor) for index, tensor in enumerate(tensors)])
-
-
-def _end(number: int, index: int, tensor: Tensor) -> Any:
-    if tensor.is_leaf and tensor.layout is torch.strided:
-        # A view of a leaf is the only thing that leads to the leaf's node.
-        return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    return _send(number, index, tensor)
+    return Sent(number, to, [_send(number, index, tensor) for index, tensor in enumerate(tensors)])
 
 
 def behind(sent: Sent, context_id: int) -> list[list[Mark]] | None:
@@ -174,9 +152,6 @@ def behind(sent: Sent, context_id: int) -> list[list[Mark]] | None:
     limit = _LOOK_BEHIND
     found: list[list[Mark]] = []
     for end in sent.ends:
-        if not isinstance(end, Tensor):
-            found.append([])
-            continue
         marks = marks_behind(end.grad_fn, RECV_NODE, context_id, limit)
         if marks is None:
             return None

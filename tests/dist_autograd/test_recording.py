@@ -6,54 +6,42 @@ from typing import cast
 
 import torch
 
+from dist_autograd.leaves import gradients_of_leaves
 from dist_autograd.recording import SEND_NODE, behind, send
 from rpc.peer import Peer
 
 SOMEBODY = cast("Peer", None)
 
 
-def test_gradients_of_a_computed_tensor_enter_behind_its_send() -> None:
+def test_gradients_enter_behind_the_send() -> None:
     computed = torch.rand(2, requires_grad=True) * 2
     sent = send([computed], SOMEBODY)
     assert isinstance(sent.start(0)[0], SEND_NODE)
     assert sent.edge(0) == (computed.grad_fn, 0)
-    assert sent.end(0).grad_fn is sent.start(0)[0]
-
-
-def test_gradients_of_a_leaf_enter_at_the_node_that_accumulates_them() -> None:
-    leaf = torch.rand(2, requires_grad=True)
-    sent = send([leaf], SOMEBODY)
-    node, _ = sent.edge(0)
-    assert node is sent.start(0)[0]
-    assert node.variable is leaf
-
-
-def test_a_leaf_gets_a_send_when_one_is_needed() -> None:
-    leaf = torch.rand(2, requires_grad=True)
-    sent = send([leaf], SOMEBODY)
-    made = sent.end(0).grad_fn
-    assert made is not None
-    assert isinstance(made, SEND_NODE)
-    assert made.next_functions[0] == sent.edge(0)
-
-
-def test_a_leaf_that_is_frozen_after_it_was_sent_gets_its_gradient_all_the_same() -> None:
-    leaf = torch.rand(2, requires_grad=True)
-    sent = send([leaf], SOMEBODY)
-    leaf.requires_grad_(False)
-    end = sent.end(0)
-    assert end.grad_fn is not None
-    assert end.grad_fn.next_functions[0] == sent.edge(0)
-    assert not leaf.requires_grad
-
-
-def test_a_leaf_of_another_layout_is_recorded_as_what_is_computed() -> None:
-    leaf = torch.eye(2).to_sparse().requires_grad_()
-    sent = send([leaf], SOMEBODY)
-    assert isinstance(sent.start(0)[0], SEND_NODE)
-    assert sent.edge(0)[0].variable is leaf
 
 
 def test_nothing_lies_behind_leaves() -> None:
     leaf = torch.rand(2, requires_grad=True)
     assert behind(send([leaf, leaf * 2], SOMEBODY), 1) == [[], []]
+
+
+def test_gradients_of_leaves_that_were_sent_need_no_run() -> None:
+    first, second = torch.rand(2, requires_grad=True), torch.rand(3, requires_grad=True)
+    sent = send([first, second], SOMEBODY)
+    leaves = [sent.edge(1)[0], sent.edge(0)[0]]
+    gradients = [torch.ones(2), torch.ones(3)]
+    assert gradients_of_leaves(sent, [0, 1], gradients, leaves) == [gradients[1], gradients[0]]
+
+
+def test_a_leaf_with_a_hook_needs_a_run() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    leaf.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+    sent = send([leaf], SOMEBODY)
+    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [sent.edge(0)[0]]) is None
+
+
+def test_what_is_computed_needs_a_run() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    sent = send([leaf * 2], SOMEBODY)
+    node = send([leaf], SOMEBODY).edge(0)[0]
+    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [node]) is None
