@@ -20,20 +20,23 @@ def owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     changes a gradient in place, as clipping does, must change that one alone.
     """
     addresses: set[int] = set()
-    mine: list[Tensor | None] = []
+    shared: set[int] = set()
+    storages: list[torch.UntypedStorage | None] = []
     for gradient in gradients:
         elements = None if gradient is None else _elements(gradient)
-        if gradient is None or elements is None:
-            mine.append(gradient)
-            continue
-        storage = elements.untyped_storage()
-        address = storage.data_ptr()
-        if address in addresses or storage.nbytes() != elements.nbytes:
-            mine.append(gradient.clone())
-        else:
+        storage = None if elements is None else elements.untyped_storage()
+        storages.append(storage)
+        if elements is not None and storage is not None:
+            address = storage.data_ptr()
+            if address in addresses or storage.nbytes() != elements.nbytes:
+                shared.add(address)
             addresses.add(address)
-            mine.append(gradient)
-    return mine
+    return [
+        gradient.clone()
+        if gradient is not None and storage is not None and storage.data_ptr() in shared
+        else gradient
+        for gradient, storage in zip(gradients, storages, strict=True)
+    ]
 
 
 def _elements(gradient: Tensor) -> Tensor | None:
