@@ -156,7 +156,10 @@ def _show_all(console: Console, running: Iterator[Outcome], seeds: Sequence[int]
             console.rule(f"program {seeds[len(done)]}")
             console.print(failure, generate(seeds[len(done)]), sep="\n", markup=False, highlight=False)
     _summarize(console, done)
-    return sum(bool(each.problems) for each in done) + len(seeds) - len(done)
+    missing = len(seeds) - len(done)
+    if missing:
+        console.print(f"{missing} programs did not end: the first is program {seeds[len(done)]}", style="red")
+    return sum(bool(each.problems) for each in done) + missing
 
 
 def _summarize(console: Console, done: Sequence[Outcome]) -> None:
