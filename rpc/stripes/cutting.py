@@ -27,7 +27,7 @@ from itertools import accumulate
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
-from rpc.chunks import MAX_OPEN, ChunkedMessage, Room, lay_out
+from rpc.chunks import MAX_OPEN, MAX_SEGMENTS, ChunkedMessage, Room, lay_out
 from rpc.errors import ProtocolError
 
 __all__ = ["CHUNK_BYTES", "HEADER_BYTES", "MAX_PARKED", "Arrivals", "Chunk", "Outgoing", "unpack_header"]
@@ -167,7 +167,7 @@ class Arrivals:
         allocate: gives writable memory.
     """
 
-    __slots__ = ("_allocate", "_max_bytes", "_next_number", "_open", "_parked", "_promised")
+    __slots__ = ("_allocate", "_max_bytes", "_next_number", "_open", "_parked", "_promised", "_segments")
 
     def __init__(self, max_bytes: int, allocate: Callable[[int], memoryview]) -> None:
         self._max_bytes = max_bytes
@@ -176,6 +176,7 @@ class Arrivals:
         self._parked: deque[_Parked] = deque()
         self._next_number = 0  # of the message that will be opened, or parked, next
         self._promised = 0
+        self._segments = 0
 
     def __len__(self) -> int:
         return len(self._open) + len(self._parked)
@@ -190,7 +191,8 @@ class Arrivals:
             lead: how far from an alignment boundary its first segment starts.
 
         Raises:
-            ProtocolError: it is not the next in order, or nothing is to follow, or too many are parked.
+            ProtocolError: it is not the next in order, or nothing is to follow, or too many are parked, or
+                all have too many segments together.
         """
         if number != self._next_number:
             raise ProtocolError(
@@ -201,6 +203,9 @@ class Arrivals:
             raise ProtocolError("a message over stripes has nothing in it")
         if len(self._parked) >= MAX_PARKED:
             raise ProtocolError(f"more than {MAX_PARKED} messages over stripes wait to be opened")
+        if self._segments + len(rooms) > MAX_SEGMENTS:
+            raise ProtocolError(f"the messages over stripes have more than {MAX_SEGMENTS} segments")
+        self._segments += len(rooms)
         self._next_number += 1
         self._parked.append(_Parked(what, size, rooms, lead))
         self._open_parked()
@@ -256,5 +261,11 @@ class Arrivals:
             return None
         del self._open[number]
         self._promised -= message.size
+        self._segments -= len(message.segments)
         self._open_parked()
         return message.what, message.segments
+
+    def clear(self) -> None:
+        """Forget everything: nothing more will come."""
+        self._open.clear()
+        self._parked.clear()

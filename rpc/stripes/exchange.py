@@ -174,7 +174,12 @@ class StripeExchange:
     def message_opened(self, peer: Peer, frame: Frame) -> None:
         """A message is opened whose segments come over stripes."""
         stripes = self._stripes.get(peer.incarnation)
-        if stripes is None or frame.header or len(frame.segments) != 1:
+        if (
+            stripes is None
+            or frame.header
+            or len(frame.segments) != 1
+            or len(frame.segments[0]) > _OPENING_BYTES
+        ):
             raise ProtocolError("a malformed opening of a message over stripes")
         what, rooms, lead = read_opening(memoryview(frame.segments[0]), self._max_message_bytes, 0)
         if what[0] in _OWN_KINDS:
@@ -280,7 +285,7 @@ class StripeExchange:
         self._closed = True
         for task in self._connecting.values():
             task.cancel()
-        for incarnation, stripes in self._stripes.items():
+        for incarnation, stripes in self._stripes.copy().items():  # threads that send may add to it
             peer = self._agent.peer_by_incarnation(incarnation)
             if stripes is not None and peer is not None:
                 self._left[incarnation] = self._loop.create_future()

@@ -77,7 +77,8 @@ class Offers:
             ProtocolError: they are not.
         """
         offer = self._offers.get(incarnation)
-        if offer is None or sorted(offer.sockets) != list(range(count)):
+        there = offer.sockets if offer is not None else {}
+        if offer is None or not 0 < count == len(there) == max(there) + 1:
             raise ProtocolError("it says that stripes are ready which are not there")
         del self._offers[incarnation]
         return [offer.sockets[number] for number in range(count)]

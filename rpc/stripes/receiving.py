@@ -87,9 +87,11 @@ class StripeReceiver:
         self._look_whether_idle()
 
     def close(self) -> None:
-        """Receive nothing more. The sockets are no longer looked at."""
+        """Receive nothing more, and let go of what has come. The sockets are no longer looked at."""
         self._closed = True
+        self._arrivals.clear()
         for lane in self._lanes:
+            lane.parts.clear()
             self._loop.remove_reader(lane.socket.fileno())
 
     def _look_whether_idle(self) -> None:

@@ -104,10 +104,15 @@ class StripeSender:
                 # In this order: a signal may come between, and what is not counted is no harm.
                 self._outgoing.add(pieces, size)
                 self._unsent_bytes += size - len(pieces[0])
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
-                self._loop.call_soon_threadsafe(self._go_on)
+            self._tell_loop()
+        except BaseException:  # Ctrl-C: the message may be among what is to be sent
+            self._tell_loop()
+            raise
         return True
+
+    def _tell_loop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
+            self._loop.call_soon_threadsafe(self._go_on)
 
     def _is_full(self) -> bool:
         return self._unsent_bytes > self._queue_limit and not self._closed

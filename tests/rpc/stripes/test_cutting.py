@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rpc.chunks import Room
+from rpc.chunks import MAX_SEGMENTS, Room
 from rpc.decoder import read_opening
 from rpc.errors import ProtocolError
 from rpc.stripes import cutting
@@ -254,6 +254,19 @@ def test_no_memory_is_taken_beyond_the_limit_and_no_end_of_messages_waits() -> N
     assert receiver.begin(2, 0, 64) is None
     with pytest.raises(ProtocolError, match=f"more than {MAX_PARKED} messages over stripes wait"):
         receiver.open(2 + MAX_PARKED, "what", [Room(SIZE, SIZE)])
+
+
+def test_messages_that_wait_may_not_have_any_number_of_segments() -> None:
+    receiver = Arrivals(SIZE, allocate)
+    receiver.open(0, "what", [Room(SIZE, SIZE)])
+    receiver.open(1, "what", [Room(1, 1)] * (MAX_SEGMENTS - 1))
+    with pytest.raises(ProtocolError, match=f"more than {MAX_SEGMENTS} segments"):
+        receiver.open(2, "what", [Room(SIZE, SIZE)])
+    assert receiver.begin(0, 0, 64) is not None
+    for offset in range(64, SIZE, 64):
+        receiver.begin(0, offset, min(64, SIZE - offset))
+    receiver.filled(0, SIZE)
+    receiver.open(2, "what", [Room(SIZE, SIZE)])
 
 
 def test_chunks_are_large_enough_to_be_worth_a_system_call() -> None:

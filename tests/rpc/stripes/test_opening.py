@@ -158,7 +158,7 @@ def test_a_late_stripe_is_refused(accepting: Callable[[Answer], Accepting]) -> N
     there.close()
 
 
-@pytest.mark.parametrize("count", [0, 2, 3])
+@pytest.mark.parametrize("count", [0, 2, 3, 1 << 40])
 def test_ready_means_all_that_are_there(accepting: Callable[[Answer], Accepting], count: int) -> None:
     offers = Offers()
     (here,) = accepting(by(offers)).connect(offers.make(PEER, 3), 1)
@@ -167,6 +167,9 @@ def test_ready_means_all_that_are_there(accepting: Callable[[Answer], Accepting]
     offers.drop(PEER)
     with pytest.raises(ProtocolError, match="ready which are not there"):
         offers.take(PEER, 1)
+    offers.make(PEER, 3)
+    with pytest.raises(ProtocolError, match="ready which are not there"):
+        offers.take(PEER, 0)
     here.close()
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import weakref
 from struct import Struct
 from typing import Any
 
+from rpc.chunks import Room
 from rpc.loop import LoopThread
-from rpc.stripes.cutting import CHUNK_BYTES
+from rpc.stripes.cutting import CHUNK_BYTES, Arrivals
+from rpc.stripes.receiving import StripeReceiver
 from tests.rpc.streams import Sockets, until
-from tests.rpc.stripes.ends import Receiving, Sending, large
+from tests.rpc.stripes.ends import LIMIT, Receiving, Sending, large
 
 HEADER = Struct("<QQI")
 
@@ -121,3 +124,31 @@ def test_nothing_is_received_after_the_end(loop: LoopThread, sockets: Sockets) -
     loop.call(lambda: None)
     assert noted == [[], [], []]
     assert there.recv(200) == b"x" * 100
+
+
+class Memory(bytearray):
+    """Something to which there can be weak references."""
+
+
+def test_what_has_come_of_a_message_is_gone_with_its_connection(loop: LoopThread, sockets: Sockets) -> None:
+    taken: list[weakref.ref[Memory]] = []
+
+    def allocate(length: int) -> memoryview:
+        memory = Memory(length)
+        taken.append(weakref.ref(memory))
+        return memoryview(memory)
+
+    def never(*_: Any) -> None:
+        raise AssertionError
+
+    here, there = sockets()
+    there.setblocking(False)
+    arrivals = Arrivals(LIMIT, allocate)
+    receiver = loop.call(lambda: StripeReceiver(loop.loop, [there], arrivals, never, never, never))
+    length = 2 * CHUNK_BYTES
+    loop.call(lambda: receiver.open(0, "what", [Room(length, length)], 0))
+    here.sendall(chunk(0, 0)[:1000])
+    until(lambda: receiver._lanes[0].parts)
+    assert taken[0]() is not None
+    loop.call(receiver.close)
+    assert taken[0]() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import sys
 import threading
@@ -176,3 +177,19 @@ def test_a_message_in_whose_sending_ctrl_c_comes_is_sent_whole_or_not_at_all(
     assert sender.sender._unsent_bytes <= 0
     sender.close()
     receiving.close()
+
+
+def test_what_was_queued_before_ctrl_c_goes_out_though_nothing_follows(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    for line in itertools.count(1):
+        here, there = sockets()
+        receiving = Receiving(loop, [there])
+        sender = Sending(loop, [here], receiving.open)
+        interrupted = interrupted_at(line, functools.partial(sender.send, large(line, 300_000)))
+        if sender.sender._unsent_bytes > 0 or not interrupted:
+            receiving.messages.wait_for(1)
+        sender.close()
+        receiving.close()
+        if not interrupted:
+            break
