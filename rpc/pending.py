@@ -166,6 +166,8 @@ class PendingCall:
             others.append((call, frame))
         for call, frame in others:
             call.settle(frame)
+            if call.future is not None:  # made just now, on another thread
+                self.owner.complete_soon(call.future)
             self.owner.answered(call)
         if mine is not None:
             self.outcome = mine

@@ -162,7 +162,7 @@ class Server:
         peer, frame, _ = request
         agent = self._agent
 
-        def answer(content: Any, error: BaseException | None) -> None:
+        def answer(content: Any, error: BaseException | None, *, at_end: bool = False) -> None:
             parked = value.set(content) if error is None else value.fail(error)
             self._references.finished(rref)
             if error is not None:
@@ -171,8 +171,11 @@ class Server:
                 agent.reply(peer, frame.call_id, None)
             else:
                 self._owed.add(peer, frame.call_id)
-                large = type(content) is Tensor and content.numel() > _SMALL_BYTES
-                agent.callee.stand_by(peer, content, large=large)
+                # Only a thread with nothing else to do stands by: who completes a future may go on with code
+                # of the user's, and who answers others may wait for room in their queues.
+                if at_end and all(asking is peer for asking, _ in parked):
+                    large = type(content) is Tensor and content.numel() > _SMALL_BYTES
+                    agent.callee.stand_by(peer, content, large=large)
             del content
             self._answer_parked(parked, value)
 
@@ -184,7 +187,7 @@ class Server:
         else:
             del function, args, kwargs
             if content is not LATER:
-                answer(content, None)
+                answer(content, None, at_end=True)
 
     def _answer_parked(self, parked: list[Fetch], value: Value) -> None:
         for peer, call_id in parked:

@@ -12,6 +12,8 @@ import torch
 import rpc
 from rpc.current import current_agent
 from rpc.errors import RpcTimeoutError, SerializationError
+from rpc.peer import Peer
+from rref.owed import OwedAnswers
 from tests.serving import first_of, open_gate, wait_at_gate
 from tests.workers import RunWorkers, Worker
 
@@ -125,3 +127,72 @@ def objects_here() -> int:
 
 def test_short_lived_references_leave_nothing(run_workers: RunWorkers) -> None:
     assert first_of(run_workers, create_and_drop) == (0, 0)
+
+
+promises: dict[int, torch.futures.Future[int]] = {}
+
+
+@rpc.functions.async_execution
+def promise(number: int) -> torch.futures.Future[int]:
+    promises[number] = torch.futures.Future()
+    return promises[number]
+
+
+def keep_and_stay(number: int) -> None:
+    """Makes an object by a future of which others know, and goes on with other things."""
+    while number not in promises:
+        pass
+    promises[number].set_result(number)
+    wait_at_gate(str(number))
+
+
+def fetch_meanwhile(_: Worker) -> list[int]:
+    fetched = []
+    for number in range(4):
+        for _warm_up in range(20):
+            rpc.rpc_sync("worker1", int)
+        rref = rpc.remote("worker1", promise, args=(number,))
+        staying = rpc.rpc_async("worker1", keep_and_stay, args=(number,))
+        rref._get_future().wait()
+        fetched.append(rref.to_here(timeout=10))
+        rpc.rpc_sync("worker1", open_gate, args=(str(number),))
+        staying.wait()
+    return fetched
+
+
+def test_requests_are_read_though_who_made_an_object_goes_on(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, fetch_meanwhile) == list(range(4))
+
+
+def make_once_fetched(number: int) -> int:
+    while not postponed():
+        pass
+    return number
+
+
+def have_no_room_for(name: str) -> None:
+    """From now on, who answers a fetch of that worker waits at the gate."""
+    send = OwedAnswers.send
+
+    def wait_and_send(self: OwedAnswers, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
+        if frame and peer.name == name:
+            wait_at_gate("room")
+        send(self, peer, frame, wait)
+
+    OwedAnswers.send = wait_and_send  # type: ignore[method-assign]  # in a process that ends with the test
+
+
+def call_while_another_is_answered(_: Worker) -> tuple[int, int]:
+    for _warm_up in range(20):
+        rpc.rpc_sync("worker1", int)
+    rpc.rpc_sync("worker1", have_no_room_for, args=("worker2",))
+    rref = rpc.remote("worker1", make_once_fetched, args=(3,))
+    fetched = rpc.rpc_async("worker2", rpc.RRef.to_here, args=(rref,))
+    rref._get_future().wait()
+    called = rpc.rpc_sync("worker1", int, args=(4,), timeout=10)
+    rpc.rpc_sync("worker1", open_gate, args=("room",))
+    return called, fetched.wait()
+
+
+def test_a_creator_is_heard_while_the_answer_to_another_waits_for_room(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, call_while_another_is_answered, world_size=3) == (4, 3)

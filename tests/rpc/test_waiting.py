@@ -59,6 +59,22 @@ def test_a_thread_waits_on_after_it_has_ended_another_call() -> None:
     assert other.settled()
 
 
+def test_a_future_is_completed_that_was_made_while_another_thread_ended_its_call(owner: Owner) -> None:
+    futures: list[Future[Any]] = []
+
+    class MadeMeanwhile(Unattended):
+        def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+            call = super().unattended(peer, frame)
+            if call is not None:
+                futures.append(Future.for_call(call))
+            return call
+
+    two = MadeMeanwhile(owner.executor)
+    mine, _ = two.call(), two.call()
+    assert mine.take_in([Frame(Kind.REPLY, 2, {"value": 5}, [])])
+    until(futures[0].done)
+
+
 def test_nothing_is_taken_in_where_the_loop_must_have_something() -> None:
     owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
     mine, other = owner.call(), owner.call()
