@@ -59,10 +59,13 @@ class Models:
         if self._watches:
             return
         with self._lock:
+            if self._forward is None:
+                self._forward = _patched.forward
+                _patched.forward = self._noting(self._forward)
             self._watches = True
-            if self._forward is not None:
-                return
-            forward = self._forward = _patched.forward
+
+    def _noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """PyTorch's forward, and before it a note of the model."""
 
         @functools.wraps(forward)
         def noted(model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
@@ -72,7 +75,7 @@ class Models:
                     self._any = True
             return forward(model, *inputs, **kwargs)
 
-        _patched.forward = noted
+        return noted
 
     def stop(self) -> None:
         """Learn of no more models."""

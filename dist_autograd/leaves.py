@@ -16,8 +16,9 @@ __all__ = ["gradients_of_leaves", "owned"]
 def owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same gradients, each with memory that none of the others has, and as large as it looks.
 
-    The engine passes one tensor to every input of an addition, and an expanded one out of a sum. Whoever
-    changes a gradient in place, as clipping does, must change that one alone.
+    The engine passes one tensor to every input of an addition, and an expanded one out of a sum; such tensors
+    may also arrive from other workers. Whoever changes a gradient in place, as clipping does, must change
+    that one alone.
     """
     addresses: set[int] = set()
     shared: set[int] = set()
@@ -54,7 +55,7 @@ def gradients_of_leaves(
     Args:
         sent: the message.
         indices: which of its tensors take part.
-        gradients: of all its tensors, as received, so that they share no memory.
+        gradients: of all its tensors, as received.
         leaves: the nodes of the leaves that it reaches.
     """
     if len(leaves) != len(indices):
@@ -78,4 +79,5 @@ def _is_usual(gradient: Tensor, leaf: Tensor) -> bool:
         and gradient.layout is torch.strided
         and gradient.shape == leaf.shape
         and gradient.dtype is leaf.dtype
+        and gradient.device == leaf.device
     )

@@ -92,8 +92,6 @@ class Pass:
         self._arrived: dict[int, Any] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
         self._news: threading.Event | None = None
-        self._computed = False
-        """Whether the engine has made gradients of leaves."""
         self._one_recv = False
         """The roots lead to one message."""
         self._holds_back = False
@@ -174,9 +172,7 @@ class Pass:
             self._raise_error()
             raise
         self._check_recvs_have_run(self._reach.recvs, "at the end")
-        if self._computed:
-            captured = owned(captured)
-        for node, gradient in zip(leaves, captured, strict=True):
+        for node, gradient in zip(leaves, owned(captured), strict=True):
             if gradient is not None:
                 self.context.accumulate(node.variable, gradient)
 
@@ -272,7 +268,6 @@ class Pass:
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
-        self._computed = self._computed or bool(leaves)
         captured = engine.run(
             roots,
             gradients,

@@ -221,3 +221,22 @@ def hold_gradients(_: Worker) -> None:
 
 def test_gradients_that_were_got_do_not_change_any_more(run_workers: RunWorkers) -> None:
     first_of(run_workers, hold_gradients)
+
+
+def sum_of_both(a: Tensor, b: Tensor) -> Tensor:
+    return (a + b).sum()
+
+
+def change_gradients_in_place(_: Worker) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(1000, dtype=dtype, requires_grad=True) for _ in range(2))
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [rpc.rpc_sync(OTHER, sum_of_both, (a, b))])
+            found = dist_autograd.get_gradients(context_id)
+            found[a].mul_(2)
+            torch.testing.assert_close(found[a], torch.full_like(a, 2.0))
+            torch.testing.assert_close(found[b], torch.ones_like(b))
+
+
+def test_each_gradient_of_leaves_that_were_sent_can_be_changed_alone(run_workers: RunWorkers) -> None:
+    first_of(run_workers, change_gradients_in_place)

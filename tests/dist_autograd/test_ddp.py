@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch import distributed as c10d
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dist_autograd
 import rpc
+from dist_autograd.ddp import Models
 from dist_optim.local_optimizer import LocalOptimizer
 from tests.dist_autograd.guarded import apply_guarded
 from tests.serving import WAIT_SECONDS, in_group, open_gate
@@ -158,3 +161,28 @@ def step_during_backward(_: Worker) -> None:
 
 def test_a_step_on_a_models_parameters_does_not_mix_with_its_backward(run_workers: RunWorkers) -> None:
     run_workers(in_group(step_during_backward), 1)
+
+
+def test_whoever_begins_to_watch_for_models_finds_that_their_forward_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unwatched, models, wraps = DistributedDataParallel.forward, Models(), functools.wraps
+    found: list[Any] = []
+
+    def watch_too() -> None:
+        models.watch()
+        found.append(DistributedDataParallel.forward)
+
+    other = threading.Thread(target=watch_too)
+
+    def let_another_go_first(forward: Callable[..., Any]) -> Callable[..., Any]:
+        other.start()
+        other.join(0.1)
+        return wraps(forward)
+
+    monkeypatch.setattr("dist_autograd.ddp.functools.wraps", let_another_go_first)
+    models.watch()
+    other.join()
+    models.stop()
+    assert found[0] is not unwatched
+    assert DistributedDataParallel.forward is unwatched

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
 import torch
+from torch import Tensor
 
 from dist_autograd.leaves import gradients_of_leaves
 from dist_autograd.recording import SEND_NODE, behind, send
@@ -45,3 +47,18 @@ def test_what_is_computed_needs_a_run() -> None:
     sent = send([leaf * 2], SOMEBODY)
     node = send([leaf], SOMEBODY).edge(0)[0]
     assert gradients_of_leaves(sent, [0], [torch.ones(2)], [node]) is None
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.ones(1),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to_sparse(),
+    ],
+    ids=["shape", "type", "device", "layout"],
+)
+def test_a_gradient_unlike_its_leaf_is_for_the_engine_to_judge(gradient: Tensor) -> None:
+    sent = send([torch.rand(2, requires_grad=True)], SOMEBODY)
+    assert gradients_of_leaves(sent, [0], [gradient], [sent.edge(0)[0]]) is None
