@@ -147,7 +147,8 @@ class SendingHalf(WriteQueue):
             if self._queue or not self._open or self._in_doubt:
                 return False
             if syscalls.AVAILABLE:
-                self._in_doubt = counts = [len(frame)]
+                counts: list[Any] = [frame]
+                self._in_doubt = counts
                 syscalls.send_noting(self._descriptor, frame, counts)
                 count = counts[1]
             else:

@@ -96,7 +96,7 @@ class WriteQueue(ABC):
         self._room = threading.Condition(self._count_lock)
         self._waiting_for_room = 0
         self._stalled = False
-        self._in_doubt: bool | list[int] = False
+        self._in_doubt: bool | list[Any] = False
         self._writes = 0
         self._open = True
         self._write_error: OSError | None = None
@@ -154,17 +154,22 @@ class WriteQueue(ABC):
     def _settles_doubt(self) -> bool:
         """Whether the interrupted thread had noted how much the kernel took, so that all can be put in order.
 
-        So it is where frames of the queue were written, and where a frame in one piece is out.
+        So it is where frames of the queue were written, and where a frame in one piece is out, or none of it.
         """
         noted = self._in_doubt
+        if not isinstance(noted, list):
+            return not noted
+        taken = max(0, noted[1]) if len(noted) == 2 else 0
+        self._in_doubt = True
         if isinstance(noted, _FromQueue):
-            if len(noted) == 2 and noted[1] > 0:
-                self._in_doubt = True
-                self._written(noted[1])
-                self._in_doubt = False
-        elif isinstance(noted, list) and noted[1:] == noted[:1]:
-            self._in_doubt = False
-        return not self._in_doubt
+            if taken:
+                self._written(taken)
+        elif not taken:
+            self._put_back(noted[:1])
+        elif taken < len(noted[0]):
+            return False  # its rest may be queued or not
+        self._in_doubt = False
+        return True
 
     def _write_queue(self, budget: int) -> None:
         """Write until nothing is left, the kernel takes no more, or it is enough."""

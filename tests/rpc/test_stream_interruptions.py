@@ -219,12 +219,13 @@ def test_ctrl_c_right_after_the_send_lock_was_acquired_leaves_the_connection_usa
     pair.close()
 
 
-def test_ctrl_c_right_after_a_small_frame_was_written_leaves_the_connection_usable(
-    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("after", [False, True])
+def test_ctrl_c_right_before_or_after_a_small_frame_is_written_leaves_the_connection_usable(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     pair = Pair(loop, sockets())
     with monkeypatch.context() as patch:
-        patch.setattr(syscalls, "send_noting", interrupt_once(syscalls.send_noting, after=True))
+        patch.setattr(syscalls, "send_noting", interrupt_once(syscalls.send_noting, after=after))
         with pytest.raises(KeyboardInterrupt):
             send(pair.here, {"index": 0})
     send(pair.here, {"index": 1})
@@ -232,15 +233,16 @@ def test_ctrl_c_right_after_a_small_frame_was_written_leaves_the_connection_usab
     pair.close()
 
 
-@pytest.mark.parametrize("part", [20, 500, 5000])
+@pytest.mark.parametrize("part", [None, 20, 500, 5000])
 def test_ctrl_c_right_after_some_of_the_queue_was_written_leaves_the_connection_usable(
-    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch, part: int
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch, part: int | None
 ) -> None:
     pair = Pair(loop, sockets())
     send_noting = syscalls.send_noting
 
     def send_part(descriptor: int, data: bytes, counts: list[int]) -> None:
-        send_noting(descriptor, data[:part], counts)
+        if part is not None:  # else Ctrl-C comes right before
+            send_noting(descriptor, data[:part], counts)
         raise KeyboardInterrupt
 
     with pair.here._send_lock:  # another thread is writing: what comes now is queued
