@@ -150,7 +150,7 @@ class SendingHalf(WriteQueue):
                 counts: list[Any] = [frame]
                 self._in_doubt = counts
                 syscalls.send_noting(self._descriptor, frame, counts)
-                count = counts[1]
+                count: int = counts[1]
             else:
                 self._in_doubt = True
                 count = self._write([frame])
