@@ -64,6 +64,7 @@ class PendingCall:
         deadline: the same on the monotonic clock, infinite for no limit.
         arrivals: what travelled beside the reply's pickle, adopted when it arrived.
         future: the user's future, if there is one.
+        holds: what must stay while the call is under way, such as a reference to the object that it is for.
         turn: at reading the connection, which the thread that will wait has claimed.
         watched: the loop ends it when its deadline passes; else the thread that waits does.
     """
@@ -77,6 +78,7 @@ class PendingCall:
     # What most calls never set; a call is made for every message, so its making is kept short.
     arrivals: Any = None
     future: Future[Any] | None = None
+    holds: Any = None
     outcome: Frame | BaseException | None = None
     watched = False
     turn: Turn | None = None

@@ -49,7 +49,15 @@ class Creation(PendingCall):
             self._references.created(self.peer.incarnation, self._rref, self._fork)
         if self.outcome is not None:
             return False  # it had timed out: who waited knows
-        return super().settle(outcome)
+        unattended = super().settle(outcome)
+        self.holds = None
+        return unattended
+
+    def hold(self, reference: object) -> None:
+        """Keep a reference until the creation has ended."""
+        self.holds = reference
+        if self.outcome is not None:  # on another thread, which may have looked before
+            self.holds = None
 
     def abandon(self, error: BaseException) -> None:
         self.error = error

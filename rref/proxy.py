@@ -83,7 +83,9 @@ def invoke_remote(
     owner = rref._owner
     payload = rref._dump_call(name, args, kwargs)
     what = f"method '{name}' of {rref!r}"
-    return RRef._of(shell, owner, *shell.create(owner, rref._target(name), payload, timeout, what))
+    number, fork, creation = shell.create(owner, rref._target(name), payload, timeout, what)
+    creation.hold(rref)
+    return RRef._of(shell, owner, number, fork, creation)
 
 
 def _has_own_attributes(kind: type) -> bool:

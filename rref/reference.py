@@ -228,7 +228,9 @@ class RRef(Generic[T]):
         payload.header.update(self._target(name))
         if agent.interceptors:
             agent.caller.attach(payload.header, self._owner)
-        return agent.caller.request(self._owner, INVOKE, payload, timeout, f"method '{name}' of {self!r}")
+        call = agent.caller.request(self._owner, INVOKE, payload, timeout, f"method '{name}' of {self!r}")
+        call.holds = self  # or its end may overtake the message: one to oneself, or one in chunks
+        return call
 
     def _dump_call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
         try:

@@ -7,11 +7,13 @@ tests hang until their time limit if an object is kept, and fail if one is freed
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
 
 import rpc
+from rpc.current import current_agent
 from rpc.errors import RpcTimeoutError, RRefError, WorkerLostError
 from tests.orders import ask, dismiss, start_followers
 from tests.serving import open_gate, serve, wait_at_gate
@@ -273,3 +275,28 @@ def test_shutdown_gives_all_references_back(run_workers: RunWorkers) -> None:
     assert workers[1].wait_for("freed") == "held to the end"
     workers[1].wait_for("left")
     assert workers.results()[0] == "worker1"
+
+
+# ---- calls whose reference is let go at once
+
+
+def call_methods_and_let_go(worker: Worker) -> tuple[str, str, int]:
+    """What methods return though no reference is left by the time that their messages are taken in."""
+    with worker.group():
+        agent = current_agent()
+        rref = rpc.remote(agent.info, str, args=("text",))
+        rref.to_here()
+        free = threading.Event()
+        agent.loop.call_soon_threadsafe(free.wait)
+        called, made = rref.rpc_async().upper(), rref.remote().title()
+        del rref
+        agent.extensions["rref"].debug_info()  # a step before which all that was let go is given up
+        free.set()
+        values = called.wait(), made.to_here()
+        while (held := len(agent.extensions["rref"]._values)) > 1:  # but no longer than that
+            agent.extensions["rref"].debug_info()
+        return *values, held
+
+
+def test_a_method_of_an_own_object_is_called_though_the_reference_is_let_go(run_workers: RunWorkers) -> None:
+    assert run_workers(call_methods_and_let_go, 1) == [("TEXT", "Text", 1)]
