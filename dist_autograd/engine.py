@@ -23,7 +23,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["current_pass", "directly", "give_way", "hold_back", "is_profiled", "is_running", "run"]
+from rpc.errors import AutogradError
+
+__all__ = [
+    "current_pass",
+    "directly",
+    "give_way",
+    "hold_back",
+    "is_profiled",
+    "is_running",
+    "refuse_transforms",
+    "run",
+]
 
 _C: Final[Any] = torch._C
 _engine: Final[Any] = torch.autograd.Variable._execution_engine
@@ -39,6 +50,8 @@ _running: Final = _Running()
 def _missing() -> list[str]:
     """What this version of PyTorch does not have."""
     missing = [] if hasattr(_C, "_current_graph_task_id") else ["torch._C._current_graph_task_id"]
+    if not hasattr(_C, "_are_functorch_transforms_active"):
+        missing.append("torch._C._are_functorch_transforms_active")
     if not hasattr(_C._autograd, "_profiler_enabled"):
         missing.append("torch._C._autograd._profiler_enabled")
     if not hasattr(_engine, "run_backward"):
@@ -114,6 +127,15 @@ def current_pass() -> Any:
 def is_running() -> bool:
     """Whether this thread is in the middle of a backward, ours or any other."""
     return bool(_C._current_graph_task_id() != -1)
+
+
+def refuse_transforms() -> None:
+    """Raise ``AutogradError`` inside a transform such as ``vmap``, where our nodes cannot be made."""
+    if _C._are_functorch_transforms_active():
+        raise AutogradError(
+            "tensors that require grad cannot be sent or received inside a transform of torch.func, such as "
+            "vmap or grad: call other workers outside of it, or under torch.no_grad()"
+        )
 
 
 def is_profiled() -> bool:

@@ -144,7 +144,11 @@ def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
         with torch.enable_grad():
             return send(tensors, to)
     number = next(clock)
-    return Sent(number, to, [_send(number, index, tensor) for index, tensor in enumerate(tensors)])
+    try:
+        return Sent(number, to, [_send(number, index, tensor) for index, tensor in enumerate(tensors)])
+    except RuntimeError:
+        engine.refuse_transforms()
+        raise
 
 
 def behind(sent: Sent, context_id: int) -> list[list[Mark]] | None:
@@ -169,7 +173,11 @@ def receive(
 ) -> tuple[Tensor, ...]:
     """Record tensors as received; returns what stands for them, with gradient history."""
     origin = Origin(context_id, source, message, next(clock), behind)
-    if torch.is_grad_enabled():
-        return _recv(ANCHOR, tensors, origin)
-    with torch.enable_grad():
-        return _recv(ANCHOR, tensors, origin)
+    try:
+        if torch.is_grad_enabled():
+            return _recv(ANCHOR, tensors, origin)
+        with torch.enable_grad():
+            return _recv(ANCHOR, tensors, origin)
+    except RuntimeError:
+        engine.refuse_transforms()
+        raise

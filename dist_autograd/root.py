@@ -80,6 +80,7 @@ class Root:
             self._has_run = True
             self.own.wait_until(lambda: not self._left)
         except BaseException as error:
+            self.own.fail_later(_given_up)  # a nested one's own part may go on after Ctrl-C
             for peer in self.others:
                 self._workers.abort(self.own, peer, error)
             raise
@@ -212,6 +213,10 @@ def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:
     return BackwardError(
         f"Error on Node {worker.id}: {error}\n(raised in the backward on worker '{worker.name}')", worker.name
     )
+
+
+def _given_up() -> BaseException:
+    return AutogradError("the backward was given up by the one who began it")
 
 
 def _on_another_thread(run: Callable[[], Any]) -> None:

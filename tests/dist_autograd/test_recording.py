@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dist_autograd.leaves import gradients_of_leaves
-from dist_autograd.recording import SEND_NODE, behind, send
+from dist_autograd.recording import SEND_NODE, behind, receive, send
+from rpc.errors import AutogradError
 from rpc.peer import Peer
 
 SOMEBODY = cast("Peer", None)
@@ -62,3 +64,17 @@ def test_what_is_computed_needs_a_run() -> None:
 def test_a_gradient_unlike_its_leaf_is_for_the_engine_to_judge(gradient: Tensor) -> None:
     sent = send([torch.rand(2, requires_grad=True)], SOMEBODY)
     assert gradients_of_leaves(sent, [0], [gradient], [sent.edge(0)[0]]) is None
+
+
+def test_inside_a_transform_nothing_is_sent_or_received() -> None:
+    source = cast("Peer", SimpleNamespace(incarnation=1))
+    computed = torch.rand(2, requires_grad=True) * 2
+
+    def exchange(row: Tensor) -> Tensor:
+        with pytest.raises(AutogradError, match="outside of it"):
+            send([computed], SOMEBODY)
+        with pytest.raises(AutogradError, match="outside of it"):
+            receive([torch.ones(2)], 1, source, 1)
+        return row
+
+    torch.func.vmap(exchange)(torch.ones(2, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
@@ -58,3 +59,18 @@ def test_a_worker_may_be_done_at_any_moment_of_the_wait_for_it(bytecodes: int) -
         assert root._wait_by_reading() is False
     finally:
         sys.settrace(before)
+
+
+def test_a_part_that_runs_on_a_thread_of_its_own_ends_when_its_root_is_interrupted() -> None:
+    def interrupted(_: object) -> list[Any]:
+        raise KeyboardInterrupt
+
+    ended_with: list[Callable[[], BaseException]] = []
+    own = SimpleNamespace(
+        root=SimpleNamespace(member=SimpleNamespace(info=None)),
+        start=interrupted,
+        fail_later=ended_with.append,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        Root(cast("Pass", own), cast("Workers", None)).run([])
+    assert "given up" in str(ended_with[0]())
