@@ -61,7 +61,11 @@ class Caller:
             timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
         """
         call, payload = self._open(to, function, args, kwargs, timeout)
-        self.transmit(call, Kind.CALL, payload, gather=gather and len(self._agent.calls) > _FEW)
+        try:
+            self.transmit(call, Kind.CALL, payload, gather=gather and len(self._agent.calls) > _FEW)
+        except BaseException:
+            self._forget_unsent(call)
+            raise
         return call
 
     def ask(
@@ -74,7 +78,11 @@ class Caller:
     ) -> Any:
         """Send a call, wait, and return its value or raise; arguments are as for ``call``."""
         call, payload = self._open(to, function, args, kwargs, timeout)
-        return self._exchange(call, Kind.CALL, payload)
+        try:
+            return self._exchange(call, Kind.CALL, payload)
+        except BaseException:
+            self._forget_unsent(call)
+            raise
 
     def _exchange(self, call: PendingCall, kind: int, payload: Payload) -> Any:
         """Send the message of a call that is in the table, wait, and return its value or raise."""
@@ -91,6 +99,11 @@ class Caller:
         except BaseException:
             direct.leave()
             raise
+
+    def _forget_unsent(self, call: PendingCall) -> None:
+        """An exception, such as Ctrl-C: if it came before the call was sent, no answer will ever come."""
+        if not call.sent:
+            self._agent.calls.take(call.call_id)
 
     def _open(
         self,
@@ -145,12 +158,21 @@ class Caller:
             what: what is asked, for error messages: a text or a function.
         """
         call = self._opened(peer, payload, timeout, what)
-        self.transmit(call, kind, payload)
+        try:
+            self.transmit(call, kind, payload)
+        except BaseException:
+            self._forget_unsent(call)
+            raise
         return call
 
     def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
         """As ``request``, but wait for the answer, and return its value or raise."""
-        return self._exchange(self._opened(peer, payload, timeout, what), kind, payload)
+        call = self._opened(peer, payload, timeout, what)
+        try:
+            return self._exchange(call, kind, payload)
+        except BaseException:
+            self._forget_unsent(call)
+            raise
 
     def _opened(self, peer: Peer, payload: Payload, timeout: float, what: object) -> PendingCall:
         try:
@@ -184,6 +206,7 @@ class Caller:
             self._agent.send(
                 call.peer, kind, call.call_id, payload, wait=call.timeout or INFINITE, gather=gather
             )
+            call.sent = True
         except QueueFull:
             if self._agent.calls.take(call.call_id) is not None:
                 call.settle(call.timeout_error())

@@ -66,6 +66,7 @@ class PendingCall:
         future: the user's future, if there is one.
         holds: what must stay while the call is under way, such as a reference to the object that it is for.
         turn: at reading the connection, which the thread that will wait has claimed.
+        sent: its message is on its way.
         watched: the loop ends it when its deadline passes; else the thread that waits does.
     """
 
@@ -80,6 +81,7 @@ class PendingCall:
     future: Future[Any] | None = None
     holds: Any = None
     outcome: Frame | BaseException | None = None
+    sent = False
     watched = False
     turn: Turn | None = None
 

@@ -189,10 +189,11 @@ class References:
             agent.caller.attach(payload.header, peer)
 
         creation = agent.calls.open(peer, what, timeout, Creation)
-        creation.begin(self, rref, fork)
         try:
+            creation.begin(self, rref, fork)
             agent.caller.transmit(creation, CREATE, payload)
         except BaseException as error:
+            agent.calls.take(creation.call_id)  # no answer will come
             self.creation_failed(fork, f"it could not be sent: {error}")
             raise
         agent.calls.watch(creation)

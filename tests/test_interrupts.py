@@ -14,11 +14,16 @@ import pytest
 import torch
 
 import rpc
+from rpc.agent import Agent
+from rpc.caller import Caller
+from rpc.current import current_agent
 from rpc.errors import WorkerLostError
 from rpc.options import AgentOptions
 from tests.interrupting import interrupted
 from tests.rpc.ctrl_c import CtrlC
+from tests.rpc.streams import until
 from tests.serving import first_of, open_gate, serve, wait_at_gate
+from tests.shared_memory import all_returned
 from tests.workers import RunWorkers, Worker
 
 
@@ -161,7 +166,40 @@ def test_a_signal_from_another_process_interrupts(run_workers: RunWorkers) -> No
 
 # ---- at any moment
 
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "rpc_sync": lambda: rpc.rpc_sync("worker1", int),
+    "rpc_async": lambda: rpc.rpc_async("worker1", int),
+    "remote": lambda: rpc.remote("worker1", int),
+}
+
+
+def test_ctrl_c_right_before_a_call_is_sent_leaves_nothing_under_way(run_workers: RunWorkers) -> None:
+    def interrupt(_: Worker) -> bool:
+        def transmit(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        for call in CALLS.values():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Caller, "transmit", transmit)
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+        agent = current_agent()
+        assert isinstance(agent, Agent)
+        return works() and not agent.calls.unanswered()
+
+    assert first_of(run_workers, interrupt)
+
+
 INTERRUPTS = 100
+
+
+def call_in_all_ways() -> None:
+    """In a function of its own, since intermediate values of an assertion live as long as its frame."""
+    assert rpc.rpc_sync("worker1", torch.add, args=(1, 2)) == 3
+    assert rpc.rpc_async("worker1", torch.add, args=(1, 2)).then(lambda _: 4).wait() == 4
+    assert rpc.remote("worker1", torch.ones, args=(2,)).to_here().sum() == 2
+    assert rpc.rpc_sync("worker1", torch.ones, args=(100_000,)).sum() == 100_000
 
 
 def interrupt_anywhere(_: Worker) -> bool:
@@ -182,16 +220,17 @@ def interrupt_anywhere(_: Worker) -> bool:
         try:
             may_press.release()
             while not pressed.is_set():
-                assert rpc.rpc_sync("worker1", torch.add, args=(1, 2)) == 3
-                assert rpc.rpc_async("worker1", torch.add, args=(1, 2)).then(lambda _: 4).wait() == 4
-                assert rpc.remote("worker1", torch.ones, args=(2,)).to_here().sum() == 2
-                assert rpc.rpc_sync("worker1", torch.ones, args=(100_000,)).sum() == 100_000
+                call_in_all_ways()
         except KeyboardInterrupt:
             pass
         pressed.wait()
         pressed.clear()
     thread.join()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A finalizer that was interrupted is made good when there are not enough segments.
+    kept = [rpc.rpc_sync("worker1", torch.ones, args=(100_000,)) for _ in range(20)]
+    del kept
+    until(lambda: rpc.rpc_sync("worker1", all_returned))
     return works()
 
 
