@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import traceback
@@ -90,7 +91,7 @@ class Value:
     def get(self) -> Any:
         """The object; raises the error of making it. Only once it ``is_ready``."""
         if self._error is not None:
-            raise self._error
+            raise _copy_of(self._error)
         return self._content
 
     def wait(self, timeout: float, what: str) -> Any:
@@ -114,6 +115,19 @@ class Value:
                 waited = (time.monotonic() - began) * 1000
                 raise RpcTimeoutError(f"RPC ran for more than its timeout: {what}, waited {waited:.0f} ms")
         return self.get()
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """One to be raised: frames that it passes, which may hold the reference, shall not be kept with it."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # of the user's class, whose constructor takes something else
+        return error
+    if type(copied) is not type(error):
+        return error
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied.with_traceback(error.__traceback__)
 
 
 def _let_go(error: BaseException) -> None:

@@ -277,6 +277,29 @@ def test_shutdown_gives_all_references_back(run_workers: RunWorkers) -> None:
     assert workers.results()[0] == "worker1"
 
 
+# ---- own objects that could not be made
+
+
+def fetch_what_failed() -> None:
+    rref = rpc.remote("worker0", int, args=("no number",))
+    with pytest.raises(ValueError, match="no number"):
+        rref.to_here()
+
+
+def objects_left(worker: Worker) -> int:
+    with worker.group():
+        fetch_what_failed()
+        gc.collect()
+        references = current_agent().extensions["rref"]
+        while references.debug_info() and references._values:
+            pass
+        return len(references._values)
+
+
+def test_an_own_object_that_failed_is_freed_though_its_error_was_raised(run_workers: RunWorkers) -> None:
+    assert run_workers(objects_left, 1) == [0]
+
+
 # ---- calls whose reference is let go at once
 
 
