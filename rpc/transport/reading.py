@@ -358,9 +358,12 @@ class DirectReading:
         if poll is None or not soon.invites():
             return []
         until = monotonic() + seconds
-        events = poll(0)
-        while not events and monotonic() < until:
+        try:
             events = poll(0)
+            while not events and monotonic() < until:
+                events = poll(0)
+        except RuntimeError:  # a signal handler runs inside another thread's poll
+            return []
         if events:
             soon.was_of_use()
         else:

@@ -20,6 +20,7 @@ from rpc.loop import LoopThread
 from rpc.transport import reading
 from rpc.transport.reading import DirectReading
 from rpc.transport.stream import StreamConnection
+from rpc.transport.trial import Trial
 from rpc.wire import PREAMBLE, Frame, Kind, encode
 from tests.rpc.streams import SOON, Recorder, Sockets, open_connection, until
 
@@ -151,6 +152,16 @@ def end(loop: LoopThread, sockets: Sockets, request: pytest.FixtureRequest) -> I
 
 
 # ---- waiting for a reply
+
+
+def test_a_look_at_a_socket_that_another_thread_polls_sees_nothing(end: End) -> None:
+    def polled_by_another(_: float | None) -> list[tuple[int, int]]:
+        raise RuntimeError("concurrent poll() invocation")
+
+    direct = end.connection.direct
+    assert direct is not None
+    direct._poll = polled_by_another
+    assert direct._look(Trial(), 1.0) == []
 
 
 def test_the_reply_that_a_thread_waits_for_is_its_own(end: End) -> None:
