@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from tests.rpc.streams import until
 
-__all__ = ["CtrlC"]
+__all__ = ["CtrlC", "interrupted_at"]
 
 _PAUSE = 0.02
 
@@ -57,3 +59,38 @@ class CtrlC:
             return frame is not None
 
         self.press_when(runs)
+
+
+def interrupted_at(line: int, function: Callable[[], object], ours: Callable[[str], bool]) -> bool:
+    """Run a function and raise ``KeyboardInterrupt`` at the so many-th line of certain files that it runs.
+
+    Args:
+        line: counted from 1.
+        function: is run on this thread.
+        ours: whether the lines of a file count.
+
+    Returns:
+        Whether it runs so many.
+    """
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if not ours(frame.f_code.co_filename):
+            return None
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not text.lstrip().startswith("with "):  # no signal comes right before the exit
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False

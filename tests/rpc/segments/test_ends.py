@@ -6,14 +6,11 @@ import errno
 import fcntl
 import functools
 import gc
-import linecache
 import os
 import pwd
 import resource
 import socket
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,6 +20,7 @@ from rpc.errors import ProtocolError
 from rpc.segments import channel, incoming
 from rpc.segments.ledger import REFUSED, RETIRED, SLOTS
 from rpc.segments.memory import create
+from tests.rpc.ctrl_c import interrupted_at
 from tests.rpc.segments.ends import MIB, Ends, in_child, open_descriptors
 
 DATA = bytes(range(256)) * 4096
@@ -116,33 +114,8 @@ def test_copying_that_fails_takes_the_segment_along(ends: Ends, monkeypatch: pyt
     assert ends.pool.size == 0
 
 
-def interrupted_at(line: int, function: Callable[[], object]) -> bool:
-    """Run a function and raise ``KeyboardInterrupt`` at the so many-th line that it runs of ours."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        if (
-            f"rpc{os.sep}segments{os.sep}" not in frame.f_code.co_filename
-            or "tests" in frame.f_code.co_filename
-        ):
-            return None
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not text.lstrip().startswith("with "):  # no signal comes right before the exit
-            count += 1
-            if count == line:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+def is_about_segments(path: str) -> bool:
+    return f"rpc{os.sep}segments{os.sep}" in path and "tests" not in path
 
 
 def interrupt_everywhere() -> None:
@@ -155,7 +128,9 @@ def interrupt_everywhere() -> None:
         ends.send(data)
         kept = ends.send(data)
         ends.send(data)
-        interrupted = interrupted_at(lines, functools.partial(ends.outgoing.lend, [memoryview(data)]))
+        interrupted = interrupted_at(
+            lines, functools.partial(ends.outgoing.lend, [memoryview(data)]), is_about_segments
+        )
         assert not ends.lock._is_owned()  # type: ignore[attr-defined]  # as conditions look at it
         for _ in range(5):
             arrived = ends.send(other)

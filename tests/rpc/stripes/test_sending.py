@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import linecache
-import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -20,6 +15,7 @@ from rpc.stripes import sending as sending_module
 from rpc.stripes.cutting import CHUNK_BYTES
 from rpc.transport import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.wire import encode
+from tests.rpc.ctrl_c import interrupted_at
 from tests.rpc.streams import TINY_BUFFER, Sockets
 from tests.rpc.stripes.ends import Receiving, Sending, large, read_chunk
 
@@ -125,30 +121,8 @@ def test_it_is_finished_when_it_is_closed(loop: LoopThread, sockets: Sockets) ->
 # ---- Ctrl-C
 
 
-def interrupted_at(line: int, function: Callable[[], object]) -> bool:
-    """Run a function and raise ``KeyboardInterrupt`` at the so many-th line that it runs of the sender."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename not in (sending_module.__file__, cutting.__file__):
-            return None
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not text.lstrip().startswith("with "):  # no signal comes right before the exit
-            count += 1
-            if count == line:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+def is_of_the_sender(path: str) -> bool:
+    return path in (sending_module.__file__, cutting.__file__)
 
 
 def test_a_message_in_whose_sending_ctrl_c_comes_is_sent_whole_or_not_at_all(
@@ -161,7 +135,11 @@ def test_a_message_in_whose_sending_ctrl_c_comes_is_sent_whole_or_not_at_all(
     line, interrupted, received = 0, True, 0
     while interrupted:
         line += 1
-        interrupted = interrupted_at(line, functools.partial(sender.send, large(line, 300_000), aliased=True))
+        interrupted = interrupted_at(
+            line,
+            functools.partial(sender.send, large(line, 300_000), aliased=True),
+            is_of_the_sender,
+        )
         sender.send(large(1000 + line, 100))
         while (1000 + line, [b"\1" * 100]) not in receiving.messages.noted:
             received += 1
@@ -186,7 +164,9 @@ def test_what_was_queued_before_ctrl_c_goes_out_though_nothing_follows(
         here, there = sockets()
         receiving = Receiving(loop, [there])
         sender = Sending(loop, [here], receiving.open)
-        interrupted = interrupted_at(line, functools.partial(sender.send, large(line, 300_000)))
+        interrupted = interrupted_at(
+            line, functools.partial(sender.send, large(line, 300_000)), is_of_the_sender
+        )
         if sender.sender._unsent_bytes > 0 or not interrupted:
             receiving.messages.wait_for(1)
         sender.close()
