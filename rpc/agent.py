@@ -269,7 +269,8 @@ class Agent:
 
     def answered(self, call: PendingCall) -> None:
         self.calls.take(call.call_id)
-        self.something_ended()
+        if self.departure is not None and self.departure.listening:
+            self.something_ended()
 
     def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
         if frame.kind != Kind.REPLY or frame.header:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -66,8 +66,10 @@ def rpc_sync(
 
         total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     """
-    agent = current_agent()
-    return agent.caller.ask(to, callable_(func), positional(args), keywords(kwargs), timeout)
+    if type(args) is not tuple:
+        args = positional(args)
+    caller = current_agent().caller
+    return caller.ask(to, callable_(func), args, keywords(kwargs) if kwargs else {}, timeout)
 
 
 def rpc_async(
@@ -109,9 +111,10 @@ def collect(future: Future[Any]) -> None:
 
 def callable_(func: Any) -> Callable[..., Any]:
     """``func``, if it can be called."""
-    if not callable(func):
-        raise TypeError(f"function should be callable, not {type(func).__name__} {func!r:.100}")
-    return cast("Callable[..., Any]", func)
+    if callable(func):
+        function: Callable[..., Any] = func
+        return function
+    raise TypeError(f"function should be callable, not {type(func).__name__} {func!r:.100}")
 
 
 def positional(args: Sequence[Any] | None) -> tuple[Any, ...]:

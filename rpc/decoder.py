@@ -18,6 +18,7 @@ from rpc.errors import ProtocolError
 from rpc.wire import (
     ALIGNMENT,
     MAGIC,
+    MAX_HEADER_BYTES,
     PREAMBLE,
     PREFIX_BYTES,
     PROTOCOL_VERSION,
@@ -136,12 +137,18 @@ class Decoder:
         None if these are anything but a few whole frames, each well-formed and complete in itself.
         """
         if count >= PREFIX_BYTES:
+            # The usual cases, kept short: one frame, of one segment.
             length, call_id, header_length, segments, kind = unpack_prefix(self.scratch)
-            if PREFIX_BYTES + length == count and segments == 1 and not header_length:
-                # The usual case, kept short.
-                if length <= self.max_frame_bytes:
+            if PREFIX_BYTES + length == count and segments == 1 and length <= self.max_frame_bytes:
+                if not header_length:
                     return [_new_frame(Frame, (kind, call_id, {}, [self.scratch[PREFIX_BYTES:count]]))]
-                return None
+                start = PREFIX_BYTES + header_length
+                if start <= count and header_length <= MAX_HEADER_BYTES and kind not in _ABOUT_CHUNKS:
+                    try:
+                        header = unpack_header(self._view[PREFIX_BYTES:start])
+                    except ProtocolError:  # ``received`` finds it too, and says so
+                        return None
+                    return [_new_frame(Frame, (kind, call_id, header, [self.scratch[start:count]]))]
         return self._few_frames(count)
 
     def _few_frames(self, count: int) -> list[Frame] | None:

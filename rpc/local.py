@@ -21,14 +21,12 @@ _DISPATCHED_AT_ONCE = (Kind.CALL, Kind.REPLY, Kind.FAILURE)
 class LocalPeer(Peer):
     """Delivers frames to its own agent, in memory of their own, so that nothing is shared by accident."""
 
+    is_self = True
+
     __slots__ = ()
 
     def __init__(self, me: Member, agent: Agent) -> None:
         super().__init__(me, agent, lambda peer: None)
-
-    @property
-    def is_self(self) -> bool:
-        return True
 
     def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
         self.send((frame,), len(frame))
@@ -36,7 +34,7 @@ class LocalPeer(Peer):
     def send(
         self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
     ) -> None:
-        if self._lost is not None:
+        if self.lost is not None:
             raise self.lost_error()
         frames = [decode_one(bytearray().join(buffers))]
         if frames[0].kind in _DISPATCHED_AT_ONCE:

@@ -35,11 +35,12 @@ class Peer:
         near: it is on this host.
     """
 
+    is_self = False
+    """Whether it is this worker."""
+
     __slots__ = (
         "_connect",
-        "_connection",
         "_lock",
-        "_lost",
         "_near",
         "_queue_limit",
         "_requested",
@@ -48,8 +49,12 @@ class Peer:
         "_waiting_bytes",
         "agent",
         "connecting",
+        "connection",
+        "incarnation",
+        "lost",
         "main",
         "member",
+        "name",
         "standby",
     )
 
@@ -63,12 +68,17 @@ class Peer:
         near: bool = True,
     ) -> None:
         self.member = member
+        self.name = member.name
+        self.incarnation = member.incarnation
         self.agent = agent
         self.main = member.main
         self.connecting = False
         """An attempt of ours is under way; read and set on the loop's thread."""
         self._connect = connect
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
+        """Once it is established and until the worker is gone."""
+        self.lost: str | None = None
+        """Why the worker is gone; None while it is not."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0
@@ -76,7 +86,6 @@ class Peer:
         self._near = near
         self._room = threading.Condition(self._lock)
         self._requested = False
-        self._lost: str | None = None
         self.standby: Standby | None = None
         """Where idle threads may wait for its requests, while there is a connection."""
 
@@ -84,30 +93,8 @@ class Peer:
         return f"<Peer '{self.member.name}' (id {self.member.id})>"
 
     @property
-    def incarnation(self) -> int:
-        return self.member.incarnation
-
-    @property
-    def name(self) -> str:
-        return self.member.name
-
-    @property
-    def is_self(self) -> bool:
-        return False
-
-    @property
     def connected(self) -> bool:
-        return self._connection is not None
-
-    @property
-    def connection(self) -> Connection | None:
-        """The connection, once it is established and until the worker is gone."""
-        return self._connection
-
-    @property
-    def lost(self) -> str | None:
-        """Why the worker is gone; None while it is not."""
-        return self._lost
+        return self.connection is not None
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """The error for whatever was asked of this worker and will not happen; a new one each time.
@@ -115,7 +102,7 @@ class Peer:
         Args:
             consequence: what will not happen.
         """
-        reason = self._lost or "the connection to it was closed"
+        reason = self.lost or "the connection to it was closed"
         gone = f"worker '{self.name}' (id {self.member.id}) is gone: {reason}"
         return WorkerLostError(f"{gone}. {consequence}" if consequence else gone, self.name, reason)
 
@@ -131,7 +118,7 @@ class Peer:
             WorkerLostError: the worker is gone.
             QueueFull: too much is queued for it already.
         """
-        connection = self._connection
+        connection = self.connection
         if connection is None:
             connection = self._keep(buffers, size, aliased, wait)
             if connection is None:
@@ -143,7 +130,7 @@ class Peer:
 
     def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
         """As ``send``, for a frame in one piece: the way of most calls. See ``Connection.send_small``."""
-        connection = self._connection
+        connection = self.connection
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
             return
@@ -154,7 +141,7 @@ class Peer:
 
     def flush(self) -> None:
         """Send what was gathered."""
-        connection = self._connection
+        connection = self.connection
         if connection is not None:
             connection.flush()
 
@@ -168,9 +155,9 @@ class Peer:
                 if left <= 0:
                     raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
                 self._room.wait(min(left, _SLICE_SECONDS))
-            if self._connection is not None:
-                return self._connection
-            if self._lost is not None:
+            if self.connection is not None:
+                return self.connection
+            if self.lost is not None:
                 raise self.lost_error()
             self._waiting.append((pieces, size))
             self._waiting_bytes += size
@@ -180,7 +167,7 @@ class Peer:
         return None
 
     def _is_full(self) -> bool:
-        waits = self._connection is None and self._lost is None
+        waits = self.connection is None and self.lost is None
         return waits and self._waiting_bytes > self._queue_limit
 
     def _capture(self, buffer: Any) -> Any:
@@ -197,17 +184,17 @@ class Peer:
             for buffers, size in self._waiting:
                 connection.send(buffers, size, wait=False)
             self._forget_waiting()
-            self._connection = connection
+            self.connection = connection
             if connection.direct is not None:
                 self.standby = Standby(self, connection.direct)
 
     def gone(self, reason: str) -> Connection | None:
         """The worker is gone for good; returns the connection, to be closed."""
         with self._lock:
-            if self._lost is None:
-                self._lost = reason
+            if self.lost is None:
+                self.lost = reason
             self._forget_waiting()
-            connection, self._connection = self._connection, None
+            connection, self.connection = self.connection, None
             self.standby = None
         return connection
 

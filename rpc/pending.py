@@ -7,7 +7,6 @@ nobody does, see ``futures``.
 
 from __future__ import annotations
 
-import contextlib
 from _thread import LockType, allocate_lock
 from collections.abc import Sized
 from time import monotonic
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.peer import Peer
-from rpc.serialization import brings
+from rpc.serialization import brings, brings_nothing
 from rpc.transport.reading import DirectReading
 from rpc.transport.role import Turn
 from rpc.waiting import INFINITE, check_may_block, wait_for
@@ -142,8 +141,10 @@ class PendingCall:
 
     def _waits_no_more(self, waiter: LockType | DirectReading) -> None:
         if waiter in self._waiters:
-            with contextlib.suppress(ValueError):  # it is just being woken
+            try:
                 self._waiters.remove(waiter)
+            except ValueError:  # it is just being woken
+                return
 
     def abandon(self, error: BaseException) -> None:
         """End the call in a forked child, where no lock may be taken."""
@@ -155,9 +156,11 @@ class PendingCall:
 
         It may be repeated, since Ctrl-C may come anywhere.
         """
-        if len(frames) == 1 and self._is_reply(frames[0]):
-            self.outcome = frames[0]
-            return True
+        if len(frames) == 1:
+            kind, call_id, header, _ = frame = frames[0]
+            if call_id == self.call_id and kind in _REPLIES and (not header or brings_nothing(header)):
+                self.outcome = frame
+                return True
         mine: Frame | None = None
         others: list[tuple[PendingCall, Frame]] = []
         for frame in frames:
@@ -203,7 +206,8 @@ class PendingCall:
         if self.outcome is not None and self.turn is None:
             return
         check_may_block()
-        self.peer.flush()
+        if self.turn is None:  # else its message was not gathered with others
+            self.peer.flush()
         if self._read_reply():
             return
         lock = allocate_lock()

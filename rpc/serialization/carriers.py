@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from rpc.errors import SerializationError
 from rpc.serialization.payload import TRACKED, Arrivals, Destination, Source
 
-__all__ = ["Carrier", "adopt", "arrived", "brings", "ready", "receiving", "register_kind", "take_back"]
+__all__ = [
+    "Carrier",
+    "adopt",
+    "arrived",
+    "brings",
+    "brings_nothing",
+    "ready",
+    "receiving",
+    "register_kind",
+    "take_back",
+]
 
 
 class Carrier(Protocol):
@@ -60,7 +70,7 @@ class _Receiving(threading.local):
 receiving = _Receiving()
 """What belongs to the pickle that this thread reads at the moment."""
 
-_carriers: dict[str, Carrier] = {}
+_carriers: Final[dict[str, Carrier]] = {}
 
 
 def register_kind(carrier: Carrier) -> None:
@@ -101,9 +111,13 @@ def adopt(header: dict[str, Any], source: Source) -> Arrivals | None:
     return arrivals
 
 
+brings_nothing: Final[Callable[[dict[str, Any]], bool]] = _carriers.keys().isdisjoint
+"""Whether there is nothing to adopt in a message with this header."""
+
+
 def brings(header: dict[str, Any]) -> bool:
     """Whether there is anything to adopt in a message with this header."""
-    return not _carriers.keys().isdisjoint(header)
+    return not brings_nothing(header)
 
 
 def ready(arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:

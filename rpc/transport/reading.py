@@ -189,14 +189,14 @@ class DirectReading:
             Its turn; None if somebody else has the role, or it does not pay.
         """
         role = self.role
-        if not role.worth.invites():
+        if role.worth.rests and not role.worth.invites():
             return None
         watch = self._watch
         if watch is None or self._poll is None:
             self._connection.prepare_soon()
             return None
         turn = ThreadTurn(stands_by, self._descriptor)
-        if not role.take(turn):
+        if role.offer(turn) is not turn:
             self._refused(stands_by)
             return None
         watch.suspend()
@@ -233,7 +233,8 @@ class DirectReading:
 
     def _end(self, turn: ThreadTurn) -> None:
         turn.socket.value = -1
-        turn.deliver()
+        if turn.offered is not None:
+            turn.deliver()
         if turn.unread and not self.closed:
             self._connection.read_by_loop(turn)
         else:
@@ -276,17 +277,20 @@ class DirectReading:
                 return
             if not readable:
                 continue
-            frames = self._receive(turn)
-            if frames is not None and len(frames) == 1 and frames[0].kind == Kind.IN_SEGMENT:
+            unread = turn.unread
+            unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
+            frames = self._decoder.whole_frames(sum(unread))
+            if frames is not None and len(frames) == 1 and frames[0][0] == Kind.IN_SEGMENT:
                 taken = self._take_from_segment(turn, call, frames[0])
             else:
                 taken = frames is not None and role.holder() is turn and call.take_in(frames)
                 if taken:
-                    turn.unread.clear()
+                    unread.clear()
             if not taken:
                 role.worth.was_in_vain()
                 return
-            role.worth.was_of_use()
+            if role.worth.penalty:
+                role.worth.was_of_use()
 
     def _take_from_segment(self, turn: ThreadTurn, call: AwaitedReply, frame: Frame) -> bool:
         """Take the reply that a frame stands for; false if it is another's, or the loop must have it."""
@@ -349,13 +353,14 @@ class DirectReading:
         except Exception:  # one is malformed: the loop finds that too, and knows what to do
             turn.unread.append(count)
             return None
-        self.role.worth.was_of_use()
+        if self.role.worth.penalty:
+            self.role.worth.was_of_use()
         return task
 
     def _look(self, soon: Trial, seconds: float) -> list[tuple[int, int]]:
         """Look again and again for a moment whether the socket is readable, as long as that pays."""
         poll = self._poll
-        if poll is None or not soon.invites():
+        if poll is None or (soon.rests and not soon.invites()):
             return []
         until = monotonic() + seconds
         try:
@@ -364,10 +369,10 @@ class DirectReading:
                 events = poll(0)
         except RuntimeError:  # a signal handler runs inside another thread's poll
             return []
-        if events:
-            soon.was_of_use()
-        else:
+        if not events:
             soon.was_in_vain()
+        elif soon.penalty:
+            soon.was_of_use()
         return events
 
     def _wait(self, milliseconds: float | None, soon: Trial) -> bool | None:

@@ -19,6 +19,8 @@ it is better to leave the reading to the loop for a while. ``worth`` says when t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Final
 
@@ -53,6 +55,10 @@ _HOLDER: Final = 0
 class ReaderRole:
     """The role of one connection's reader. From any thread.
 
+    Attributes:
+        holder: a function that returns the turn of who has the role, or None.
+        offer: a function that gives the role to a turn if nobody has it, and returns who has it then.
+
     Taking it is one operation of a dictionary. Elsewhere there is no call between the look at who has it and
     the change: only at calls does Python let other threads or signal handlers come between.
 
@@ -63,24 +69,22 @@ class ReaderRole:
             role.leave(turn)
     """
 
-    __slots__ = ("_held", "worth")
+    __slots__ = ("_held", "holder", "offer", "worth")
 
     def __init__(self) -> None:
         self._held: dict[int, Turn] = {}
+        self.holder: Callable[[], Turn | None] = partial(self._held.get, _HOLDER)
+        self.offer: Callable[[Turn], Turn] = partial(self._held.setdefault, _HOLDER)
         self.worth = Trial()
         """Whether threads should try to read."""
 
     def take(self, turn: Turn) -> bool:
         """Take the role if nobody has it; returns whether ``turn`` has it now."""
-        return self._held.setdefault(_HOLDER, turn) is turn
-
-    def holder(self) -> Turn | None:
-        """Who has it."""
-        return self._held.get(_HOLDER)
+        return self.offer(turn) is turn
 
     def own_turn(self) -> Turn | None:
         """The current thread's turn, if it has one."""
-        turn = self._held.get(_HOLDER)
+        turn = self.holder()
         return turn if turn is not None and turn.thread == get_ident() else None
 
     def pass_to_loop(self, turn: Turn) -> bool:

@@ -95,7 +95,7 @@ class SendingHalf(WriteQueue):
             raise
 
     def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
-        if not self._ready(wait):
+        if (self._queued_bytes or not self._open or self._write_error) and not self._ready(wait):
             return
         try:
             if gather:
