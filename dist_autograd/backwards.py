@@ -172,7 +172,7 @@ class Backwards:
                 self._agent.answer(peer, Kind.REPLY, frame.call_id, reply)
 
         tasks: list[Task] = []
-        self._agent.dispatcher.accept(Request(peer, frame, None), mark, tasks)
+        self._agent.dispatcher.accept(Request(peer, frame), mark, tasks)
         self._agent.executor.submit_batch(tasks)
 
     def _gradients_arrived(self, peer: Peer, frame: Frame) -> None:

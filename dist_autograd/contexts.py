@@ -20,7 +20,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from operator import index
 from typing import Any, Final
 
 from torch import Tensor
@@ -164,15 +163,8 @@ class Contexts:
             )
         return context
 
-    def join(self, wire: Any, through: Peer) -> Context | None:
+    def join(self, context_id: int, creator: int, through: Peer) -> Context | None:
         """The context that an arrived message names, made known here if need be; None if it is over."""
-        try:
-            context_id, creator = index(wire[0]), index(wire[1])
-        except (TypeError, LookupError):
-            raise ProtocolError(f"a message names a context by {str(wire)[:80]}") from None
-        context = self._known.get(context_id)
-        if context is not None:
-            return context
         with self._lock:
             if creator == self._agent.incarnation or context_id in self._over:
                 return self._known.get(context_id)

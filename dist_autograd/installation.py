@@ -11,7 +11,7 @@ from torch import Tensor
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
-from dist_autograd.following import Follower, Tape
+from dist_autograd.following import Follower
 from dist_autograd.roots import checked
 from rpc import serialization
 from rpc.agent import UNSET_TIMEOUT, Agent
@@ -37,8 +37,7 @@ class Autograd:
         self.models = Models()
         self.backwards = Backwards(agent, self.contexts, self.models)
         agent.on_closed(self.models.stop)
-        agent.interceptors.append(Follower(self.contexts))
-        agent.tape = Tape(self.contexts)
+        agent.tape = Follower(self.contexts)
 
     def backward(self, context_id: int, roots: Iterable[Any], retain_graph: bool) -> None:
         """See ``dist_autograd.backward``."""

@@ -37,9 +37,8 @@ from rpc.options import AgentOptions
 from rpc.peer import Peer
 from rpc.pending import PendingCall
 from rpc.segments import SegmentExchange
-from rpc.serialization import Connect
 from rpc.stripes import StripeExchange
-from rpc.tape import Tape
+from rpc.tape import Recording, Tape
 from rpc.transport import transports
 from rpc.wire import Frame, Kind
 from rpc.workers import Member, WorkerInfo
@@ -257,13 +256,15 @@ class Agent:
             raise serialization.load_exception(
                 frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow
             )
-        connect = self.connect_for(frame.header, call.peer) if frame.header else None
+        _, _, header, segments = frame
+        recording = self.recording_of(header, call.peer) if header else None
+        connect = None if recording is None else recording.connect
         return serialization.loads(
-            frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow, connect=connect
+            header, segments, call.arrivals, call.peer, allow=self.allow, connect=connect
         )
 
-    def connect_for(self, header: dict[str, Any], source: Peer) -> Connect | None:
-        """How the tensors of a message with this header become part of a graph here."""
+    def recording_of(self, header: dict[str, Any], source: Peer) -> Recording | None:
+        """What a message with this header is noted in."""
         tape = self.tape
         return tape.received(header[tape.key], source) if tape is not None and tape.key in header else None
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.loop import LoopThread
 from rpc.peer import Peer
 from rpc.pickling import replacement
+from rpc.tape import Recording
 from rpc.wire import Frame, Kind
 
 if TYPE_CHECKING:
@@ -42,12 +43,23 @@ class Interceptor(Protocol):
         """On the callee: what is entered round the function when ``value`` was attached."""
 
 
-class Request(NamedTuple):
-    """A call that has arrived: who asks, what, and what travelled beside the pickle."""
+class Request:
+    """A call that has arrived.
 
-    peer: Peer
-    frame: Frame
-    arrivals: Any
+    Attributes:
+        peer: who asks.
+        frame: what.
+        arrivals: what travelled beside the pickle.
+        recording: what it is noted in, once it is loaded.
+    """
+
+    __slots__ = ("arrivals", "frame", "peer", "recording")
+
+    def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
+        self.peer = peer
+        self.frame = frame
+        self.arrivals = arrivals
+        self.recording: Recording | None = None
 
 
 Answer = Callable[[Any, BaseException | None], None]
@@ -67,19 +79,19 @@ _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes
 class _Replier:
     """Answers one call."""
 
-    __slots__ = ("_agent", "_asked", "_call_id", "_peer")
+    __slots__ = ("_agent", "_call_id", "_peer", "_recording")
 
     def __init__(self, agent: Agent, request: Request) -> None:
         self._agent = agent
         self._peer = request.peer
         self._call_id = request.frame.call_id
-        self._asked = request.frame.header
+        self._recording = request.recording
 
     def __call__(self, value: Any, error: BaseException | None) -> None:
         if error is not None:
             self._agent.fail(self._peer, self._call_id, error)
         else:
-            self._agent.reply(self._peer, self._call_id, value, None, self._asked)
+            self._agent.reply(self._peer, self._call_id, value, None, self._recording)
 
 
 class Callee:
@@ -93,18 +105,21 @@ class Callee:
 
     def run(self, request: Request) -> None:
         """Run a call and reply to it."""
-        peer, frame, _ = request
-        agent = self._agent
         try:
             function, args, kwargs = self.load(request)
-            if frame.header:
-                value = self.start(function, args, kwargs, frame.header, peer, self.replier(request))
+            recording = request.recording
+            if self._agent.interceptors:
+                with self._intercepted(request):
+                    value = function(*args, **kwargs)
+            elif recording is not None:
+                with recording:
+                    value = function(*args, **kwargs)
             else:
                 value = function(*args, **kwargs)
-                if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
-                    value = self._later(function, value, {}, peer, self.replier(request))
+            if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
+                value = self._later(function, value, request, self.replier(request))
         except BaseException as error:
-            agent.fail(peer, frame.call_id, error)
+            self._agent.fail(request.peer, request.frame.call_id, error)
         else:
             if value is not LATER:
                 del args, kwargs
@@ -112,12 +127,12 @@ class Callee:
 
     def reply(self, request: Request, value: Any, function: Callable[..., Any]) -> None:
         """Answer a request with a value: the last thing that the thread does which has run it."""
-        peer, frame, _ = request
+        peer, frame = request.peer, request.frame
         agent = self._agent
         # The memory that the arguments lie in goes back before the caller goes on, and may use it.
         frame.segments.clear()
         try:
-            payload = agent.dump_reply(peer, value, function, frame.header)
+            payload = agent.dump_reply(peer, value, function, request.recording)
         except BaseException as error:
             agent.fail(peer, frame.call_id, error)
         else:
@@ -139,16 +154,21 @@ class Callee:
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a request; raises what unpickling raises."""
-        peer, frame, arrivals = request
-        agent = self._agent
+        agent, peer = self._agent, request.peer
+        _, _, header, segments = request.frame
+        connect = None
+        if header:
+            recording = request.recording = agent.recording_of(header, peer)
+            if recording is not None:
+                connect = recording.connect
         return serialization.load_call(
-            frame.header,
-            frame.segments,
-            arrivals,
+            header,
+            segments,
+            request.arrivals,
             peer,
             allow=agent.allow,
             pickler=replacement.pickler,
-            connect=agent.connect_for(frame.header, peer) if frame.header else None,
+            connect=connect,
         )
 
     def start(
@@ -156,11 +176,10 @@ class Callee:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        header: dict[str, Any],
-        peer: Peer,
+        request: Request,
         answer: Answer,
     ) -> Any:
-        """Run a function, inside what interceptors attached to the header.
+        """Run a function, inside what the tape and interceptors attached to the header of a loaded request.
 
         Returns:
             Its value; or ``LATER``, and then ``answer`` is called, on some thread, when the future that it
@@ -169,23 +188,13 @@ class Callee:
         Raises:
             What the function raises right away; ``answer`` is not called then.
         """
-        if header and self._agent.interceptors:
-            with self._intercepted(header, peer):
-                value = function(*args, **kwargs)
-        else:
+        with self._intercepted(request):
             value = function(*args, **kwargs)
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
-            return self._later(function, value, header, peer, answer)
+            return self._later(function, value, request, answer)
         return value
 
-    def _later(
-        self,
-        function: Callable[..., Any],
-        value: Any,
-        header: dict[str, Any],
-        peer: Peer,
-        answer: Answer,
-    ) -> Any:
+    def _later(self, function: Callable[..., Any], value: Any, request: Request, answer: Answer) -> Any:
         """See to it that what a function has begun is answered when it is done."""
         postponed = self._agent.postponed
         if type(value) is CoroutineType:
@@ -194,7 +203,7 @@ class Callee:
             except BaseException:
                 value.close()
                 raise
-            coroutine = self._finish(value, header, peer, answer)
+            coroutine = self._finish(value, request, answer)
             postponed.begin()
             try:
                 asyncio.run_coroutine_threadsafe(coroutine, loop)
@@ -226,25 +235,23 @@ class Callee:
         self._agent.postponed.end()
         self._agent.something_ended()
 
-    def _intercepted(self, header: dict[str, Any], peer: Peer) -> AbstractContextManager[Any]:
-        attached = [
-            interceptor.incoming(header[interceptor.key], peer)
-            for interceptor in self._agent.interceptors
-            if interceptor.key in header
-        ]
-        if len(attached) == 1:
-            return attached[0]
+    def _intercepted(self, request: Request) -> AbstractContextManager[Any]:
+        recording, interceptors = request.recording, self._agent.interceptors
+        if not interceptors:
+            return nullcontext() if recording is None else recording
         stack = ExitStack()
-        for manager in attached:
-            stack.enter_context(manager)
+        if recording is not None:
+            stack.enter_context(recording)
+        header = request.frame.header
+        for interceptor in interceptors:
+            if interceptor.key in header:
+                stack.enter_context(interceptor.incoming(header[interceptor.key], request.peer))
         return stack
 
-    async def _finish(
-        self, coroutine: Coroutine[Any, Any, Any], header: dict[str, Any], peer: Peer, answer: Answer
-    ) -> None:
+    async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
         """Run an ``async def`` callee; what it returns is serialized on an executor thread."""
         try:
-            with self._intercepted(header, peer):
+            with self._intercepted(request):
                 value = await coroutine
         except BaseException as error:
             self._agent.executor.submit((_give, (answer, None, error)))

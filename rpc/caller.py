@@ -118,28 +118,41 @@ class Caller:
         timeout = agent.rpc_timeout if timeout == UNSET_TIMEOUT else self.effective_timeout(timeout)
         peer = agent.peer(to)
         payload = self.dump_call(function, args, kwargs, peer)
-        if agent.interceptors:
-            self.attach(payload.header, peer)
         return agent.calls.open(peer, function, timeout), payload
 
     def dump_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
     ) -> Payload:
-        """Serialize a call, with the pickler that the user has put in place of ours, if there is one."""
-        tape = self._agent.tape
-        noted_in = None if tape is None else tape.calling()
-        if tape is None or noted_in is None:
-            return serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
-        tensors: list[Tensor] = []
-        args, kwargs = serialization.stand_ins(args, kwargs)
-        payload = serialization.dump_call(
-            function, args, kwargs, peer, pickler=replacement.pickler, tracked=tensors
-        )
-        note(tape, noted_in, tensors, payload, peer)
+        """The message of a call, and what the tape and interceptors say of it.
+
+        It is serialized with the pickler that the user has put in place of ours, if there is one.
+        """
+        agent = self._agent
+        tape = agent.tape
+        recording = None if tape is None else tape.calling(peer)
+        if tape is None or recording is None:
+            payload = serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
+        else:
+            tensors: list[Tensor] = []
+            if recording.tracks:
+                args, kwargs = serialization.stand_ins(args, kwargs)
+            payload = serialization.dump_call(
+                function, args, kwargs, peer, pickler=replacement.pickler, tracked=tensors
+            )
+            note(tape, recording, tensors, payload.header, peer)
+        if agent.interceptors:
+            self._intercept(payload.header, peer)
         return payload
 
     def attach(self, header: dict[str, Any], peer: Peer) -> None:
-        """Let every interceptor add to the header of a call that is about to be sent."""
+        """Let the tape and interceptors add to the header of a request without arguments."""
+        tape = self._agent.tape
+        recording = None if tape is None else tape.calling(peer)
+        if tape is not None and recording is not None:
+            note(tape, recording, [], header, peer)
+        self._intercept(header, peer)
+
+    def _intercept(self, header: dict[str, Any], peer: Peer) -> None:
         try:
             for interceptor in self._agent.interceptors:
                 value = interceptor.outgoing(peer)

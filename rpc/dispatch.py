@@ -31,9 +31,6 @@ KindHandler = Callable[[Peer, Frame], Task | None]
 
 _OWN_KINDS: Final = (Kind.CALL, Kind.REPLY, Kind.FAILURE)
 
-_new_request = tuple.__new__
-"""Makes a named tuple without the Python function that it has for a constructor."""
-
 
 class Dispatcher:
     """Takes in the frames of one agent."""
@@ -102,7 +99,7 @@ class Dispatcher:
     def begun(self, peer: Peer, frame: Frame) -> Task:
         """Count a request that has come without anything beside its pickle; returns how to run it."""
         self.count_request()
-        return self._agent.callee.run, _new_request(Request, (peer, frame, None))
+        return self._agent.callee.run, Request(peer, frame)
 
     def is_for_any_thread(self, frame: Frame) -> bool:
         """Whether a frame may be taken in by the thread that has read it, since nothing needs the loop."""

@@ -16,7 +16,7 @@ from rpc import serialization
 from rpc.errors import SerializationError, WorkerLostError
 from rpc.peer import Peer
 from rpc.serialization import Payload
-from rpc.tape import note
+from rpc.tape import Recording, note
 from rpc.transport import INFINITE
 from rpc.wire import Kind, encode, encode_small
 
@@ -81,30 +81,35 @@ class Messages:
             raise
 
     def reply(
-        self, peer: Peer, call_id: int, value: Any, of: object = None, asked: dict[str, Any] | None = None
+        self,
+        peer: Peer,
+        call_id: int,
+        value: Any,
+        of: object = None,
+        recording: Recording | None = None,
     ) -> None:
         """Answer a request with a value; if it cannot be sent, with that error.
 
         Args:
             of: the function whose value it is, or a text, for error messages.
-            asked: the request's header.
+            recording: what the request is noted in.
         """
         try:
-            payload = self.dump_reply(peer, value, of, asked)
+            payload = self.dump_reply(peer, value, of, recording)
         except BaseException as error:
             self.fail(peer, call_id, error)
         else:
             self.answer(peer, Kind.REPLY, call_id, payload)
 
-    def dump_reply(self, peer: Peer, value: Any, of: object, asked: dict[str, Any] | None) -> Payload:
+    def dump_reply(self, peer: Peer, value: Any, of: object, recording: Recording | None) -> Payload:
         """Serialize the value with which a request is answered; arguments are as for ``reply``."""
         tape = self._agent.tape
-        noted_in = tape.answering(asked, peer) if asked and tape is not None else None
-        if tape is None or noted_in is None:
+        if tape is None or recording is None:
             return serialization.dumps(value, peer, what=of)
         tensors: list[Tensor] = []
         payload = serialization.dumps(value, peer, what=of, tracked=tensors)
-        note(tape, noted_in, tensors, payload, peer)
+        if tensors:
+            note(tape, recording, tensors, payload.header, peer)
         return payload
 
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:

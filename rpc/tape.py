@@ -1,20 +1,46 @@
-"""Extension point: something that notes which tensors that require grad a message carries, at both its ends.
+"""Extension point: something that follows calls, and notes what tensors that require grad they carry.
 
-With a tape, distributed autograd can be built on the agent without the agent knowing what it is: the sender
-notes what it sent, under a key of the message's header; the receiver makes the received tensors part of a
-graph of its own.
+With a tape, distributed autograd can be built on the agent without the agent knowing what it is. The sender
+notes what it sent, and says so under a key of the message's header; the receiver makes the received tensors
+part of a graph of its own, and runs what it is asked to inside what the header says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from rpc.peer import Peer
-from rpc.serialization import Connect, Payload, take_back
+from rpc.serialization import take_back
 
-__all__ = ["Tape", "note"]
+__all__ = ["Recording", "Tape", "note"]
+
+
+class Recording(Protocol):
+    """What the messages of one call are noted in, at one of its ends. A block under it runs in it, once."""
+
+    tracks: bool
+    """Whether tensors that require grad are noted; else they are sent as such that don't."""
+
+    def sent(self, tensors: list[Tensor], to: Peer) -> Any:
+        """Note the tensors of a message that is about to be sent.
+
+        Args:
+            tensors: those that require grad.
+            to: who gets the message.
+
+        Returns:
+            What its header is to say, as msgpack can encode it.
+        """
+
+    def connect(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        """What stands for the tensors of the message that it was made for; see ``serialization.Connect``."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Tape(Protocol):
@@ -23,34 +49,17 @@ class Tape(Protocol):
     key: str
     """Its place in the header: not that of any interceptor or carrier."""
 
-    def calling(self) -> Any:
+    def calling(self, to: Peer) -> Recording | None:
         """What a call made now, on this thread, is noted in; None if it isn't noted."""
 
-    def answering(self, header: dict[str, Any], to: Peer) -> Any:
-        """What the answer to a request of ``to`` with this header is noted in; None if it isn't noted."""
-
-    def sent(self, noted_in: Any, tensors: list[Tensor], to: Peer) -> Any:
-        """Note the tensors of a message that is about to be sent.
-
-        Args:
-            noted_in: what ``calling`` or ``answering`` returned.
-            tensors: those that require grad, at least one.
-            to: who gets the message.
-
-        Returns:
-            What its header is to say, as msgpack can encode it.
-        """
-
-    def received(self, value: Any, source: Peer) -> Connect | None:
-        """How the tensors of a message are to be received whose header says ``value``; None for as leaves."""
+    def received(self, value: Any, source: Peer) -> Recording | None:
+        """What a message is noted in whose header says ``value``, and so is its answer; None if in nothing."""
 
 
-def note(tape: Tape, noted_in: Any, tensors: list[Tensor], payload: Payload, to: Peer) -> None:
-    """Note the tensors, if there are any, of a message that is about to be sent, and say so in its header."""
-    if not tensors:
-        return
+def note(tape: Tape, recording: Recording, tensors: list[Tensor], header: dict[str, Any], to: Peer) -> None:
+    """Note what a message carries that is about to be sent, and say so in its header."""
     try:
-        payload.header[tape.key] = tape.sent(noted_in, tensors, to)
+        header[tape.key] = recording.sent(tensors, to)
     except BaseException:
-        take_back(payload.header, to)
+        take_back(header, to)
         raise

@@ -152,8 +152,7 @@ class RRef(Generic[T]):
             return value
         shell = self._usable("to_here", timeout)
         payload = fetch(self._rref)
-        if shell.agent.interceptors:
-            shell.agent.caller.attach(payload.header, self._owner)
+        shell.agent.caller.attach(payload.header, self._owner)
         try:
             fetched: T = shell.agent.caller.inquire(self._owner, FETCH, payload, timeout, self.to_here)
         except RRefError:
@@ -226,8 +225,6 @@ class RRef(Generic[T]):
         agent = shell.agent
         payload = self._dump_call(name, args, kwargs)
         payload.header.update(self._target(name))
-        if agent.interceptors:
-            agent.caller.attach(payload.header, self._owner)
         call = agent.caller.request(self._owner, INVOKE, payload, timeout, f"method '{name}' of {self!r}")
         call.holds = self  # or its end may overtake the message: one to oneself, or one in chunks
         return call

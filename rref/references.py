@@ -185,9 +185,6 @@ class References:
         payload.header.update(target)
         name_creation(payload, rref, fork)
         agent = self.agent
-        if agent.interceptors:
-            agent.caller.attach(payload.header, peer)
-
         creation = agent.calls.open(peer, what, timeout, Creation)
         try:
             creation.begin(self, rref, fork)

@@ -159,7 +159,7 @@ class Server:
         return function, args, kwargs
 
     def _run_creation(self, request: Request, rref: RRefId, value: Value, on: Value | None) -> None:
-        peer, frame, _ = request
+        peer, frame = request.peer, request.frame
         agent = self._agent
 
         def answer(content: Any, error: BaseException | None, *, at_end: bool = False) -> None:
@@ -181,7 +181,7 @@ class Server:
 
         try:
             function, args, kwargs = self._load(request, on)
-            content = agent.callee.start(function, args, kwargs, frame.header, peer, answer)
+            content = agent.callee.start(function, args, kwargs, request, answer)
         except BaseException as error:
             answer(None, error)
         else:
@@ -244,9 +244,10 @@ class Server:
             content = value.get()
             if "type" in frame.header:
                 content = type(content)
-            self._agent.reply(peer, frame.call_id, content, "the object", frame.header)
+            recording = self._agent.recording_of(frame.header, peer)
+            self._agent.reply(peer, frame.call_id, content, "the object", recording)
 
-        return self._accept_on_object(Request(peer, frame, None), target, run, quick=True)
+        return self._accept_on_object(Request(peer, frame), target, run, quick=True)
 
     def _invocation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         request = Request(peer, frame, serialization.adopt(frame.header, peer))
@@ -258,7 +259,7 @@ class Server:
             callee = self._agent.callee
             try:
                 function, args, kwargs = self._load(request, value)
-                result = callee.start(function, args, kwargs, frame.header, peer, callee.replier(request))
+                result = callee.start(function, args, kwargs, request, callee.replier(request))
             except BaseException as error:
                 self._agent.fail(peer, frame.call_id, error)
             else:

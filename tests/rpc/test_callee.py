@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rpc.callee import Callee
+from rpc.callee import Callee, Request
 from rpc.deferred import Counter
 from rpc.errors import NotInitializedError
 from rpc.loop import LoopThread
@@ -35,7 +35,7 @@ def test_after_stop_no_coroutine_begins() -> None:
     callee, postponed = make()
     callee.stop()
     with pytest.raises(NotInitializedError, match="shutting down"):
-        callee.start(function, (), {}, {}, None, answer)  # type: ignore[arg-type]
+        callee.start(function, (), {}, Request(None, None), answer)  # type: ignore[arg-type]
     assert postponed.value == 0
     assert callee._coroutines is None
 
@@ -46,5 +46,5 @@ def test_a_coroutine_whose_loop_has_just_ended_is_not_under_way(monkeypatch: pyt
     assert ended.stop()
     monkeypatch.setattr(callee, "_coroutine_loop", lambda: ended.loop)
     with pytest.raises(RuntimeError):
-        callee.start(function, (), {}, {}, None, answer)  # type: ignore[arg-type]
+        callee.start(function, (), {}, Request(None, None), answer)  # type: ignore[arg-type]
     assert postponed.value == 0
