@@ -18,7 +18,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -68,28 +68,28 @@ class Context:
         self.told: set[Peer] = set()
         self.over = False
         self._lock = threading.Lock()
-        self._gradients: dict[Tensor, Tensor] = {}
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        """By its identity each leaf, and its gradient."""
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The gradient of each leaf of this worker that a backward has reached."""
         with self._lock:
-            return dict(self._gradients)
+            return dict(self._gradients.values())
 
-    def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Add to a leaf's gradient, whose tensor is not changed: somebody may hold it."""
+    def accumulate(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Add to leaves' gradients, whose tensors are not changed: somebody may hold them."""
         with self._lock:
-            before = self._gradients.get(leaf)
-            if before is None:
-                self._gradients[leaf] = gradient
-            elif before.is_sparse and not gradient.is_sparse:
-                self._gradients[leaf] = gradient + before  # the only order that PyTorch knows
-            else:
-                self._gradients[leaf] = before + gradient
+            known = self._gradients
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if gradient is None:
+                    continue
+                before = known.get(id(leaf))
+                known[id(leaf)] = leaf, gradient if before is None else _sum(before[1], gradient)
 
     def replace(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Put others in the place of the gradients of some leaves."""
         with self._lock:
-            self._gradients.update(gradients)
+            self._gradients.update({id(leaf): (leaf, each) for leaf, each in gradients.items()})
 
     def let_go(self) -> None:
         """Free what was recorded: destructors of the user's may run."""
@@ -102,6 +102,12 @@ class Context:
     def to_wire(self) -> list[int]:
         """What a message made in this context says of it."""
         return [self.id, self.creator]
+
+
+def _sum(before: Tensor, gradient: Tensor) -> Tensor:
+    if before.is_sparse and not gradient.is_sparse:
+        return gradient + before  # the only order that PyTorch knows
+    return before + gradient
 
 
 class Contexts:

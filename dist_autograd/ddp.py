@@ -41,18 +41,18 @@ _patched: Final[Any] = DistributedDataParallel
 
 
 class Models:
-    """The models under ``DistributedDataParallel`` that were called inside contexts. From any thread."""
+    """The models under ``DistributedDataParallel`` that were called inside contexts. From any thread.
+
+    Attributes:
+        any: whether there has been any.
+    """
 
     def __init__(self) -> None:
         self._models: WeakSet[DistributedDataParallel] = WeakSet()
-        self._any = False
+        self.any = False
         self._watches = False
         self._lock = threading.Lock()
         self._forward: Any = None
-
-    def __bool__(self) -> bool:
-        """Whether there has been any."""
-        return self._any
 
     def watch(self) -> None:
         """Learn of models from now on."""
@@ -72,7 +72,7 @@ class Models:
             if current.get() is not None and model not in self._models:
                 with self._lock:
                     self._models.add(model)
-                    self._any = True
+                    self.any = True
             return forward(model, *inputs, **kwargs)
 
         return noted

@@ -26,7 +26,6 @@ from torch.autograd.graph import GradientEdge, Node
 from rpc.errors import AutogradError
 
 __all__ = [
-    "current_pass",
     "directly",
     "give_way",
     "hold_back",
@@ -34,6 +33,7 @@ __all__ = [
     "is_running",
     "refuse_transforms",
     "run",
+    "running",
 ]
 
 _C: Final[Any] = torch._C
@@ -42,9 +42,10 @@ _engine: Final[Any] = torch.autograd.Variable._execution_engine
 
 class _Running(threading.local):
     known_as: Any = None
+    """What ``run`` was told to be known as, on the thread of a node that it runs; None elsewhere."""
 
 
-_running: Final = _Running()
+running: Final = _Running()
 
 
 def _missing() -> list[str]:
@@ -83,7 +84,7 @@ def directly(function: type[Function]) -> Callable[..., Any]:
 def run(
     roots: Sequence[Tensor | GradientEdge],
     gradients: Sequence[Tensor],
-    inputs: Sequence[GradientEdge],
+    inputs: Sequence[Tensor],
     *,
     retain_graph: bool,
     accumulate: bool,
@@ -94,16 +95,16 @@ def run(
     Args:
         roots: where it begins.
         gradients: one for each root.
-        inputs: where it ends.
+        inputs: the leaves where it ends.
         retain_graph: whether the graph can be run again.
         accumulate: add the gradients of the inputs, which must be leaves, to their ``.grad``.
-        known_as: what ``current_pass`` returns to the nodes that run.
+        known_as: what ``running.known_as`` is to the nodes that run.
 
     Returns:
         The gradients of the inputs, None where there is none; nothing if ``accumulate``.
     """
-    outer = _running.known_as
-    _running.known_as = known_as
+    outer = running.known_as
+    running.known_as = known_as
     try:
         captured: Sequence[Tensor | None] | None = _engine.run_backward(
             tuple(roots),
@@ -116,12 +117,7 @@ def run(
         )
         return captured or ()
     finally:
-        _running.known_as = outer
-
-
-def current_pass() -> Any:
-    """What ``run`` was told to be known as, on the thread of a node that it runs; None elsewhere."""
-    return _running.known_as
+        running.known_as = outer
 
 
 def is_running() -> bool:

@@ -5,7 +5,7 @@ stand for tensors that came from another worker, where the graph goes on from th
 A walk does not go past a recv; it finds out which tensors of which messages take part there, the *marks*.
 
 The walk begins from *starts*: the roots together are one, and each message sent from here is another. Where
-no node is reached from two of them, each can be run by itself, as soon as its gradients are there.
+nothing is reached from two of them, each can be run by itself, as soon as its gradients are there.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ class Reach:
         recv: the class of recv nodes. Such a node has an ``origin`` with ``sender`` and ``message``.
 
     Attributes:
-        leaves: the nodes that accumulate gradients, each once, under the start that has reached it first.
+        leaves: the leaves, each once, under the start that has reached it first.
         recvs: the recv nodes.
-        separate: whether no node is reached from two starts.
+        separate: whether nothing is reached from two starts.
     """
+
+    __slots__ = ("_leaves", "_marked", "_recv", "_seen", "leaves", "recvs", "separate")
 
     def __init__(self, recv: type[Any]) -> None:
         self.leaves: dict[int, list[Any]] = {}
@@ -56,6 +58,8 @@ class Reach:
         self._recv = recv
         self._seen: dict[int, tuple[Any, int]] = {}
         """By identity each node, which is so held that no other can get its identity, and its start."""
+        self._leaves: dict[int, tuple[Any, int]] = {}
+        """The same of each leaf."""
         self._marked: set[Mark] = set()
 
     def nodes(self) -> list[Any]:
@@ -66,7 +70,8 @@ class Reach:
         """Take in what a start reaches, perhaps more than before; returns the marks that are new."""
         marks: list[Mark] = []
         todo = list(edges)
-        leaves = self.leaves.setdefault(start, [])
+        if start not in self.leaves:
+            self.leaves[start] = []
         seen, recv = self._seen, self._recv
         while todo:
             node, output = todo.pop()
@@ -82,8 +87,17 @@ class Reach:
                 if following:
                     todo += [edge for edge in following if edge[0] is not None]
                 elif node.name() == _LEAF:
-                    leaves.append(node)
+                    self.add_leaf(start, node.variable)
         return marks
+
+    def add_leaf(self, start: int, leaf: Any) -> None:
+        """Take in that a start reaches a leaf."""
+        before = self._leaves.get(id(leaf))
+        if before is None:
+            self._leaves[id(leaf)] = (leaf, start)
+            self.leaves.setdefault(start, []).append(leaf)
+        elif before[1] != start:
+            self.separate = False
 
     def _mark(self, node: Any, output: int, marks: list[Mark], *, is_new: bool) -> None:
         if is_new:

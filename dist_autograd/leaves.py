@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from dist_autograd.recording import Sent
 __all__ = ["gradients_of_leaves", "owned"]
 
 
-def owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """The same gradients, each with memory that none of the others has, and as large as it looks.
 
     The engine passes one tensor to every input of an addition, and an expanded one out of a sum; such tensors
@@ -24,14 +23,20 @@ def owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     shared: set[int] = set()
     storages: list[torch.UntypedStorage | None] = []
     for gradient in gradients:
-        elements = None if gradient is None else _elements(gradient)
-        storage = None if elements is None else elements.untyped_storage()
+        elements = gradient
+        if gradient is not None and gradient.layout is not torch.strided:
+            elements = _elements(gradient)
+        if elements is None:
+            storages.append(None)
+            continue
+        storage = elements.untyped_storage()
         storages.append(storage)
-        if elements is not None and storage is not None:
-            address = storage.data_ptr()
-            if address in addresses or storage.nbytes() != elements.nbytes:
-                shared.add(address)
-            addresses.add(address)
+        address = storage.data_ptr()
+        if address in addresses or storage.nbytes() != elements.nbytes:
+            shared.add(address)
+        addresses.add(address)
+    if not shared:
+        return gradients
     return [
         gradient.clone()
         if gradient is not None and storage is not None and storage.data_ptr() in shared
@@ -41,14 +46,12 @@ def owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _elements(gradient: Tensor) -> Tensor | None:
-    """The strided tensor that holds a gradient's elements; None for kinds that share none."""
-    if gradient.layout is torch.strided:
-        return gradient
+    """What holds the elements of a gradient that is not strided; None for kinds that share none."""
     return gradient._values() if gradient.layout is torch.sparse_coo else None
 
 
 def gradients_of_leaves(
-    sent: Sent, indices: Sequence[int], gradients: Sequence[Tensor | None], leaves: Sequence[Any]
+    sent: Sent, indices: Sequence[int], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
 ) -> list[Tensor | None] | None:
     """The gradients of leaves that were sent themselves, if there is nothing to run for a message at all.
 
@@ -56,20 +59,19 @@ def gradients_of_leaves(
         sent: the message.
         indices: which of its tensors take part.
         gradients: of all its tensors, as received.
-        leaves: the nodes of the leaves that it reaches.
+        leaves: that it reaches.
     """
     if len(leaves) != len(indices):
         return None
-    nodes = {id(node) for node in leaves}
     found: dict[int, Tensor] = {}
     for index in indices:
-        node, gradient = sent.edge(index)[0], gradients[index]
-        if gradient is None or id(node) in found or id(node) not in nodes:
+        leaf, gradient = sent.ends[index], gradients[index]
+        if sent.nodes[index] is not None or gradient is None or id(leaf) in found:
             return None
-        if node.variable._backward_hooks or not _is_usual(gradient, node.variable):
+        if leaf._backward_hooks or not leaf.requires_grad or not _is_usual(gradient, leaf):
             return None
-        found[id(node)] = gradient
-    return [found[id(node)] for node in leaves]
+        found[id(leaf)] = gradient
+    return [found[id(leaf)] for leaf in leaves]
 
 
 def _is_usual(gradient: Tensor, leaf: Tensor) -> bool:

@@ -25,7 +25,7 @@ from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models, accumulating, hand_over
 from dist_autograd.graph import ROOTS, Mark, Reach
 from dist_autograd.leaves import gradients_of_leaves, owned
-from dist_autograd.recording import ANCHOR, ANCHOR_EDGE, RECV_NODE, Origin, Sent
+from dist_autograd.recording import ANCHOR, RECV_NODE, Origin, Sent
 from dist_autograd.tickets import new_ticket
 from rpc.errors import AutogradError, RpcError
 from rpc.peer import Peer
@@ -55,6 +55,22 @@ class Pass:
         models: the models whose gradients are averaged over processes.
     """
 
+    begun = False
+    wait_by_reading: Callable[[], bool] | None = None
+    """Waits for news by reading on this thread, if it can; returns whether there is any."""
+    stop_reading: Callable[[], None] | None = None
+    """Called when there is news of another kind."""
+    waits_for_nothing = False
+    """All its gradients are here, and it is no root's."""
+    held_back: tuple[Origin, Sequence[Tensor | None]] | None = None
+    """In such a part, gradients for the root, which its answer brings. At the root, the gradients of the one
+    message that its roots lead to: they go out when the engine has returned."""
+    _news: threading.Event | None = None
+    _one_recv = False
+    """The roots lead to one message."""
+    _holds_back = False
+    _error: Callable[[], BaseException] | None = None
+
     def __init__(
         self,
         key: Key,
@@ -68,18 +84,8 @@ class Pass:
         self.key = key
         self.context = context
         self.root = root
-        self.begun = False
         self.untold: dict[Peer, list[Mark]] = {}
         """At the root: what takes part at workers that learn of it with their first gradients."""
-        self.wait_by_reading: Callable[[], bool] | None = None
-        """Waits for news by reading on this thread, if it can; returns whether there is any."""
-        self.stop_reading: Callable[[], None] | None = None
-        """Called when there is news of another kind."""
-        self.waits_for_nothing = False
-        """All its gradients are here, and it is no root's."""
-        self.held_back: tuple[Origin, Sequence[Tensor | None]] | None = None
-        """In such a part, gradients for the root, which its answer brings. At the root, the gradients of the
-        one message that its roots lead to: they go out when the engine has returned."""
         self.retain_graph = retain_graph
         self._post = post
         self._read = read
@@ -91,11 +97,6 @@ class Pass:
         self._run: set[int] = set()
         self._arrived: dict[int, Any] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
-        self._news: threading.Event | None = None
-        self._one_recv = False
-        """The roots lead to one message."""
-        self._holds_back = False
-        self._error: Callable[[], BaseException] | None = None
 
     # ---- before it runs
 
@@ -124,7 +125,11 @@ class Pass:
             marked = self._marked.setdefault(number, set())
             if index not in marked:
                 marked.add(index)
-                found += self._extend(number, [sent.start(index)])
+                node = sent.nodes[index]
+                if node is None:
+                    self._reach.add_leaf(number, sent.ends[index])
+                else:
+                    found += self._extend(number, [(node, 0)])
         return found
 
     def _extend(self, start: int, edges: list[tuple[Any, int]]) -> list[Mark]:
@@ -155,14 +160,15 @@ class Pass:
         Raises:
             BaseException: what a node raised, or what ended the backward elsewhere.
         """
-        leaves = [node for reached in self._reach.leaves.values() for node in reached]
-        averaged = self._models.among([node.variable for node in leaves]) if self._models else []
+        reach = self._reach
+        leaves = [leaf for reached in reach.leaves.values() for leaf in reached]
+        averaged = self._models.among(leaves) if self._models.any else []
         try:
             if averaged and self._accumulates(leaves, averaged):
-                with accumulating([node.variable for node in leaves]) as captured:
+                with accumulating(leaves) as captured:
                     self._run_together(roots, gradients, leaves, accumulate=True)
             else:
-                if self._reach.separate:
+                if reach.separate:
                     captured = self._run_apart(roots, gradients)
                 else:
                     captured = self._run_together(roots, gradients, leaves, accumulate=False)
@@ -171,28 +177,27 @@ class Pass:
         except BaseException:
             self._raise_error()
             raise
-        self._check_recvs_have_run(self._reach.recvs, "at the end")
-        for node, gradient in zip(leaves, owned(captured), strict=True):
-            if gradient is not None:
-                self.context.accumulate(node.variable, gradient)
+        self._check_recvs_have_run(reach.recvs, "at the end")
+        if leaves:
+            self.context.accumulate(leaves, owned(captured))
 
-    def _accumulates(self, leaves: list[Any], averaged: list[int]) -> bool:
+    def _accumulates(self, leaves: list[Tensor], averaged: list[int]) -> bool:
         """Whether the engine is to accumulate gradients while it runs, for models that average them.
 
         That holds locks, so not while gradients of other workers are waited for; unless a parameter has a
         hook, which would run twice if its gradient were handed over later.
         """
-        return not self._marked or any(leaves[position].variable._backward_hooks for position in averaged)
+        return not self._marked or any(leaves[position]._backward_hooks for position in averaged)
 
     def _average(
-        self, leaves: list[Any], captured: list[Tensor | None], averaged: list[int]
+        self, leaves: list[Tensor], captured: list[Tensor | None], averaged: list[int]
     ) -> list[Tensor | None]:
         """The gradients, with those of models that average them averaged."""
-        nodes = [leaves[position] for position in averaged]
+        parameters = [leaves[position] for position in averaged]
         found = hand_over(
-            [node.variable for node in nodes],
+            parameters,
             [captured[position] for position in averaged],
-            lambda edges, gradients: self._run_engine(edges, gradients, nodes, accumulate=True),
+            lambda edges, gradients: self._run_engine(edges, gradients, parameters, accumulate=True),
         )
         result = list(captured)
         for position, gradient in zip(averaged, found, strict=True):
@@ -203,7 +208,7 @@ class Pass:
         self,
         roots: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        leaves: list[Any],
+        leaves: list[Tensor],
         *,
         accumulate: bool,
     ) -> list[Tensor | None]:
@@ -220,11 +225,14 @@ class Pass:
             found[ROOTS] = self._run_roots(roots, gradients)
         left = set(self._marked)
         while left:
-            self.wait_until(lambda: not left.isdisjoint(self._arrived))
+            if self._error is not None or left.isdisjoint(self._arrived):
+                self.wait_until(lambda: not left.isdisjoint(self._arrived))
             for number in left.intersection(self._arrived):
                 left.remove(number)
                 self._take_gradients(self._sent[number])
                 found[number] = self._run_message(number, self._reach.leaves[number])
+        if len(found) == 1:
+            return found.popitem()[1]
         return [gradient for start in self._reach.leaves for gradient in found[start]]
 
     def _run_roots(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -241,42 +249,57 @@ class Pass:
             self._post(self, *held)
         return []
 
-    def _run_message(self, number: int, leaves: list[Any]) -> list[Tensor | None]:
+    def _run_message(self, number: int, leaves: list[Tensor]) -> list[Tensor | None]:
         """What lies behind a message; the gradients of its leaves."""
+        sent, received, indices = self._sent[number], self._gradients[number], sorted(self._marked[number])
         if engine.is_profiled():
-            return self._run_engine(*self._sends(number), leaves)
-        sent, indices = self._sent[number], sorted(self._marked[number])
-        straight = gradients_of_leaves(sent, indices, self._gradients[number], leaves)
+            return self._run_engine(*self._sends(number, indices), leaves)
+        straight = gradients_of_leaves(sent, indices, received, leaves)
         if straight is not None:
             return straight
-        gradients = [self._gradients[number][index] for index in indices]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) < len(gradients):
-            return self._run_engine(*self._sends(number), leaves)
-        return self._run_engine([GradientEdge(*sent.edge(index)) for index in indices], present, leaves)
+        gradients: list[Tensor] = []
+        for index in indices:
+            gradient = received[index]
+            if gradient is None:
+                return self._run_engine(*self._sends(number, indices), leaves)
+            gradients.append(gradient)
+        return self._run_engine([sent.entry(index) for index in indices], gradients, leaves)
 
-    def _sends(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The sends of a message as where a run begins: for gradients that are None, and for profiles."""
-        sent, indices = self._sent[number], sorted(self._marked[number])
-        return [sent.ends[index] for index in indices], [torch.empty(0)] * len(indices)
+    def _sends(self, number: int, indices: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """The sends of a message as where a run begins: for gradients that are None, and for profiles.
+
+        A leaf without a gradient is none.
+        """
+        sent, received = self._sent[number], self._gradients[number]
+        nothing = torch.empty(0)
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for index in indices:
+            gradient = nothing if sent.nodes[index] is not None else received[index]
+            if gradient is not None:
+                roots.append(sent.ends[index])
+                gradients.append(gradient)
+        return roots, gradients
 
     def _run_engine(
         self,
         roots: Sequence[Tensor | GradientEdge],
         gradients: Sequence[Tensor],
-        leaves: Sequence[Any],
+        leaves: Sequence[Tensor],
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
+        if not roots:
+            return [None] * len(leaves)
         captured = engine.run(
             roots,
             gradients,
-            [*(GradientEdge(node, 0) for node in leaves), ANCHOR_EDGE],
+            (*leaves, ANCHOR),
             retain_graph=self.retain_graph,
             accumulate=accumulate,
             known_as=self,
         )
-        return list(captured)[: len(leaves)]
+        return list(captured[: len(leaves)])
 
     def _tickets(self) -> Tensor:
         """The chain of tickets, oldest first; returns the newest, which is the first to run."""
@@ -286,21 +309,28 @@ class Pass:
         with torch.enable_grad():
             for number in sorted(self._marked):
                 sent = self._sent[number]
-                ends = [sent.ends[index] for index in sorted(self._marked[number])]
-                for end in ends:
-                    assert end.grad_fn is not None
-                    engine.give_way(end.grad_fn)
-                ticket = new_ticket(sent, ticket, *ends)
+                indices = sorted(self._marked[number])
+                for index in indices:
+                    if sent.nodes[index] is not None:
+                        engine.give_way(sent.nodes[index])
+                ticket = new_ticket(sent, indices, ticket, *[sent.ends[index] for index in indices])
                 assert ticket.grad_fn is not None
                 engine.hold_back(ticket.grad_fn)
         return ticket
 
-    def await_gradients(self, sent: Sent) -> None:
-        """Wait for the gradients of a message; only when nothing else can run."""
+    def await_gradients(self, sent: Sent, indices: Sequence[int]) -> list[Tensor | None]:
+        """Wait for the gradients of a message; only when nothing else can run.
+
+        Returns:
+            Those of its leaves among these tensors; for a tensor with a send node, which fetches its gradient
+            itself, anything.
+        """
         newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self.wait_until(lambda: sent.number in self._arrived)
         self._take_gradients(sent)
+        gradients, nothing = self._gradients[sent.number], torch.empty(0)
+        return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]
 
     def _take_gradients(self, sent: Sent) -> None:
         gradients = self._read(self._arrived.pop(sent.number))
@@ -311,11 +341,10 @@ class Pass:
         self._gradients[sent.number] = gradients
 
     def _check_recvs_have_run(self, recvs: list[Any], when: str) -> None:
-        idle = [node for node in recvs if id(node) not in self._run]
-        if idle:
+        if not self._run.issuperset(map(id, recvs)):
             raise RpcError(
-                f"a backward has left out {len(idle)} of the messages that take part ({when}): this is a "
-                "defect of farcall's, please report it"
+                f"a backward has left out some of the {len(recvs)} messages that take part ({when}): this is "
+                "a defect of farcall's, please report it"
             )
 
     def gradient(self, number: int, index: int) -> Tensor | None:

@@ -2,9 +2,7 @@
 
 A send is for one tensor, since only some tensors of a message may take part in a backward. It hangs on an
 empty tensor that nobody but the context refers to, so that no backward of a user's ever runs it. Mostly
-gradients enter the graph right behind the sends. (To note only the node of a leaf takes an operation on the
-leaf. PyTorch 2.13 can hang where one thread makes that node, without the interpreter, while another, which
-has it, applies a custom function to the same leaf.)
+gradients enter the graph right behind the sends. Of a leaf the tensor itself is kept, and no node is made.
 
 A recv is made for each message. All recvs lead to one leaf, the *anchor*: as one of the inputs of a pass, it
 makes the engine run every recv that the pass reaches, although nothing behind it is wanted here.
@@ -19,14 +17,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
-from dist_autograd.graph import Edge, Mark, marks_behind
+from dist_autograd.graph import Mark, marks_behind
 from rpc.errors import AutogradError
 from rpc.peer import Peer
 
-__all__ = ["ANCHOR", "ANCHOR_EDGE", "RECV_NODE", "SEND_NODE", "Origin", "Sent", "behind", "receive", "send"]
+__all__ = ["ANCHOR", "RECV_NODE", "SEND_NODE", "Origin", "Sent", "behind", "receive", "send"]
 
 _LOOK_BEHIND: Final = 128
 """So many nodes are looked at when a message is sent: about a tenth of a millisecond."""
@@ -35,7 +33,6 @@ clock: Final = itertools.count(1)
 """Stamps what is recorded in this process: whatever has a later stamp was made later."""
 
 ANCHOR: Final = torch.empty(0, requires_grad=True)
-ANCHOR_EDGE: Final = get_gradient_edge(ANCHOR)
 _EMPTY: Final = torch.empty(0)
 
 
@@ -45,25 +42,23 @@ class Sent:
     Attributes:
         number: names it, and is the time at which it was recorded.
         to: who got it.
-        ends: for each of its tensors that require grad the empty tensor behind its send node.
+        ends: for each of its tensors that require grad the tensor itself if it is a leaf, else the empty
+            tensor behind its send node.
+        nodes: for each of them the send node, None for a leaf.
     """
 
-    __slots__ = ("ends", "number", "to")
+    __slots__ = ("ends", "nodes", "number", "to")
 
-    def __init__(self, number: int, to: Peer, ends: list[Tensor]) -> None:
+    def __init__(self, number: int, to: Peer, ends: list[Tensor], nodes: list[Any]) -> None:
         self.number = number
         self.to = to
         self.ends = ends
+        self.nodes = nodes
 
-    def start(self, index: int) -> Edge:
-        """Where the graph of a tensor begins: its send."""
-        return self.ends[index].grad_fn, 0
-
-    def edge(self, index: int) -> Edge:
-        """Where the graph of a tensor begins behind its send."""
-        node: Any = self.ends[index].grad_fn
-        behind: Edge = node.next_functions[0]
-        return behind
+    def entry(self, index: int) -> Tensor | GradientEdge:
+        """Where a tensor's gradient enters the graph: at the leaf that it is, or right behind its send."""
+        node = self.nodes[index]
+        return self.ends[index] if node is None else GradientEdge(*node.next_functions[0])
 
 
 class Origin:
@@ -107,7 +102,7 @@ class Send(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None, Tensor | None]:
-        return None, None, engine.current_pass().gradient(ctx.message, ctx.index)
+        return None, None, engine.running.known_as.gradient(ctx.message, ctx.index)
 
 
 class Recv(Function):
@@ -121,7 +116,7 @@ class Recv(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        running = engine.current_pass()
+        running = engine.running.known_as
         if running is None:
             source = ctx.origin.source.name
             raise AutogradError(
@@ -144,19 +139,32 @@ def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
         with torch.enable_grad():
             return send(tensors, to)
     number = next(clock)
+    ends: list[Tensor] = []
+    nodes: list[Any] = []
     try:
-        return Sent(number, to, [_send(number, index, tensor) for index, tensor in enumerate(tensors)])
+        for index, tensor in enumerate(tensors):
+            if tensor.is_leaf:
+                ends.append(tensor)
+                nodes.append(None)
+            else:
+                end = _send(number, index, tensor)
+                ends.append(end)
+                nodes.append(end.grad_fn)
     except RuntimeError:
         engine.refuse_transforms()
         raise
+    return Sent(number, to, ends, nodes)
 
 
 def behind(sent: Sent, context_id: int) -> list[list[Mark]] | None:
     """For each tensor that was sent what a gradient marks on other workers; None if that takes long."""
     limit = _LOOK_BEHIND
     found: list[list[Mark]] = []
-    for end in sent.ends:
-        marks = marks_behind(end.grad_fn, RECV_NODE, context_id, limit)
+    for node in sent.nodes:
+        if node is None:
+            found.append([])
+            continue
+        marks = marks_behind(node, RECV_NODE, context_id, limit)
         if marks is None:
             return None
         found.append(marks[0])

@@ -186,7 +186,7 @@ class Root:
         part.when_settled = self.part_ended
         if part.settled():
             self.part_ended(part)
-        if part.whole and is_small and engine.current_pass() is None:
+        if part.whole and is_small and engine.running.known_as is None:
             self._read(part, send)  # this thread has nothing else to do
         else:
             send()

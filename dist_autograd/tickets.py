@@ -1,16 +1,16 @@
 """Tickets: how one run of the engine waits for the gradients of several messages.
 
 A message's ticket is a node that waits until the gradients of that message are there, and behind which its
-send nodes hang. Tickets are chained, so that only one is ready at any time, that of the newest message; and
-all other nodes that are ready run before it. So when it waits, everything that can run has run. Nothing waits
-for ever: a gradient that is on its way to a message depends only on nodes that were made after the message
-was sent. The run that waits for the newest of all messages, wherever it is, can thus always go on.
+leaves and send nodes hang. Tickets are chained, so that only one is ready at any time, that of the newest
+message; and all other nodes that are ready run before it. So when it waits, everything that can run has run.
+Nothing waits for ever: a gradient that is on its way to a message depends only on nodes that were made after
+the message was sent. The run that waits for the newest of all, wherever it is, can thus always go on.
 ``Pass.await_gradients`` holds this against the facts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -24,18 +24,18 @@ __all__ = ["new_ticket"]
 
 
 class Ticket(Function):
-    """Waits for the gradients of one message; then the send nodes of its tensors can run."""
+    """Waits for the gradients of one message; then its leaves have them, and its send nodes can run."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Sent, previous: Tensor, *ends: Tensor) -> Tensor:
+    def forward(ctx: Any, sent: Sent, indices: Sequence[int], previous: Tensor, *ends: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.sent, ctx.count = sent, 1 + len(ends)
+        ctx.sent, ctx.indices = sent, indices
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        engine.current_pass().await_gradients(ctx.sent)
-        return (None, *[torch.empty(0)] * ctx.count)
+        gradients = engine.running.known_as.await_gradients(ctx.sent, ctx.indices)
+        return (None, None, torch.empty(0), *gradients)
 
 
 new_ticket: Final[Callable[..., Tensor]] = engine.directly(Ticket)

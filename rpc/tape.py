@@ -53,7 +53,7 @@ class Tape(Protocol):
         """What a call made now, on this thread, is noted in; None if it isn't noted."""
 
     def received(self, value: Any, source: Peer) -> Recording | None:
-        """What a message is noted in whose header says ``value``, and so is its answer; None if in nothing."""
+        """What a message is noted in whose header says ``value``, and its answer, too; None if in nothing."""
 
 
 def note(tape: Tape, recording: Recording, tensors: list[Tensor], header: dict[str, Any], to: Peer) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.profiler import record_function
 
 import dist_autograd
@@ -34,11 +35,16 @@ class SendRpcBackward:
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         """The nodes that computed the message's tensors."""
-        return tuple(self._sent.edge(index) for index in range(len(self._sent.ends)))
+        return tuple(_edge(self._sent.entry(index)) for index in range(len(self._sent.ends)))
 
     def name(self) -> str:
         """PyTorch's name of such a node."""
         return "torch::distributed::autograd::SendRpcBackward"
+
+
+def _edge(entry: Tensor | GradientEdge) -> tuple[Any, int]:
+    edge = get_gradient_edge(entry) if isinstance(entry, Tensor) else entry
+    return edge.node, edge.output_nr
 
 
 class DistAutogradContext:

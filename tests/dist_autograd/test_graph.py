@@ -12,6 +12,7 @@ from dist_autograd.graph import ROOTS, Mark, Reach, marks_behind
 class Node:
     next_functions: list[tuple[Any, int]] = field(default_factory=list)
     kind: str = "node"
+    variable: object = field(default_factory=object)
 
     def name(self) -> str:
         return self.kind
@@ -47,7 +48,7 @@ def test_leaves_are_found_through_shared_and_missing_successors() -> None:
     start = node(shared, node(shared, second))
     found = reach()
     assert found.extend(ROOTS, [(start, 0)]) == []
-    assert set(found.leaves[ROOTS]) == {first, second}
+    assert set(found.leaves[ROOTS]) == {first.variable, second.variable}
     assert len(found.nodes()) == 5
 
 
@@ -87,7 +88,7 @@ def test_a_graph_deeper_than_the_stack_is_walked() -> None:
         start = node(start)
     found = reach()
     found.extend(ROOTS, [(start, 0)])
-    assert found.leaves == {ROOTS: [end]}
+    assert found.leaves == {ROOTS: [end.variable]}
     assert len(found.nodes()) == 100_002
 
 
@@ -101,6 +102,24 @@ def test_starts_are_separate_until_one_reaches_a_node_of_another() -> None:
     found.extend(2, [(node(shared), 0)])
     assert (before, found.separate) == (True, False)
     assert [len(found.leaves[start]) for start in (ROOTS, 1, 2)] == [1, 2, 0]
+
+
+def test_a_leaf_that_was_sent_itself_is_found_once() -> None:
+    end = leaf()
+    found = reach()
+    found.add_leaf(1, end.variable)
+    found.extend(1, [(node(end), 0)])
+    assert found.leaves == {1: [end.variable]}
+    assert found.separate
+
+
+def test_starts_are_not_separate_where_one_is_a_leaf_that_another_reaches() -> None:
+    end = leaf()
+    found = reach()
+    found.extend(1, [(node(end), 0)])
+    found.add_leaf(2, end.variable)
+    assert not found.separate
+    assert found.leaves == {1: [end.variable]}
 
 
 def test_starts_that_reach_one_recv_are_not_separate() -> None:

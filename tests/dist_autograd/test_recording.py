@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from dist_autograd.leaves import gradients_of_leaves
 from dist_autograd.recording import SEND_NODE, behind, receive, send
@@ -20,8 +21,14 @@ SOMEBODY = cast("Peer", None)
 def test_gradients_enter_behind_the_send() -> None:
     computed = torch.rand(2, requires_grad=True) * 2
     sent = send([computed], SOMEBODY)
-    assert isinstance(sent.start(0)[0], SEND_NODE)
-    assert sent.edge(0) == (computed.grad_fn, 0)
+    assert isinstance(sent.nodes[0], SEND_NODE)
+    assert computed.grad_fn is not None
+    assert sent.entry(0) == GradientEdge(computed.grad_fn, 0)
+
+
+def test_gradients_enter_at_a_leaf_itself() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    assert send([leaf], SOMEBODY).entry(0) is leaf
 
 
 def test_nothing_lies_behind_leaves() -> None:
@@ -32,7 +39,7 @@ def test_nothing_lies_behind_leaves() -> None:
 def test_gradients_of_leaves_that_were_sent_need_no_run() -> None:
     first, second = torch.rand(2, requires_grad=True), torch.rand(3, requires_grad=True)
     sent = send([first, second], SOMEBODY)
-    leaves = [sent.edge(1)[0], sent.edge(0)[0]]
+    leaves = [second, first]
     gradients = [torch.ones(2), torch.ones(3)]
     assert gradients_of_leaves(sent, [0, 1], gradients, leaves) == [gradients[1], gradients[0]]
 
@@ -41,14 +48,13 @@ def test_a_leaf_with_a_hook_needs_a_run() -> None:
     leaf = torch.rand(2, requires_grad=True)
     leaf.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
     sent = send([leaf], SOMEBODY)
-    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [sent.edge(0)[0]]) is None
+    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [leaf]) is None
 
 
 def test_what_is_computed_needs_a_run() -> None:
     leaf = torch.rand(2, requires_grad=True)
     sent = send([leaf * 2], SOMEBODY)
-    node = send([leaf], SOMEBODY).edge(0)[0]
-    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [node]) is None
+    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [leaf]) is None
 
 
 @pytest.mark.parametrize(
@@ -62,8 +68,8 @@ def test_what_is_computed_needs_a_run() -> None:
     ids=["shape", "type", "device", "layout"],
 )
 def test_a_gradient_unlike_its_leaf_is_for_the_engine_to_judge(gradient: Tensor) -> None:
-    sent = send([torch.rand(2, requires_grad=True)], SOMEBODY)
-    assert gradients_of_leaves(sent, [0], [gradient], [sent.edge(0)[0]]) is None
+    leaf = torch.rand(2, requires_grad=True)
+    assert gradients_of_leaves(send([leaf], SOMEBODY), [0], [gradient], [leaf]) is None
 
 
 def test_inside_a_transform_nothing_is_sent_or_received() -> None:
