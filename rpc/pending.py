@@ -140,11 +140,10 @@ class PendingCall:
             waiter.release()
 
     def _waits_no_more(self, waiter: LockType | DirectReading) -> None:
-        if waiter in self._waiters:
-            try:
-                self._waiters.remove(waiter)
-            except ValueError:  # it is just being woken
-                return
+        try:
+            self._waiters.remove(waiter)
+        except ValueError:  # it has been woken
+            return
 
     def abandon(self, error: BaseException) -> None:
         """End the call in a forked child, where no lock may be taken."""
@@ -235,12 +234,15 @@ class PendingCall:
         if direct is None or self.keeps_place:
             return False
         try:
-            self._waiters.append(direct)
+            waiters = self._waiters
+            waiters.append(direct)
             direct.read_reply(self, self.deadline, self.turn)
             self._waits_no_more(direct)
             if self.outcome is None:
                 return False
-            self._answered()
+            self.owner.answered(self)
+            if waiters:
+                self._wake_waiters()
             return True
         except BaseException:
             self._waits_no_more(direct)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import BuiltinFunctionType
 from typing import Any, Final
 
 import cloudpickle
@@ -30,8 +31,8 @@ from torch import Tensor
 
 from rpc.errors import RpcError
 from rpc.serialization.failures import cannot_call, cannot_send, unreadable
-from rpc.serialization.functions import MAIN_NAMES, name_of, resolve
-from rpc.serialization.payload import Arrivals, Buffer, Connect, Destination, Payload, Source
+from rpc.serialization.functions import MAIN_NAMES, builtin_names, name_of, resolve
+from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Connect, Destination, Payload, Source
 from rpc.serialization.pickler import PROTOCOL, dump, load
 from rpc.serialization.portable import PortablePickler, PythonUDF, ReplacementPickler
 from rpc.serialization.safe import AllowList
@@ -55,6 +56,7 @@ _WITH_GRAD: Final = 4
 _inference = torch.is_inference_mode_enabled
 _modules = sys.modules
 _pickle = pickle.dumps
+_unpickle = pickle.loads
 _registered_by_value = cloudpickle.list_registry_pickle_by_value
 
 
@@ -93,8 +95,10 @@ def dump_call(
     if pickler is not None:
         return _dump_replaced(func, args, kwargs, to, pickler, tracked)
     try:
-        module = func.__module__
-        name = func.__qualname__
+        if type(func) is BuiltinFunctionType:
+            module, name = builtin_names[func]
+        else:
+            module, name = func.__module__, func.__qualname__
         found = _modules[module].__dict__.get(name) is func and module not in MAIN_NAMES
     except Exception:  # an object may do anything when it is asked for its name
         found = False
@@ -106,7 +110,7 @@ def dump_call(
     if not args and not kwargs:
         return Payload({}, [_pickle((module, name, (), {}), PROTOCOL)])
     try:
-        simple = _take_tensors(args, kwargs)
+        simple = _take_tensors(args, kwargs, tracked)
     except RuntimeError:
         simple = None  # a tensor inside a torch.func transform; the slow way says which
     if simple is None:
@@ -114,40 +118,38 @@ def dump_call(
     places, words, tensors = simple
     if tensors is None:
         return Payload({}, [_pickle((module, name, places, words), PROTOCOL)])
-    if tracked is not None:
-        tracked += [
-            args[place] if type(place) is int else kwargs[place]
-            for place, usual in tensors
-            if len(usual) == _WITH_GRAD
-        ]
     return _with_buffers((module, name, places, words, tensors))
 
 
 def _take_tensors(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor] | None
 ) -> tuple[Sequence[Any], dict[str, Any], list[Any] | None] | None:
     """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        tracked: as for ``dump_call``; filled only if this succeeds.
 
     Returns:
         The arguments with None where a tensor was, and the tensors: their places (position or keyword),
         and the arguments of ``dense``.
     """
     tensors: list[Any] | None = None
-    seen: list[Tensor] = []
+    seen: dict[int, bool] = {}
     places: Any = args
     words = kwargs
+    place: Any
     for place, value in enumerate(args):
         kind = type(value)
         if kind is Tensor and not value.__dict__:
             usual = plain(value)
-            if usual is None:
-                return None
+            if usual is None or id(value) in seen:
+                return None  # one tensor twice must arrive as one: the pickler's memo sees to it
             if tensors is None:
                 tensors = []
                 places = list(args)
-            elif any(value is other for other in seen):
-                return None  # one tensor twice must arrive as one: the pickler's memo sees to it
-            seen.append(value)
+            seen[id(value)] = len(usual) == _WITH_GRAD
             places[place] = None
             tensors.append((place, usual))
         elif kind not in _SCALARS and not _is_short_sequence(kind, value):
@@ -157,9 +159,9 @@ def _take_tensors(
             kind = type(value)
             if kind is Tensor and not value.__dict__:
                 usual = plain(value)
-                if usual is None or any(value is other for other in seen):
+                if usual is None or id(value) in seen:
                     return None
-                seen.append(value)
+                seen[id(value)] = len(usual) == _WITH_GRAD
                 if tensors is None:
                     tensors = []
                 if words is kwargs:
@@ -168,6 +170,10 @@ def _take_tensors(
                 tensors.append((word, usual))
             elif kind not in _SCALARS and not _is_short_sequence(kind, value):
                 return None
+    if tracked is not None and tensors is not None:
+        for place, usual in tensors:
+            if len(usual) == _WITH_GRAD:
+                tracked.append(args[place] if type(place) is int else kwargs[place])
     return places, words, tensors
 
 
@@ -248,12 +254,13 @@ def load_call(
                 header, segments, arrivals, source, allow=allow, pickler=pickler, connect=connect
             )
     try:
-        if header:
+        if TRACKED in header:
             read = load if allow is None else allow.read
             segments, arrivals = rebuilt(header, segments, arrivals, connect, read)
         if allow is not None:
             return allow.load_call(segments, arrivals, connect)
-        record = load(segments, arrivals)
+        simple = arrivals is None and len(segments) == 1
+        record = _unpickle(segments[0]) if simple else load(segments, arrivals)
         count = len(record)
         if count == 3:
             func, args, kwargs = record
@@ -298,11 +305,17 @@ def _rebuild_all(
 ) -> Iterable[tuple[Any, Tensor]]:
     if connect is None:
         return [(place, rebuild(*usual)) for place, usual in tensors]
-    plain_ones = [(place, rebuild(*usual)) for place, usual in tensors if len(usual) != _WITH_GRAD]
-    tracked = [(place, usual) for place, usual in tensors if len(usual) == _WITH_GRAD]
+    plain_ones: list[tuple[Any, Tensor]] = []
+    places: list[Any] = []
+    tracked: list[Tensor] = []
+    for place, usual in tensors:
+        if len(usual) == _WITH_GRAD:
+            places.append(place)
+            tracked.append(rebuild(*usual[:3]))
+        else:
+            plain_ones.append((place, rebuild(*usual)))
     if tracked:
-        stand_ins = connect([rebuild(*usual[:3]) for _, usual in tracked])
-        plain_ones += zip((place for place, _ in tracked), stand_ins, strict=True)
+        plain_ones += zip(places, connect(tracked), strict=True)
     return plain_ones
 
 
@@ -373,12 +386,13 @@ def loads(
         with torch.inference_mode(False):
             return loads(header, segments, arrivals, source, allow=allow, connect=connect)
     try:
-        if header:
+        if TRACKED in header:
             read = load if allow is None else allow.read
             segments, arrivals = rebuilt(header, segments, arrivals, connect, read)
         if allow is not None:
             return allow.load(segments, arrivals, connect)
-        record = load(segments, arrivals)
+        simple = arrivals is None and len(segments) == 1
+        record = _unpickle(segments[0]) if simple else load(segments, arrivals)
         if len(record) == 1:
             return record[0]
         if connect is not None and len(record) == _WITH_GRAD:

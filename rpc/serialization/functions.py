@@ -39,6 +39,7 @@ from rpc.serialization.payload import Destination
 __all__ = [
     "MAIN_NAMES",
     "ByValue",
+    "builtin_names",
     "load_script",
     "main_identity",
     "name_of",
@@ -102,7 +103,7 @@ def _read_main_identity() -> str:
 
 # ---- names
 
-_builtin_names: dict[BuiltinFunctionType, tuple[str, str]] = {}
+builtin_names: Final[dict[BuiltinFunctionType, tuple[str, str]]] = {}
 """Where builtin functions have been found: their own names often say something else."""
 
 
@@ -115,7 +116,7 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
     """
     if cloudpickle.list_registry_pickle_by_value():
         return None
-    known = _builtin_names.get(obj) if type(obj) is BuiltinFunctionType else None
+    known = builtin_names.get(obj) if type(obj) is BuiltinFunctionType else None
     if known is not None and _find(*known) is obj:
         return known
     module = getattr(obj, "__module__", None)
@@ -130,7 +131,7 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
         if module in MAIN_NAMES:
             return ("__main__", name) if _shares_main(to) else None
         if type(obj) is BuiltinFunctionType:
-            _builtin_names[obj] = module, name
+            builtin_names[obj] = module, name
         return module, name
     return None
 

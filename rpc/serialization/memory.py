@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import string_at
 from pickle import PickleBuffer
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
-__all__ = ["INLINE_BYTES", "Layout", "is_borrowed", "layout_of", "memory_at", "over", "settle"]
+__all__ = ["INLINE_BYTES", "Layout", "bytes_at", "is_borrowed", "layout_of", "memory_at", "over", "settle"]
 
 INLINE_BYTES: Final = 4096
 
@@ -25,6 +24,11 @@ _SHARE_OF_FRAME: Final = 4
 _ALIGNMENT: Final = 16
 
 _ndarray = np.ndarray
+
+bytes_at: Final[Any] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+"""A copy of so many bytes from an address on: ``ctypes.string_at`` without the Python function round it."""
 
 
 class _Region(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # an array type, made here
@@ -47,7 +51,8 @@ def memory_at(address: int, size: int, owner: object, *, fresh: bool = False) ->
         fresh: nobody else knows this memory, so it cannot change.
     """
     if size <= INLINE_BYTES:
-        return string_at(address, size)
+        copied: bytes = bytes_at(address, size)
+        return copied
     region = _Region.from_address(address)
     region.owner = owner
     if fresh:

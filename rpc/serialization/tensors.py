@@ -14,7 +14,6 @@ A tensor is reduced to ``(rebuild, arguments)``; the rebuilding functions below 
 
 from __future__ import annotations
 
-from ctypes import string_at
 from math import prod
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rpc.errors import SerializationError
-from rpc.serialization.memory import INLINE_BYTES, layout_of, memory_at, over
+from rpc.serialization.memory import INLINE_BYTES, bytes_at, layout_of, memory_at, over
 
 __all__ = [
     "ITEM_SIZES",
@@ -94,7 +93,7 @@ def plain(tensor: Tensor) -> tuple[Any, ...] | None:
     size = tensor.nbytes
     if not address and size:
         return None
-    data = string_at(address, size) if size <= INLINE_BYTES else memory_at(address, size, tensor)
+    data = bytes_at(address, size) if size <= INLINE_BYTES else memory_at(address, size, tensor)
     if tensor.requires_grad:
         return code, (*tensor.shape,), data, True
     return code, (*tensor.shape,), data

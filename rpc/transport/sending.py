@@ -101,7 +101,7 @@ class SendingHalf(WriteQueue):
             if gather:
                 self._gather(frame)
                 return
-            if not self._send_now(frame):
+            if self._queue or not self._send_now(frame):
                 self._enqueue([frame], len(frame))
             if self._queue:
                 self._drain()
@@ -141,7 +141,7 @@ class SendingHalf(WriteQueue):
 
     def _send_now(self, frame: bytes) -> bool:
         """Whether the frame is out of the caller's hands: written, or its rest queued in its place."""
-        if self._queue or not self._send_lock.acquire(False):
+        if not self._send_lock.acquire(False):
             return False
         try:
             if self._queue or not self._open or self._in_doubt:
