@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -301,24 +302,25 @@ class Backwards:
     def _begin_part(self, running: Pass, origin: Origin, marks: list[Mark], payload: Payload) -> None:
         """Tell a worker, with its first gradients, what takes part there."""
         agent, peer = self._agent, origin.source
+        context, message = running.context, origin.message
         payload.header["part"] = [
             running.key[1],
-            origin.message,
-            running.context.to_wire(),
+            message,
+            [context.id, context.creator],
             running.retain_graph,
             [mark[1:] for mark in marks],
         ]
         over = self._contexts.take_unsaid(peer)
         if over:
             payload.header["over"] = over
-        whole = all(mark.message == origin.message for mark in marks)
+        whole = {mark[1] for mark in marks} == {message}
         part = agent.calls.open(peer, "a distributed backward", 0, Part)
         part.failure_in, part.whole = self._failure, whole
         kind = WHOLE_PART if whole else PART
         try:
             self._roots[running.key].ask(
                 part,
-                lambda: agent.caller.transmit(part, kind, payload),
+                partial(agent.caller.transmit, part, kind, payload),
                 is_small=len(payload.segments) == 1,
             )
         except BaseException:
@@ -345,6 +347,8 @@ class Backwards:
 
     def context_over(self, context: Context) -> None:
         """A context is released: its backwards end."""
+        if not self._passes:
+            return
         for running in self._passes.copy().values():
             if running.context is context:
                 self._end(running, AutogradError(f"context {context.id} was left during its backward"))

@@ -116,15 +116,16 @@ class Contexts:
     Args:
         agent: of this worker.
         when_made: called when a context is about to become known.
+
+    Attributes:
         when_released: called with each context that is over, before what it holds is freed.
     """
 
-    def __init__(
-        self, agent: Agent, when_made: Callable[[], object], when_released: Callable[[Context], object]
-    ) -> None:
+    when_released: Callable[[Context], object]
+
+    def __init__(self, agent: Agent, when_made: Callable[[], object]) -> None:
         self._agent = agent
         self._when_made = when_made
-        self._when_released = when_released
         self._known: dict[int, Context] = {}
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
         self._lock = threading.RLock()  # a finalizer that runs while it is held may leave a context
@@ -199,7 +200,7 @@ class Contexts:
         for peer in context.told.copy():
             if peer is not heard_from:
                 self._say_over(peer, context.id)
-        self._when_released(context)
+        self.when_released(context)
         return True
 
     def _end_on_loop(self, context: Context) -> None:

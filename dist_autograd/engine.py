@@ -134,9 +134,8 @@ def refuse_transforms() -> None:
         )
 
 
-def is_profiled() -> bool:
-    """Whether a profiler watches this thread."""
-    return bool(_C._autograd._profiler_enabled())
+is_profiled: Final[Callable[[], bool]] = _C._autograd._profiler_enabled
+"""Whether a profiler watches this thread."""
 
 
 def hold_back(node: Node) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dist_autograd import recording
 from dist_autograd.contexts import Context, Contexts, current
-from dist_autograd.graph import Mark
 from rpc.errors import ProtocolError
 from rpc.peer import Peer
 
@@ -54,7 +53,8 @@ class Recorded(Inside):
         tracks: whether tensors are recorded.
         source: at the receiver of a message, who sent it.
         number: of that message, if it has one.
-        behind: for each of its tensors what a gradient marks on other workers, if the sender says so.
+        behind: for each of its tensors what a gradient marks on other workers, if the sender says so; as it
+            has come.
     """
 
     __slots__ = ("_behind", "_number", "_source", "tracks")
@@ -65,7 +65,7 @@ class Recorded(Inside):
         tracks: bool,
         source: Peer | None = None,
         number: int | None = None,
-        behind: Sequence[Sequence[Mark]] | None = None,
+        behind: Sequence[Any] | None = None,
     ) -> None:
         self.context = context
         self.tracks = tracks
@@ -121,14 +121,14 @@ class Follower:
 
     def received(self, value: Any, source: Peer) -> Recorded | None:
         number: int | None = None
-        behind: list[list[Mark]] | None = None
+        behind: list[Any] | None = None
         try:
             context_id, creator = index(value[0]), index(value[1])
             if len(value) > 2:
                 number = index(value[2])
                 if len(value) > 3:
-                    behind = [[Mark(*map(index, mark)) for mark in marks] for marks in value[3]]
-        except (TypeError, ValueError, LookupError) as error:
+                    behind = list(value[3])
+        except (TypeError, LookupError) as error:
             raise ProtocolError(f"a message says badly what it is recorded as: {error}") from None
         context = self._contexts.find(context_id) or self._contexts.join(context_id, creator, source)
         if context is None:

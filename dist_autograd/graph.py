@@ -75,6 +75,8 @@ class Reach:
         seen, recv = self._seen, self._recv
         while todo:
             node, output = todo.pop()
+            if node is None:
+                continue
             before = seen.get(id(node))
             if before is None:
                 seen[id(node)] = (node, start)
@@ -85,7 +87,7 @@ class Reach:
             elif before is None:
                 following = node.next_functions
                 if following:
-                    todo += [edge for edge in following if edge[0] is not None]
+                    todo += following
                 elif node.name() == _LEAF:
                     self.add_leaf(start, node.variable)
         return marks
@@ -128,16 +130,18 @@ def marks_behind(node: Any, recv: type[Any], context_id: int, limit: int) -> tup
     seen: dict[int, Any] = {}
     while todo:
         node, output = todo.pop()
+        if node is None:
+            continue
         if isinstance(node, recv):
             origin = node.origin
             if origin.context_id != context_id:
                 return None
-            mark = Mark(origin.sender, origin.message, output)
+            mark = _new_mark(Mark, (origin.sender, origin.message, output))
             if mark not in marks:
                 marks.append(mark)
         elif id(node) not in seen:
             seen[id(node)] = node
             if len(seen) > limit:
                 return None
-            todo += [edge for edge in node.next_functions if edge[0] is not None]
+            todo += node.next_functions
     return marks, len(seen)

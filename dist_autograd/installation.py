@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_autograd.backwards import Backwards
-from dist_autograd.contexts import Context, Contexts
+from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.following import Follower
 from dist_autograd.roots import checked
@@ -33,9 +33,10 @@ class Autograd:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self.contexts = Contexts(agent, self._context_made, self._context_over)
         self.models = Models()
+        self.contexts = Contexts(agent, self.models.watch)
         self.backwards = Backwards(agent, self.contexts, self.models)
+        self.contexts.when_released = self.backwards.context_over
         agent.on_closed(self.models.stop)
         agent.tape = Follower(self.contexts)
 
@@ -68,12 +69,6 @@ class Autograd:
             "num_autograd_contexts": len(self.contexts),
             "num_current_backward_passes": len(self.backwards),
         }
-
-    def _context_made(self) -> None:
-        self.models.watch()
-
-    def _context_over(self, context: Context) -> None:
-        self.backwards.context_over(context)
 
 
 def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:

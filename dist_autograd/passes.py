@@ -146,10 +146,10 @@ class Pass:
             self._origins[node.origin.sender, node.origin.message] = node.origin
         return marks
 
-    def behind(self, mark: Mark) -> Sequence[Mark] | None:
+    def behind(self, mark: Mark) -> list[Mark] | None:
         """What follows from a mark, where its sender has said so to this worker."""
-        origin = self._origins.get((mark.sender, mark.message))
-        return None if origin is None or origin.behind is None else origin.behind[mark.tensor]
+        origin = self._origins.get(mark[:2])
+        return None if origin is None else origin.marks_behind(mark[2])
 
     # ---- while it runs
 
@@ -368,7 +368,8 @@ class Pass:
     def arrived(self, number: int, message: Any) -> None:
         """Gradients for a message that was sent from here have come."""
         self._arrived[number] = message
-        self.news()
+        if self._news is not None:
+            self._news.set()
 
     def fail(self, error: BaseException) -> None:
         """End the backward here; the first error counts."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, Final
 
 import torch
@@ -21,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
 from dist_autograd.graph import Mark, marks_behind
-from rpc.errors import AutogradError
+from rpc.errors import AutogradError, ProtocolError
 from rpc.peer import Peer
 
 __all__ = ["ANCHOR", "RECV_NODE", "SEND_NODE", "Origin", "Sent", "behind", "receive", "send"]
@@ -55,10 +56,10 @@ class Sent:
         self.ends = ends
         self.nodes = nodes
 
-    def entry(self, index: int) -> Tensor | GradientEdge:
+    def entry(self, position: int) -> Tensor | GradientEdge:
         """Where a tensor's gradient enters the graph: at the leaf that it is, or right behind its send."""
-        node = self.nodes[index]
-        return self.ends[index] if node is None else GradientEdge(*node.next_functions[0])
+        node = self.nodes[position]
+        return self.ends[position] if node is None else GradientEdge(*node.next_functions[0])
 
 
 class Origin:
@@ -70,7 +71,8 @@ class Origin:
         sender: the incarnation of that worker.
         message: its number there.
         received: when it was recorded here.
-        behind: for each of its tensors what a gradient marks on other workers, if the sender has said so.
+        behind: for each of its tensors what a gradient marks on other workers, if the sender has said so; as
+            it has come, to be read by ``marks_behind``.
     """
 
     __slots__ = ("behind", "context_id", "message", "received", "sender", "source")
@@ -81,7 +83,7 @@ class Origin:
         source: Peer,
         message: int,
         received: int,
-        behind: Sequence[Sequence[Mark]] | None = None,
+        behind: Sequence[Any] | None = None,
     ) -> None:
         self.context_id = context_id
         self.source = source
@@ -90,19 +92,34 @@ class Origin:
         self.received = received
         self.behind = behind
 
+    def marks_behind(self, tensor: int) -> list[Mark] | None:
+        """What a gradient of a tensor marks on other workers; None if the sender has not said so.
+
+        Raises:
+            ProtocolError: it has said something else.
+        """
+        if self.behind is None:
+            return None
+        try:
+            return [Mark(*map(index, mark)) for mark in self.behind[tensor]]
+        except (TypeError, LookupError) as error:
+            raise ProtocolError(
+                f"worker '{self.source.name}' says badly what lies behind a tensor: {error}"
+            ) from None
+
 
 class Send(Function):
     """Passes on the gradient that the receiver of a tensor has sent."""
 
     @staticmethod
-    def forward(ctx: Any, message: int, index: int, tensor: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.message, ctx.index = message, index
+    def forward(ctx: Any, message: int, position: int, tensor: Tensor) -> Tensor:
+        ctx.materialize_grads = False
+        ctx.message, ctx.position = message, position
         return _EMPTY.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None, Tensor | None]:
-        return None, None, engine.running.known_as.gradient(ctx.message, ctx.index)
+        return None, None, engine.running.known_as.gradient(ctx.message, ctx.position)
 
 
 class Recv(Function):
@@ -110,7 +127,7 @@ class Recv(Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], origin: Origin) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.origin = origin
         return tuple(tensors)
 
@@ -142,12 +159,12 @@ def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
     ends: list[Tensor] = []
     nodes: list[Any] = []
     try:
-        for index, tensor in enumerate(tensors):
+        for position, tensor in enumerate(tensors):
             if tensor.is_leaf:
                 ends.append(tensor)
                 nodes.append(None)
             else:
-                end = _send(number, index, tensor)
+                end = _send(number, position, tensor)
                 ends.append(end)
                 nodes.append(end.grad_fn)
     except RuntimeError:
@@ -177,7 +194,7 @@ def receive(
     context_id: int,
     source: Peer,
     message: int,
-    behind: Sequence[Sequence[Mark]] | None = None,
+    behind: Sequence[Any] | None = None,
 ) -> tuple[Tensor, ...]:
     """Record tensors as received; returns what stands for them, with gradient history."""
     origin = Origin(context_id, source, message, next(clock), behind)

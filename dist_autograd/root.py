@@ -13,7 +13,6 @@ answer to these says that it is done.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +28,6 @@ from rpc.peer import Peer
 from rpc.workers import WorkerInfo
 
 __all__ = ["Root", "Workers", "failure_of"]
-
-Marks = dict[Peer, list[Mark]]
-"""For each worker the tensors that take part."""
 
 
 class Workers:
@@ -78,7 +74,8 @@ class Root:
             self._left = self.others.copy()
             self._run_own(roots, [torch.ones_like(root) for root in roots])
             self._has_run = True
-            self.own.wait_until(lambda: not self._left)
+            if self._left or self.own.has_failed():
+                self.own.wait_until(lambda: not self._left)
         except BaseException as error:
             self.own.fail_later(_given_up)  # a nested one's own part may go on after Ctrl-C
             for peer in self.others:
@@ -130,49 +127,41 @@ class Root:
             part.interrupt()
 
     def _mark_all(self, found: Sequence[Mark]) -> None:
-        while found:
+        """Follow marks to the ends of the graph, wherever they lead."""
+        todo = list(found)
+        while todo:
+            unknown = self._follow(todo)
             asked: list[Callable[[], list[Mark]]] = []
-            following: list[Mark] = []
-            for peer, marks in self._by_worker(found).items():
-                if peer.is_self:
-                    following += self.own.mark([mark[1:] for mark in marks], peer)
-                else:
-                    self.others.add(peer)
-                    behind = self._behind(peer, marks)
-                    if behind is None:
-                        self._asked.add(peer)
-                        all_marks = [*self.own.untold.pop(peer, ()), *marks]
-                        asked.append(self._workers.ask(self.own, peer, [mark[1:] for mark in all_marks]))
-                    else:
-                        self.own.untold.setdefault(peer, []).extend(marks)
-                        following += behind
+            for peer, marks in unknown.items():
+                self._asked.add(peer)
+                all_marks = [*self.own.untold.pop(peer, ()), *marks]
+                asked.append(self._workers.ask(self.own, peer, [mark[1:] for mark in all_marks]))
             for answer in asked:
-                following += answer()
-            found = following
+                todo += answer()
 
-    def _by_worker(self, found: Sequence[Mark]) -> Marks:
-        marks: defaultdict[Peer, list[Mark]] = defaultdict(list)
-        for mark in found:
-            if mark in self._marked:
+    def _follow(self, todo: list[Mark]) -> dict[Peer, list[Mark]]:
+        """Follow marks as far as is known here; returns those at workers that must be asked what follows."""
+        own, marked = self.own, self._marked
+        unknown: dict[Peer, list[Mark]] = {}
+        while todo:
+            mark = todo.pop()
+            if mark in marked:
                 continue
-            self._marked.add(mark)
-            peer = self._workers.find(mark.sender)
+            marked.add(mark)
+            peer = self._workers.find(mark[0])
             if peer is None:
                 raise AutogradError("the graph leads to a worker that is not in this group")
-            marks[peer].append(mark)
-        return marks
-
-    def _behind(self, peer: Peer, marks: Sequence[Mark]) -> list[Mark] | None:
-        """What follows from marks on a worker, if that one need not be asked."""
-        if peer in self._asked:
-            return None
-        found: list[Mark] = []
-        for mark in marks:
-            behind = self.own.behind(mark)
+            if peer.is_self:
+                todo += own.mark((mark[1:],), peer)
+                continue
+            self.others.add(peer)
+            behind = None if peer in self._asked or peer in unknown else own.behind(mark)
             if behind is None:
-                return None
-            found += behind
-        return found
+                unknown.setdefault(peer, []).append(mark)
+            else:
+                own.untold.setdefault(peer, []).append(mark)
+                todo += behind
+        return unknown
 
     def ask(self, part: Part, send: Callable[[], object], *, is_small: bool) -> None:
         """Tell a worker, with its first gradients, what takes part there.
@@ -184,7 +173,7 @@ class Root:
         """
         self._parts[part.peer] = part
         part.when_settled = self.part_ended
-        if part.settled():
+        if part.outcome is not None:
             self.part_ended(part)
         if part.whole and is_small and engine.running.known_as is None:
             self._read(part, send)  # this thread has nothing else to do
