@@ -165,7 +165,7 @@ class Backwards:
                 if running is None:
                     self._contexts.get(context_id)
                     raise AutogradError(f"context {context_id} is just made known to this worker")
-                found = running.mark([(message, index) for message, index in marks], peer)
+                found = running.mark(marks, peer)
             except BaseException as error:
                 self._agent.fail(peer, frame.call_id, error)
             else:
@@ -235,7 +235,7 @@ class Backwards:
         agent, peer = self._agent, running.root
         kind, payload = Kind.REPLY, Payload({}, [])
         try:
-            running.mark([(message, index) for message, index in marks], peer)
+            running.mark(marks, peer)
             running.run()
             if running.held_back is not None:
                 origin, gradients = running.held_back

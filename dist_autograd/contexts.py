@@ -40,6 +40,7 @@ COUNTER_BITS: Final = 48
 _TOPIC: Final = "autograd"
 OVER: Final = Kind.EXTENSION + 20
 _REMEMBERED: Final = 4096
+_INTEGERS: Final = frozenset((int,))
 
 current: Final[ContextVar[Context | None]] = ContextVar("dist_autograd.current", default=None)
 """The context that this thread, or coroutine, runs in."""
@@ -119,6 +120,7 @@ class Contexts:
 
     Attributes:
         when_released: called with each context that is over, before what it holds is freed.
+        find: a function that returns the context of an id; None if it is over, or was never known here.
     """
 
     when_released: Callable[[Context], object]
@@ -127,6 +129,7 @@ class Contexts:
         self._agent = agent
         self._when_made = when_made
         self._known: dict[int, Context] = {}
+        self.find: Callable[[int], Context | None] = self._known.get
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
         self._lock = threading.RLock()  # a finalizer that runs while it is held may leave a context
         self._over: set[int] = set()
@@ -154,10 +157,6 @@ class Contexts:
         context = Context(self, (rank << COUNTER_BITS) + number, self._agent.incarnation, None)
         self._known[context.id] = context
         return context
-
-    def find(self, context_id: int) -> Context | None:
-        """The context of this id; None if it is over, or has never been known here."""
-        return self._known.get(context_id)
 
     def get(self, context_id: int) -> Context:
         """As ``find``; raises ``AutogradError`` if there is none."""
@@ -257,7 +256,7 @@ class Contexts:
         Raises:
             ProtocolError: it says something else.
         """
-        if type(said) is not list or not all(type(context_id) is int for context_id in said):
+        if type(said) is not list or not _INTEGERS.issuperset(map(type, said)):
             raise ProtocolError(f"contexts said to be over by the ids {str(said)[:80]}")
         ended: list[Context] = []
         for context_id in said:

@@ -14,9 +14,10 @@ other threads, is no alternative: process groups carry it too, and free it where
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ __all__ = [
     "hold_back",
     "is_profiled",
     "is_running",
+    "noting_hooks",
     "refuse_transforms",
     "run",
     "running",
@@ -81,10 +83,31 @@ def directly(function: type[Function]) -> Callable[..., Any]:
     return apply
 
 
+def noting_hooks(function: type[Function]) -> type:
+    """The class of a function's nodes, which from now on note in ``has_hooks`` that a hook is registered.
+
+    PyTorch does not tell whether a node has any.
+    """
+    node: Any = function._backward_cls
+    node.has_hooks = False
+    node.register_hook = _noting(node.register_hook)
+    node.register_prehook = _noting(node.register_prehook)
+    return cast("type", node)
+
+
+def _noting(register: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(register)
+    def noted(node: Any, hook: Any) -> Any:
+        node.has_hooks = True
+        return register(node, hook)
+
+    return noted
+
+
 def run(
     roots: Sequence[Tensor | GradientEdge],
     gradients: Sequence[Tensor],
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge],
     *,
     retain_graph: bool,
     accumulate: bool,
@@ -95,7 +118,7 @@ def run(
     Args:
         roots: where it begins.
         gradients: one for each root.
-        inputs: the leaves where it ends.
+        inputs: where it ends: leaves; or edges, whose nodes do not run, except for hooks on their tensors.
         retain_graph: whether the graph can be run again.
         accumulate: add the gradients of the inputs, which must be leaves, to their ``.grad``.
         known_as: what ``running.known_as`` is to the nodes that run.

@@ -46,10 +46,11 @@ class Reach:
     Attributes:
         leaves: the leaves, each once, under the start that has reached it first.
         recvs: the recv nodes.
+        marks: the tensors of recvs that take part.
         separate: whether nothing is reached from two starts.
     """
 
-    __slots__ = ("_leaves", "_marked", "_recv", "_seen", "leaves", "recvs", "separate")
+    __slots__ = ("_leaves", "_recv", "_seen", "leaves", "marks", "recvs", "separate")
 
     def __init__(self, recv: type[Any]) -> None:
         self.leaves: dict[int, list[Any]] = {}
@@ -60,7 +61,7 @@ class Reach:
         """By identity each node, which is so held that no other can get its identity, and its start."""
         self._leaves: dict[int, tuple[Any, int]] = {}
         """The same of each leaf."""
-        self._marked: set[Mark] = set()
+        self.marks: set[Mark] = set()
 
     def nodes(self) -> list[Any]:
         """All nodes that are reached, recvs included."""
@@ -105,8 +106,8 @@ class Reach:
         if is_new:
             self.recvs.append(node)
         mark = _new_mark(Mark, (node.origin.sender, node.origin.message, output))
-        if mark not in self._marked:
-            self._marked.add(mark)
+        if mark not in self.marks:
+            self.marks.add(mark)
             marks.append(mark)
 
 

@@ -63,12 +63,10 @@ class Pass:
     waits_for_nothing = False
     """All its gradients are here, and it is no root's."""
     held_back: tuple[Origin, Sequence[Tensor | None]] | None = None
-    """In such a part, gradients for the root, which its answer brings. At the root, the gradients of the one
-    message that its roots lead to: they go out when the engine has returned."""
+    """In such a part, gradients for the root, which its answer brings."""
     _news: threading.Event | None = None
-    _one_recv = False
-    """The roots lead to one message."""
-    _holds_back = False
+    _one_recv: tuple[Any, list[int]] | None = None
+    """Where the roots lead to one message: its recv, and which of its tensors."""
     _error: Callable[[], BaseException] | None = None
 
     def __init__(
@@ -103,7 +101,8 @@ class Pass:
     def start(self, roots: Sequence[Tensor]) -> list[Mark]:
         """Begin from the roots themselves; returns what they mark on other workers, or on this one."""
         marks = self._extend(ROOTS, [(root.grad_fn, root.output_nr) for root in roots])
-        self._one_recv = len(self._reach.recvs) == 1
+        if len(self._reach.recvs) == 1:
+            self._one_recv = self._reach.recvs[0], [mark[2] for mark in marks]
         return marks
 
     def mark(self, marks: Iterable[tuple[int, int]], receiver: Peer) -> list[Mark]:
@@ -115,7 +114,7 @@ class Pass:
         found: list[Mark] = []
         for number, index in marks:
             sent = self._sent.get(number) or self.context.sends.get(number)
-            if sent is None or not 0 <= index < len(sent.ends):
+            if sent is None or type(index) is not int or not 0 <= index < len(sent.ends):
                 self._raise_error()  # its context may be over, which says more
                 raise AutogradError(
                     f"worker '{receiver.name}' asks for tensor {index} of message {number}, which was not "
@@ -237,17 +236,11 @@ class Pass:
 
     def _run_roots(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
         leaves = self._reach.leaves[ROOTS]
-        if leaves or not self._one_recv:
+        if leaves or self._one_recv is None or self._one_recv[0].has_hooks:
             return self._run_engine(roots, gradients, leaves)
-        # The recv is what the engine runs last. This thread, which is to wait for what comes of it, can then
-        # send its gradients when it has nothing else to do, and read the answer itself.
-        self._holds_back = True
-        self._run_engine(roots, gradients, ())
-        self._holds_back = False
-        held, self.held_back = self.held_back, None
-        if held is not None:
-            self._post(self, *held)
-        return []
+        # The recv is where the engine ends. This thread, which is to wait for what comes of it, can then send
+        # its gradients when it has nothing else to do, and read the answer itself.
+        return self._run_to_recv(roots, gradients, leaves, *self._one_recv)
 
     def _run_message(self, number: int, leaves: list[Tensor]) -> list[Tensor | None]:
         """What lies behind a message; the gradients of its leaves."""
@@ -263,7 +256,12 @@ class Pass:
             if gradient is None:
                 return self._run_engine(*self._sends(number, indices), leaves)
             gradients.append(gradient)
-        return self._run_engine([sent.entry(index) for index in indices], gradients, leaves)
+        entries = list(map(sent.entry, indices))
+        recvs = self._reach.recvs
+        if self.waits_for_nothing and len(recvs) == 1 and not recvs[0].has_hooks:
+            marked = [mark[2] for mark in self._reach.marks]
+            return self._run_to_recv(entries, gradients, leaves, recvs[0], marked)
+        return self._run_engine(entries, gradients, leaves)
 
     def _sends(self, number: int, indices: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """The sends of a message as where a run begins: for gradients that are None, and for profiles.
@@ -299,6 +297,36 @@ class Pass:
             accumulate=accumulate,
             known_as=self,
         )
+        return list(captured[: len(leaves)])
+
+    def _run_to_recv(
+        self,
+        roots: Sequence[Tensor | GradientEdge],
+        gradients: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        node: Any,
+        indices: Sequence[int],
+    ) -> list[Tensor | None]:
+        """As ``_run_engine``, where one recv is reached: its gradients are sent when the engine has returned.
+
+        They are captured as those of leaves are, which saves running the node.
+
+        Args:
+            node: the recv.
+            indices: of its tensors that take part.
+        """
+        captured = engine.run(
+            roots,
+            gradients,
+            (*leaves, *[GradientEdge(node, index) for index in indices]),
+            retain_graph=self.retain_graph,
+            accumulate=False,
+            known_as=self,
+        )
+        received: list[Tensor | None] = [None] * node.origin.tensors
+        for index, gradient in zip(indices, captured[len(leaves) :], strict=True):
+            received[index] = gradient
+        self.post(node, received)
         return list(captured[: len(leaves)])
 
     def _tickets(self) -> Tensor:
@@ -358,10 +386,7 @@ class Pass:
                 "a backward has run a message twice: this is a defect of farcall's, please report it"
             )
         self._run.add(id(node))
-        if self._holds_back:
-            self.held_back = node.origin, gradients
-        else:
-            self._post(self, node.origin, gradients)
+        self._post(self, node.origin, gradients)
 
     # ---- from elsewhere
 

@@ -71,11 +71,12 @@ class Origin:
         sender: the incarnation of that worker.
         message: its number there.
         received: when it was recorded here.
+        tensors: how many of them there are.
         behind: for each of its tensors what a gradient marks on other workers, if the sender has said so; as
             it has come, to be read by ``marks_behind``.
     """
 
-    __slots__ = ("behind", "context_id", "message", "received", "sender", "source")
+    __slots__ = ("behind", "context_id", "message", "received", "sender", "source", "tensors")
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class Origin:
         source: Peer,
         message: int,
         received: int,
+        tensors: int,
         behind: Sequence[Any] | None = None,
     ) -> None:
         self.context_id = context_id
@@ -90,6 +92,7 @@ class Origin:
         self.sender = source.incarnation
         self.message = message
         self.received = received
+        self.tensors = tensors
         self.behind = behind
 
     def marks_behind(self, tensor: int) -> list[Mark] | None:
@@ -147,7 +150,8 @@ class Recv(Function):
 _send: Final[Callable[..., Tensor]] = engine.directly(Send)
 _recv: Final[Callable[..., tuple[Tensor, ...]]] = engine.directly(Recv)
 SEND_NODE: Final[type] = Send._backward_cls
-RECV_NODE: Final[type] = Recv._backward_cls
+RECV_NODE: Final[type] = engine.noting_hooks(Recv)
+"""Such a node has ``has_hooks``: whether hooks on the node itself were ever registered."""
 
 
 def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
@@ -197,7 +201,7 @@ def receive(
     behind: Sequence[Any] | None = None,
 ) -> tuple[Tensor, ...]:
     """Record tensors as received; returns what stands for them, with gradient history."""
-    origin = Origin(context_id, source, message, next(clock), behind)
+    origin = Origin(context_id, source, message, next(clock), len(tensors), behind)
     try:
         if torch.is_grad_enabled():
             return _recv(ANCHOR, tensors, origin)

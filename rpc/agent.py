@@ -110,6 +110,8 @@ class Agent:
         self.extensions: dict[str, Any] = {}
         """What stands on this agent, by name: each part's own object, where its code finds it again."""
         self._peers: dict[int, Peer] = {}
+        self.peer_by_incarnation: Callable[[int], Peer | None] = self._peers.get
+        """Returns the peer of an incarnation, present or gone; None if it was never in the group."""
         self._routes: dict[str, Peer] = {}
         self.postponed = Counter()
         """Requests that no task works on, but which are still to be run or answered."""
@@ -168,10 +170,6 @@ class Agent:
         peer = self._peers[self.view.resolve(callee).incarnation]
         self._routes[peer.name] = peer
         return peer
-
-    def peer_by_incarnation(self, incarnation: int) -> Peer | None:
-        """The peer of this incarnation, present or gone; None if it was never in the group."""
-        return self._peers.get(incarnation)
 
     def peer_for(self, member: Member) -> Peer:
         peer = self._peers.get(member.incarnation)

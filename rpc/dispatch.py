@@ -98,16 +98,15 @@ class Dispatcher:
 
     def begun(self, peer: Peer, frame: Frame) -> Task:
         """Count a request that has come without anything beside its pickle; returns how to run it."""
-        self.count_request()
+        self.requests_begun = next(self._numbers)
         return self._agent.callee.run, Request(peer, frame)
 
     def is_for_any_thread(self, frame: Frame) -> bool:
         """Whether a frame may be taken in by the thread that has read it, since nothing needs the loop."""
-        if frame.kind == Kind.CALL:
-            return not serialization.brings(frame.header)
-        return frame.kind in self._for_any_thread and not (
-            frame.header and serialization.brings(frame.header)
-        )
+        kind, _, header, _ = frame
+        if kind != Kind.CALL and kind not in self._for_any_thread:
+            return False
+        return not header or serialization.brings_nothing(header)
 
     def is_kind_for_any_thread(self, kind: int) -> bool:
         """The same of any frame of an extension's kind, whatever its header says."""

@@ -152,7 +152,7 @@ def _take_tensors(
             seen[id(value)] = len(usual) == _WITH_GRAD
             places[place] = None
             tensors.append((place, usual))
-        elif kind not in _SCALARS and not _is_short_sequence(kind, value):
+        elif kind not in _SCALARS and not (kind in _SEQUENCES and _is_short_sequence(value)):
             return None
     if kwargs:
         for word, value in kwargs.items():
@@ -168,7 +168,7 @@ def _take_tensors(
                     words = dict(kwargs)
                 words[word] = None
                 tensors.append((word, usual))
-            elif kind not in _SCALARS and not _is_short_sequence(kind, value):
+            elif kind not in _SCALARS and not (kind in _SEQUENCES and _is_short_sequence(value)):
                 return None
     if tracked is not None and tensors is not None:
         for place, usual in tensors:
@@ -177,9 +177,9 @@ def _take_tensors(
     return places, words, tensors
 
 
-def _is_short_sequence(kind: type, value: Any) -> bool:
-    """Whether it is a list or tuple of scalars so short that a look at each costs less than a pickler."""
-    return kind in _SEQUENCES and len(value) <= _SHORT and _SCALARS.issuperset(map(type, value))
+def _is_short_sequence(value: Any) -> bool:
+    """Whether a list or tuple is of scalars, and so short that a look at each costs less than a pickler."""
+    return len(value) <= _SHORT and _SCALARS.issuperset(map(type, value))
 
 
 def _with_buffers(record: tuple[Any, ...]) -> Payload:
@@ -339,7 +339,7 @@ def dumps(
         RpcError: a part of it travels beside the pickle and refuses, for a reason of its own.
     """
     kind = type(obj)
-    if kind in _SCALARS or _is_short_sequence(kind, obj):
+    if kind in _SCALARS or (kind in _SEQUENCES and _is_short_sequence(obj)):
         return Payload({}, [_NONE if obj is None else _pickle((obj,), PROTOCOL)])
     try:
         if kind is Tensor and not obj.__dict__:

@@ -318,11 +318,13 @@ class DirectReading:
             if not isinstance(turn, ThreadTurn):
                 return None
             milliseconds = None if timeout is None else 1000 * timeout
+            unread, role = turn.unread, self.role
             task: T_co | None = None
-            while task is None and not turn.unread and self.role.holder() is turn:
+            while task is None and not unread and role.holder() is turn:
                 if not self._wait(milliseconds, self._requests_soon):
                     return None
-                frames = self._receive(turn)
+                unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
+                frames = self._decoder.whole_frames(sum(unread))
                 if frames is None or not all(map(station.takes, frames)):
                     self.role.worth.was_in_vain()
                     return None
@@ -333,12 +335,16 @@ class DirectReading:
                     and self._look(self._followers, _FOLLOWER_SECONDS)
                 ):
                     # Taken in now, since it would wake the loop as soon as this thread leaves.
-                    frames = self._receive(turn)
+                    unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
+                    frames = self._decoder.whole_frames(sum(unread))
                     if frames is not None and all(map(station.takes, frames)):
                         self._given(turn, frames, station, busy=True)
+            if role.holder() is turn:
+                self._end(turn)
             return task
         finally:
-            self.leave()
+            if self.role.holder() is not None:
+                self.leave()
 
     def _given(
         self, turn: ThreadTurn, frames: list[Frame], station: Station[T_co], *, busy: bool = False
@@ -393,8 +399,3 @@ class DirectReading:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         return None
-
-    def _receive(self, turn: ThreadTurn) -> list[Frame] | None:
-        """Receive, and return what came if it is a few whole frames."""
-        turn.unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
-        return self._decoder.whole_frames(sum(turn.unread))
