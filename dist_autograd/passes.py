@@ -264,20 +264,9 @@ class Pass:
         return self._run_engine(entries, gradients, leaves)
 
     def _sends(self, number: int, indices: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """The sends of a message as where a run begins: for gradients that are None, and for profiles.
-
-        A leaf without a gradient is none.
-        """
-        sent, received = self._sent[number], self._gradients[number]
-        nothing = torch.empty(0)
-        roots: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for index in indices:
-            gradient = nothing if sent.nodes[index] is not None else received[index]
-            if gradient is not None:
-                roots.append(sent.ends[index])
-                gradients.append(gradient)
-        return roots, gradients
+        """The sends of a message as where a run begins: for gradients that are None, and for profiles."""
+        sent = self._sent[number]
+        return [sent.end(index) for index in indices], [torch.empty(0)] * len(indices)
 
     def _run_engine(
         self,
@@ -287,8 +276,6 @@ class Pass:
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
-        if not roots:
-            return [None] * len(leaves)
         captured = engine.run(
             roots,
             gradients,

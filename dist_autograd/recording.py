@@ -56,6 +56,13 @@ class Sent:
         self.ends = ends
         self.nodes = nodes
 
+    def end(self, position: int) -> Tensor:
+        """The empty tensor behind a tensor's send node; that of a leaf is made now."""
+        if self.nodes[position] is not None:
+            return self.ends[position]
+        with torch.enable_grad():
+            return _send(self.number, position, self.ends[position])
+
     def entry(self, position: int) -> Tensor | GradientEdge:
         """Where a tensor's gradient enters the graph: at the leaf that it is, or right behind its send."""
         node = self.nodes[position]

@@ -135,15 +135,19 @@ class Run:
             self._retained[key] = value
 
     def arrived(self, what: str, values: Sequence[Any]) -> None:
-        """Counts the runs of the nodes that a message's tensors hang on."""
+        """Counts the runs of the nodes that a message's tensors hang on, in programs where that is done."""
         nodes = {
             id(value.grad_fn): value.grad_fn
             for value in values
             if isinstance(value, Tensor) and value.grad_fn is not None
         }
         for index, node in enumerate(nodes.values()):
-            if id(node) not in self._nodes:
+            if id(node) in self._nodes:
+                continue
+            if self.program.counts_arrivals:
                 self._watch(node, f"{_ARRIVAL}{what} #{index}")
+            else:
+                self._nodes[id(node)] = node
 
     def made(self, step: Operation, values: Sequence[Tensor]) -> None:
         """Counts the runs of all nodes that a step has made."""
