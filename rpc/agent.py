@@ -241,7 +241,6 @@ class Agent:
         handler: KindHandler,
         *,
         any_thread: bool = False,
-        brings: bool = False,
         followed: bool = False,
     ) -> None:
         """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
@@ -251,7 +250,7 @@ class Agent:
         """
         if kind < Kind.EXTENSION:
             raise ValueError(f"message kind {kind} is reserved")
-        self.dispatcher.on(kind, handler, any_thread=any_thread, brings=brings, followed=followed)
+        self.dispatcher.on(kind, handler, any_thread=any_thread, followed=followed)
 
     # ---- what pending calls need (CallOwner)
 
