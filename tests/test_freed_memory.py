@@ -58,6 +58,16 @@ def test_allocator_is_left_alone_with_0(run_workers: RunWorkers) -> None:
     assert min(on_main_thread, on_executor_thread) >= 4 * ROUNDS  # with huge pages; else 2048 * ROUNDS
 
 
+def look_at_faults_of_more(worker: Worker) -> int:
+    with worker.group(kept_memory_bytes=32 * MIB):
+        return faults_of_rounds(*MORE_THAN_GLIBC_KEEPS)
+
+
+def test_no_more_is_kept_than_the_option_says(run_workers: RunWorkers) -> None:
+    (faults,) = run_workers(look_at_faults_of_more, 1)
+    assert faults >= 15 * ROUNDS
+
+
 def look_at_faults_in_and_after_group(worker: Worker) -> list[int]:
     seen: list[int] = []
     for _ in range(2):
