@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Final
 
 from torch import Tensor
@@ -45,9 +46,12 @@ class ParameterLocks:
             found = {_table.setdefault(parameter, fresh) for parameter in parameters}
         self._locks: list[_Lock] = sorted(found, key=lambda each: each.number)
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[object]:
         """Holds all of them."""
+        return self._locks[0].lock if len(self._locks) == 1 else self._all_held()
+
+    @contextlib.contextmanager
+    def _all_held(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for each in self._locks:
                 stack.enter_context(each.lock)

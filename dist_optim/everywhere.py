@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 
 from rpc.errors import WorkerLostError
 from rpc.futures import Future, wait_futures
+from rref import RRef
+from rref.proxy import RRefProxy
 
-__all__ = ["on_all"]
+__all__ = ["on_all", "on_all_objects"]
 
 T = TypeVar("T")
 
@@ -32,8 +34,6 @@ def on_all(parts: Mapping[str, T], doing: str, call: Callable[[T], Future[Any]])
     """
     calls = {worker: call(part) for worker, part in parts.items()}
     try:
-        if len(calls) == 1:  # whose answer this thread may read itself
-            return [future.wait() for future in calls.values()]
         return wait_futures(list(calls.values()))
     except WorkerLostError as error:
         _add_notes(error, doing, calls)
@@ -45,6 +45,26 @@ def on_all(parts: Mapping[str, T], doing: str, call: Callable[[T], Future[Any]])
         raise
 
 
+def on_all_objects(
+    objects: Mapping[str, RRef[Any]], doing: str, call: Callable[[RRefProxy], Any]
+) -> list[Any]:
+    """The same, where each worker has an object, of which the same method is called.
+
+    Args:
+        objects: references to them, by the worker's name.
+        doing: as for ``on_all``.
+        call: calls the method of the stand-in that it is given.
+    """
+    if len(objects) > 1:
+        return on_all(objects, doing, lambda each: call(each.rpc_async()))
+    ((worker, only),) = objects.items()
+    try:
+        return [call(only.rpc_sync())]
+    except Exception as error:
+        _add_failure(error, doing, worker, error)
+        raise
+
+
 def _add_notes(error: Exception, doing: str, calls: Mapping[str, Future[Any]]) -> None:
     done: list[str] = []
     under_way: list[str] = []
@@ -52,13 +72,17 @@ def _add_notes(error: Exception, doing: str, calls: Mapping[str, Future[Any]]) -
         if not future.done():
             under_way.append(f"'{worker}'")
         elif (failure := _error_of(future)) is not None:
-            error.add_note(f"{doing} failed on worker '{worker}': {type(failure).__name__}: {failure}")
+            _add_failure(error, doing, worker, failure)
         else:
             done.append(f"'{worker}'")
     if done:
         error.add_note(f"{doing} was done on {', '.join(done)}")
     if under_way:
         error.add_note(f"{doing} is under way on {', '.join(under_way)}")
+
+
+def _add_failure(error: Exception, doing: str, worker: str, failure: Exception) -> None:
+    error.add_note(f"{doing} failed on worker '{worker}': {type(failure).__name__}: {failure}")
 
 
 def _error_of(future: Future[Any]) -> Exception | None:

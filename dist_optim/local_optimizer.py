@@ -59,20 +59,15 @@ class LocalOptimizer:
     def step(self, context_id: int) -> None:
         """Takes one step with the gradients of a context. Parameters without one are left out."""
         gradients = _gradients(context_id)
-        with self.held() as optimizer, self._lent(gradients):
-            optimizer.step()
-
-    @contextlib.contextmanager
-    def _lent(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
-        """The parameters have these gradients as their ``.grad``, and then again what they had before."""
-        before = [parameter.grad for parameter in self._optimized]
-        try:
-            for optimized, parameter in zip(self._optimized, self._parameters, strict=True):
-                optimized.grad = gradients.get(parameter)
-            yield
-        finally:
-            for optimized, gradient in zip(self._optimized, before, strict=True):
-                optimized.grad = gradient
+        with self._locks.held():
+            before = [parameter.grad for parameter in self._optimized]
+            try:
+                for optimized, parameter in zip(self._optimized, self._parameters, strict=True):
+                    optimized.grad = gradients.get(parameter)
+                self._optimizer.step()
+            finally:
+                for optimized, gradient in zip(self._optimized, before, strict=True):
+                    optimized.grad = gradient
 
     def norms(self, context_id: int, norm_type: float) -> Tensor:
         """The norm of each gradient that the context has for these parameters, of shape (gradients,).
@@ -130,8 +125,7 @@ def _gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The context's gradients on this worker; none if nothing of the context was computed here."""
     if not dist_autograd.has_context(context_id):
         return {}
-    with torch.no_grad():
-        return dist_autograd.get_gradients(context_id)
+    return dist_autograd.get_gradients(context_id)
 
 
 def _elements(gradient: Tensor) -> Tensor:

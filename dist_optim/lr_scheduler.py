@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dist_optim.everywhere import on_all
+from dist_optim.everywhere import on_all_objects
 from dist_optim.local_optimizer import LocalOptimizer
 from rref import RRef
 
@@ -78,7 +78,7 @@ class DistributedLRScheduler:
             *args: what the schedule's own ``step`` takes: nothing, or the metric for ``ReduceLROnPlateau``.
             **kwargs: the same.
         """
-        on_all(self._parts, "step", lambda part: part.rpc_async().step(*args, **kwargs))
+        on_all_objects(self._parts, "step", lambda local: local.step(*args, **kwargs))
 
     def get_last_lr(self) -> list[Any]:
         """The learning rate of each parameter group, as the latest step has left it."""
@@ -92,7 +92,7 @@ class DistributedLRScheduler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state, on all owners. Load the optimizer's as well: it has the rates."""
-        on_all(self._parts, "load_state_dict", lambda part: part.rpc_async().load_state_dict(state))
+        on_all_objects(self._parts, "load_state_dict", lambda local: local.load_state_dict(state))
 
     def _first(self) -> RRef[LocalScheduler]:
         return next(iter(self._parts.values()))

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import dist_autograd
 from dist_optim import checkpoint
-from dist_optim.everywhere import on_all
+from dist_optim.everywhere import on_all, on_all_objects
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
 from dist_optim.lr_scheduler import DistributedLRScheduler, LocalScheduler, SchedulerFactory
 from rpc.api import rpc_async
 from rref import RRef
 
 __all__ = ["DistributedOptimizer"]
-
-
-class _Part(NamedTuple):
-    """What one owner has of the optimizer: a reference to it, and which of the parameters it is for."""
-
-    optimizer: RRef[LocalOptimizer]
-    positions: list[int]
 
 
 class DistributedOptimizer:
@@ -88,7 +81,11 @@ class DistributedOptimizer:
                 args=(optimizer_class, [references[each] for each in positions], positions, *how),
             ),
         )
-        self._parts = {owner: _Part(*part) for owner, part in zip(placed, made, strict=True)}
+        self._optimizers: dict[str, RRef[LocalOptimizer]] = {}
+        self._positions: dict[str, list[int]] = {}
+        """On each owner, which of the parameters its optimizer is for."""
+        for owner, (optimizer, positions) in zip(placed, made, strict=True):
+            self._optimizers[owner], self._positions[owner] = optimizer, positions
 
     def step(self, context_id: int) -> None:
         """Takes one step on each owner, with the gradients that the context has there, and waits for all.
@@ -105,7 +102,7 @@ class DistributedOptimizer:
                 which the step failed, and those on which it was made.
         """
         _check_context(context_id)
-        on_all(self._parts, "step", lambda part: part.optimizer.rpc_async().step(context_id))
+        on_all_objects(self._optimizers, "step", lambda local: local.step(context_id))
 
     def clip_grad_norm_(
         self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -130,10 +127,8 @@ class DistributedOptimizer:
         """
         _check_context(context_id)
         norm_type = float(norm_type)
-        norms = on_all(
-            self._parts,
-            "clip_grad_norm_",
-            lambda part: part.optimizer.rpc_async().norms(context_id, norm_type),
+        norms = on_all_objects(
+            self._optimizers, "clip_grad_norm_", lambda local: local.norms(context_id, norm_type)
         )
         found = torch.cat(norms)
         total: Tensor = torch.linalg.vector_norm(found, norm_type) if len(found) else torch.tensor(0.0)
@@ -144,11 +139,7 @@ class DistributedOptimizer:
             )
         factor = float(max_norm / (total + 1e-6))
         if not factor >= 1:  # also where it is no number
-            on_all(
-                self._parts,
-                "clip_grad_norm_",
-                lambda part: part.optimizer.rpc_async().scale(context_id, factor),
-            )
+            on_all_objects(self._optimizers, "clip_grad_norm_", lambda local: local.scale(context_id, factor))
         return total
 
     def lr_scheduler(
@@ -170,15 +161,13 @@ class DistributedOptimizer:
                 scheduler.step()
         """
         made = on_all(
-            self._parts,
+            self._optimizers,
             f"making a {getattr(scheduler_class, '__name__', scheduler_class)}",
-            lambda part: rpc_async(
-                part.optimizer.owner(),
-                _make_local_scheduler,
-                args=(part.optimizer, scheduler_class, args, kwargs),
+            lambda optimizer: rpc_async(
+                optimizer.owner(), _make_local_scheduler, args=(optimizer, scheduler_class, args, kwargs)
             ),
         )
-        return DistributedLRScheduler(dict(zip(self._parts, made, strict=True)))
+        return DistributedLRScheduler(dict(zip(self._optimizers, made, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all local optimizers, momentum and the like, to go on from later.
@@ -191,10 +180,8 @@ class DistributedOptimizer:
 
             torch.save({"optimizer": optimizer.state_dict(), "model": ...}, path)
         """
-        states = on_all(self._parts, "state_dict", lambda part: part.optimizer.rpc_async().state_dict())
-        return checkpoint.merge(
-            [(part.positions, state) for part, state in zip(self._parts.values(), states, strict=True)]
-        )
+        states = on_all_objects(self._optimizers, "state_dict", lambda local: local.state_dict())
+        return checkpoint.merge(list(zip(self._positions.values(), states, strict=True)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a saved state, in this group or in one formed anew, wherever the parameters live now.
@@ -206,15 +193,15 @@ class DistributedOptimizer:
         Raises:
             ValueError: the state is about other parameters, or no state. Nothing is changed then.
         """
-        states = checkpoint.split(state_dict, [part.positions for part in self._parts.values()])
+        states = checkpoint.split(state_dict, list(self._positions.values()))
         parts = {
-            owner: (part.optimizer, state)
-            for (owner, part), state in zip(self._parts.items(), states, strict=True)
+            owner: (optimizer, state)
+            for (owner, optimizer), state in zip(self._optimizers.items(), states, strict=True)
         }
         on_all(parts, "load_state_dict", lambda part: part[0].rpc_async().load_state_dict(part[1]))
 
     def __repr__(self) -> str:
-        owners = ", ".join(f"{len(part.positions)} on '{owner}'" for owner, part in self._parts.items())
+        owners = ", ".join(f"{len(positions)} on '{owner}'" for owner, positions in self._positions.items())
         return f"DistributedOptimizer({owners})"
 
 

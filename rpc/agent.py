@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rpc import serialization
+from rpc import freed_memory, serialization
 from rpc.callee import Callee, Interceptor
 from rpc.caller import UNSET_TIMEOUT, Caller
 from rpc.calls import CallTable
@@ -118,6 +118,7 @@ class Agent:
         self.departure: Departure | None = None
         self.closed = False
         self._interval: float | None = None
+        self._kept_memory = 0
         try:
             self.addresses = self._loop_thread.call(self.links.listen, listen_host, listen_port)
         except BaseException as error:
@@ -146,6 +147,8 @@ class Agent:
         if self.options.switch_interval is not None:
             self._interval = sys.getswitchinterval()
             sys.setswitchinterval(min(self._interval, self.options.switch_interval))
+        if freed_memory.keep(self.options.kept_memory_bytes):
+            self._kept_memory = self.options.kept_memory_bytes
 
         def form() -> None:
             for member in members:
@@ -235,7 +238,6 @@ class Agent:
         handler: KindHandler,
         *,
         any_thread: bool = False,
-        brings: bool = False,
         followed: bool = False,
     ) -> None:
         """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
@@ -245,7 +247,7 @@ class Agent:
         """
         if kind < Kind.EXTENSION:
             raise ValueError(f"message kind {kind} is reserved")
-        self.dispatcher.on(kind, handler, any_thread=any_thread, brings=brings, followed=followed)
+        self.dispatcher.on(kind, handler, any_thread=any_thread, followed=followed)
 
     # ---- what pending calls need (CallOwner)
 
@@ -375,6 +377,8 @@ class Agent:
         self._loop_thread.stop()
         if self._interval is not None:
             sys.setswitchinterval(self._interval)
+        if self._kept_memory:
+            freed_memory.release(self._kept_memory)
 
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.
@@ -394,6 +398,8 @@ class Agent:
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         if self._interval is not None:
             sys.setswitchinterval(self._interval)
+        if self._kept_memory:
+            freed_memory.release(self._kept_memory, give_back=False)
 
 
 _inherited: Final[list[Agent]] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rpc import serialization
 from rpc.callee import Request
@@ -39,7 +39,6 @@ class Dispatcher:
         self._agent = agent
         self._handlers: dict[int, KindHandler] = {}
         self._for_any_thread: set[int] = set()
-        self._bringing: set[int] = set()
         self.followed: set[int] = set()
         """Kinds of frames behind which another most likely comes at once."""
         self._numbers = itertools.count(1)
@@ -101,16 +100,11 @@ class Dispatcher:
         self.requests_begun = next(self._numbers)
         return self._agent.callee.run, Request(peer, frame)
 
-    def is_for_any_thread(self, frame: Frame) -> bool:
-        """Whether a frame may be taken in by the thread that has read it, since nothing needs the loop."""
-        kind, _, header, _ = frame
+    def is_for_any_thread(self, kind: int, header: dict[str, Any]) -> bool:
+        """Whether a message may be taken in by the thread that has read it, since nothing needs the loop."""
         if kind != Kind.CALL and kind not in self._for_any_thread:
             return False
         return not header or serialization.brings_nothing(header)
-
-    def is_kind_for_any_thread(self, kind: int) -> bool:
-        """The same of any frame of an extension's kind, whatever its header says."""
-        return kind in self._for_any_thread and kind not in self._bringing
 
     def taken_by_thread(self, peer: Peer, frame: Frame) -> Task | None:
         """Take in such a frame on the thread that has read it; returns what is to be done, if anything.
@@ -158,14 +152,13 @@ class Dispatcher:
         handler: KindHandler,
         *,
         any_thread: bool = False,
-        brings: bool = False,
         followed: bool = False,
     ) -> None:
         """Have frames of a kind passed to ``handler``. It must neither block nor run user code.
 
         Args:
-            any_thread: it may be called on any thread, and its frames be overtaken by those that follow.
-            brings: something may travel beside the pickle; then the loop takes it in.
+            any_thread: it may be called on any thread, and its frames be overtaken by those that follow. The
+                loop takes in those beside whose pickle something travels.
             followed: another frame most likely comes right behind.
 
         Raises:
@@ -176,7 +169,5 @@ class Dispatcher:
         self._handlers[kind] = handler
         if any_thread:
             self._for_any_thread.add(kind)
-        if brings:
-            self._bringing.add(kind)
         if followed:
             self.followed.add(kind)

@@ -229,6 +229,12 @@ class AgentOptions(RpcBackendOptions):
             1 GiB), and how much of each peer's is taken; what does not fit goes through the socket. 0 turns
             shared memory off. It is made as it is needed, kept for further messages, and given back after 20
             idle seconds.
+        kept_memory_bytes: how much freed memory the process keeps for what it allocates next while an agent
+            runs (default 64 MiB), so that tensors made anew in each training step do not cost a fault for
+            every page. It is a setting of glibc, for the whole process and for each of glibc's arenas: the
+            process may be larger by that much, and by up to 64 MiB for each further thread that computes. 0
+            leaves the allocator alone, and so does an agent that finds ``MALLOC_TRIM_THRESHOLD_``,
+            ``MALLOC_MMAP_THRESHOLD_`` or the like in the environment, or another C library.
         tcp_stripes: over how many TCP connections messages of more than 1 MiB to one worker are spread, at
             most 64 (default 1: over the one that everything goes over). It helps where the network limits
             what a connection gets, as many clouds do. With more than 1, that many are opened beside the one
@@ -258,6 +264,7 @@ class AgentOptions(RpcBackendOptions):
     send_queue_bytes = _Option(_positive_int)
     max_message_bytes = _Option(_positive_int)
     shared_memory_bytes = _Option(_int_or_zero)
+    kept_memory_bytes = _Option(_int_or_zero)
     tcp_stripes = _Option(_stripes)
     transports = _Option(_transports)
     listen = _Option(_listen)
@@ -279,6 +286,7 @@ class AgentOptions(RpcBackendOptions):
         max_message_bytes: int = 64 * 1024 * _MIB,
         transports: Iterable[str] | None = None,
         shared_memory_bytes: int = 1024 * _MIB,
+        kept_memory_bytes: int = 64 * _MIB,
         tcp_stripes: int = 1,
         listen: str | None = None,
         deserialization: Literal["pickle", "safe"] = "pickle",
@@ -295,6 +303,7 @@ class AgentOptions(RpcBackendOptions):
         self.max_message_bytes = max_message_bytes
         self.transports = transports
         self.shared_memory_bytes = shared_memory_bytes
+        self.kept_memory_bytes = kept_memory_bytes
         self.tcp_stripes = tcp_stripes
         self.listen = listen
         self.deserialization = deserialization

@@ -47,16 +47,21 @@ class Standby:
         return self._direct.next_request(timeout, self)
 
     def takes(self, frame: Frame) -> bool:
-        """Whether a thread that stands by may take in a frame."""
+        """Whether a thread that stands by may take in a frame, or the message that it stands for."""
         kind, _, header, segments = frame
         if kind == Kind.CALL and not header:
             return True
+        agent = self._peer.agent
         if kind == Kind.IN_SEGMENT:
             if header or len(segments) != 1:
                 return False
-            begin = segments[0][:2]
-            return begin == BARE_REQUEST or self._peer.agent.dispatcher.is_kind_for_any_thread(begin[0])
-        return self._peer.agent.dispatcher.is_for_any_thread(frame)
+            if segments[0][:2] == BARE_REQUEST:
+                return True
+            outline = agent.segments.outline(segments[0])
+            if outline is None:
+                return False
+            kind, header = outline
+        return agent.dispatcher.is_for_any_thread(kind, header)
 
     def take(self, frames: list[Frame], *, busy: bool = False) -> Task | None:
         """Take frames in; returns what the thread has to do, if anything, and leaves the rest to others.

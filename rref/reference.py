@@ -58,7 +58,17 @@ class RRef(Generic[T]):
         layer = rref.to_here()
     """
 
-    __slots__ = ("__weakref__", "_creation", "_owner", "_ref", "_references", "_rref", "_type")
+    __slots__ = (
+        "__weakref__",
+        "_confirmed",
+        "_creation",
+        "_owner",
+        "_ref",
+        "_references",
+        "_rref",
+        "_shown",
+        "_type",
+    )
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         del type_hint
@@ -84,6 +94,8 @@ class RRef(Generic[T]):
         self._ref = ref
         self._creation = creation
         self._type: Future[type] | None = None
+        self._confirmed = False
+        self._shown: str | None = None
 
     def __del__(self) -> None:
         # May run anywhere, also inside a locked section of ours: nothing is done here but to queue it.
@@ -178,6 +190,8 @@ class RRef(Generic[T]):
     def _usable(self, doing: str, timeout: float) -> References:
         """Check that the owner may be asked about the object, once it has confirmed this reference."""
         shell = self._check_open(doing)
+        if self._confirmed and self._owner.lost is None:
+            return shell
         creation = self._creation
         if creation is not None:
             creation.check()
@@ -187,8 +201,10 @@ class RRef(Generic[T]):
             shell.wait_settled(self._ref, shell.agent.caller.effective_timeout(timeout), self._owner.name)
         if self._owner.lost is not None:
             raise self._owner.lost_error(f"{doing} of {self!r} is impossible")
-        if shell.state(self._ref) is State.FAILED:
+        state = shell.state(self._ref)
+        if state is State.FAILED:
             raise RRefError(f"{self!r} is of no use: {shell.reason(self._ref)}")
+        self._confirmed = state is State.CONFIRMED  # which only the owner's end can change
         return shell
 
     # ---- calling its methods
@@ -225,7 +241,11 @@ class RRef(Generic[T]):
         agent = shell.agent
         payload = self._dump_call(name, args, kwargs)
         payload.header.update(self._target(name))
-        call = agent.caller.request(self._owner, INVOKE, payload, timeout, f"method '{name}' of {self!r}")
+        if self._shown is None:
+            self._shown = repr(self)
+        call = agent.caller.request(
+            self._owner, INVOKE, payload, timeout, f"method '{name}' of {self._shown}"
+        )
         call.holds = self  # or its end may overtake the message: one to oneself, or one in chunks
         return call
 

@@ -52,9 +52,9 @@ class Server:
         self._references = references
         serialization.allow_function(method_of_object)
         self._owed = OwedAnswers(agent)
-        agent.on(CREATE, self._creation_arrived, any_thread=True, brings=True, followed=True)
+        agent.on(CREATE, self._creation_arrived, any_thread=True, followed=True)
         agent.on(FETCH, self._fetch_arrived, any_thread=True)
-        agent.on(INVOKE, self._invocation_arrived, any_thread=True, brings=True)
+        agent.on(INVOKE, self._invocation_arrived, any_thread=True)
 
     def _creation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         rref, fork, call = creation(frame, peer.incarnation)

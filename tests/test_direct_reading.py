@@ -8,9 +8,18 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+import dist_autograd
 import rpc
+from dist_autograd.backwards import WHOLE_PART
+from rpc.current import current_agent
+from rpc.dispatch import Dispatcher
 from rpc.errors import RpcTimeoutError
+from rpc.executor import Task
+from rpc.peer import Peer
+from rpc.wire import Frame
+from rref.requests import INVOKE
 from tests.rpc.streams import until
 from tests.serving import first_of, open_gate, wait_at_gate
 from tests.workers import RunWorkers, Worker
@@ -135,3 +144,49 @@ def test_all_threads_that_wait_for_one_reply_are_woken_whoever_reads_it(run_work
         return [wait_for_one_reply(3) for _round in range(20)]
 
     assert first_of(run_workers, wait_together) == [["open"] * 3] * 20
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def count_what_threads_take() -> None:
+    """Has the owner note the kinds of messages that threads which stand by take in."""
+    dispatcher: Dispatcher = current_agent().dispatcher
+    take = dispatcher.taken_by_thread
+
+    def noting(peer: Peer, frame: Frame) -> Task | None:
+        if len(frame.segments) > 1:
+            TAKEN.append(frame.kind)
+        return take(peer, frame)
+
+    dispatcher.taken_by_thread = noting  # type: ignore[method-assign]
+
+
+TAKEN: list[int] = []
+
+
+def taken() -> set[int]:
+    return set(TAKEN)
+
+
+def test_who_stands_by_takes_large_requests_of_a_training_step(run_workers: RunWorkers) -> None:
+    """In shared memory, with headers: a method of a remote object in a context, a part of the backward."""
+
+    def task(_: Worker) -> None:
+        rpc.rpc_sync("worker1", count_what_threads_take)
+        scaled = rpc.remote("worker1", Scaled)
+        x = torch.ones(1 << 18, requires_grad=True)
+
+        def step() -> bool:
+            with dist_autograd.context() as context_id:
+                y = scaled.rpc_sync().forward(x)
+                dist_autograd.backward(context_id, [y.square().sum()])
+                assert torch.equal(dist_autograd.get_gradients(context_id)[x], torch.full_like(x, 8))
+            kinds: set[int] = rpc.rpc_sync("worker1", taken)
+            return {INVOKE, WHOLE_PART} <= kinds
+
+        until(step)
+
+    first_of(run_workers, task)

@@ -306,7 +306,7 @@ def test_a_reference_cannot_be_pickled_outside_messages(run_workers: RunWorkers)
 def use_after_loss(worker: Worker) -> list[str]:
     with worker.group():
         rref = rpc.remote("worker1", Account, args=(3,))
-        rref.to_here()
+        assert rref.rpc_sync().look() == rref.to_here().balance == 3
         held = [rref.rpc_async().hold(), rpc.remote("worker1", wait_at_gate)._get_future()]
         worker.report("holding")
         waits: list[Callable[[], Any]] = [

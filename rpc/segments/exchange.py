@@ -153,6 +153,17 @@ class SegmentExchange:
         """A message came whose large buffers lie in a segment: hand it on as if they had come with it."""
         self._agent.frames_received(peer, [self.unwrap(peer, frame)])
 
+    @staticmethod
+    def outline(segment: Any) -> tuple[int, dict[str, Any]] | None:
+        """Kind and header of the message that a frame with this segment stands for, which nothing is done to;
+        None if it stands for none.
+        """
+        try:
+            message = unpack(segment)
+        except ProtocolError:
+            return None
+        return message.kind, message.header
+
     def unwrap(self, peer: Peer, frame: Frame, taken: Sized = TAKEN) -> Frame:
         """The message that a frame stands for, together with its buffers. For whoever reads messages.
 

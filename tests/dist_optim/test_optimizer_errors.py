@@ -59,6 +59,22 @@ def test_an_error_on_an_owner_is_raised_here_and_names_the_worker(run_workers: R
     first_of(run_workers, fail_remotely, world_size=3)
 
 
+def fail_on_the_only_owner(_: Worker) -> None:
+    weight = rpc.remote("worker1", torch.ones, args=(2,))
+    optimizer = DistributedOptimizer(FailsOnWorker1, [weight], lr=0.1)
+    with (
+        dist_autograd.context() as context_id,
+        pytest.raises(ArithmeticError, match="no step here") as caught,
+    ):
+        optimizer.step(context_id)
+    assert "step failed on worker 'worker1': ArithmeticError: no step here" in notes_of(caught.value)
+    assert "in step" in notes_of(caught.value)
+
+
+def test_an_error_on_the_only_owner_names_the_worker_too(run_workers: RunWorkers) -> None:
+    first_of(run_workers, fail_on_the_only_owner)
+
+
 def give_badly(_: Worker) -> None:
     tensor = rpc.remote("worker1", torch.ones, args=(2,))
     text = rpc.remote("worker1", str, args=("hello",))

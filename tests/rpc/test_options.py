@@ -43,6 +43,7 @@ def test_agent_options_have_pytorchs_defaults(kind: type[AgentOptions]) -> None:
     assert options.devices == []
     assert options.dynamic is False
     assert options.switch_interval == 0.0005
+    assert options.kept_memory_bytes == 64 << 20
     assert options.deserialization == "pickle"
 
 
@@ -87,6 +88,7 @@ def test_pytorchs_options_take_pytorchs_arguments_and_only_those() -> None:
         ("switch_interval", 0),
         ("send_queue_bytes", 0),
         ("max_message_bytes", -1),
+        ("kept_memory_bytes", -1),
         ("listen", ""),
         ("listen", "host:port"),
         ("deserialization", "marshal"),
@@ -116,6 +118,7 @@ def test_refusal_is_what_pytorch_raises() -> None:
         ("num_worker_threads", 2.5),
         ("dynamic", 1),
         ("listen", 8080),
+        ("kept_memory_bytes", 0.5),
     ],
 )
 def test_value_of_the_wrong_type_is_refused(name: str, value: object) -> None:
