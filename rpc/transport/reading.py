@@ -45,6 +45,7 @@ AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(o
 
 _MOMENT_SECONDS: Final = 100e-6 if AVAILABLE and len(os.sched_getaffinity(0)) > 1 else 0.0
 """For how long a thread looks before it sleeps. Where there is one core only, the other side needs it."""
+_give_way: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
 _FOLLOWER_SECONDS: Final = 0.3 * _MOMENT_SECONDS
 _SLICE_SECONDS: Final = 0.5
 """A signal right before the system call would not end it, so waits are made in slices."""
@@ -372,6 +373,7 @@ class DirectReading:
         try:
             events = poll(0)
             while not events and monotonic() < until:
+                _give_way()  # the other side may be waiting for this very core
                 events = poll(0)
         except RuntimeError:  # a signal handler runs inside another thread's poll
             return []
