@@ -71,9 +71,8 @@ class Reach:
         """Take in what a start reaches, perhaps more than before; returns the marks that are new."""
         marks: list[Mark] = []
         todo = list(edges)
-        if start not in self.leaves:
-            self.leaves[start] = []
-        seen, recv = self._seen, self._recv
+        mine = self.leaves.setdefault(start, [])
+        seen, leaves, recv = self._seen, self._leaves, self._recv
         while todo:
             node, output = todo.pop()
             if node is None:
@@ -90,7 +89,12 @@ class Reach:
                 if following:
                     todo += following
                 elif node.name() == _LEAF:
-                    self.add_leaf(start, node.variable)
+                    leaf = node.variable
+                    if id(leaf) in leaves:
+                        self.add_leaf(start, leaf)
+                    else:
+                        leaves[id(leaf)] = (leaf, start)
+                        mine.append(leaf)
         return marks
 
     def add_leaf(self, start: int, leaf: Any) -> None:

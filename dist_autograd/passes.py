@@ -176,7 +176,8 @@ class Pass:
         except BaseException:
             self._raise_error()
             raise
-        self._check_recvs_have_run(reach.recvs, "at the end")
+        if not self._run.issuperset(map(id, reach.recvs)):
+            self._check_recvs_have_run(reach.recvs, "at the end")
         if leaves:
             self.context.accumulate(leaves, owned(captured))
 

@@ -223,7 +223,8 @@ def _checked(params_rref: Iterable[RRef[Any]]) -> list[RRef[Any]]:
 
 def _check_context(context_id: int) -> None:
     """Raise ``AutogradError`` unless this worker knows the context."""
-    dist_autograd.get_gradients(context_id)
+    if not dist_autograd.has_context(context_id):
+        dist_autograd.get_gradients(context_id)
 
 
 def _make_local_scheduler(*args: Any) -> RRef[LocalScheduler]:

@@ -188,12 +188,15 @@ class Caller:
             raise
 
     def _opened(self, peer: Peer, payload: Payload, timeout: float, what: object) -> PendingCall:
+        agent = self._agent
+        if timeout == UNSET_TIMEOUT:
+            return agent.calls.open(peer, what, agent.rpc_timeout)
         try:
             timeout = self.effective_timeout(timeout)
         except BaseException:
             serialization.take_back(payload.header, peer)
             raise
-        return self._agent.calls.open(peer, what, timeout)
+        return agent.calls.open(peer, what, timeout)
 
     def effective_timeout(self, timeout: float) -> float:
         """A timeout as the user gave it, with ``UNSET_TIMEOUT`` replaced by the default.

@@ -137,9 +137,13 @@ class Decoder:
         None if these are anything but a few whole frames, each well-formed and complete in itself.
         """
         if count >= PREFIX_BYTES:
-            # The usual cases, kept short: one frame, of one segment.
+            # The usual cases, kept short: one frame, of one segment or none.
             length, call_id, header_length, segments, kind = unpack_prefix(self.scratch)
-            if PREFIX_BYTES + length == count and segments == 1 and length <= self.max_frame_bytes:
+            if PREFIX_BYTES + length == count and segments <= 1 and length <= self.max_frame_bytes:
+                if not segments:
+                    if length or header_length or kind in _ABOUT_CHUNKS:
+                        return self._few_frames(count)
+                    return [_new_frame(Frame, (kind, call_id, {}, []))]
                 if not header_length:
                     return [_new_frame(Frame, (kind, call_id, {}, [self.scratch[PREFIX_BYTES:count]]))]
                 start = PREFIX_BYTES + header_length

@@ -114,7 +114,8 @@ class Dispatcher:
         """
         if frame.kind == Kind.CALL:
             return self.begun(peer, frame)
-        return self._handler(frame.kind)(peer, frame)
+        handler = self._handlers.get(frame.kind) or self._handler(frame.kind)
+        return handler(peer, frame)
 
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
         """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that

@@ -17,7 +17,7 @@ from rpc.errors import SerializationError, WorkerLostError
 from rpc.peer import Peer
 from rpc.serialization import Payload
 from rpc.tape import Recording, note
-from rpc.transport import INFINITE, ConnectionClosed
+from rpc.transport import INFINITE
 from rpc.wire import Kind, encode, encode_small
 
 if TYPE_CHECKING:
@@ -61,14 +61,7 @@ class Messages:
             if not count or (count == 1 and len(segments[0]) <= _SMALL_BYTES and len(header) <= _FEW):
                 frame = encode_small(kind, call_id, header, segments)
                 handed_over = True
-                connection = peer.connection
-                if connection is None:
-                    peer.send_small(frame, wait, gather=gather)
-                    return
-                try:
-                    connection.send_small(frame, wait, gather=gather)
-                except ConnectionClosed:
-                    raise peer.lost_error() from None
+                peer.send_small(frame, wait, gather=gather)
             elif count == 1 or not self._agent.segments.send(peer, kind, call_id, payload, wait):
                 buffers, size = encode(kind, call_id, header, segments)
                 if size > peer.member.max_message_bytes:

@@ -186,7 +186,7 @@ class PendingCall:
 
     def takes(self, header: dict[str, Any]) -> bool:
         """Whether the waiting thread may take a reply with this header: nothing in it needs the loop."""
-        return not brings(header)
+        return brings_nothing(header)
 
     def look(self, frame: Frame, taken: Sized) -> Frame | None:
         """The reply that a frame stands for, if there is one in memory shared with the callee."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from rpc.api import collect
 from rpc.futures import Future
-from rpc.pending import PendingCall
 from rref.reference import RRef
+from rref.requests import INVOKE
 
 __all__ = ["RRefProxy", "invoke_async", "invoke_remote", "invoke_sync"]
 
@@ -50,8 +50,8 @@ def invoke_sync(
     rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
 ) -> Any:
     """Call a method and wait for its value."""
-    call: PendingCall = rref._invoke(name, args, kwargs, timeout)
-    return call.result()
+    payload, what = rref._message(name, args, kwargs, timeout)
+    return rref._references.agent.caller.inquire(rref._owner, INVOKE, payload, timeout, what)
 
 
 def invoke_async(

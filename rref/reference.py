@@ -237,17 +237,21 @@ class RRef(Generic[T]):
 
     def _invoke(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: float) -> Any:
         """Call a method of the object: the call, not yet waited for."""
-        shell = self._usable(name, timeout)
-        agent = shell.agent
+        payload, what = self._message(name, args, kwargs, timeout)
+        call = self._references.agent.caller.request(self._owner, INVOKE, payload, timeout, what)
+        call.holds = self  # or its end may overtake the message: one to oneself, or one in chunks
+        return call
+
+    def _message(
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: float
+    ) -> tuple[Payload, str]:
+        """The message that calls a method of the object, and what that is to people."""
+        self._usable(name, timeout)
         payload = self._dump_call(name, args, kwargs)
         payload.header.update(self._target(name))
         if self._shown is None:
             self._shown = repr(self)
-        call = agent.caller.request(
-            self._owner, INVOKE, payload, timeout, f"method '{name}' of {self._shown}"
-        )
-        call.holds = self  # or its end may overtake the message: one to oneself, or one in chunks
-        return call
+        return payload, f"method '{name}' of {self._shown}"
 
     def _dump_call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
         try:

@@ -80,7 +80,7 @@ class OutgoingSegments:
 
         If there is none, one is made for the next message of that size, where the bounds permit.
         """
-        lengths = [len(buffer) for buffer in buffers]
+        lengths = list(map(len, buffers))
         offsets, size = places(lengths)
         now = monotonic()
         with self._lock:

@@ -30,6 +30,10 @@ _USUAL: Final = Struct("<BB2xIQQQ")
 """All before the pickle of a message with one buffer and no header, as most are."""
 
 
+_new: Final = tuple.__new__
+"""Makes a named tuple without the Python function that it has for a constructor."""
+
+
 class Message(NamedTuple):
     """What such a frame says.
 
@@ -68,7 +72,7 @@ def unpack(segment: Any) -> Message:
         kind, has_header, count, number, use = _PREFIX.unpack_from(view)
         if count == 1 and not has_header:
             length = _USUAL.unpack_from(view)[-1]
-            return Message(kind, {}, number, use, (length,), view[_USUAL.size :])
+            return _new(Message, (kind, {}, number, use, (length,), view[_USUAL.size :]))
         if count > MAX_SEGMENTS:
             raise ProtocolError(f"a message of {count} buffers is over the limit of {MAX_SEGMENTS}")
         table = Struct(f"<{count}Q")
@@ -84,7 +88,7 @@ def unpack(segment: Any) -> Message:
             header = unpack_header(view[begin:end])
     except struct_error as error:
         raise ProtocolError(f"a malformed message in a segment ({error})") from error
-    return Message(kind, header, number, use, lengths, view[end:])
+    return _new(Message, (kind, header, number, use, lengths, view[end:]))
 
 
 def places(lengths: Sequence[int]) -> tuple[list[int], int]:

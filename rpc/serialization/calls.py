@@ -187,7 +187,7 @@ def _with_buffers(record: tuple[Any, ...]) -> Payload:
     segments: list[Buffer] = [_pickle(record, PROTOCOL, buffer_callback=buffers.append)]
     if not buffers:
         return Payload({}, segments)
-    segments += [buffer.raw() for buffer in buffers]
+    segments += map(pickle.PickleBuffer.raw, buffers)
     return Payload({}, segments, range(1, len(segments)))
 
 

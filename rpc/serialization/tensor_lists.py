@@ -48,7 +48,7 @@ def dump_tensors(tensors: Sequence[Tensor | None], to: Destination, what: object
     segments: list[Buffer] = [_pickle(record, PROTOCOL, buffer_callback=buffers.append)]
     if not buffers:
         return Payload({}, segments)
-    segments += [buffer.raw() for buffer in buffers]
+    segments += map(pickle.PickleBuffer.raw, buffers)
     return Payload({}, segments, range(1, len(segments)))
 
 

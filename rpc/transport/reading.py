@@ -333,6 +333,7 @@ class DirectReading:
                 if (
                     task is not None
                     and station.is_followed(frames)
+                    and self._followers.invites()
                     and self._look(self._followers, _FOLLOWER_SECONDS)
                 ):
                     # Taken in now, since it would wake the loop as soon as this thread leaves.
@@ -365,9 +366,9 @@ class DirectReading:
         return task
 
     def _look(self, soon: Trial, seconds: float) -> list[tuple[int, int]]:
-        """Look again and again for a moment whether the socket is readable, as long as that pays."""
+        """Look again and again for a moment whether the socket is readable, and note whether that paid."""
         poll = self._poll
-        if poll is None or (soon.rests and not soon.invites()):
+        if poll is None:
             return []
         until = monotonic() + seconds
         try:
@@ -390,8 +391,11 @@ class DirectReading:
             soon: whether that has been so within a moment lately.
         """
         assert self._poll is not None
+        events: list[tuple[int, int]] = []
+        if not soon.rests or soon.invites():
+            events = self._look(soon, _MOMENT_SECONDS)
         try:
-            events = self._look(soon, _MOMENT_SECONDS) or self._poll(milliseconds)
+            events = events or self._poll(milliseconds)
         except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
             return None
         if not events:

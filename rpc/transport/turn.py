@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sized
 from threading import get_ident
 from typing import Any, Protocol
@@ -59,8 +58,10 @@ class ThreadTurn(Turn):
     def take(self, call: AwaitedReply, reply: Frame) -> None:
         """Take a reply that was looked at, unless the loop has taken what it came in."""
         self.offered = call, reply
-        with contextlib.suppress(IndexError):
+        try:
             self.taken.extend(map(list.pop, (self.unread,)))
+        except IndexError:
+            return
         self.deliver()
 
     def deliver(self) -> None:
