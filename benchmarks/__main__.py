@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import chart, group, report
+from benchmarks import chart, group, report, turns
 from benchmarks.workloads import WORKLOADS
 
 __all__ = ["main"]
@@ -34,7 +34,7 @@ _FILE_WIDTH = 110
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures farcall and torch.distributed.rpc in turn, each on two fresh processes.",
+        description="Measures farcall and torch.distributed.rpc on fresh processes, batch by batch in turn.",
     )
     parser.add_argument(
         "workloads", nargs="*", metavar="WORKLOAD", help=f"default: all. There are: {', '.join(WORKLOADS)}"
@@ -46,7 +46,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         default="torch",
         help="what to compare with (default torch; grpc needs grpcio, ray needs ray)",
     )
-    parser.add_argument("--timeout", type=float, default=180, metavar="S", help="seconds a run may take")
+    parser.add_argument(
+        "--timeout", type=float, default=300, metavar="S", help="seconds that each part of a run may take"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results"
     )
@@ -78,13 +80,14 @@ def main(argv: list[str] | None = None) -> int:
             console.print(f"{_HOW_TO_GET[arguments.peer]}: measuring farcall alone")
     numbers: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for repeat in range(arguments.repeats):
+        console.print(f"[dim]run {repeat + 1} of {arguments.repeats}: {' and '.join(sides)}[/dim]")
+        try:
+            measured = group.measure(sides, selected, arguments.timeout)
+        except turns.Failed as failure:
+            console.print(f"[red]{failure}[/red]", highlight=False)
+            return 2
         for side in sides:
-            console.print(f"[dim]run {repeat + 1} of {arguments.repeats}: {side}[/dim]")
-            try:
-                numbers[side].append(group.measure(side, selected, arguments.timeout))
-            except group.MeasurementFailed as failure:
-                console.print(f"[red]{failure}[/red]", highlight=False)
-                return 2
+            numbers[side].append(measured[side])
     outcome = report.lines(numbers, selected)
     console.print(report.table(outcome, arguments.repeats, arguments.peer))
     path = arguments.output or _RESULTS / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}.json"

@@ -12,15 +12,15 @@ import multiprocessing
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks import serving
+from benchmarks import serving, turns
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 
-__all__ = ["MODULES", "MeasurementFailed", "is_available", "measure"]
+__all__ = ["MODULES", "is_available", "measure"]
 
 MODULES = {
     "farcall": "rpc",
@@ -43,10 +43,6 @@ _NETWORK_OPTIONS: dict[str, dict[str, Any]] = {
     "ray": {},
 }
 """What makes the workers of a side behave as if they were on different hosts."""
-
-
-class MeasurementFailed(Exception):
-    """A worker raised an error, died or took too long; the message has its traceback."""
 
 
 def is_available(side: str) -> bool:
@@ -76,25 +72,33 @@ def can_run(side: str, workload: Workload) -> bool:
     return workload.name in calls or (workload.part == "tensors" and not (side == "ray" and workload.network))
 
 
-def measure(side: str, workloads: Sequence[str], timeout: float) -> dict[str, float]:
-    """Run workloads on fresh workers of one side; those that need as many workers, on the same.
+def measure(sides: Sequence[str], workloads: Sequence[str], timeout: float) -> dict[str, dict[str, float]]:
+    """Run workloads on fresh workers of all sides, which take turns; those that need as many workers, on the
+    same.
 
     Args:
-        side: a key of ``MODULES``.
+        sides: keys of ``MODULES``.
         workloads: names of workloads.
-        timeout: seconds that each group of workers may take.
+        timeout: seconds that the groups of workers of one kind may take.
 
     Returns:
-        The number that each workload has measured; nothing for those that the side cannot run.
+        For each side the number that each workload has measured; nothing for those that it cannot run.
 
     Raises:
-        MeasurementFailed: a worker failed.
+        Failed: a worker failed.
     """
-    numbers: dict[str, float] = {}
-    chosen = [WORKLOADS[name] for name in workloads if can_run(side, WORKLOADS[name])]
+    numbers: dict[str, dict[str, float]] = {side: {} for side in sides}
+    chosen = [WORKLOADS[name] for name in workloads]
     for kind in sorted({_kind_of_group(each) for each in chosen}):
-        names = [each.name for each in chosen if _kind_of_group(each) == kind]
-        numbers |= _measure_group(side, names, kind, timeout)
+        alike = [each for each in chosen if _kind_of_group(each) == kind]
+        with contextlib.ExitStack() as groups:
+            connections: dict[str, Connection] = {}
+            for side in sides:
+                names = tuple(each.name for each in alike if can_run(side, each))
+                if names:
+                    connections[side] = groups.enter_context(_group(side, names, kind))
+            for side, found in turns.referee(connections, timeout).items():
+                numbers[side] |= found
     return numbers
 
 
@@ -103,26 +107,25 @@ def _kind_of_group(workload: Workload) -> tuple[int, bool, int]:
     return workload.workers, workload.network, workload.stripes
 
 
-def _measure_group(
-    side: str, workloads: Sequence[str], kind: tuple[int, bool, int], timeout: float
-) -> dict[str, float]:
+@contextlib.contextmanager
+def _group(side: str, workloads: tuple[str, ...], kind: tuple[int, bool, int]) -> Iterator[Connection]:
+    """A side's workers, and the connection to the one that measures."""
     workers, network, stripes = kind
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
-        results, ours = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
+        given = _options(side, network, stripes)
         processes = [
-            context.Process(
-                target=_work,
-                args=(rank, workers, side, _options(side, network, stripes), tuple(workloads), folder, ours),
-            )
+            context.Process(target=_work, args=(rank, workers, side, given, workloads, folder, theirs))
             for rank in range(1 if side in _STARTS_ITS_WORKERS else workers)
         ]
         try:
             for process in processes:
                 process.start()
-            ours.close()
-            return _receive(side, results, timeout)
+            theirs.close()
+            yield ours
         finally:
+            ours.close()
             for process in processes:
                 process.join(5)
                 if process.is_alive():
@@ -137,17 +140,6 @@ def _options(side: str, network: bool, stripes: int) -> dict[str, Any]:
     return options
 
 
-def _receive(side: str, results: Connection, timeout: float) -> dict[str, float]:
-    if not wait([results], timeout):
-        raise MeasurementFailed(f"{side}: no result after {timeout:g} s")
-    with contextlib.suppress(EOFError):
-        outcome: dict[str, float] | str = results.recv()
-        if isinstance(outcome, dict):
-            return outcome
-        raise MeasurementFailed(f"{side}: {outcome}")
-    raise MeasurementFailed(f"{side}: a worker died")
-
-
 def _work(
     rank: int,
     workers: int,
@@ -155,7 +147,7 @@ def _work(
     given: dict[str, Any],
     workloads: tuple[str, ...],
     folder: str,
-    results: Connection,
+    parent: Connection,
 ) -> None:
     warnings.simplefilter("ignore")  # PyTorch's own, about its deprecated parts
     try:
@@ -164,14 +156,16 @@ def _work(
         options = kind(init_method=f"file://{folder}/rendezvous", **given)
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
         if rank == 0:
+            turns.go_by_turns(parent)
             numbers = {name: WORKLOADS[name].measure(rpc) for name in workloads}
             for other in range(1, workers):
                 rpc.rpc_sync(f"worker{other}", serving.finish)
             rpc.shutdown()
-            results.send(numbers)
+            parent.send(numbers)
         else:
             serving.serve()
             rpc.shutdown()
     except BaseException:
-        results.send(traceback.format_exc())
+        with contextlib.suppress(OSError):  # the parent has given up
+            parent.send(traceback.format_exc())
         raise SystemExit(1) from None

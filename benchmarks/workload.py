@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import turns
+
 __all__ = ["CALLEE", "KIB", "MIB", "Bar", "Workload", "seconds_per_call"]
 
 CALLEE = "worker1"
@@ -15,6 +17,8 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 _BATCHES = 10
+_SHARE_TO_WARM_UP = 10
+"""One of so many calls more is made before each batch, whose caches the other side has just used."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,14 @@ class Workload:
 
 
 def seconds_per_call(call: Callable[[], object], calls: int, warm_up: int, batches: int = _BATCHES) -> float:
-    """The median over batches of the mean time of a call."""
+    """The median over batches of the mean time of a call. The other side's batches come between."""
     for _ in range(warm_up):
         call()
     times = []
     for _ in range(batches):
+        turns.pass_on()
+        for _ in range(calls // _SHARE_TO_WARM_UP + 1):
+            call()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
