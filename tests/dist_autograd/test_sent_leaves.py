@@ -90,7 +90,7 @@ def test_leaf_of_another_class_gets_its_gradient(run_workers: RunWorkers) -> Non
 
 
 def hook_received_node(_: Worker) -> list[int]:
-    """How often a hook on a received tensor's node runs, where nothing else is reached and where a leaf is."""
+    """How often a hook on a received tensor's node runs: where a run ends there, and where also at a leaf."""
     counts: list[int] = []
     users: list[Callable[[Tensor, Tensor], Tensor]] = [
         lambda out, _: out.sum(),
