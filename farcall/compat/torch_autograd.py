@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.profiler import record_function
 
 import dist_autograd
@@ -35,16 +34,12 @@ class SendRpcBackward:
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         """The nodes that computed the message's tensors."""
-        return tuple(_edge(self._sent.entry(index)) for index in range(len(self._sent.ends)))
+        ends = map(self._sent.end, range(len(self._sent.ends)))
+        return tuple(end.grad_fn.next_functions[0] for end in ends if end.grad_fn is not None)
 
     def name(self) -> str:
         """PyTorch's name of such a node."""
         return "torch::distributed::autograd::SendRpcBackward"
-
-
-def _edge(entry: Tensor | GradientEdge) -> tuple[Any, int]:
-    edge = get_gradient_edge(entry) if isinstance(entry, Tensor) else entry
-    return edge.node, edge.output_nr
 
 
 class DistAutogradContext:
