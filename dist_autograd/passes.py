@@ -176,8 +176,7 @@ class Pass:
         except BaseException:
             self._raise_error()
             raise
-        if not self._run.issuperset(map(id, reach.recvs)):
-            self._check_recvs_have_run(reach.recvs, "at the end")
+        self._check_recvs_have_run(reach.recvs, "at the end")
         if leaves:
             self.context.accumulate(leaves, owned(captured))
 

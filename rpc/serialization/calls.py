@@ -136,7 +136,7 @@ def _take_tensors(
         and the arguments of ``dense``.
     """
     tensors: list[Any] | None = None
-    seen: dict[int, bool] = {}
+    seen: set[int] = set()
     places: Any = args
     words = kwargs
     place: Any
@@ -149,7 +149,7 @@ def _take_tensors(
             if tensors is None:
                 tensors = []
                 places = list(args)
-            seen[id(value)] = len(usual) == _WITH_GRAD
+            seen.add(id(value))
             places[place] = None
             tensors.append((place, usual))
         elif kind not in _SCALARS and not (kind in _SEQUENCES and _is_short_sequence(value)):
@@ -161,7 +161,7 @@ def _take_tensors(
                 usual = plain(value)
                 if usual is None or id(value) in seen:
                     return None
-                seen[id(value)] = len(usual) == _WITH_GRAD
+                seen.add(id(value))
                 if tensors is None:
                     tensors = []
                 if words is kwargs:
