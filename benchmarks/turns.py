@@ -2,6 +2,7 @@
 
 A machine's speed varies from second to second, by a factor of two where others use it too. So what is
 compared lies as close in time as can be: while one side runs a batch, the other waits for its turn.
+(Workloads that do not measure in batches, such as what an idle agent uses, take one turn as a whole.)
 """
 
 from __future__ import annotations

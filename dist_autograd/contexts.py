@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from dist_autograd.graph import Leaf
 from dist_autograd.recording import Sent
 from rpc.agent import Agent
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
@@ -77,12 +78,16 @@ class Context:
         with self._lock:
             return dict(self._gradients.values())
 
-    def accumulate(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Add to leaves' gradients, whose tensors are not changed: somebody may hold them."""
+    def accumulate(self, leaves: Sequence[Leaf], gradients: Sequence[Tensor | None]) -> None:
+        """Add to leaves' gradients, whose tensors are not changed: somebody may hold them.
+
+        A leaf that is frozen meanwhile gets none, as ever.
+        """
         with self._lock:
             known = self._gradients
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is None:
+            for reached, gradient in zip(leaves, gradients, strict=True):
+                leaf = reached.tensor
+                if gradient is None or not leaf.requires_grad:
                     continue
                 before = known.get(id(leaf))
                 known[id(leaf)] = leaf, gradient if before is None else _sum(before[1], gradient)

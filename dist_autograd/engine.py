@@ -32,6 +32,7 @@ __all__ = [
     "hold_back",
     "is_profiled",
     "is_running",
+    "is_transforming",
     "noting_hooks",
     "refuse_transforms",
     "run",
@@ -148,9 +149,13 @@ def is_running() -> bool:
     return bool(_C._current_graph_task_id() != -1)
 
 
+is_transforming: Final[Callable[[], bool]] = _C._are_functorch_transforms_active
+"""Whether this thread is inside a transform such as ``vmap``, where our nodes cannot be made."""
+
+
 def refuse_transforms() -> None:
-    """Raise ``AutogradError`` inside a transform such as ``vmap``, where our nodes cannot be made."""
-    if _C._are_functorch_transforms_active():
+    """Raise ``AutogradError`` inside a transform."""
+    if is_transforming():
         raise AutogradError(
             "tensors that require grad cannot be sent or received inside a transform of torch.func, such as "
             "vmap or grad: call other workers outside of it, or under torch.no_grad()"

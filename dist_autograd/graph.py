@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-__all__ = ["ROOTS", "Edge", "Mark", "Reach", "marks_behind"]
+__all__ = ["ROOTS", "Edge", "Leaf", "Mark", "Reach", "marks_behind"]
 
 ROOTS: Final = 0
 """The start that all roots together are; others are numbers of messages."""
@@ -37,6 +37,23 @@ class Mark(NamedTuple):
     """Which of the message's tensors."""
 
 
+class Leaf:
+    """A leaf that is reached.
+
+    Attributes:
+        tensor: the leaf.
+        node: what accumulates into it; None as long as no graph leads there, since it was sent itself.
+        start: which has reached it first.
+    """
+
+    __slots__ = ("node", "start", "tensor")
+
+    def __init__(self, tensor: Any, node: Any, start: int) -> None:
+        self.tensor = tensor
+        self.node = node
+        self.start = start
+
+
 class Reach:
     """The nodes that the starts of one backward reach on one worker, as far as they are known.
 
@@ -44,23 +61,24 @@ class Reach:
         recv: the class of recv nodes. Such a node has an ``origin`` with ``sender`` and ``message``.
 
     Attributes:
-        leaves: the leaves, each once, under the start that has reached it first.
+        leaves: the leaves, under the start that has reached them first; each once, or once for each node that
+            accumulates into it, where its data was replaced by some of another type.
         recvs: the recv nodes.
         marks: the tensors of recvs that take part.
         separate: whether nothing is reached from two starts.
     """
 
-    __slots__ = ("_leaves", "_recv", "_seen", "leaves", "marks", "recvs", "separate")
+    __slots__ = ("_known", "_recv", "_seen", "leaves", "marks", "recvs", "separate")
 
     def __init__(self, recv: type[Any]) -> None:
-        self.leaves: dict[int, list[Any]] = {}
+        self.leaves: dict[int, list[Leaf]] = {}
         self.recvs: list[Any] = []
         self.separate = True
         self._recv = recv
         self._seen: dict[int, tuple[Any, int]] = {}
         """By identity each node, which is so held that no other can get its identity, and its start."""
-        self._leaves: dict[int, tuple[Any, int]] = {}
-        """The same of each leaf."""
+        self._known: dict[int, Leaf] = {}
+        """By identity of its tensor each leaf."""
         self.marks: set[Mark] = set()
 
     def nodes(self) -> list[Any]:
@@ -72,7 +90,7 @@ class Reach:
         marks: list[Mark] = []
         todo = list(edges)
         mine = self.leaves.setdefault(start, [])
-        seen, leaves, recv = self._seen, self._leaves, self._recv
+        seen, known, recv = self._seen, self._known, self._recv
         while todo:
             node, output = todo.pop()
             if node is None:
@@ -89,22 +107,28 @@ class Reach:
                 if following:
                     todo += following
                 elif node.name() == _LEAF:
-                    leaf = node.variable
-                    if id(leaf) in leaves:
-                        self.add_leaf(start, leaf)
+                    tensor = node.variable
+                    if id(tensor) in known:
+                        self.add_leaf(start, tensor, node)
                     else:
-                        leaves[id(leaf)] = (leaf, start)
+                        leaf = known[id(tensor)] = Leaf(tensor, node, start)
                         mine.append(leaf)
         return marks
 
-    def add_leaf(self, start: int, leaf: Any) -> None:
-        """Take in that a start reaches a leaf."""
-        before = self._leaves.get(id(leaf))
-        if before is None:
-            self._leaves[id(leaf)] = (leaf, start)
-            self.leaves.setdefault(start, []).append(leaf)
-        elif before[1] != start:
-            self.separate = False
+    def add_leaf(self, start: int, tensor: Any, node: Any = None) -> None:
+        """Take in that a start reaches a leaf, through this node or by being it."""
+        before = self._known.get(id(tensor))
+        if before is not None:
+            if before.start != start:
+                self.separate = False
+            if node is None:
+                return
+            if before.node is None:
+                before.node = node
+                return
+        leaf = Leaf(tensor, node, start)
+        self._known.setdefault(id(tensor), leaf)
+        self.leaves.setdefault(start, []).append(leaf)
 
     def _mark(self, node: Any, output: int, marks: list[Mark], *, is_new: bool) -> None:
         if is_new:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dist_autograd.graph import Leaf
 from dist_autograd.recording import Sent
 
 __all__ = ["gradients_of_leaves", "owned"]
@@ -51,7 +52,7 @@ def _elements(gradient: Tensor) -> Tensor | None:
 
 
 def gradients_of_leaves(
-    sent: Sent, indices: Sequence[int], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
+    sent: Sent, indices: Sequence[int], gradients: Sequence[Tensor | None], leaves: Sequence[Leaf]
 ) -> list[Tensor | None] | None:
     """The gradients of leaves that were sent themselves, if there is nothing to run for a message at all.
 
@@ -71,7 +72,7 @@ def gradients_of_leaves(
         if leaf._backward_hooks or not leaf.requires_grad or not _is_usual(gradient, leaf):
             return None
         found[id(leaf)] = gradient
-    return [found[id(leaf)] for leaf in leaves]
+    return [found[id(leaf.tensor)] for leaf in leaves]
 
 
 def _is_usual(gradient: Tensor, leaf: Tensor) -> bool:

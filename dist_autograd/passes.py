@@ -23,9 +23,9 @@ from torch.autograd.graph import GradientEdge
 from dist_autograd import engine
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models, accumulating, hand_over
-from dist_autograd.graph import ROOTS, Mark, Reach
+from dist_autograd.graph import ROOTS, Leaf, Mark, Reach
 from dist_autograd.leaves import gradients_of_leaves, owned
-from dist_autograd.recording import ANCHOR, RECV_NODE, Origin, Sent
+from dist_autograd.recording import ANCHOR, RECV_NODE, Origin, Sent, computed_from
 from dist_autograd.tickets import new_ticket
 from rpc.errors import AutogradError, RpcError
 from rpc.peer import Peer
@@ -125,10 +125,12 @@ class Pass:
             if index not in marked:
                 marked.add(index)
                 node = sent.nodes[index]
-                if node is None:
+                if node is not None:
+                    found += self._extend(number, [(node, 0)])
+                elif sent.takes(index):
                     self._reach.add_leaf(number, sent.ends[index])
                 else:
-                    found += self._extend(number, [(node, 0)])
+                    self._reach.extend(number, ())
         return found
 
     def _extend(self, start: int, edges: list[tuple[Any, int]]) -> list[Mark]:
@@ -161,10 +163,10 @@ class Pass:
         """
         reach = self._reach
         leaves = [leaf for reached in reach.leaves.values() for leaf in reached]
-        averaged = self._models.among(leaves) if self._models.any else []
+        averaged = self._models.among([leaf.tensor for leaf in leaves]) if self._models.any else []
         try:
             if averaged and self._accumulates(leaves, averaged):
-                with accumulating(leaves) as captured:
+                with accumulating([leaf.tensor for leaf in leaves]) as captured:
                     self._run_together(roots, gradients, leaves, accumulate=True)
             else:
                 if reach.separate:
@@ -180,21 +182,21 @@ class Pass:
         if leaves:
             self.context.accumulate(leaves, owned(captured))
 
-    def _accumulates(self, leaves: list[Tensor], averaged: list[int]) -> bool:
+    def _accumulates(self, leaves: list[Leaf], averaged: list[int]) -> bool:
         """Whether the engine is to accumulate gradients while it runs, for models that average them.
 
         That holds locks, so not while gradients of other workers are waited for; unless a parameter has a
         hook, which would run twice if its gradient were handed over later.
         """
-        return not self._marked or any(leaves[position]._backward_hooks for position in averaged)
+        return not self._marked or any(leaves[position].tensor._backward_hooks for position in averaged)
 
     def _average(
-        self, leaves: list[Tensor], captured: list[Tensor | None], averaged: list[int]
+        self, leaves: list[Leaf], captured: list[Tensor | None], averaged: list[int]
     ) -> list[Tensor | None]:
         """The gradients, with those of models that average them averaged."""
         parameters = [leaves[position] for position in averaged]
         found = hand_over(
-            parameters,
+            [leaf.tensor for leaf in parameters],
             [captured[position] for position in averaged],
             lambda edges, gradients: self._run_engine(edges, gradients, parameters, accumulate=True),
         )
@@ -207,7 +209,7 @@ class Pass:
         self,
         roots: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        leaves: list[Tensor],
+        leaves: list[Leaf],
         *,
         accumulate: bool,
     ) -> list[Tensor | None]:
@@ -242,9 +244,12 @@ class Pass:
         # its gradients when it has nothing else to do, and read the answer itself.
         return self._run_to_recv(roots, gradients, leaves, *self._one_recv)
 
-    def _run_message(self, number: int, leaves: list[Tensor]) -> list[Tensor | None]:
+    def _run_message(self, number: int, leaves: list[Leaf]) -> list[Tensor | None]:
         """What lies behind a message; the gradients of its leaves."""
-        sent, received, indices = self._sent[number], self._gradients[number], sorted(self._marked[number])
+        sent, received = self._sent[number], self._gradients[number]
+        indices = list(filter(sent.takes, sorted(self._marked[number])))
+        if not indices:
+            return [None] * len(leaves)
         if engine.is_profiled():
             return self._run_engine(*self._sends(number, indices), leaves)
         straight = gradients_of_leaves(sent, indices, received, leaves)
@@ -272,14 +277,14 @@ class Pass:
         self,
         roots: Sequence[Tensor | GradientEdge],
         gradients: Sequence[Tensor],
-        leaves: Sequence[Tensor],
+        leaves: Sequence[Leaf],
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
         captured = engine.run(
             roots,
             gradients,
-            (*leaves, ANCHOR),
+            (*map(_end, leaves), ANCHOR),
             retain_graph=self.retain_graph,
             accumulate=accumulate,
             known_as=self,
@@ -290,7 +295,7 @@ class Pass:
         self,
         roots: Sequence[Tensor | GradientEdge],
         gradients: Sequence[Tensor],
-        leaves: Sequence[Tensor],
+        leaves: Sequence[Leaf],
         node: Any,
         indices: Sequence[int],
     ) -> list[Tensor | None]:
@@ -305,7 +310,7 @@ class Pass:
         captured = engine.run(
             roots,
             gradients,
-            (*leaves, *[GradientEdge(node, index) for index in indices]),
+            (*map(_end, leaves), *[GradientEdge(node, index) for index in indices]),
             retain_graph=self.retain_graph,
             accumulate=False,
             known_as=self,
@@ -328,7 +333,11 @@ class Pass:
                 for index in indices:
                     if sent.nodes[index] is not None:
                         engine.give_way(sent.nodes[index])
-                ticket = new_ticket(sent, indices, ticket, *[sent.ends[index] for index in indices])
+                ends = [
+                    sent.ends[index] if sent.nodes[index] is not None else computed_from(sent.ends[index])
+                    for index in indices
+                ]
+                ticket = new_ticket(sent, indices, ticket, *ends)
                 assert ticket.grad_fn is not None
                 engine.hold_back(ticket.grad_fn)
         return ticket
@@ -404,6 +413,10 @@ class Pass:
                 return
             if self.wait_by_reading is not None and self.wait_by_reading():
                 continue
+            if self.waits_for_nothing:
+                raise AutogradError(
+                    f"worker '{self.root.name}' asked for a part of one message, and named others"
+                )
             if self._news is None:
                 self._news = threading.Event()
             self._news.clear()
@@ -423,3 +436,11 @@ class Pass:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error()
+
+
+def _end(leaf: Leaf) -> Tensor | GradientEdge:
+    """Where a run ends that reaches a leaf; one that is frozen since it was sent, nothing reaches."""
+    if leaf.node is not None:
+        return GradientEdge(leaf.node, 0)
+    tensor: Tensor = leaf.tensor
+    return tensor if tensor.requires_grad else ANCHOR

@@ -25,7 +25,7 @@ from dist_autograd.graph import Mark, marks_behind
 from rpc.errors import AutogradError, ProtocolError
 from rpc.peer import Peer
 
-__all__ = ["ANCHOR", "RECV_NODE", "SEND_NODE", "Origin", "Sent", "behind", "receive", "send"]
+__all__ = ["ANCHOR", "RECV_NODE", "SEND_NODE", "Origin", "Sent", "behind", "computed_from", "receive", "send"]
 
 _LOOK_BEHIND: Final = 128
 """So many nodes are looked at when a message is sent: about a tenth of a millisecond."""
@@ -61,12 +61,28 @@ class Sent:
         if self.nodes[position] is not None:
             return self.ends[position]
         with torch.enable_grad():
-            return _send(self.number, position, self.ends[position])
+            return _send(self.number, position, computed_from(self.ends[position]))
+
+    def takes(self, position: int) -> bool:
+        """Whether a gradient of a tensor is wanted still: it may be a leaf that is frozen meanwhile."""
+        return self.nodes[position] is not None or self.ends[position].requires_grad
 
     def entry(self, position: int) -> Tensor | GradientEdge:
         """Where a tensor's gradient enters the graph: at the leaf that it is, or right behind its send."""
         node = self.nodes[position]
         return self.ends[position] if node is None else GradientEdge(*node.next_functions[0])
+
+
+def computed_from(leaf: Tensor) -> Tensor:
+    """A tensor whose gradient is a leaf's, to apply a custom function to.
+
+    PyTorch 2.13 can hang where one thread, with the interpreter in hand, applies such a function to a leaf,
+    and another makes the leaf's node without it.
+    """
+    if leaf.layout is torch.strided and not leaf.is_nested:
+        alias: Tensor = torch.ops.aten.alias(leaf)  # passes on sparse gradients, as no other view does
+        return alias
+    return leaf.clone()
 
 
 class Origin:
@@ -166,6 +182,8 @@ def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return send(tensors, to)
+    if engine.is_transforming():  # where nodes cannot be made, though leaves need none
+        engine.refuse_transforms()
     number = next(clock)
     ends: list[Tensor] = []
     nodes: list[Any] = []

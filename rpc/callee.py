@@ -239,14 +239,14 @@ class Callee:
         recording, interceptors = request.recording, self._agent.interceptors
         if not interceptors:
             return nullcontext() if recording is None else recording
-        stack = ExitStack()
-        if recording is not None:
-            stack.enter_context(recording)
         header = request.frame.header
-        for interceptor in interceptors:
-            if interceptor.key in header:
-                stack.enter_context(interceptor.incoming(header[interceptor.key], request.peer))
-        return stack
+        with ExitStack() as stack:  # left at once if one cannot be entered
+            if recording is not None:
+                stack.enter_context(recording)
+            for interceptor in interceptors:
+                if interceptor.key in header:
+                    stack.enter_context(interceptor.incoming(header[interceptor.key], request.peer))
+            return stack.pop_all()
 
     async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
         """Run an ``async def`` callee; what it returns is serialized on an executor thread."""

@@ -274,7 +274,7 @@ class Executor:
             task = None
             station.leave()
         else:
-            task = station.next_task(_IDLE_SECONDS if len(self._threads) > self._workers else None)
+            task = station.next_task(self._patience())
         worker.station = None
         try:
             self._standing_by.remove(worker)

@@ -24,7 +24,8 @@ _SLICE_SECONDS: Final = 0.5
 class Peer:
     """Sends frames to one worker, connecting when there is something to send.
 
-    ``send`` may be called from any thread, everything else on the loop's thread.
+    ``send`` may be called from any thread, everything else on the loop's thread. Attributes may be read
+    anywhere, and only the methods change them.
 
     Args:
         member: the worker.

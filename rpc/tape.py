@@ -19,7 +19,7 @@ __all__ = ["Recording", "Tape", "note"]
 
 
 class Recording(Protocol):
-    """What the messages of one call are noted in, at one of its ends. A block under it runs in it, once."""
+    """What the messages of one call are noted in, at one of its ends. Blocks under it run in it, in turn."""
 
     tracks: bool
     """Whether tensors that require grad are noted; else they are sent as such that don't."""

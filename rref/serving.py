@@ -238,13 +238,14 @@ class Server:
         """One of an object that is not known yet or any more, or whose header says more."""
 
         def run(value: Value) -> None:
-            if value.error is not None:
-                self._agent.fail(peer, frame.call_id, value.error)
+            try:
+                recording = self._agent.recording_of(frame.header, peer)
+                content = value.get()
+            except BaseException as error:
+                self._agent.fail(peer, frame.call_id, error)
                 return
-            content = value.get()
             if "type" in frame.header:
                 content = type(content)
-            recording = self._agent.recording_of(frame.header, peer)
             self._agent.reply(peer, frame.call_id, content, "the object", recording)
 
         return self._accept_on_object(Request(peer, frame), target, run, quick=True)

@@ -55,6 +55,10 @@ class Gate:
         """Lets everybody through, now and later."""
         self._open.set()
 
+    def is_open(self) -> bool:
+        """Whether it was opened."""
+        return self._open.is_set()
+
     def wait(self) -> None:
         """Waits until it is open."""
         assert self._open.wait(WAIT_SECONDS), "nobody opened the gate"

@@ -50,6 +50,8 @@ def memory_at(address: int, size: int, owner: object, *, fresh: bool = False) ->
         owner: what must live as long as the memory is used.
         fresh: nobody else knows this memory, so it cannot change.
     """
+    if not address and size:
+        raise ValueError(f"{size} bytes that lie nowhere")
     if size <= INLINE_BYTES:
         copied: bytes = bytes_at(address, size)
         return copied

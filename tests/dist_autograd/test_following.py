@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import dist_autograd
 import rpc
-from rpc.errors import AutogradError
-from tests.serving import WAIT_SECONDS, first_of
+from rpc.current import current_agent
+from rpc.errors import AutogradError, ProtocolError
+from rpc.peer import Peer
+from rref.requests import FETCH, fetch
+from tests.serving import WAIT_SECONDS, first_of, open_gate, wait_at_gate
 from tests.workers import RunWorkers, Worker
 
 OTHER = "worker1"
@@ -133,3 +138,52 @@ def fetch_where_no_call_has_come(_: Worker) -> None:
 
 def test_what_is_fetched_belongs_to_the_graph(run_workers: RunWorkers) -> None:
     first_of(run_workers, fetch_where_no_call_has_come)
+
+
+class Refusing:
+    """An interceptor whose callee's end does not admit what its caller's end attaches."""
+
+    key = "refused"
+
+    def outgoing(self, to: Peer) -> Any:
+        return 7
+
+    def incoming(self, value: Any, source: Peer) -> AbstractContextManager[Any]:
+        raise ValueError("it is refused")
+
+
+def refuse() -> None:
+    current_agent().interceptors.append(Refusing())
+
+
+def call_refusing_worker(_: Worker) -> list[int | None]:
+    rpc.rpc_sync(OTHER, refuse)
+    refuse()
+    with dist_autograd.context():
+        for _times in range(3):
+            with pytest.raises(ValueError, match="it is refused"):
+                rpc.rpc_sync(OTHER, known_context)
+    current_agent().interceptors.clear()
+    return [rpc.rpc_sync(OTHER, known_context) for _ in range(3)]
+
+
+def test_call_that_an_interceptor_refuses_leaves_no_context_behind(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, call_refusing_worker) == [None] * 3
+
+
+def fetch_with_bad_context(_: Worker) -> list[int]:
+    """Two fetch an object that is still being made, one of whom says nonsense about its context."""
+    made = rpc.remote(OTHER, wait_at_gate, args=("making", [1, 2]))
+    bad = fetch(made._rref)
+    bad.header["context"] = "nonsense"
+    agent = current_agent()
+    call = agent.caller.request(made._owner, FETCH, bad, WAIT_SECONDS, "a fetch")
+    rpc.rpc_sync(OTHER, open_gate, args=("making",))
+    with pytest.raises(ProtocolError, match="says badly what it is recorded as"):
+        call.result()
+    found: list[int] = made.to_here(timeout=WAIT_SECONDS)
+    return found
+
+
+def test_fetch_with_a_bad_context_fails_alone(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, fetch_with_bad_context) == [1, 2]

@@ -42,13 +42,17 @@ def reach() -> Reach:
     return Reach(Recv)
 
 
+def tensors_of(found: Reach, start: int) -> list[object]:
+    return [leaf.tensor for leaf in found.leaves.get(start, [])]
+
+
 def test_leaves_are_found_through_shared_and_missing_successors() -> None:
     first, second = leaf(), leaf()
     shared = node(first, (None, 0))
     start = node(shared, node(shared, second))
     found = reach()
     assert found.extend(ROOTS, [(start, 0)]) == []
-    assert set(found.leaves[ROOTS]) == {first.variable, second.variable}
+    assert set(tensors_of(found, ROOTS)) == {first.variable, second.variable}
     assert len(found.nodes()) == 5
 
 
@@ -88,7 +92,7 @@ def test_a_graph_deeper_than_the_stack_is_walked() -> None:
         start = node(start)
     found = reach()
     found.extend(ROOTS, [(start, 0)])
-    assert found.leaves == {ROOTS: [end.variable]}
+    assert tensors_of(found, ROOTS) == [end.variable]
     assert len(found.nodes()) == 100_002
 
 
@@ -109,8 +113,18 @@ def test_a_leaf_that_was_sent_itself_is_found_once() -> None:
     found = reach()
     found.add_leaf(1, end.variable)
     found.extend(1, [(node(end), 0)])
-    assert found.leaves == {1: [end.variable]}
+    (only,) = found.leaves[1]
+    assert (only.tensor, only.node) == (end.variable, end)
     assert found.separate
+
+
+def test_leaf_that_two_nodes_accumulate_into_is_found_at_both() -> None:
+    first, second = leaf(), leaf()
+    second.variable = first.variable
+    found = reach()
+    found.extend(ROOTS, [(node(first, second), 0)])
+    assert {each.node for each in found.leaves[ROOTS]} == {first, second}
+    assert tensors_of(found, ROOTS) == [first.variable] * 2
 
 
 def test_starts_are_not_separate_where_one_is_a_leaf_that_another_reaches() -> None:
@@ -119,7 +133,7 @@ def test_starts_are_not_separate_where_one_is_a_leaf_that_another_reaches() -> N
     found.extend(1, [(node(end), 0)])
     found.add_leaf(2, end.variable)
     assert not found.separate
-    assert found.leaves == {1: [end.variable]}
+    assert (tensors_of(found, 1), tensors_of(found, 2)) == ([end.variable], [])
 
 
 def test_starts_that_reach_one_recv_are_not_separate() -> None:

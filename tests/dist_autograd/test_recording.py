@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from dist_autograd.graph import Leaf
 from dist_autograd.leaves import gradients_of_leaves
 from dist_autograd.recording import SEND_NODE, behind, receive, send
 from rpc.errors import AutogradError
@@ -39,7 +40,7 @@ def test_nothing_lies_behind_leaves() -> None:
 def test_gradients_of_leaves_that_were_sent_need_no_run() -> None:
     first, second = torch.rand(2, requires_grad=True), torch.rand(3, requires_grad=True)
     sent = send([first, second], SOMEBODY)
-    leaves = [second, first]
+    leaves = [Leaf(second, None, 1), Leaf(first, None, 1)]
     gradients = [torch.ones(2), torch.ones(3)]
     assert gradients_of_leaves(sent, [0, 1], gradients, leaves) == [gradients[1], gradients[0]]
 
@@ -48,13 +49,13 @@ def test_a_leaf_with_a_hook_needs_a_run() -> None:
     leaf = torch.rand(2, requires_grad=True)
     leaf.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
     sent = send([leaf], SOMEBODY)
-    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [leaf]) is None
+    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [Leaf(leaf, None, 1)]) is None
 
 
 def test_what_is_computed_needs_a_run() -> None:
     leaf = torch.rand(2, requires_grad=True)
     sent = send([leaf * 2], SOMEBODY)
-    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [leaf]) is None
+    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [Leaf(leaf, None, 1)]) is None
 
 
 @pytest.mark.parametrize(
@@ -69,16 +70,18 @@ def test_what_is_computed_needs_a_run() -> None:
 )
 def test_a_gradient_unlike_its_leaf_is_for_the_engine_to_judge(gradient: Tensor) -> None:
     leaf = torch.rand(2, requires_grad=True)
-    assert gradients_of_leaves(send([leaf], SOMEBODY), [0], [gradient], [leaf]) is None
+    assert gradients_of_leaves(send([leaf], SOMEBODY), [0], [gradient], [Leaf(leaf, None, 1)]) is None
 
 
 def test_inside_a_transform_nothing_is_sent_or_received() -> None:
     source = cast("Peer", SimpleNamespace(incarnation=1))
-    computed = torch.rand(2, requires_grad=True) * 2
+    leaf = torch.rand(2, requires_grad=True)
+    computed = leaf * 2
 
     def exchange(row: Tensor) -> Tensor:
-        with pytest.raises(AutogradError, match="outside of it"):
-            send([computed], SOMEBODY)
+        for tensor in (leaf, computed):
+            with pytest.raises(AutogradError, match="outside of it"):
+                send([tensor], SOMEBODY)
         with pytest.raises(AutogradError, match="outside of it"):
             receive([torch.ones(2)], 1, source, 1)
         return row

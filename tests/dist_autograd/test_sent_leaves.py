@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.autograd import Function
 
 import dist_autograd
 import rpc
-from tests.serving import first_of
+from tests.serving import Gate, first_of
 from tests.workers import RunWorkers, Worker
 
 OTHER = "worker1"
@@ -87,6 +88,98 @@ def test_leaf_of_another_class_gets_its_gradient(run_workers: RunWorkers) -> Non
         return found
 
     assert first_of(run_workers, run) == [3.0, 3.0]
+
+
+def freeze_after_forward(_: Worker) -> tuple[bool, bool]:
+    x, y = leaf(2.0), leaf(3.0)
+    with dist_autograd.context() as context_id:
+        total = rpc.rpc_sync(OTHER, torch.mul, args=(x, y)) + rpc.rpc_sync(OTHER, torch.mul, args=(x * 2, y))
+        x.requires_grad_(False)
+        dist_autograd.backward(context_id, [total.sum()])
+        found = dist_autograd.get_gradients(context_id)
+    assert found[y].tolist() == [6.0]
+    return x in found, y in found
+
+
+def test_leaf_frozen_after_the_forward_gets_none_and_others_get_theirs(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, freeze_after_forward) == (False, True)
+
+
+class Remote:
+    """A layer, some of whose parameters change between forward and backward."""
+
+    def __init__(self) -> None:
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        return result
+
+    def freeze(self) -> None:
+        self.layer.weight.requires_grad_(False)
+
+    def widen(self) -> None:
+        self.layer.weight.data = self.layer.weight.data.double()
+
+    def which(self, context_id: int) -> tuple[bool, bool]:
+        found = dist_autograd.get_gradients(context_id)
+        return self.layer.weight in found, self.layer.bias in found
+
+
+def change_before_backward(_: Worker, change: str) -> tuple[bool, tuple[bool, bool]]:
+    remote = rpc.remote(OTHER, Remote)
+    x = leaf(1.0, 2.0)
+    with dist_autograd.context() as context_id:
+        total = remote.rpc_sync().forward(x).sum()
+        getattr(remote.rpc_sync(), change)()
+        dist_autograd.backward(context_id, [total])
+        return x in dist_autograd.get_gradients(context_id), remote.rpc_sync().which(context_id)
+
+
+def test_frozen_parameter_spoils_no_other_gradient(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, change_before_backward, "freeze") == (True, (False, True))
+
+
+def test_parameter_whose_data_has_another_type_gets_its_gradient(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, change_before_backward, "widen") == (True, (True, True))
+
+
+WEIGHTS = torch.ones(4, requires_grad=True)
+enough = Gate()
+
+
+def weights() -> Tensor:
+    return WEIGHTS
+
+
+def compute_with_weights() -> None:
+    """On threads of their own: make and forget nodes of the leaf, again and again."""
+
+    def compute() -> None:
+        while not enough.is_open():
+            torch.mul(WEIGHTS, 2)
+
+    for _ in range(2):
+        threading.Thread(target=compute).start()
+
+
+def stop_computing() -> None:
+    enough.open()
+
+
+def fetch_weights_twice(_: Worker) -> None:
+    rpc.rpc_sync(OTHER, compute_with_weights)
+    try:
+        for _times in range(300):
+            with dist_autograd.context() as context_id:
+                first, second = rpc.rpc_sync(OTHER, weights), rpc.rpc_sync(OTHER, weights)
+                dist_autograd.backward(context_id, [(first * second).sum()])
+    finally:
+        rpc.rpc_sync(OTHER, stop_computing)
+
+
+def test_leaf_that_other_threads_compute_with_can_be_sent_twice(run_workers: RunWorkers) -> None:
+    first_of(run_workers, fetch_weights_twice)
 
 
 def hook_received_node(_: Worker) -> list[int]:
