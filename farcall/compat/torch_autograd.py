@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 import dist_autograd
 from dist_autograd.contexts import COUNTER_BITS, Context, current
 from dist_autograd.installation import autograd
-from dist_autograd.recording import Sent
+from dist_autograd.recording import Sent, computed_from
 
 __all__ = ["context", "is_available"]
 
@@ -34,8 +34,13 @@ class SendRpcBackward:
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         """The nodes that computed the message's tensors."""
-        ends = map(self._sent.end, range(len(self._sent.ends)))
-        return tuple(end.grad_fn.next_functions[0] for end in ends if end.grad_fn is not None)
+        sent = self._sent
+        with torch.enable_grad():
+            nodes: list[Any] = [
+                computed_from(end).grad_fn if node is None else node
+                for end, node in zip(sent.ends, sent.nodes, strict=True)
+            ]
+        return tuple(node.next_functions[0] for node in nodes)
 
     def name(self) -> str:
         """PyTorch's name of such a node."""
