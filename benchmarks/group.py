@@ -92,12 +92,12 @@ def measure(sides: Sequence[str], workloads: Sequence[str], timeout: float) -> d
     for kind in sorted({_kind_of_group(each) for each in chosen}):
         alike = [each for each in chosen if _kind_of_group(each) == kind]
         with contextlib.ExitStack() as groups:
-            connections: dict[str, Connection] = {}
+            taking_turns: dict[str, turns.Side] = {}
             for side in sides:
                 names = tuple(each.name for each in alike if can_run(side, each))
                 if names:
-                    connections[side] = groups.enter_context(_group(side, names, kind))
-            for side, found in turns.referee(connections, timeout).items():
+                    taking_turns[side] = groups.enter_context(_group(side, names, kind))
+            for side, found in turns.referee(taking_turns, timeout).items():
                 numbers[side] |= found
     return numbers
 
@@ -108,8 +108,8 @@ def _kind_of_group(workload: Workload) -> tuple[int, bool, int]:
 
 
 @contextlib.contextmanager
-def _group(side: str, workloads: tuple[str, ...], kind: tuple[int, bool, int]) -> Iterator[Connection]:
-    """A side's workers, and the connection to the one that measures."""
+def _group(side: str, workloads: tuple[str, ...], kind: tuple[int, bool, int]) -> Iterator[turns.Side]:
+    """A side's workers."""
     workers, network, stripes = kind
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
@@ -123,7 +123,11 @@ def _group(side: str, workloads: tuple[str, ...], kind: tuple[int, bool, int]) -
             for process in processes:
                 process.start()
             theirs.close()
-            yield ours
+            group = turns.Side(ours, [process.pid for process in processes if process.pid is not None])
+            try:
+                yield group
+            finally:
+                group.go_on()
         finally:
             ours.close()
             for process in processes:

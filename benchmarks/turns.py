@@ -1,18 +1,48 @@
 """Both sides' workers are there at once and measure in turn, batch by batch.
 
 A machine's speed varies from second to second, by a factor of two where others use it too. So what is
-compared lies as close in time as can be: while one side runs a batch, the other waits for its turn.
+compared lies as close in time as can be: while one side runs a batch, the other waits for its turn. Its
+processes are stopped meanwhile, since idle ones may take a core: TensorPipe's look for messages all the time.
 (Workloads that do not measure in batches, such as what an idle agent uses, take one turn as a whole.)
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["Failed", "go_by_turns", "pass_on", "referee"]
+__all__ = ["Failed", "Side", "go_by_turns", "pass_on", "referee"]
+
+
+class Side:
+    """A side's workers.
+
+    Args:
+        connection: to the one that measures.
+        processes: all of them, by their ids.
+    """
+
+    def __init__(self, connection: Connection, processes: Sequence[int]) -> None:
+        self.connection = connection
+        self._processes = processes
+
+    def stop(self) -> None:
+        """Let them not run until ``go_on``."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let them run."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(process, number)
 
 
 class Failed(Exception):
@@ -24,9 +54,9 @@ _referee: list[Connection] = []
 
 
 def go_by_turns(connection: Connection) -> None:
-    """In the worker that measures: have ``pass_on`` wait for turns, and wait for the first."""
+    """In the worker that measures, once all have begun: wait for the first turn, and later in ``pass_on``."""
     _referee.append(connection)
-    connection.recv()
+    pass_on()
 
 
 def pass_on() -> None:
@@ -36,11 +66,11 @@ def pass_on() -> None:
         connection.recv()
 
 
-def referee(sides: Mapping[str, Connection], timeout: float) -> dict[str, Any]:
+def referee(sides: Mapping[str, Side], timeout: float) -> dict[str, Any]:
     """Give the turn to one side after the other, until all have sent their results.
 
     Args:
-        sides: by name, connections to the workers that measure.
+        sides: by name.
         timeout: seconds that all of it may take.
 
     Returns:
@@ -51,20 +81,26 @@ def referee(sides: Mapping[str, Connection], timeout: float) -> dict[str, Any]:
     """
     results: dict[str, Any] = {}
     deadline = time.monotonic() + timeout
+    for name, side in sides.items():
+        _await(name, side.connection, deadline)  # it has begun
+        side.stop()
     left = dict(sides)
     while left:
-        for side, connection in list(left.items()):
-            outcome = _turn(side, connection, deadline)
-            if outcome is not None:
-                results[side] = outcome
-                del left[side]
+        for name, side in list(left.items()):
+            side.go_on()
+            side.connection.send(None)
+            outcome = _await(name, side.connection, deadline)
+            if outcome is None:
+                side.stop()
+            else:
+                results[name] = outcome
+                del left[name]
     return results
 
 
-def _turn(side: str, connection: Connection, deadline: float) -> dict[str, float] | None:
-    """One turn of a side; its results if it has done all."""
+def _await(side: str, connection: Connection, deadline: float) -> dict[str, float] | None:
+    """What a side has to say: its results if it has done all."""
     try:
-        connection.send(None)
         if not wait([connection], max(0.0, deadline - time.monotonic())):
             raise Failed(f"{side}: no result in time")
         outcome: dict[str, float] | str | None = connection.recv()
