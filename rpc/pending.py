@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.peer import Peer
-from rpc.serialization import brings, brings_nothing
+from rpc.serialization import brings_nothing
 from rpc.transport.reading import DirectReading
 from rpc.transport.role import Turn
 from rpc.waiting import INFINITE, check_may_block, wait_for
@@ -182,7 +182,7 @@ class PendingCall:
     def _is_reply(self, frame: Frame) -> bool:
         """Whether it is the reply to this call, with nothing in it that needs the loop."""
         kind, call_id, header, _ = frame
-        return call_id == self.call_id and kind in _REPLIES and not (header and brings(header))
+        return call_id == self.call_id and kind in _REPLIES and (not header or brings_nothing(header))
 
     def takes(self, header: dict[str, Any]) -> bool:
         """Whether the waiting thread may take a reply with this header: nothing in it needs the loop."""

@@ -12,7 +12,7 @@ the pickle. All functions may be called from any thread.
 from __future__ import annotations
 
 from rpc.serialization.calls import Call, dump_call, dump_quickly, dumps, load_call, loads
-from rpc.serialization.carriers import Carrier, adopt, brings, brings_nothing, ready, take_back
+from rpc.serialization.carriers import Carrier, adopt, brings_nothing, ready, take_back
 from rpc.serialization.exceptions import dump_exception, load_exception, text_of
 from rpc.serialization.functions import main_identity
 from rpc.serialization.payload import Arrivals, Buffer, Connect, Destination, Payload, Source
@@ -45,7 +45,6 @@ __all__ = [
     "allow_class",
     "allow_function",
     "allowed",
-    "brings",
     "brings_nothing",
     "dump_call",
     "dump_exception",

@@ -18,7 +18,6 @@ __all__ = [
     "Carrier",
     "adopt",
     "arrived",
-    "brings",
     "brings_nothing",
     "ready",
     "receiving",
@@ -113,11 +112,6 @@ def adopt(header: dict[str, Any], source: Source) -> Arrivals | None:
 
 brings_nothing: Final[Callable[[dict[str, Any]], bool]] = _carriers.keys().isdisjoint
 """Whether there is nothing to adopt in a message with this header."""
-
-
-def brings(header: dict[str, Any]) -> bool:
-    """Whether there is anything to adopt in a message with this header."""
-    return not brings_nothing(header)
 
 
 def ready(arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:
