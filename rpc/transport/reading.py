@@ -5,8 +5,10 @@
 1. Take the role, and stop the loop's watching the socket. The loop watches it through an epoll object, so
    that any thread can stop and resume that by one system call.
 2. Wait until the socket is readable, or somebody calls ``release``, or the time is over. The other side
-   often needs less time than it takes to put a thread to sleep and to wake it, so first look again and again
-   for a moment, as long as that pays (see ``Trial``).
+   often needs little more time than it takes to put a thread to sleep and to wake it, and where both sides
+   sleep, so does the processor, which takes far longer to wake. So look again and again for a moment, if the
+   last waits were that short (see ``Promptness``), and sleep at once if not. Only as many threads look at a
+   time as leave one core to those who compute.
 3. Receive. Whether it is still the thread's turn is looked at, and the count appended to ``unread``, within
    the C code that receives, where no signal handler runs: it is noted, or nothing was received.
 4. If what came is what the thread waits for, or what any thread may take in, take it: it is stored first,
@@ -26,11 +28,13 @@ import logging
 import os
 import select
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic
 from typing import Final, Protocol, TypeVar
 
 from rpc.decoder import Decoder
 from rpc.transport import syscalls
+from rpc.transport.promptness import Promptness
 from rpc.transport.role import LOOP, ReaderRole, Turn
 from rpc.transport.trial import Trial
 from rpc.transport.turn import AwaitedReply, ThreadTurn
@@ -43,15 +47,22 @@ logger = logging.getLogger(__name__)
 AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
 """Whether threads can read here; elsewhere only the loop does."""
 
-_MOMENT_SECONDS: Final = 100e-6 if AVAILABLE and len(os.sched_getaffinity(0)) > 1 else 0.0
-"""For how long a thread looks before it sleeps. Where there is one core only, the other side needs it."""
+_MOMENT_SECONDS: Final = 1e-3
+"""For how long a thread looks before it sleeps."""
+_FOLLOWER_SECONDS: Final = 30e-6
+_MAY_LOOK: Final = len(os.sched_getaffinity(0)) - 1 if AVAILABLE else 0
+"""How many threads may look at a time. Where there is one core only, the other side needs it."""
 _give_way: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
-_FOLLOWER_SECONDS: Final = 0.3 * _MOMENT_SECONDS
 _SLICE_SECONDS: Final = 0.5
 """A signal right before the system call would not end it, so waits are made in slices."""
 
 
 T_co = TypeVar("T_co", covariant=True)
+
+_looking: Final[dict[int, None]] = {}
+"""The threads that look, by their identifiers."""
+if AVAILABLE:
+    os.register_at_fork(after_in_child=_looking.clear)
 
 
 class Station(Protocol[T_co]):
@@ -122,8 +133,8 @@ class DirectReading:
         self._watch: syscalls.Watch | None = None
         self._event = -1
         self._poll: Callable[[float | None], list[tuple[int, int]]] | None = None
-        self._replies_soon = Trial()
-        self._requests_soon = Trial()
+        self._replies_soon = Promptness()
+        self._requests_soon = Promptness()
         self._followers = Trial()
 
     # ---- the loop's thread
@@ -334,7 +345,7 @@ class DirectReading:
                     task is not None
                     and station.is_followed(frames)
                     and self._followers.invites()
-                    and self._look(self._followers, _FOLLOWER_SECONDS)
+                    and self._follower_has_come()
                 ):
                     # Taken in now, since it would wake the loop as soon as this thread leaves.
                     unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
@@ -365,42 +376,53 @@ class DirectReading:
             self.role.worth.was_of_use()
         return task
 
-    def _look(self, soon: Trial, seconds: float) -> list[tuple[int, int]]:
-        """Look again and again for a moment whether the socket is readable, and note whether that paid."""
-        poll = self._poll
-        if poll is None:
+    def _follower_has_come(self) -> bool:
+        """Look for a moment whether it has, and note whether that paid."""
+        has_come = bool(self._look(monotonic() + _FOLLOWER_SECONDS))
+        if has_come:
+            self._followers.was_of_use()
+        else:
+            self._followers.was_in_vain()
+        return has_come
+
+    def _look(self, until: float) -> list[tuple[int, int]]:
+        """Look again and again whether the socket is readable, if there is a core for that.
+
+        Args:
+            until: on the monotonic clock.
+        """
+        poll, me = self._poll, get_ident()
+        if poll is None or (len(_looking) >= _MAY_LOOK and me not in _looking):
             return []
-        until = monotonic() + seconds
         try:
+            _looking[me] = None
             events = poll(0)
             while not events and monotonic() < until:
                 _give_way()  # the other side may be waiting for this very core
                 events = poll(0)
         except RuntimeError:  # a signal handler runs inside another thread's poll
             return []
-        if not events:
-            soon.was_in_vain()
-        elif soon.penalty:
-            soon.was_of_use()
+        finally:
+            _looking.pop(me, None)
         return events
 
-    def _wait(self, milliseconds: float | None, soon: Trial) -> bool | None:
+    def _wait(self, milliseconds: float | None, soon: Promptness) -> bool | None:
         """Wait until the socket is readable; false when the time is over, None if ``release`` was called.
 
         Args:
             soon: whether that has been so within a moment lately.
         """
         assert self._poll is not None
-        events: list[tuple[int, int]] = []
-        if not soon.rests or soon.invites():
-            events = self._look(soon, _MOMENT_SECONDS)
+        moment_is_over = monotonic() + _MOMENT_SECONDS
         try:
-            events = events or self._poll(milliseconds)
+            events = (soon.expected and self._look(moment_is_over)) or self._poll(milliseconds)
         except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
             return None
         if not events:
+            soon.note(False)
             return False
         if len(events) == 1 and events[0][0] == self._descriptor:
+            soon.note(monotonic() <= moment_is_over)
             return True
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)

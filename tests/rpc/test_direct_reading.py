@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 from types import FrameType
 from typing import Any, Self
 
@@ -20,7 +21,6 @@ from rpc.loop import LoopThread
 from rpc.transport import reading
 from rpc.transport.reading import DirectReading
 from rpc.transport.stream import StreamConnection
-from rpc.transport.trial import Trial
 from rpc.wire import PREAMBLE, Frame, Kind, encode
 from tests.rpc.streams import SOON, Recorder, Sockets, open_connection, until
 
@@ -161,7 +161,7 @@ def test_a_look_at_a_socket_that_another_thread_polls_sees_nothing(end: End) -> 
     direct = end.connection.direct
     assert direct is not None
     direct._poll = polled_by_another
-    assert direct._look(Trial(), 1.0) == []
+    assert direct._look(end.deadline()) == []
 
 
 def test_the_reply_that_a_thread_waits_for_is_its_own(end: End) -> None:
@@ -477,6 +477,13 @@ def waits_of(end: End, arrives_at: int) -> list[float]:
     return waits
 
 
+@pytest.fixture
+def one_may_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with two cores, whatever this one has."""
+    monkeypatch.setattr(reading, "_MAY_LOOK", 1)
+
+
+@pytest.mark.usefixtures("one_may_look")
 def test_a_thread_looks_again_for_a_moment_before_it_sleeps(
     end: End, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,6 +491,7 @@ def test_a_thread_looks_again_for_a_moment_before_it_sleeps(
     assert waits_of(end, arrives_at=3) == [0] * 4
 
 
+@pytest.mark.usefixtures("one_may_look")
 def test_a_thread_whose_reply_takes_longer_sleeps_at_once_the_next_times(
     end: End, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,7 +501,36 @@ def test_a_thread_whose_reply_takes_longer_sleeps_at_once_the_next_times(
     assert len(first) == 2
     assert first[1] > 0
     assert all(len(waits) == 1 and waits[0] > 0 for waits in others)
+
+
+@pytest.mark.usefixtures("one_may_look")
+def test_a_thread_that_has_slept_twice_for_a_moment_looks_again(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", 0.0)
+    for _ in range(3):
+        waits_of(end, arrives_at=0)
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
+    slept = [waits_of(end, arrives_at=0) for _ in range(2)]
+    assert all(len(waits) == 1 and waits[0] > 0 for waits in slept)
     assert waits_of(end, arrives_at=0) == [0]
+
+
+@pytest.mark.usefixtures("one_may_look")
+def test_a_thread_sleeps_at_once_where_others_look_already(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_looking", {0: None})
+    (wait,) = waits_of(end, arrives_at=0)
+    assert wait > 0
+
+
+@pytest.mark.usefixtures("one_may_look")
+def test_a_thread_that_was_interrupted_as_it_looked_looks_again(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = dict.fromkeys([0, get_ident()])
+    monkeypatch.setattr(reading, "_looking", looking)
+    assert waits_of(end, arrives_at=0) == [0]
+    assert get_ident() not in looking
 
 
 # ---- the end
