@@ -8,7 +8,7 @@
    often needs little more time than it takes to put a thread to sleep and to wake it, and where both sides
    sleep, so does the processor, which takes far longer to wake. So look again and again for a moment, if the
    last waits were that short (see ``Promptness``), and sleep at once if not. Only as many threads look at a
-   time as leave one core to those who compute.
+   time as leave one core to those who compute; and none goes on where others wait for its core.
 3. Receive. Whether it is still the thread's turn is looked at, and the count appended to ``unread``, within
    the C code that receives, where no signal handler runs: it is noted, or nothing was received.
 4. If what came is what the thread waits for, or what any thread may take in, take it: it is stored first,
@@ -47,8 +47,10 @@ logger = logging.getLogger(__name__)
 AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
 """Whether threads can read here; elsewhere only the loop does."""
 
-_MOMENT_SECONDS: Final = 1e-3
+_MOMENT_SECONDS: Final = 3e-3
 """For how long a thread looks before it sleeps."""
+_LATE_SECONDS: Final = 0.2e-3
+"""If a thread that gives way is back so much later only, others need its core: it sleeps."""
 _FOLLOWER_SECONDS: Final = 30e-6
 _MAY_LOOK: Final = len(os.sched_getaffinity(0)) - 1 if AVAILABLE else 0
 """How many threads may look at a time. Where there is one core only, the other side needs it."""
@@ -396,10 +398,12 @@ class DirectReading:
             return []
         try:
             _looking[me] = None
-            events = poll(0)
-            while not events and monotonic() < until:
+            events, now, back_by = poll(0), monotonic(), until
+            while not events and now < back_by:
+                back_by = min(until, now + _LATE_SECONDS)
                 _give_way()  # the other side may be waiting for this very core
                 events = poll(0)
+                now = monotonic()
         except RuntimeError:  # a signal handler runs inside another thread's poll
             return []
         finally:

@@ -481,6 +481,7 @@ def waits_of(end: End, arrives_at: int) -> list[float]:
 def one_may_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with two cores, whatever this one has."""
     monkeypatch.setattr(reading, "_MAY_LOOK", 1)
+    monkeypatch.setattr(reading, "_LATE_SECONDS", SOON)
 
 
 @pytest.mark.usefixtures("one_may_look")
@@ -489,6 +490,15 @@ def test_a_thread_looks_again_for_a_moment_before_it_sleeps(
 ) -> None:
     monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
     assert waits_of(end, arrives_at=3) == [0] * 4
+
+
+@pytest.mark.usefixtures("one_may_look")
+def test_a_thread_whose_core_others_need_sleeps(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_LATE_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
+    *looks, wait = waits_of(end, arrives_at=2)
+    assert looks == [0, 0]
+    assert wait > 0
 
 
 @pytest.mark.usefixtures("one_may_look")
