@@ -23,7 +23,7 @@ _COPIED_BYTES: Final = 32 << 10
 _SHARE_OF_FRAME: Final = 4
 _ALIGNMENT: Final = 16
 
-_ndarray = np.ndarray
+_ndarray: Final[Any] = np.ndarray
 
 bytes_at: Final[Any] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -59,13 +59,13 @@ def memory_at(address: int, size: int, owner: object, *, fresh: bool = False) ->
     region.owner = owner
     if fresh:
         region.fresh = True
-    return PickleBuffer(memoryview(region).cast("B")[:size])
+    return PickleBuffer(_ndarray((size,), "B", region))
 
 
 def is_borrowed(buffer: memoryview) -> bool:
     """Whether a buffer that left the pickle may still be changed by the caller."""
-    memory = buffer.obj
-    region = memory.obj if type(memory) is memoryview else memory
+    memory: Any = buffer.obj
+    region = memory.base if type(memory) is _ndarray else memory
     return not (type(region) is _Region and region.fresh)
 
 

@@ -6,15 +6,17 @@ from typing import Final
 
 __all__ = ["Promptness"]
 
-_MOST: Final = 3
-_EXPECTED_FROM: Final = 2
+_MOST: Final = 6
+_EXPECTED_FROM: Final = 3
+_LONG_COSTS: Final = 3
 
 
 class Promptness:
     """Foretells from the last waits whether the next one is short.
 
-    A two-bit saturating counter, as processors have to foretell branches (J. E. Smith, *A study of branch
-    prediction strategies*, 1981): one wait that is unlike the others does not change what is expected.
+    A saturating counter, as processors have to foretell branches (J. E. Smith, *A study of branch prediction
+    strategies*, 1981). To look in vain costs more than to look with success saves, so a long wait counts as
+    much as three short ones: where waits are short and long in turn, none is expected to be short.
 
     Attributes:
         expected: whether the next wait is expected to be short.
@@ -39,6 +41,6 @@ class Promptness:
         if was_short:
             if self._score < _MOST:
                 self._score += 1
-        elif self._score > 0:
-            self._score -= 1
+        else:
+            self._score = max(0, self._score - _LONG_COSTS)
         self.expected = self._score >= _EXPECTED_FROM

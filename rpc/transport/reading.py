@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 from collections.abc import Callable
@@ -49,8 +50,8 @@ AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(o
 
 _MOMENT_SECONDS: Final = 3e-3
 """For how long a thread looks before it sleeps."""
-_LATE_SECONDS: Final = 0.2e-3
-"""If a thread that gives way is back so much later only, others need its core: it sleeps."""
+_LATE_SECONDS: Final = 30e-6
+"""If a thread that gives way is back so much later only, others need its core, or the interpreter."""
 _FOLLOWER_SECONDS: Final = 30e-6
 _MAY_LOOK: Final = len(os.sched_getaffinity(0)) - 1 if AVAILABLE else 0
 """How many threads may look at a time. Where there is one core only, the other side needs it."""
@@ -119,6 +120,7 @@ class DirectReading:
         "_poll",
         "_replies_soon",
         "_requests_soon",
+        "_undisturbed",
         "_watch",
         "closed",
         "role",
@@ -138,6 +140,7 @@ class DirectReading:
         self._replies_soon = Promptness()
         self._requests_soon = Promptness()
         self._followers = Trial()
+        self._undisturbed = Trial()
 
     # ---- the loop's thread
 
@@ -281,12 +284,14 @@ class DirectReading:
             raise
 
     def _receive_reply(self, turn: ThreadTurn, call: AwaitedReply, deadline: float) -> None:
-        role = self.role
+        role, soon = self.role, self._replies_soon
+        moment_is_over = min(deadline, monotonic() + _MOMENT_SECONDS)
         while call.outcome is None and role.holder() is turn:
-            left = deadline - monotonic()
-            if left <= 0:
+            now = monotonic()
+            if deadline <= now:
+                soon.note(False)
                 return
-            readable = self._wait(1000 * min(left, _SLICE_SECONDS), self._replies_soon)
+            readable = self._wait(min(deadline, now + _SLICE_SECONDS), moment_is_over, soon)
             if readable is None:
                 return
             if not readable:
@@ -331,11 +336,12 @@ class DirectReading:
             turn = self.role.own_turn()
             if not isinstance(turn, ThreadTurn):
                 return None
-            milliseconds = None if timeout is None else 1000 * timeout
             unread, role = turn.unread, self.role
             task: T_co | None = None
             while task is None and not unread and role.holder() is turn:
-                if not self._wait(milliseconds, self._requests_soon):
+                now = monotonic()
+                until = math.inf if timeout is None else now + timeout
+                if not self._wait(until, min(until, now + _MOMENT_SECONDS), self._requests_soon):
                     return None
                 unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
                 frames = self._decoder.whole_frames(sum(unread))
@@ -388,46 +394,64 @@ class DirectReading:
         return has_come
 
     def _look(self, until: float) -> list[tuple[int, int]]:
-        """Look again and again whether the socket is readable, if there is a core for that.
+        """Look whether the socket is readable; again and again, if there is a core for that.
 
         Args:
             until: on the monotonic clock.
         """
         poll, me = self._poll, get_ident()
-        if poll is None or (len(_looking) >= _MAY_LOOK and me not in _looking):
+        if poll is None:
             return []
         try:
+            events = poll(0)
+            if events or (len(_looking) >= _MAY_LOOK and me not in _looking):
+                return events
             _looking[me] = None
-            events, now, back_by = poll(0), monotonic(), until
+            now, back_by = monotonic(), until
             while not events and now < back_by:
                 back_by = min(until, now + _LATE_SECONDS)
                 _give_way()  # the other side may be waiting for this very core
                 events = poll(0)
                 now = monotonic()
+            if not events and now < until:
+                self._undisturbed.was_in_vain()
+            elif self._undisturbed.penalty:
+                self._undisturbed.was_of_use()
         except RuntimeError:  # a signal handler runs inside another thread's poll
             return []
         finally:
             _looking.pop(me, None)
         return events
 
-    def _wait(self, milliseconds: float | None, soon: Promptness) -> bool | None:
+    def _wait(self, until: float, moment_is_over: float, soon: Promptness) -> bool | None:
         """Wait until the socket is readable; false when the time is over, None if ``release`` was called.
 
         Args:
-            soon: whether that has been so within a moment lately.
+            until: on the monotonic clock; infinite for no limit.
+            moment_is_over: the same, until when to look.
+            soon: whether it has become readable within a moment lately.
         """
         assert self._poll is not None
-        moment_is_over = monotonic() + _MOMENT_SECONDS
+        events: list[tuple[int, int]] = []
         try:
-            events = (soon.expected and self._look(moment_is_over)) or self._poll(milliseconds)
+            if soon.expected and (not self._undisturbed.rests or self._undisturbed.invites()):
+                events = self._look(moment_is_over)
+            events = events or self._poll(_milliseconds_until(until))
         except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
             return None
         if not events:
-            soon.note(False)
             return False
+        was_short = monotonic() <= moment_is_over
         if len(events) == 1 and events[0][0] == self._descriptor:
-            soon.note(monotonic() <= moment_is_over)
+            soon.note(was_short)
             return True
+        if not was_short:
+            soon.note(False)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         return None
+
+
+def _milliseconds_until(when: float) -> float | None:
+    """As ``poll`` takes it; None if that is never."""
+    return None if when == math.inf else max(0.0, 1000 * (when - monotonic()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import socket
 import sys
 import threading
@@ -19,8 +20,10 @@ import pytest
 
 from rpc.loop import LoopThread
 from rpc.transport import reading
+from rpc.transport.promptness import Promptness
 from rpc.transport.reading import DirectReading
 from rpc.transport.stream import StreamConnection
+from rpc.transport.trial import Trial
 from rpc.wire import PREAMBLE, Frame, Kind, encode
 from tests.rpc.streams import SOON, Recorder, Sockets, open_connection, until
 
@@ -141,6 +144,8 @@ class End:
         worth.was_of_use()
         while not worth.invites():
             pass
+        self.direct._replies_soon = Promptness()
+        self.direct._undisturbed = Trial()
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -493,6 +498,56 @@ def test_a_thread_looks_again_for_a_moment_before_it_sleeps(
 
 
 @pytest.mark.usefixtures("one_may_look")
+def test_a_thread_that_was_disturbed_sleeps_at_once_the_next_times(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
+    monkeypatch.setattr(reading, "_LATE_SECONDS", 0.0)
+    waits_of(end, arrives_at=2)
+    monkeypatch.setattr(reading, "_LATE_SECONDS", SOON)
+    for _ in range(4):
+        (wait,) = waits_of(end, arrives_at=0)
+        assert wait > 0
+    assert waits_of(end, arrives_at=0) == [0]
+
+
+@pytest.mark.usefixtures("one_may_look")
+def test_a_thread_that_looked_in_vain_waits_for_the_rest_of_the_time_only(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", 0.0)
+    poll, waits = end.direct._poll, list[float | None]()
+
+    def late(milliseconds: float | None) -> list[tuple[int, int]]:
+        waits.append(milliseconds)
+        time.sleep(0.02)
+        return []
+
+    end.direct._poll = late
+    end.direct.read_reply(Call(7), time.monotonic() + 0.01)
+    end.direct._poll = poll
+    assert waits == [0, 0]
+
+
+@pytest.mark.usefixtures("one_may_look")
+def test_waits_that_are_called_off_late_are_long(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", 0.0)
+    for _ in range(2):
+        assert end.direct.claim(stands_by=True)
+        end.direct.release()
+        assert end.direct.next_request(SOON, REQUESTS) is None
+    assert not end.direct._requests_soon.expected
+
+
+@pytest.mark.usefixtures("one_may_look")
+def test_a_thread_looks_no_longer_than_it_may_wait(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", math.inf)
+    call = Call(7)
+    end.direct.read_reply(call, time.monotonic() + 0.01)
+    assert call.outcome is None
+
+
+@pytest.mark.usefixtures("one_may_look")
 def test_a_thread_whose_core_others_need_sleeps(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_LATE_SECONDS", 0.0)
     monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
@@ -514,14 +569,14 @@ def test_a_thread_whose_reply_takes_longer_sleeps_at_once_the_next_times(
 
 
 @pytest.mark.usefixtures("one_may_look")
-def test_a_thread_that_has_slept_twice_for_a_moment_looks_again(
+def test_a_thread_that_has_slept_three_times_for_a_moment_looks_again(
     end: End, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_MOMENT_SECONDS", 0.0)
     for _ in range(3):
         waits_of(end, arrives_at=0)
     monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
-    slept = [waits_of(end, arrives_at=0) for _ in range(2)]
+    slept = [waits_of(end, arrives_at=0) for _ in range(3)]
     assert all(len(waits) == 1 and waits[0] > 0 for waits in slept)
     assert waits_of(end, arrives_at=0) == [0]
 
@@ -529,7 +584,8 @@ def test_a_thread_that_has_slept_twice_for_a_moment_looks_again(
 @pytest.mark.usefixtures("one_may_look")
 def test_a_thread_sleeps_at_once_where_others_look_already(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_looking", {0: None})
-    (wait,) = waits_of(end, arrives_at=0)
+    look, wait = waits_of(end, arrives_at=1)
+    assert look == 0
     assert wait > 0
 
 
@@ -688,6 +744,7 @@ def interrupt() -> None:
 def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread looks once before it sleeps, so that it takes the same steps each time."""
     monkeypatch.setattr(reading, "_MOMENT_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_MAY_LOOK", 1)
 
 
 MINE = (Kind.REPLY, 7)

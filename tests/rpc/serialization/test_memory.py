@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from pickle import PickleBuffer
 
 import numpy as np
 import pytest
 import torch
 
 from rpc import serialization
-from rpc.serialization.memory import INLINE_BYTES, layout_of, settle
+from rpc.serialization.memory import INLINE_BYTES, layout_of, memory_at, settle
 from tests.rpc.serialization.journey import CALLEE, deliver
 
 
@@ -139,3 +142,17 @@ def test_numpy_array_arrives_writable(size: int) -> None:
     assert np.array_equal(arrived, array)
     assert arrived.flags.writeable
     arrived += 1
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_memory_in_a_cycle_is_collected(raw: bool) -> None:
+    """Where one buffer is exported by another, CPython up to 3.12.3 crashes."""
+    tensor = torch.zeros(INLINE_BYTES)
+    buffer = memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
+    assert isinstance(buffer, PickleBuffer)
+    gone = weakref.ref(tensor)
+    cycle: list[object] = [buffer, buffer.raw()] if raw else [buffer]
+    cycle.append(cycle)
+    del tensor, buffer, cycle
+    gc.collect()
+    assert gone() is None
