@@ -52,6 +52,8 @@ _MOMENT_SECONDS: Final = 3e-3
 """For how long a thread looks before it sleeps."""
 _LATE_SECONDS: Final = 30e-6
 """If a thread that gives way is back so much later only, others need its core, or the interpreter."""
+_RESTS: Final = 8
+"""Where they do, so many waits are without a look."""
 _FOLLOWER_SECONDS: Final = 30e-6
 _MAY_LOOK: Final = len(os.sched_getaffinity(0)) - 1 if AVAILABLE else 0
 """How many threads may look at a time. Where there is one core only, the other side needs it."""
@@ -120,7 +122,7 @@ class DirectReading:
         "_poll",
         "_replies_soon",
         "_requests_soon",
-        "_undisturbed",
+        "_rests",
         "_watch",
         "closed",
         "role",
@@ -140,7 +142,8 @@ class DirectReading:
         self._replies_soon = Promptness()
         self._requests_soon = Promptness()
         self._followers = Trial()
-        self._undisturbed = Trial()
+        self._rests = 0
+        """How many more waits are without a look, since others needed the core."""
 
     # ---- the loop's thread
 
@@ -414,9 +417,7 @@ class DirectReading:
                 events = poll(0)
                 now = monotonic()
             if not events and now < until:
-                self._undisturbed.was_in_vain()
-            elif self._undisturbed.penalty:
-                self._undisturbed.was_of_use()
+                self._rests = _RESTS
         except RuntimeError:  # a signal handler runs inside another thread's poll
             return []
         finally:
@@ -434,7 +435,9 @@ class DirectReading:
         assert self._poll is not None
         events: list[tuple[int, int]] = []
         try:
-            if soon.expected and (not self._undisturbed.rests or self._undisturbed.invites()):
+            if self._rests > 0:
+                self._rests -= 1
+            elif soon.expected:
                 events = self._look(moment_is_over)
             events = events or self._poll(_milliseconds_until(until))
         except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long

@@ -23,7 +23,6 @@ from rpc.transport import reading
 from rpc.transport.promptness import Promptness
 from rpc.transport.reading import DirectReading
 from rpc.transport.stream import StreamConnection
-from rpc.transport.trial import Trial
 from rpc.wire import PREAMBLE, Frame, Kind, encode
 from tests.rpc.streams import SOON, Recorder, Sockets, open_connection, until
 
@@ -145,7 +144,7 @@ class End:
         while not worth.invites():
             pass
         self.direct._replies_soon = Promptness()
-        self.direct._undisturbed = Trial()
+        self.direct._rests = 0
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -505,7 +504,7 @@ def test_a_thread_that_was_disturbed_sleeps_at_once_the_next_times(
     monkeypatch.setattr(reading, "_LATE_SECONDS", 0.0)
     waits_of(end, arrives_at=2)
     monkeypatch.setattr(reading, "_LATE_SECONDS", SOON)
-    for _ in range(4):
+    for _ in range(reading._RESTS):
         (wait,) = waits_of(end, arrives_at=0)
         assert wait > 0
     assert waits_of(end, arrives_at=0) == [0]
