@@ -8,7 +8,9 @@
    often needs little more time than it takes to put a thread to sleep and to wake it, and where both sides
    sleep, so does the processor, which takes far longer to wake. So look again and again for a moment, if the
    last waits were that short (see ``Promptness``), and sleep at once if not. Only as many threads look at a
-   time as leave one core to those who compute; and none goes on where others wait for its core.
+   time as leave one core to those who compute. A thread that finds other processes on its core, or other
+   threads of its own process computing, which its looking would keep from the interpreter, sleeps, and does
+   not look for the next few times.
 3. Receive. Whether it is still the thread's turn is looked at, and the count appended to ``unread``, within
    the C code that receives, where no signal handler runs: it is noted, or nothing was received.
 4. If what came is what the thread waits for, or what any thread may take in, take it: it is stored first,
@@ -30,7 +32,7 @@ import os
 import select
 from collections.abc import Callable
 from threading import get_ident
-from time import monotonic
+from time import monotonic, process_time, thread_time
 from typing import Final, Protocol, TypeVar
 
 from rpc.decoder import Decoder
@@ -50,10 +52,13 @@ AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(o
 
 _MOMENT_SECONDS: Final = 3e-3
 """For how long a thread looks before it sleeps."""
-_LATE_SECONDS: Final = 30e-6
-"""If a thread that gives way is back so much later only, others need its core, or the interpreter."""
+_LATE_SECONDS: Final = 0.2e-3
+"""If a thread that gives way is back so much later only, other processes need its core."""
+_SAMPLE_SECONDS: Final = 50e-6
+_COMPUTING_SHARE: Final = 0.2
+"""If other threads of this process compute for so much of the time, they need the interpreter."""
 _RESTS: Final = 8
-"""Where they do, so many waits are without a look."""
+"""In either case, so many waits are without a look."""
 _FOLLOWER_SECONDS: Final = 30e-6
 _MAY_LOOK: Final = len(os.sched_getaffinity(0)) - 1 if AVAILABLE else 0
 """How many threads may look at a time. Where there is one core only, the other side needs it."""
@@ -143,7 +148,7 @@ class DirectReading:
         self._requests_soon = Promptness()
         self._followers = Trial()
         self._rests = 0
-        """How many more waits are without a look, since others needed the core."""
+        """How many more waits are without a look."""
 
     # ---- the loop's thread
 
@@ -411,11 +416,17 @@ class DirectReading:
                 return events
             _looking[me] = None
             now, back_by = monotonic(), until
+            sampled, computed = now, math.inf
             while not events and now < back_by:
                 back_by = min(until, now + _LATE_SECONDS)
                 _give_way()  # the other side may be waiting for this very core
                 events = poll(0)
                 now = monotonic()
+                if now - sampled > _SAMPLE_SECONDS:
+                    before, computed = computed, _computed_by_others()
+                    if computed - before > _COMPUTING_SHARE * (now - sampled):
+                        break
+                    sampled = now
             if not events and now < until:
                 self._rests = _RESTS
         except RuntimeError:  # a signal handler runs inside another thread's poll
@@ -453,6 +464,11 @@ class DirectReading:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         return None
+
+
+def _computed_by_others() -> float:
+    """Seconds that the other threads of this process have computed."""
+    return process_time() - thread_time()
 
 
 def _milliseconds_until(when: float) -> float | None:

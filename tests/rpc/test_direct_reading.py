@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import socket
 import sys
@@ -486,6 +487,7 @@ def one_may_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with two cores, whatever this one has."""
     monkeypatch.setattr(reading, "_MAY_LOOK", 1)
     monkeypatch.setattr(reading, "_LATE_SECONDS", SOON)
+    monkeypatch.setattr(reading, "_computed_by_others", float)
 
 
 @pytest.mark.usefixtures("one_may_look")
@@ -494,6 +496,16 @@ def test_a_thread_looks_again_for_a_moment_before_it_sleeps(
 ) -> None:
     monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
     assert waits_of(end, arrives_at=3) == [0] * 4
+
+
+@pytest.mark.usefixtures("one_may_look")
+def test_a_thread_beside_others_that_compute_sleeps(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
+    monkeypatch.setattr(reading, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_computed_by_others", itertools.count().__next__)
+    *looks, wait = waits_of(end, arrives_at=3)
+    assert looks == [0, 0, 0]
+    assert wait > 0
 
 
 @pytest.mark.usefixtures("one_may_look")
