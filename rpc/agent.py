@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from rpc import freed_memory, serialization
+from rpc.awake import Wakefulness, new_wakefulness
 from rpc.callee import Callee, Interceptor
 from rpc.caller import UNSET_TIMEOUT, Caller
 from rpc.calls import CallTable
@@ -94,6 +95,9 @@ class Agent:
         self._closed_handlers: list[Callable[[], object]] = []
         self._joined_handlers: list[Callable[[Peer], None]] = []
         self.deferred = Deferred(self.loop, self._look_whether_idle)
+        self.wakefulness: Wakefulness | None = (
+            new_wakefulness(self.deferred.call, self.loop.call_later) if options.keep_awake else None
+        )
         self.allow = serialization.allowed if options.deserialization == "safe" else None
         self.segments = SegmentExchange(
             self, options.shared_memory_bytes, options.max_message_bytes, takes=self.allow is None
@@ -360,6 +364,8 @@ class Agent:
             self._loop_thread.wait_for(self.links.close(list(self._peers.values()), reason))
             self._loop_thread.call(self.segments.close)
             self._loop_thread.call(self.stripes.close)
+            if self.wakefulness is not None:
+                self._loop_thread.call(self.wakefulness.close)
         for call in list(self.calls.waiting()):
             if self.calls.take(call.call_id) is not None:
                 asked = f"{call.asked} on worker '{call.peer.name}'"

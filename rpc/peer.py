@@ -46,6 +46,7 @@ class Peer:
         "_queue_limit",
         "_requested",
         "_room",
+        "_stir",
         "_waiting",
         "_waiting_bytes",
         "agent",
@@ -86,6 +87,7 @@ class Peer:
         self._queue_limit = send_queue_bytes
         self._near = near
         self._room = threading.Condition(self._lock)
+        self._stir = _do_nothing if agent.wakefulness is None else agent.wakefulness.stir
         self._requested = False
         self.standby: Standby | None = None
         """Where idle threads may wait for its requests, while there is a connection."""
@@ -119,6 +121,7 @@ class Peer:
             WorkerLostError: the worker is gone.
             QueueFull: too much is queued for it already.
         """
+        self._stir()
         connection = self.connection
         if connection is None:
             connection = self._keep(buffers, size, aliased, wait)
@@ -135,6 +138,7 @@ class Peer:
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
             return
+        self._stir()
         try:
             connection.send_small(frame, wait, gather=gather)
         except ConnectionClosed:
@@ -203,3 +207,7 @@ class Peer:
         self._waiting.clear()
         self._waiting_bytes = 0
         self._room.notify_all()
+
+
+def _do_nothing() -> None:
+    pass

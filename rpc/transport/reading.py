@@ -35,6 +35,7 @@ from threading import get_ident
 from time import monotonic, process_time, thread_time
 from typing import Final, Protocol, TypeVar
 
+from rpc.awake import spinning
 from rpc.decoder import Decoder
 from rpc.transport import syscalls
 from rpc.transport.promptness import Promptness
@@ -52,6 +53,8 @@ AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(o
 
 _MOMENT_SECONDS: Final = 3e-3
 """For how long a thread looks before it sleeps."""
+_AWAKE_MOMENT_SECONDS: Final = 0.3e-3
+"""The same, while a thread that spins keeps the core awake."""
 _LATE_SECONDS: Final = 0.2e-3
 """If a thread that gives way is back so much later only, other processes need its core."""
 _SAMPLE_SECONDS: Final = 50e-6
@@ -415,14 +418,18 @@ class DirectReading:
             if events or (len(_looking) >= _MAY_LOOK and me not in _looking):
                 return events
             _looking[me] = None
-            now, back_by = monotonic(), until
+            now = monotonic()
+            if spinning:
+                until = min(until, now + _AWAKE_MOMENT_SECONDS)
+            back_by = until
             sampled, computed = now, math.inf
             while not events and now < back_by:
                 back_by = min(until, now + _LATE_SECONDS)
-                _give_way()  # the other side may be waiting for this very core
+                if not spinning:
+                    _give_way()  # the other side may be waiting for this very core
                 events = poll(0)
                 now = monotonic()
-                if now - sampled > _SAMPLE_SECONDS:
+                if now - sampled > _SAMPLE_SECONDS and not spinning:  # which would count as computing
                     before, computed = computed, _computed_by_others()
                     if computed - before > _COMPUTING_SHARE * (now - sampled):
                         break

@@ -1,0 +1,76 @@
+"""What the kernel says about the time that is used on the cores, and that may be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple
+
+__all__ = ["Usage", "is_limited", "usage"]
+
+_ROOT: Final = Path("/")
+_CLOCK_TICK: Final = 0.01
+"""Seconds; the same on all architectures."""
+
+
+class Usage(NamedTuple):
+    """Seconds since the machine was started, summed over its cores.
+
+    Attributes:
+        stolen: in which a core would have run, and the host of this virtual machine let others run.
+        wanted: these, and those in which one did run.
+    """
+
+    stolen: float
+    wanted: float
+
+
+def usage(root: Path = _ROOT) -> Usage:
+    """What was used until now; nothing where that cannot be known.
+
+    Args:
+        root: where ``proc`` lies.
+    """
+    try:
+        with open(root / "proc/stat", encoding="ascii") as file:
+            fields = file.readline().split()
+        user, nice, system, _idle, _waiting, irq, softirq, stolen = map(int, fields[1:9])
+    except (OSError, ValueError):
+        return Usage(0.0, 0.0)
+    ran = user + nice + system + irq + softirq
+    return Usage(stolen * _CLOCK_TICK, (ran + stolen) * _CLOCK_TICK)
+
+
+def is_limited(root: Path = _ROOT) -> bool:
+    """Whether this process's control groups limit its time, as ``docker run --cpus`` and Kubernetes do.
+
+    Args:
+        root: where ``proc`` and ``sys`` lie.
+    """
+    return any(_says_limit(file) for file in _limits(root))
+
+
+def _limits(root: Path) -> Iterator[Path]:
+    """Files that may tell of a limit: of the process's groups and of those around them."""
+    mounted = root / "sys/fs/cgroup"
+    try:
+        groups = (root / "proc/self/cgroup").read_text()
+    except OSError:
+        return
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        group = PurePosixPath(path.lstrip("/"))
+        for each in (group, *group.parents):
+            if not controllers:
+                yield mounted / each / "cpu.max"
+            elif "cpu" in controllers.split(","):
+                yield mounted / controllers / each / "cpu.cfs_quota_us"
+                yield mounted / "cpu" / each / "cpu.cfs_quota_us"
+
+
+def _says_limit(file: Path) -> bool:
+    try:
+        quota = file.read_text().split()[0]
+    except (OSError, IndexError):
+        return False
+    return quota.isdigit()

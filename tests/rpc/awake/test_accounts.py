@@ -1,0 +1,56 @@
+"""What is read of the kernel's accounts, from files that a test has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rpc.awake.accounts import Usage, is_limited, usage
+
+
+def write(root: Path, name: str, text: str) -> None:
+    file = root / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_usage_is_in_seconds_and_leaves_out_idle_time(tmp_path: Path) -> None:
+    write(tmp_path, "proc/stat", "cpu  100 20 30 9999 8888 4 6 40 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
+    stolen, wanted = usage(tmp_path)
+    assert stolen == pytest.approx(0.4)
+    assert wanted == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("text", ["", "cpu 1 2 3", "nonsense\n", "cpu a b c d e f g h\n"])
+def test_what_cannot_be_read_is_nothing(tmp_path: Path, text: str) -> None:
+    write(tmp_path, "proc/stat", text)
+    assert usage(tmp_path) == Usage(0.0, 0.0)
+
+
+def test_without_accounts_there_is_nothing(tmp_path: Path) -> None:
+    assert usage(tmp_path) == Usage(0.0, 0.0)
+    assert not is_limited(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "text", "limited"),
+    [
+        ("0::/\n", "cpu.max", "50000 100000\n", True),
+        ("0::/\n", "cpu.max", "max 100000\n", False),
+        ("0::/a/b\n", "a/b/cpu.max", "50000 100000\n", True),
+        ("0::/a/b\n", "a/cpu.max", "50000 100000\n", True),
+        ("0::/a/b\n", "other/cpu.max", "50000 100000\n", False),
+        ("0::/a\n", "a/cpu.max", "\n", False),
+        ("4:cpu,cpuacct:/a\n", "cpu,cpuacct/a/cpu.cfs_quota_us", "50000\n", True),
+        ("4:cpu,cpuacct:/a\n", "cpu/a/cpu.cfs_quota_us", "50000\n", True),
+        ("4:cpu,cpuacct:/a\n", "cpu/a/cpu.cfs_quota_us", "-1\n", False),
+        ("4:cpuset:/a\n", "cpuset/a/cpu.cfs_quota_us", "50000\n", False),
+    ],
+)
+def test_a_limit_of_a_group_or_of_one_around_it_counts(
+    tmp_path: Path, groups: str, file: str, text: str, limited: bool
+) -> None:
+    write(tmp_path, "proc/self/cgroup", groups)
+    write(tmp_path, f"sys/fs/cgroup/{file}", text)
+    assert is_limited(tmp_path) is limited
