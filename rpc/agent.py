@@ -35,7 +35,7 @@ from rpc.membership import Callee as CalleeName
 from rpc.membership import Membership
 from rpc.messages import Messages
 from rpc.options import AgentOptions
-from rpc.peer import Peer
+from rpc.peer import Peer, do_nothing
 from rpc.pending import PendingCall
 from rpc.segments import SegmentExchange
 from rpc.stripes import StripeExchange
@@ -187,6 +187,7 @@ class Agent:
                 self._connect,
                 send_queue_bytes=self.options.send_queue_bytes,
                 near=member.host == self.view.me.host,
+                stir=do_nothing if self.wakefulness is None else self.wakefulness.stir,
             )
             self._routes.clear()
             for handler in self._joined_handlers:

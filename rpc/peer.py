@@ -15,10 +15,14 @@ from rpc.workers import Member
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "do_nothing"]
 
 _SLICE_SECONDS: Final = 0.5
 """A signal right before a wait does not end it: no wait is longer than this."""
+
+
+def do_nothing() -> None:
+    """Nothing is to be done before something is sent."""
 
 
 class Peer:
@@ -34,6 +38,7 @@ class Peer:
             block, and calling it twice must do no harm.
         send_queue_bytes: callers of ``send`` wait while more than this waits for the connection.
         near: it is on this host.
+        stir: called before something is sent.
     """
 
     is_self = False
@@ -68,6 +73,7 @@ class Peer:
         *,
         send_queue_bytes: int = 64 << 20,
         near: bool = True,
+        stir: Callable[[], object] = do_nothing,
     ) -> None:
         self.member = member
         self.name = member.name
@@ -87,7 +93,7 @@ class Peer:
         self._queue_limit = send_queue_bytes
         self._near = near
         self._room = threading.Condition(self._lock)
-        self._stir = _do_nothing if agent.wakefulness is None else agent.wakefulness.stir
+        self._stir = stir
         self._requested = False
         self.standby: Standby | None = None
         """Where idle threads may wait for its requests, while there is a connection."""
@@ -207,7 +213,3 @@ class Peer:
         self._waiting.clear()
         self._waiting_bytes = 0
         self._room.notify_all()
-
-
-def _do_nothing() -> None:
-    pass
