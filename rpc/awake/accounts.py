@@ -11,6 +11,7 @@ __all__ = ["Usage", "is_limited", "usage"]
 _ROOT: Final = Path("/")
 _CLOCK_TICK: Final = 0.01
 """Seconds; the same on all architectures."""
+_FIRST_LINE_BYTES: Final = 256
 
 
 class Usage(NamedTuple):
@@ -32,10 +33,10 @@ def usage(root: Path = _ROOT) -> Usage:
         root: where ``proc`` lies.
     """
     try:
-        with open(root / "proc/stat", encoding="ascii") as file:
-            fields = file.readline().split()
+        with open(root / "proc/stat", "rb", buffering=0) as file:
+            fields = file.read(_FIRST_LINE_BYTES).splitlines()[0].split()
         user, nice, system, _idle, _waiting, irq, softirq, stolen = map(int, fields[1:9])
-    except (OSError, ValueError):
+    except (OSError, LookupError, ValueError):
         return Usage(0.0, 0.0)
     ran = user + nice + system + irq + softirq
     return Usage(stolen * _CLOCK_TICK, (ran + stolen) * _CLOCK_TICK)

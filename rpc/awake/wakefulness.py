@@ -15,8 +15,10 @@ __all__ = ["Sleepless", "Wakefulness"]
 logger = logging.getLogger(__name__)
 
 _MOST_CORES: Final = 2
-_TICK_SECONDS: Final = 0.05
-"""Messages that follow each other within this time do so quickly, and so often the accounts are read."""
+_PAUSE_SECONDS: Final = 0.05
+"""Messages that follow each other within this time do so quickly."""
+_TICK_SECONDS: Final = 0.01
+"""So often the accounts are read while they do."""
 _MESSAGES: Final = 4
 """How many in quick succession show that others will follow."""
 _GRAIN_SECONDS: Final = 50e-6
@@ -104,7 +106,7 @@ class Wakefulness:
         if pause < _GRAIN_SECONDS:
             return
         self._last = now
-        if pause > _TICK_SECONDS:
+        if pause > _PAUSE_SECONDS:
             self._in_succession = 0
         elif self._in_succession < _MESSAGES:
             self._in_succession += 1
@@ -137,19 +139,19 @@ class Wakefulness:
         if self._closed:
             return
         now = self._clock()
-        if now - self._last > _TICK_SECONDS:
+        if now - self._last > _PAUSE_SECONDS:
             self._ticking = self._ticks = False
             self._let_sleep()
             return
         before, self._before = self._before, self._usage()
-        if now - self._tick_due < _TICK_SECONDS / 2:  # else this process was stopped, or its loop
+        if now - self._tick_due < _TICK_SECONDS:  # else this process was stopped, or its loop
             stolen, wanted = self._sum
             self._sum = Usage(
                 stolen + self._before.stolen - before.stolen, wanted + self._before.wanted - before.wanted
             )
         self._judge(now)
         for number, core in list(self._awake.items()):
-            if now - core.used_at > _TICK_SECONDS:
+            if now - core.used_at > _PAUSE_SECONDS:
                 del self._awake[number]
                 core.spinner.stop()
         self._tick_due = now + _TICK_SECONDS

@@ -107,7 +107,7 @@ def test_where_much_is_stolen_the_core_that_messages_are_sent_from_stays_awake()
 def test_two_cores_stay_awake_at_most() -> None:
     machine = Machine(MUCH)
     machine.send(1.0, cores=(1, 2, 3))
-    assert sorted(machine.awake) == [1, 2]
+    assert len(machine.awake) == 2
 
 
 def test_a_core_that_is_used_no_more_sleeps_while_another_does_not() -> None:
