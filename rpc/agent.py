@@ -11,6 +11,7 @@ messages that must arrive), interceptors (``interceptors``), and carriers and re
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -358,6 +359,7 @@ class Agent:
             return
         self.closed = True
         self.deferred.close()
+        self._let_cores_sleep()
         for handler in self._close_handlers:
             handler()
         if not self._loop_thread.is_current():
@@ -365,8 +367,6 @@ class Agent:
             self._loop_thread.wait_for(self.links.close(list(self._peers.values()), reason))
             self._loop_thread.call(self.segments.close)
             self._loop_thread.call(self.stripes.close)
-            if self.wakefulness is not None:
-                self._loop_thread.call(self.wakefulness.close)
         for call in list(self.calls.waiting()):
             if self.calls.take(call.call_id) is not None:
                 asked = f"{call.asked} on worker '{call.peer.name}'"
@@ -386,6 +386,15 @@ class Agent:
             sys.setswitchinterval(self._interval)
         if self._kept_memory:
             freed_memory.release(self._kept_memory)
+
+    def _let_cores_sleep(self) -> None:
+        wakefulness = self.wakefulness
+        if wakefulness is None:
+            return
+        if not self._loop_thread.is_current():
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop_thread.call(wakefulness.close)
+        wakefulness.close()
 
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.

@@ -2,88 +2,98 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 import rpc
 from rpc import awake
+from rpc.awake import spinning
 from rpc.awake.accounts import Usage
 from rpc.awake.spinner import AVAILABLE
+from tests.rpc.awake.threads import idle_threads
 from tests.rpc.streams import SOON, until
 from tests.workers import RunWorkers, Worker
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no threads for that")
 
+MUCH = 0.3
+LITTLE = 0.01
 
-def keeps_awake() -> bool:
-    """Whether a thread of this process runs only where nobody else does."""
-    return any(
-        os.sched_getscheduler(int(thread.name)) == os.SCHED_IDLE
-        for thread in Path("/proc/self/task").iterdir()
-    )
+
+class Host:
+    """What a process finds that its host steals: a share of the time, and little while a core is awake."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._seen = time.monotonic()
+        self._stolen = share
+
+    def usage(self) -> Usage:
+        now = time.monotonic()
+        self._stolen += (now - self._seen) * (self._share * LITTLE if spinning else self._share)
+        self._seen = now
+        return Usage(self._stolen, now)
 
 
 def pretend(share: float, *, limited: bool = False) -> None:
-    """Have this process find that its host steals this share of the time."""
-    vars(awake).update(
-        is_limited=lambda: limited, usage=lambda: Usage(share * time.monotonic(), time.monotonic())
-    )
+    vars(awake).update(is_limited=lambda: limited, usage=Host(share).usage)
 
 
-def much_is_stolen() -> None:
-    pretend(0.3)
+def keeps_awake() -> bool:
+    return bool(idle_threads())
 
 
-def nothing_is_stolen() -> None:
-    pretend(0.0)
+def both_are_awake(seconds: float) -> bool:
+    """Call the other worker again and again; returns whether both keep a core awake some time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if rpc.rpc_sync("worker1", keeps_awake) and keeps_awake():
+            return True
+    return False
 
 
-def limited() -> None:
-    pretend(0.3, limited=True)
-
-
-def talk(worker: Worker, on_what: Callable[[], None], keep_awake: bool = True) -> bool:
-    """Call the other worker again and again; returns whether it kept a core awake meanwhile, and this one."""
-    on_what()
-    with worker.group(keep_awake=keep_awake):
+def talk_and_be_silent(worker: Worker) -> bool:
+    pretend(MUCH)
+    with worker.group(keep_awake=True):
         if worker.rank:
-            return False
-        seen = False
-        end = time.monotonic() + (SOON if on_what is much_is_stolen and keep_awake else 1.0)
-        while not seen and time.monotonic() < end:
-            theirs = rpc.rpc_sync("worker1", keeps_awake)
-            seen = theirs and keeps_awake()
-        if seen:
-            until(lambda: not keeps_awake())
-            assert not rpc.rpc_sync("worker1", keeps_awake)
-        return seen
+            until(keeps_awake)
+        else:
+            assert both_are_awake(SOON)
+        until(lambda: not keeps_awake())
+        return True
 
 
-def test_both_ends_of_calls_stay_awake_and_sleep_when_there_are_none(run_workers: RunWorkers) -> None:
-    assert run_workers(talk, 2, args=(much_is_stolen,)) == [True, False]
+def test_both_ends_of_calls_stay_awake_until_there_are_none(run_workers: RunWorkers) -> None:
+    assert run_workers(talk_and_be_silent, 2) == [True, True]
 
 
-@pytest.mark.parametrize("on_what", [nothing_is_stolen, limited])
-def test_elsewhere_nobody_stays_awake(run_workers: RunWorkers, on_what: Callable[[], None]) -> None:
-    assert run_workers(talk, 2, args=(on_what,)) == [False, False]
+def talk(worker: Worker, share: float, limited: bool, keep_awake: bool) -> bool:
+    pretend(share, limited=limited)
+    with worker.group(keep_awake=keep_awake):
+        return both_are_awake(0.6) if not worker.rank else keeps_awake()
 
 
-def test_with_the_option_off_nobody_stays_awake(run_workers: RunWorkers) -> None:
-    assert run_workers(talk, 2, args=(much_is_stolen,), kwargs={"keep_awake": False}) == [False, False]
+@pytest.mark.parametrize(
+    ("share", "limited", "keep_awake"),
+    [(0.0, False, True), (LITTLE, False, True), (MUCH, True, True), (MUCH, False, False)],
+    ids=["nothing is stolen", "little is stolen", "a limit", "the option is off"],
+)
+def test_elsewhere_cores_sleep(
+    run_workers: RunWorkers, share: float, limited: bool, keep_awake: bool
+) -> None:
+    assert run_workers(talk, 2, args=(share, limited, keep_awake)) == [False, False]
 
 
 def leave_while_awake(worker: Worker) -> bool:
-    much_is_stolen()
-    with worker.group():
+    pretend(MUCH)
+    with worker.group(keep_awake=True):
         end = time.monotonic() + SOON
         while not keeps_awake() and time.monotonic() < end:
             rpc.rpc_sync("worker0", keeps_awake)
             rpc.rpc_sync("worker1", keeps_awake)
         was_awake = keeps_awake()
+    assert not spinning
     until(lambda: not keeps_awake())
     return was_awake
 

@@ -10,7 +10,7 @@ __all__ = ["Usage", "is_limited", "usage"]
 
 _ROOT: Final = Path("/")
 _CLOCK_TICK: Final = 0.01
-"""Seconds; the same on all architectures."""
+"""Seconds, as the kernel's accounts count them."""
 _FIRST_LINE_BYTES: Final = 256
 
 
@@ -26,8 +26,8 @@ class Usage(NamedTuple):
     wanted: float
 
 
-def usage(root: Path = _ROOT) -> Usage:
-    """What was used until now; nothing where that cannot be known.
+def usage(root: Path = _ROOT) -> Usage | None:
+    """What was used until now; None if that cannot be known.
 
     Args:
         root: where ``proc`` lies.
@@ -37,7 +37,7 @@ def usage(root: Path = _ROOT) -> Usage:
             fields = file.read(_FIRST_LINE_BYTES).splitlines()[0].split()
         user, nice, system, _idle, _waiting, irq, softirq, stolen = map(int, fields[1:9])
     except (OSError, LookupError, ValueError):
-        return Usage(0.0, 0.0)
+        return None
     ran = user + nice + system + irq + softirq
     return Usage(stolen * _CLOCK_TICK, (ran + stolen) * _CLOCK_TICK)
 
@@ -55,11 +55,14 @@ def _limits(root: Path) -> Iterator[Path]:
     """Files that may tell of a limit: of the process's groups and of those around them."""
     mounted = root / "sys/fs/cgroup"
     try:
-        groups = (root / "proc/self/cgroup").read_text()
+        groups = (root / "proc/self/cgroup").read_text(errors="surrogateescape")
     except OSError:
         return
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
+    for line in groups.split("\n"):
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if not colon:
+            continue
         group = PurePosixPath(path.lstrip("/"))
         for each in (group, *group.parents):
             if not controllers:
@@ -72,6 +75,6 @@ def _limits(root: Path) -> Iterator[Path]:
 def _says_limit(file: Path) -> bool:
     try:
         quota = file.read_text().split()[0]
-    except (OSError, IndexError):
+    except (OSError, LookupError, ValueError):
         return False
     return quota.isdigit()

@@ -44,7 +44,7 @@ def test_agent_options_have_pytorchs_defaults(kind: type[AgentOptions]) -> None:
     assert options.dynamic is False
     assert options.switch_interval == 0.0005
     assert options.kept_memory_bytes == 64 << 20
-    assert options.keep_awake is True
+    assert options.keep_awake is False
     assert options.deserialization == "pickle"
 
 

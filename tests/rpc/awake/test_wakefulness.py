@@ -33,17 +33,21 @@ class Machine:
         self.awake: list[int] = []
         self.began_at: list[float] = []
         self.used = Usage(5.0, 50.0)
+        self.unknown = False
         self.fails = False
         self._numbers = itertools.count()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self.wakefulness = Wakefulness(
-            self.spin, lambda: self.core, lambda: self.used, self.soon, self.later, lambda: self.now
+            self.spin, lambda: self.core, self.usage, self.soon, self.later, lambda: self.now
         )
 
     def spin(self, core: int) -> Spinner:
         if self.fails:
             raise OSError("no more threads")
         return Spinner(self, core)
+
+    def usage(self) -> Usage | None:
+        return None if self.unknown else self.used
 
     def soon(self, function: Callable[[], None]) -> None:
         self.later(0.0, function)
@@ -196,6 +200,7 @@ def test_after_the_end_all_sleep() -> None:
     machine = Machine(MUCH)
     machine.send(1.0)
     machine.wakefulness.close()
+    machine.wakefulness._keep_awake(5)  # asked for before
     assert not machine.awake
     machine.send(1.0)
     assert not machine.awake
@@ -208,3 +213,60 @@ def test_threads_that_ask_at_once_begin_once() -> None:
     before = machine.scheduled
     machine.wakefulness._begin()
     assert machine.scheduled == before
+
+
+def test_a_core_is_not_kept_awake_after_the_last_message() -> None:
+    machine = Machine(MUCH)
+    machine.send_until(lambda: bool(machine.awake))
+    machine.pass_time(0.1)
+    machine.wakefulness._keep_awake(5)  # asked for before, and late
+    assert not machine.awake
+
+
+def test_accounts_that_cannot_be_read_now_and_then_do_no_harm() -> None:
+    machine = Machine(LITTLE)
+    for _ in range(100):
+        machine.unknown = not machine.unknown
+        machine.send(0.015)
+    assert not machine.began_at
+    machine.shares[0] = MUCH
+    machine.unknown = False
+    machine.send(1.0)
+    assert machine.awake
+
+
+def test_accounts_that_go_backwards_do_no_harm() -> None:
+    machine = Machine(MUCH)
+    machine.send(0.05)
+    machine.used = Usage(0.0, 0.0)
+    machine.send(1.0)
+    assert machine.awake
+
+
+def test_after_little_was_stolen_it_is_seen_again_soon() -> None:
+    machine = Machine(MUCH)
+    machine.send(20.0)
+    machine.shares[0] = LITTLE
+    machine.send(60.0)
+    machine.shares[0] = MUCH
+    before = len(machine.began_at)
+    machine.send(10.0)
+    first, second = machine.began_at[before : before + 2]
+    assert second - first < 5.0
+
+
+def test_an_error_ends_it_until_messages_come_again() -> None:
+    machine = Machine(MUCH)
+    machine.send_until(lambda: bool(machine.awake))
+    usual = machine.usage
+    machine.wakefulness._usage = fail
+    with pytest.raises(ArithmeticError):
+        machine.send(0.1)
+    assert not machine.awake
+    machine.wakefulness._usage = usual
+    machine.send(0.1)
+    assert machine.awake
+
+
+def fail() -> Usage:
+    raise ArithmeticError
