@@ -10,7 +10,8 @@
    last waits were that short (see ``Promptness``), and sleep at once if not. Only as many threads look at a
    time as leave one core to those who compute. A thread that finds other processes on its core, or other
    threads of its own process computing, which its looking would keep from the interpreter, sleeps, and does
-   not look for the next few times.
+   not look for the next few times. Beside a thread that spins to keep a core awake, it looks for a shorter
+   moment and cares for nobody: what it would give way to, or take for one that computes, is that thread.
 3. Receive. Whether it is still the thread's turn is looked at, and the count appended to ``unread``, within
    the C code that receives, where no signal handler runs: it is noted, or nothing was received.
 4. If what came is what the thread waits for, or what any thread may take in, take it: it is stored first,
