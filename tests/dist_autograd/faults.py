@@ -6,6 +6,7 @@ no worker that lives keeps anything of the context.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import threading
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 
 import rpc
-from rpc.errors import RpcTimeoutError
+from rpc.errors import RpcTimeoutError, WorkerLostError
 from tests.dist_autograd.distribution import introduce, leftovers, name_of, run_over_workers
 from tests.dist_autograd.generation import generate
 from tests.dist_autograd.interpretation import Strike, no_strike
@@ -111,7 +112,8 @@ def lead_through_a_death(worker: Worker, seed: int) -> None:
             problems = _run_into_death(program, victim, Die(key))
         else:
             key = f"{random.random() * 0.3:.3f} s"
-            rpc.rpc_sync(name_of(victim), die_after, args=(float(key.split()[0]),))
+            with contextlib.suppress(WorkerLostError):  # at once, before it has answered
+                rpc.rpc_sync(name_of(victim), die_after, args=(float(key.split()[0]),))
             problems = _run_until_death(seed, victim)
         living = [other for other in range(worker.world_size) if other != victim]
         problems += leftovers(living)
