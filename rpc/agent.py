@@ -36,7 +36,7 @@ from rpc.membership import Callee as CalleeName
 from rpc.membership import Membership
 from rpc.messages import Messages
 from rpc.options import AgentOptions
-from rpc.peer import Peer, do_nothing
+from rpc.peer import Peer
 from rpc.pending import PendingCall
 from rpc.segments import SegmentExchange
 from rpc.stripes import StripeExchange
@@ -188,7 +188,7 @@ class Agent:
                 self._connect,
                 send_queue_bytes=self.options.send_queue_bytes,
                 near=member.host == self.view.me.host,
-                stir=do_nothing if self.wakefulness is None else self.wakefulness.stir,
+                stir=None if self.wakefulness is None else self.wakefulness.stir,
             )
             self._routes.clear()
             for handler in self._joined_handlers:

@@ -15,14 +15,10 @@ from rpc.workers import Member
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
-__all__ = ["Peer", "do_nothing"]
+__all__ = ["Peer"]
 
 _SLICE_SECONDS: Final = 0.5
 """A signal right before a wait does not end it: no wait is longer than this."""
-
-
-def do_nothing() -> None:
-    """Nothing is to be done before something is sent."""
 
 
 class Peer:
@@ -38,7 +34,7 @@ class Peer:
             block, and calling it twice must do no harm.
         send_queue_bytes: callers of ``send`` wait while more than this waits for the connection.
         near: it is on this host.
-        stir: called before something is sent.
+        stir: called before something is sent, if anything is to be.
     """
 
     is_self = False
@@ -73,7 +69,7 @@ class Peer:
         *,
         send_queue_bytes: int = 64 << 20,
         near: bool = True,
-        stir: Callable[[], object] = do_nothing,
+        stir: Callable[[], object] | None = None,
     ) -> None:
         self.member = member
         self.name = member.name
@@ -127,7 +123,8 @@ class Peer:
             WorkerLostError: the worker is gone.
             QueueFull: too much is queued for it already.
         """
-        self._stir()
+        if self._stir is not None:
+            self._stir()
         connection = self.connection
         if connection is None:
             connection = self._keep(buffers, size, aliased, wait)
@@ -144,7 +141,8 @@ class Peer:
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
             return
-        self._stir()
+        if self._stir is not None:
+            self._stir()
         try:
             connection.send_small(frame, wait, gather=gather)
         except ConnectionClosed:

@@ -528,14 +528,17 @@ def test_a_thread_that_looked_in_vain_waits_for_the_rest_of_the_time_only(
 ) -> None:
     monkeypatch.setattr(reading, "_MOMENT_SECONDS", 0.0)
     poll, waits = end.direct._poll, list[float | None]()
+    now = 1000.0
+    monkeypatch.setattr(reading, "monotonic", lambda: now)
 
     def late(milliseconds: float | None) -> list[tuple[int, int]]:
+        nonlocal now
         waits.append(milliseconds)
-        time.sleep(0.02)
+        now += 0.02
         return []
 
     end.direct._poll = late
-    end.direct.read_reply(Call(7), time.monotonic() + 0.01)
+    end.direct.read_reply(Call(7), now + 0.01)
     end.direct._poll = poll
     assert waits == [0, 0]
 
