@@ -1,9 +1,10 @@
 """The sending half of a stream connection: which thread writes what.
 
-Whoever has a frame tries the send lock. Who gets it writes, first what others have queued, and looks at the
-queue once more after letting go; who doesn't get it only queues: nobody ever waits for the lock. Small frames
-are written without letting go of the GIL (see ``syscalls``). A thread that sends a large message writes no
-more than the beginning of it and leaves the rest to the loop.
+Whoever has a frame tries the send lock. Who gets it writes, first what others have queued, and looks once
+more after letting go, at the queue and at the large messages beside it, for either may have been left to it
+meanwhile; who doesn't get it only queues: nobody ever waits for the lock. Small frames are written without
+letting go of the GIL (see ``syscalls``). A thread that sends a large message writes no more than the
+beginning of it and leaves the rest to the loop.
 
 Where many calls are under way, their frames are *gathered*: they are only queued, until there are some tens,
 or somebody waits for an answer, or the loop gets round to it, which has been told to. Each wake-up of the
@@ -103,7 +104,7 @@ class SendingHalf(WriteQueue):
                 return
             if self._queue or not self._send_now(frame):
                 self._enqueue([frame], len(frame))
-            if self._queue:
+            if self._queue or self._outgoing_bytes:
                 self._drain()
         except BaseException:
             self._interrupted()
@@ -234,10 +235,10 @@ class SendingHalf(WriteQueue):
             self._tell_loop(self._watch_writable)
         if self._write_error is not None:
             self._tell_loop(self._write_failed)
-        elif self._in_doubt:
-            with self._send_lock:
-                self._write_queue(CALLER_BYTES)
         else:
+            if self._in_doubt:
+                with self._send_lock:
+                    self._write_queue(CALLER_BYTES)
             self._drain()
 
     # ---- the loop's thread
