@@ -16,9 +16,10 @@ from rpc.loop import LoopThread
 from rpc.transport import Transport
 from tests.rpc.answering import Owner
 from tests.rpc.ctrl_c import CtrlC
+from tests.rpc.direct_end import End
 from tests.rpc.nodes import MakeNode, Node
 from tests.rpc.stranger import Stranger
-from tests.rpc.streams import Sockets, connected_sockets
+from tests.rpc.streams import Sockets, connected_sockets, until
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
@@ -44,6 +45,15 @@ def sockets() -> Iterator[Sockets]:
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def end(loop: LoopThread, sockets: Sockets, request: pytest.FixtureRequest) -> Iterator[End]:
+    """A connection that threads may read, whose other end the test holds."""
+    made = End(loop, sockets(request.param))
+    yield made
+    loop.call(made.connection.close, "end of the test")
+    until(lambda: made.connection._socket.fileno() < 0)
 
 
 @pytest.fixture
