@@ -104,15 +104,17 @@ class Executor:
         self._monitor = threading.Thread(target=self._watch, name=f"{name}-monitor", daemon=True)
         self._monitor.start()
 
-    def submit(self, task: Task) -> None:
-        """Run one task soon. After ``stop`` tasks are dropped."""
-        self.submit_batch((task,))
+    def submit(self, task: Task) -> bool:
+        """Run one task soon; false after ``stop``, when tasks are dropped."""
+        return self.submit_batch((task,))
 
-    def submit_batch(self, tasks: Sequence[Task]) -> None:
-        """Run several tasks soon, waking one thread, which wakes others as needed."""
+    def submit_batch(self, tasks: Sequence[Task]) -> bool:
+        """Run several tasks soon, waking one thread, which wakes others as needed; false after ``stop``."""
         with self._lock:
-            if self._stopped or not tasks:
-                return
+            if self._stopped:
+                return False
+            if not tasks:
+                return True
             try:
                 self._submitted += len(tasks)
                 self._backlog.extend(tasks)
@@ -122,6 +124,7 @@ class Executor:
                 self._waking = False
                 self._starved.set()
                 raise
+        return True
 
     def stand_by(self, station: Station, *, at_once: bool = True) -> None:
         """For a task that is about to end: have its thread wait for its next one at a station.
@@ -269,7 +272,10 @@ class Executor:
         station = worker.station
         if station is None:
             return None
-        self._standing_by.append(worker)
+        if not station.claim():
+            worker.station = None
+            return None
+        self._standing_by.append(worker)  # whoever calls it from here on wakes nobody else at the station
         if self._backlog or self._stopped:
             task = None
             station.leave()

@@ -29,8 +29,9 @@ class Standby:
         self._direct = direct
 
     def claim(self) -> bool:
-        """Take the place for the current thread; false if it cannot have it."""
-        return self._direct.claim(stands_by=True) is not None
+        """Take the place for the current thread, which may have it already; false if it cannot have it."""
+        direct = self._direct
+        return direct.role.own_turn() is not None or direct.claim(stands_by=True) is not None
 
     def leave(self) -> None:
         """Give up the place."""
@@ -41,9 +42,7 @@ class Standby:
         self._direct.release()
 
     def next_task(self, timeout: float | None) -> Task | None:
-        """Wait for a request and give up the place; None if something else comes first."""
-        if self._direct.role.own_turn() is None and not self.claim():
-            return None
+        """Having claimed the place: wait for a request, and give it up; None if anything else comes first."""
         return self._direct.next_request(timeout, self)
 
     def takes(self, frame: Frame) -> bool:

@@ -15,13 +15,14 @@ class Station(Protocol):
     """Where one thread at a time may wait for a task that comes from elsewhere."""
 
     def claim(self) -> bool:
-        """Take the place for the current thread; false if it cannot have it."""
+        """Take the place for the current thread, which may have it already; false if it cannot have it."""
 
     def next_task(self, timeout: float | None) -> Task | None:
-        """Wait for a task, having claimed the place or doing so now, and give up the place.
+        """Having claimed the place: wait for a task, and give up the place.
 
         Returns:
-            None after ``timeout`` seconds, or when ``release`` was called, or whenever else it likes.
+            None after ``timeout`` seconds, or when ``release`` was called, or whenever else it likes: at once
+            if the place was lost again.
         """
 
     def leave(self) -> None:
