@@ -21,6 +21,7 @@ from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.loop import LoopThread
 from rpc.peer import Peer
 from rpc.pickling import replacement
+from rpc.serialization import Payload
 from rpc.tape import Recording
 from rpc.wire import Frame, Kind
 
@@ -123,23 +124,31 @@ class Callee:
         else:
             if value is not LATER:
                 del args, kwargs
-                self.reply(request, value, function)
+                payload = self.dump_reply(request, value, function)
+                del function  # now, since its destructor may be the user's
+                if payload is not None:
+                    self.reply(request, value, payload)
 
-    def reply(self, request: Request, value: Any, function: Callable[..., Any]) -> None:
-        """Answer a request with a value: the last thing that the thread does which has run it."""
+    def dump_reply(self, request: Request, value: Any, function: Callable[..., Any]) -> Payload | None:
+        """The answer to a request; None if that is an error, which is sent."""
         peer, frame = request.peer, request.frame
-        agent = self._agent
         # The memory that the arguments lie in goes back before the caller goes on, and may use it.
         frame.segments.clear()
         try:
-            payload = agent.dump_reply(peer, value, function, request.recording)
+            return self._agent.dump_reply(peer, value, function, request.recording)
         except BaseException as error:
-            agent.fail(peer, frame.call_id, error)
-        else:
-            del function
-            large = len(payload.segments) > 1 and sum(map(len, payload.segments)) > _QUICK_BYTES
-            self.stand_by(peer, value, large=large)
-            agent.answer(peer, Kind.REPLY, frame.call_id, payload)
+            self._agent.fail(peer, frame.call_id, error)
+            return None
+
+    def reply(self, request: Request, value: Any, payload: Payload) -> None:
+        """Answer a request with a value: the last thing that the thread does which has run it.
+
+        To be called with nothing else of the user's in hand.
+        """
+        peer = request.peer
+        large = len(payload.segments) > 1 and sum(map(len, payload.segments)) > _QUICK_BYTES
+        self.stand_by(peer, value, large=large)
+        self._agent.answer(peer, Kind.REPLY, request.frame.call_id, payload)
 
     def stand_by(self, peer: Peer, value: Any, *, large: bool = False) -> None:
         """Have this thread wait for the next request of ``peer``, if it has nothing else to do.

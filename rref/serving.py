@@ -266,7 +266,10 @@ class Server:
             else:
                 if result is not LATER:
                     del args, kwargs
-                    callee.reply(request, result, function)
+                    payload = callee.dump_reply(request, result, function)
+                    del function
+                    if payload is not None:
+                        callee.reply(request, result, payload)
 
         return self._accept_on_object(request, _target(frame), run)
 

@@ -11,12 +11,13 @@ import runpy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import rpc
+from rpc.current import current_agent
 from tests.serving import first_of
 from tests.workers import RunWorkers, Worker
 
@@ -284,3 +285,33 @@ def test_functions_of_the_script_are_found_in_the_same_script_and_sent_to_anothe
     )  # its own global counts; the lambda's do not
     assert answers["worker2"] == ([1, 1, 1], [2.0, 2.0], True, 100)  # each call brings the function along
     assert calls == 0
+
+
+class OneOff:
+    """A function that is gone after its call; notes whether the thread then reads what comes next."""
+
+    reading: ClassVar[list[bool]] = []
+
+    def __call__(self) -> int:
+        return 1
+
+    def __del__(self) -> None:
+        peers = map(current_agent().peer, rpc.get_worker_infos())
+        connections = [peer.connection for peer in peers if peer.connection is not None]
+        self.reading.append(
+            any(each.direct is not None and each.direct.role.own_turn() is not None for each in connections)
+        )
+
+
+def where_functions_died() -> list[bool]:
+    return OneOff.reading
+
+
+def test_a_function_is_gone_before_the_thread_that_has_run_it_reads_on(run_workers: RunWorkers) -> None:
+    def task(_: Worker) -> list[bool]:
+        for _repeat in range(20):
+            assert rpc.rpc_sync("worker1", OneOff()) == 1
+        found: list[bool] = rpc.rpc_sync("worker1", where_functions_died)
+        return found
+
+    assert first_of(run_workers, task) == [False] * 20
