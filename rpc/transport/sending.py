@@ -254,7 +254,8 @@ class SendingHalf(WriteQueue):
             self._write_queue(_LOOP_BYTES)
             if not self._queue and not self._outgoing:
                 self._stalled = False
-                self._loop.remove_writer(self._descriptor)
+                if self._closing is None:  # else it comes here again until it is closed
+                    self._loop.remove_writer(self._descriptor)
         finally:
             self._send_lock.release()
         if self._queue or self._outgoing:

@@ -9,21 +9,39 @@ import pytest
 
 from rpc.chunks import WHOLE_BYTES
 from rpc.loop import LoopThread
-from tests.rpc.streams import SOON, TINY_BUFFER, Pair, Sockets, headers, send
+from rpc.transport.stream import StreamConnection
+from tests.rpc.streams import (
+    SOON,
+    TINY_BUFFER,
+    Pair,
+    Recorder,
+    Sockets,
+    headers,
+    open_connection,
+    read_all,
+    send,
+)
 
 SIZES = {"small": 10, "whole": WHOLE_BYTES // 2, "in chunks": 2 * WHOLE_BYTES}
 
 
 class CrowdedLock:
-    """A lock before whose next release another thread has something to do, and finds it held."""
+    """A lock before one of whose releases, once, another thread has something to do, and finds it held.
 
-    def __init__(self, lock: threading.Lock, meanwhile: Callable[[], object]) -> None:
+    Args:
+        when: whether it is this release.
+    """
+
+    def __init__(
+        self, lock: threading.Lock, meanwhile: Callable[[], object], when: Callable[[], bool]
+    ) -> None:
         self.acquire = lock.acquire
         self._release = lock.release
         self._meanwhile: list[Callable[[], object]] = [meanwhile]
+        self._when = when
 
     def release(self) -> None:
-        if self._meanwhile:
+        if self._meanwhile and self._when():
             other = threading.Thread(target=self._meanwhile.pop())
             other.start()
             other.join(SOON)
@@ -47,10 +65,12 @@ def pair(loop: LoopThread, sockets: Sockets) -> Iterator[Pair]:
     there_loop.stop()
 
 
-def crowd(pair: Pair, size: int) -> None:
-    """Another thread sends so many bytes when somebody next writes."""
-    lock = CrowdedLock(pair.here._send_lock, lambda: send(pair.here, {"by": "another"}, bytes(size)))
-    pair.here._send_lock = lock  # type: ignore[assignment]
+def crowd(connection: StreamConnection, size: int, when: Callable[[], bool] = lambda: True) -> None:
+    """Another thread sends so many bytes while somebody writes: the next one, or when a condition holds."""
+    lock = CrowdedLock(
+        connection._send_lock, lambda: send(connection, {"by": "another"}, bytes(size), wait=0), when
+    )
+    connection._send_lock = lock  # type: ignore[assignment]
 
 
 def senders(pair: Pair) -> list[str]:
@@ -61,7 +81,7 @@ def senders(pair: Pair) -> list[str]:
 @pytest.mark.parametrize("left", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("written", SIZES.values(), ids=SIZES)
 def test_what_is_left_to_a_thread_that_is_writing_is_sent(pair: Pair, written: int, left: int) -> None:
-    crowd(pair, left)
+    crowd(pair.here, left)
     send(pair.here, {"by": "one"}, bytes(written))
     assert senders(pair) == ["another", "one"]
 
@@ -75,7 +95,7 @@ def test_what_is_left_to_the_loop_while_it_writes_is_sent(
     def stall() -> None:
         send(pair.here, {"by": "one"}, bytes(SIZES["whole"]), wait=0)
         assert pair.here._stalled
-        crowd(pair, left)
+        crowd(pair.here, left)
 
     loop.call(stall)
     assert senders(pair) == ["another", "one"]
@@ -87,3 +107,21 @@ def test_a_large_message_that_waits_goes_out_after_the_next_small_one(pair: Pair
         send(pair.here, {"by": "another"}, bytes(SIZES["in chunks"]))
     send(pair.here, {"by": "one"})
     assert senders(pair) == ["another", "one"]
+
+
+@pytest.mark.parametrize("left", SIZES.values(), ids=SIZES)
+def test_a_close_that_waits_for_the_queue_comes_though_something_is_queued_at_the_last_moment(
+    loop: LoopThread, sockets: Sockets, left: int
+) -> None:
+    here, there = sockets(buffer_bytes=TINY_BUFFER)
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+
+    def leave() -> None:
+        send(connection, {"by": "one"}, bytes(SIZES["whole"]), wait=0)
+        crowd(connection, left, when=lambda: not connection._queue)
+        connection.close("done", flush=True)
+
+    loop.call(leave)
+    assert sorted(header["by"] for header in headers(read_all(there))) == ["another", "one"]
+    assert owner.reason() == "done"
