@@ -27,7 +27,7 @@ from rpc.deferred import Counter, Deferred
 from rpc.departure import Departure
 from rpc.dispatch import Dispatcher, KindHandler
 from rpc.errors import ForkedProcessError, NotInitializedError
-from rpc.executor import Executor
+from rpc.executor import Executor, Task
 from rpc.futures import Future
 from rpc.links import Links
 from rpc.local import LocalPeer
@@ -287,14 +287,19 @@ class Agent:
         return call if free else None
 
     def complete_soon(self, future: Future[Any]) -> None:
-        self.executor.submit((future.complete, None))
+        self.run_soon([(future.complete, None)])
 
     def expire(self, call: PendingCall) -> BaseException | None:
         return call.timeout_error() if self.calls.give_up(call) else None
 
     def _complete_all(self, futures: Sequence[Future[Any]]) -> None:
         if futures:
-            self.executor.submit_batch([(future.complete, None) for future in futures])
+            self.run_soon([(future.complete, None) for future in futures])
+
+    def run_soon(self, tasks: Sequence[Task]) -> None:
+        """Run tasks on executor threads; when these have ended, only futures are completed still."""
+        if not self.executor.submit_batch(tasks):
+            _complete_futures(tasks)
 
     def on_loop(self, function: Callable[..., Any], *args: object) -> Any:
         """Run a function on the loop's thread and return its result."""
@@ -378,9 +383,7 @@ class Agent:
         self.callee.stop()
         dropped = self.executor.drop_backlog()
         self.executor.stop(timeout=_STOP_SECONDS)
-        for function, argument in dropped:
-            if isinstance(getattr(function, "__self__", None), Future):
-                function(argument)  # its reply has come: nobody shall wait for it in vain
+        _complete_futures(dropped)
         self._loop_thread.stop()
         if self._interval is not None:
             sys.setswitchinterval(self._interval)
@@ -416,6 +419,13 @@ class Agent:
             sys.setswitchinterval(self._interval)
         if self._kept_memory:
             freed_memory.release(self._kept_memory, give_back=False)
+
+
+def _complete_futures(tasks: Sequence[Task]) -> None:
+    """Of tasks that no thread will run, complete the futures: nobody shall wait for them in vain."""
+    for function, argument in tasks:
+        if isinstance(getattr(function, "__self__", None), Future):
+            function(argument)
 
 
 _inherited: Final[list[Agent]] = []

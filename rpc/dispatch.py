@@ -88,7 +88,7 @@ class Dispatcher:
                     agent.links.lose(peer, reason)
                 break
         if tasks:
-            agent.executor.submit_batch(tasks)
+            agent.run_soon(tasks)
         agent.something_ended()
 
     def count_request(self) -> None:

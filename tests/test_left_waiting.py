@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import rpc
-from rpc.agent import Agent
+from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
 from rpc.errors import NotInitializedError, RpcError, WorkerLostError
 from rpc.options import AgentOptions
@@ -23,6 +24,10 @@ made = threading.Event()
 
 def let_be_made() -> None:
     made.set()
+
+
+def wait_to_be_made() -> None:
+    made.wait()
 
 
 class Slow:
@@ -163,6 +168,22 @@ def test_whoever_waits_is_told_when_another_thread_leaves(run_workers: RunWorker
     assert (local, call) == (NotInitializedError, NotInitializedError)
     assert issubclass(barrier, RpcError)
     assert issubclass(shutdown, RpcError)
+
+
+def make_a_future_as_another_thread_leaves(worker: Worker) -> None:
+    options = AgentOptions(init_method=worker.init_method)
+    rpc.init_rpc(worker.name, rank=0, world_size=1, rpc_backend_options=options)
+    agent: Agent = current_agent()
+    call = agent.caller.call(worker.name, wait_to_be_made, (), {}, UNSET_TIMEOUT)
+    rpc.shutdown(graceful=False)
+    future = agent.caller.future(call)
+    with pytest.raises(NotInitializedError, match="RPC has been shut down"):
+        torch.futures.wait_all([future])
+    made.set()
+
+
+def test_a_future_that_is_made_as_another_thread_leaves_is_completed(run_workers: RunWorkers) -> None:
+    run_workers.start(make_a_future_as_another_thread_leaves, 1).results()
 
 
 def leave_while_a_call_waits_for_a_dead_worker(worker: Worker) -> Any:
