@@ -124,6 +124,8 @@ class Departure:
         if listening != self.listening:
             self.listening = listening
             self._agent.executor.when_idle(self._agent.something_ended if listening else None)
+            if listening:  # what has ended since the last report could not say so
+                self._agent.deferred.call(self.look)
 
     def _report(self) -> Report:
         """What is under way here. Nothing can be on its way that is not under way at its sender: a call is
