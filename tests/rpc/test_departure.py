@@ -1,4 +1,4 @@
-"""The way out of a group: whatever ends is noticed, at whatever moment."""
+"""The way out of a group: whatever ends is noticed, at whatever moment, and so is the end of the agent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 
 from rpc import departure as module
 from rpc.departure import Departure
+from rpc.errors import RpcTimeoutError
 from rpc.wire import Frame, Kind, decode_one
 from tests.rpc.clockwork import Clockwork
 from tests.rpc.members import member, peer
+from tests.rpc.stepping import Step
 
 LEADER, HERE = member("leader", 0), member("here", 1)
 
@@ -71,6 +73,9 @@ def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
     return made
 
 
+# ---- what ends while nobody is told yet
+
+
 @pytest.mark.parametrize("members", [[HERE], None], ids=["static", "dynamic"])
 def test_the_last_task_may_end_between_being_counted_and_being_listened_for(
     clockwork: Clockwork, members: Sequence[Any] | None
@@ -91,3 +96,50 @@ def test_a_follower_whose_last_task_ends_while_it_answers_the_leader_says_so(clo
     agent.hear(0, "probe", 1, [])
     clockwork.advance(1)
     assert [message[1] for message in agent.sent] == ["entered", "report", "idle"]
+
+
+# ---- the agent ends
+
+
+def test_a_round_that_begins_when_the_agent_is_closed_ends_at_once(clockwork: Clockwork) -> None:
+    agent = Agent(clockwork, [LEADER, HERE])
+    agent.close()
+    with pytest.raises(RpcTimeoutError, match="another thread has ended the agent"):
+        agent.departure.wait(0)
+
+
+@pytest.mark.parametrize("first", ["the round begins", "the agent closes"])
+def test_a_round_ends_whenever_another_thread_closes_the_agent(clockwork: Clockwork, first: str) -> None:
+    """Before any instruction of the one, the other is done as a whole."""
+    step = None
+    while step is None or step.taken:
+        agent = Agent(clockwork, [LEADER, HERE])
+        outcomes: list[str | None] = []
+
+        def begin(agent: Agent = agent, outcomes: list[str | None] = outcomes) -> None:
+            agent.departure._begin(outcomes.append, 0)
+
+        doing, other = (begin, agent.close) if first == "the round begins" else (agent.close, begin)
+        step = Step(1 if step is None else step.number + 1, other, files=[module.__file__])
+        with step:
+            doing()
+        if not step.taken:
+            other()
+        assert set(outcomes) == {"another thread has ended the agent"}, step.number
+    assert step.number > 10
+
+
+def test_who_wants_to_wait_when_the_loop_has_ended_is_told_who_ended_it(
+    clockwork: Clockwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(clockwork, [LEADER, HERE])
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    monkeypatch.setattr(agent, "on_loop", refuse)
+    with pytest.raises(RuntimeError, match="Event loop is closed"):
+        agent.departure.wait(0)
+    agent.close()
+    with pytest.raises(RpcTimeoutError, match="another thread has ended the agent"):
+        agent.departure.wait(0)
