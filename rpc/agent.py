@@ -290,7 +290,9 @@ class Agent:
         self.run_soon([(future.complete, None)])
 
     def expire(self, call: PendingCall) -> BaseException | None:
-        return call.timeout_error() if self.calls.give_up(call) else None
+        error = call.timeout_error() if self.calls.give_up(call) else None
+        self.something_ended()  # if its callee is gone, or its answer has just come
+        return error
 
     def _complete_all(self, futures: Sequence[Future[Any]]) -> None:
         if futures:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 from rpc.peer import Peer
 from rpc.pending import CallOwner, PendingCall
+from rpc.waiting import INFINITE
 
 __all__ = ["CallTable"]
 
@@ -41,7 +42,7 @@ class CallTable:
         self.opened = 0
         """How many calls were ever entered; of several simultaneous ones, some may be counted late."""
         self._given_up: dict[int, Peer] = {}
-        self._alarm_at = float("inf")
+        self._alarm_at = INFINITE
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -69,11 +70,15 @@ class CallTable:
 
     def watch(self, call: PendingCall) -> None:
         """Have the loop end this call when its deadline passes."""
-        call.watched = True
-        if call.deadline < self._alarm_at:
-            self._alarm_at = call.deadline
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all calls
-                self._loop.call_soon_threadsafe(self.look)
+        try:
+            call.watched = True
+            if call.deadline < self._alarm_at:
+                self._alarm_at = call.deadline
+                self._look_soon()
+        except BaseException:  # Ctrl-C: whether the loop was told is not known
+            self._alarm_at = INFINITE
+            self._look_soon()
+            raise
 
     def take(self, call_id: int) -> PendingCall | None:
         """Remove a call; None if it has ended already. Who gets it must settle it."""
@@ -115,10 +120,14 @@ class CallTable:
         """All calls under way, as of now."""
         return self._pending.copy().values()
 
+    def _look_soon(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all calls
+            self._loop.call_soon_threadsafe(self.look)
+
     def look(self) -> None:
         """On the loop's thread: end the calls whose time is over, and set the alarm."""
         now = monotonic()
-        earliest = float("inf")
+        earliest = INFINITE
         self._alarm_at = earliest
         unattended: list[Any] = []
         for call in self._pending.copy().values():
@@ -133,6 +142,6 @@ class CallTable:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if earliest < float("inf"):
+        if earliest < INFINITE:
             self._alarm_at = min(self._alarm_at, earliest)
             self._timer = self._loop.call_later(max(0.0, earliest - now), self.look)

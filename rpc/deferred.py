@@ -41,19 +41,29 @@ class Deferred:
         """Run ``function(argument)`` as soon as the loop can."""
         if self._closed:
             return
-        self._queue.put((function, argument))
-        if not self._woken:
-            self._woken = True
+        try:
+            self._queue.put((function, argument))
+            if not self._woken:
+                self._woken = True
+                self.call(self._run)
+        except BaseException:  # Ctrl-C: whether the loop was woken is not known
+            self._woken = False
             self.call(self._run)
+            raise
 
     def gathered(self, function: Callable[[Any], object], argument: Any) -> None:
         """As ``soon``, for what is in no hurry: it is done together with what follows in the next moments."""
         if self._closed:
             return
-        self._queue.put((function, argument))
-        if not self._timed:
-            self._timed = True
-            self.call(self._loop.call_later, _GATHER_SECONDS, self._run)
+        try:
+            self._queue.put((function, argument))
+            if not self._timed:
+                self._timed = True
+                self.call(self._loop.call_later, _GATHER_SECONDS, self._run)
+        except BaseException:  # Ctrl-C: whether the timer is set is not known
+            self._timed = False
+            self.call(self._run)
+            raise
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
         """``call_soon_threadsafe``, and nothing once the loop has ended."""

@@ -30,6 +30,8 @@ ROUNDS: Final = 3
 """The first ends when no call is under way anywhere, the second when all references are given back, the
 third when everybody has seen what was not given back. Then all leave."""
 
+_CLOSED: Final = "another thread has ended the agent"
+
 
 class Departure:
     """One agent's way out of its group.
@@ -47,6 +49,7 @@ class Departure:
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: Callable[[str | None], None] | None = None
         self._claimed = threading.Lock()
+        self._is_closed = False
         agent.on_closed(self._closed)
 
     def wait(self, timeout: float) -> None:
@@ -56,7 +59,8 @@ class Departure:
             timeout: seconds; 0 for no limit.
 
         Raises:
-            RpcTimeoutError: it took longer; says who is not in shutdown, or who is still busy.
+            RpcTimeoutError: it took longer; says who is not in shutdown, or who is still busy. Or another
+                thread has ended the agent.
         """
         ended = threading.Event()
         failure: list[str | None] = [None]
@@ -65,7 +69,12 @@ class Departure:
             failure[0] = reason
             ended.set()
 
-        self._agent.on_loop(self._begin, end, timeout)
+        try:
+            self._agent.on_loop(self._begin, end, timeout)
+        except RuntimeError:
+            if not self._is_closed:
+                raise
+            end(_CLOSED)
         deadline = time.monotonic() + timeout if timeout and self._termination is None else INFINITE
         if not wait_for_event(ended, deadline):
             failure[0] = f"this worker still has {self._report().active} calls or tasks under way"
@@ -101,11 +110,17 @@ class Departure:
         return self._claimed.acquire(blocking=False)
 
     def _closed(self) -> None:
-        self._end("another thread has ended the agent")
+        """On the closing thread. This sets a flag and then ends the wait, ``_begin`` notes the wait and then
+        looks at the flag: whichever comes first, nobody waits on.
+        """
+        self._is_closed = True
+        self._end(_CLOSED)
 
     def _begin(self, end: Callable[[str | None], None], timeout: float) -> None:
         self._waiting = end
-        if self._termination is not None:
+        if self._is_closed:
+            end(_CLOSED)
+        elif self._termination is not None:
             self._act(self._termination.enter(time.monotonic(), self._report(), timeout))
             self._watch_over_all()
         else:
@@ -124,6 +139,8 @@ class Departure:
         if listening != self.listening:
             self.listening = listening
             self._agent.executor.when_idle(self._agent.something_ended if listening else None)
+            if listening:  # what has ended since the last report could not say so
+                self._agent.deferred.call(self.look)
 
     def _report(self) -> Report:
         """What is under way here. Nothing can be on its way that is not under way at its sender: a call is

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from collections.abc import Sized
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rpc import calls as module
 from rpc.calls import CallTable
 from rpc.errors import RpcTimeoutError
 from rpc.futures import Future
@@ -16,7 +19,9 @@ from rpc.loop import LoopThread
 from rpc.peer import Peer
 from rpc.pending import PendingCall
 from rpc.wire import Frame
+from tests.rpc import clockwork as clockwork_module
 from tests.rpc.clockwork import Clockwork
+from tests.rpc.ctrl_c import interrupted_at
 from tests.rpc.members import peer
 from tests.rpc.streams import SOON, until
 
@@ -200,6 +205,24 @@ def test_a_call_that_keeps_its_place_still_gets_its_late_reply(
     assert isinstance(call.outcome, RpcTimeoutError)
     assert table.take(call.call_id) is call
     assert clockwork.ringing() == []
+
+
+def test_ctrl_c_at_any_line_of_setting_the_alarm_lets_no_deadline_pass(
+    clockwork: Clockwork, owner: Owner
+) -> None:
+    for line in itertools.count(1):
+        table = CallTable(owner, clockwork, owner.settled.extend)  # type: ignore[arg-type]
+        first = table.open(peer(), "what", 2.0)
+        files = (module.__file__, clockwork_module.__file__)
+        interrupted = interrupted_at(line, functools.partial(table.watch, first), files.__contains__)
+        clockwork.advance(2.5)
+        assert first.settled() == first.watched, line
+        second = watched(table, 1.0)
+        clockwork.advance(1.5)
+        assert second.settled(), line
+        if not interrupted:
+            break
+    assert line > 5
 
 
 # ---- calls that were given up

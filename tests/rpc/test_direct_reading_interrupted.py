@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from rpc.loop import LoopThread
 from rpc.transport import reading
 from rpc.transport.reading import DirectReading
 from rpc.wire import Kind
+from tests.rpc import stepping
 from tests.rpc.direct_end import Call, End, frame
 from tests.rpc.streams import Sockets, until
 
@@ -24,38 +24,7 @@ pytestmark = pytest.mark.skipif(not reading.AVAILABLE, reason="only the loop rea
 
 
 _MODULES = ("rpc.transport.reading", "rpc.transport.role", "rpc.transport.turn")
-_CODE = tuple(name for name in (sys.modules[module].__file__ for module in _MODULES) if name is not None)
-
-
-class Step:
-    """Does something right before one of the instructions of the code under test: the ``number``-th."""
-
-    def __init__(self, number: int, action: Callable[[], None]) -> None:
-        self.number = number
-        self.action = action
-        self.taken = False
-        self._count = 0
-
-    def __enter__(self) -> Self:
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _called(self, called: FrameType, event: str, argument: object) -> Any:
-        if called.f_code.co_filename not in _CODE:
-            return None
-        called.f_trace_opcodes = True
-        return self._trace
-
-    def _trace(self, traced: FrameType, event: str, argument: object) -> Any:
-        if event == "opcode" and not self.taken:
-            self._count += 1
-            if self._count == self.number:
-                self.taken = True
-                self.action()
-        return self._trace
+Step = functools.partial(stepping.Step, files=[sys.modules[module].__file__ for module in _MODULES])
 
 
 class Interruption(BaseException):
