@@ -32,6 +32,7 @@ from torch import Tensor
 from rpc.errors import RpcError
 from rpc.serialization.failures import cannot_call, cannot_send, unreadable
 from rpc.serialization.functions import MAIN_NAMES, builtin_names, name_of, resolve
+from rpc.serialization.memory import inline_limit
 from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Connect, Destination, Payload, Source
 from rpc.serialization.pickler import PROTOCOL, dump, load
 from rpc.serialization.portable import PortablePickler, PythonUDF, ReplacementPickler
@@ -137,13 +138,14 @@ def _take_tensors(
     """
     tensors: list[Any] | None = None
     seen: set[int] = set()
+    inline = inline_limit(len(args) + len(kwargs))
     places: Any = args
     words = kwargs
     place: Any
     for place, value in enumerate(args):
         kind = type(value)
         if kind is Tensor and not value.__dict__:
-            usual = plain(value)
+            usual = plain(value, inline)
             if usual is None or id(value) in seen:
                 return None  # one tensor twice must arrive as one: the pickler's memo sees to it
             if tensors is None:
@@ -158,7 +160,7 @@ def _take_tensors(
         for word, value in kwargs.items():
             kind = type(value)
             if kind is Tensor and not value.__dict__:
-                usual = plain(value)
+                usual = plain(value, inline)
                 if usual is None or id(value) in seen:
                     return None
                 seen.add(id(value))
@@ -320,6 +322,7 @@ def _rebuild_all(
 
 
 _NONE: Final = _pickle((None,), PROTOCOL)
+_INLINE_ALONE: Final = inline_limit(1)
 
 
 def dumps(
@@ -343,7 +346,7 @@ def dumps(
         return Payload({}, [_NONE if obj is None else _pickle((obj,), PROTOCOL)])
     try:
         if kind is Tensor and not obj.__dict__:
-            usual = plain(obj)
+            usual = plain(obj, _INLINE_ALONE)
             if usual is not None:
                 if tracked is not None and len(usual) == _WITH_GRAD:
                     tracked.append(obj)

@@ -1,7 +1,8 @@
 """Where tensors lie in memory: out of a tensor into a segment, and out of a segment into a tensor.
 
-Memory of up to ``INLINE_BYTES`` is copied into the pickle, which costs less than a segment of its own.
-Larger memory becomes a segment without being copied. A tensor's memory is read through its address and
+Memory of up to ``INLINE_BYTES`` is copied into the pickle, which costs less than a segment of its own; where
+a message has few tensors, so are larger ones, as long as all of it stays small. Larger memory becomes a
+segment without being copied. A tensor's memory is read through its address and
 never through ``Tensor.numpy()``, which would forbid the caller to resize the tensor for ever after.
 """
 
@@ -15,9 +16,21 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["INLINE_BYTES", "Layout", "bytes_at", "is_borrowed", "layout_of", "memory_at", "over", "settle"]
+__all__ = [
+    "INLINE_BYTES",
+    "Layout",
+    "bytes_at",
+    "inline_limit",
+    "is_borrowed",
+    "layout_of",
+    "memory_at",
+    "over",
+    "settle",
+]
 
 INLINE_BYTES: Final = 4096
+_INLINE_TOTAL: Final = 48 << 10
+"""With what else it says, such a message still is one small frame."""
 
 _COPIED_BYTES: Final = 32 << 10
 _SHARE_OF_FRAME: Final = 4
@@ -60,6 +73,11 @@ def memory_at(address: int, size: int, owner: object, *, fresh: bool = False) ->
     if fresh:
         region.fresh = True
     return PickleBuffer(_ndarray((size,), "B", region))
+
+
+def inline_limit(tensors: int) -> int:
+    """Up to how many bytes each of so many tensors, all that a message has, is copied into its pickle."""
+    return max(INLINE_BYTES, _INLINE_TOTAL // tensors) if tensors else INLINE_BYTES
 
 
 def is_borrowed(buffer: memoryview) -> bool:

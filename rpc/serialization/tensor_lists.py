@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rpc.errors import RpcError
 from rpc.serialization.failures import cannot_send, unreadable
+from rpc.serialization.memory import inline_limit
 from rpc.serialization.payload import Buffer, Destination, Payload, Source
 from rpc.serialization.pickler import PROTOCOL, dump, load
 from rpc.serialization.safe import AllowList
@@ -37,7 +38,8 @@ def dump_tensors(tensors: Sequence[Tensor | None], to: Destination, what: object
     Raises:
         SerializationError: one of them cannot be sent.
     """
-    record = tuple([None if tensor is None else _usual(tensor) for tensor in tensors])
+    inline = inline_limit(len(tensors))
+    record = tuple([None if tensor is None else _usual(tensor, inline) for tensor in tensors])
     if not _NOTHING_UNUSUAL.issuperset(map(type, record)):
         try:
             return dump(record, to)
@@ -52,12 +54,12 @@ def dump_tensors(tensors: Sequence[Tensor | None], to: Destination, what: object
     return Payload({}, segments, range(1, len(segments)))
 
 
-def _usual(tensor: Tensor) -> Any:
+def _usual(tensor: Tensor, inline: int) -> Any:
     """The arguments of ``dense``; of an unusual tensor itself."""
     if type(tensor) is not Tensor or tensor.__dict__:
         return tensor
     try:
-        usual = plain(tensor)
+        usual = plain(tensor, inline)
         if usual is None and _is_small_and_spread(tensor):  # the gradient of a sum
             usual = plain(tensor.contiguous())
     except RuntimeError:  # inside a torch.func transform; the slow way says which

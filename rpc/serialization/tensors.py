@@ -70,11 +70,12 @@ ITEM_SIZES: Final = {code: kind.itemsize for code, kind in _TYPES.items()}
 """Bytes of an element, by the letter that ``dense`` takes."""
 
 
-def plain(tensor: Tensor) -> tuple[Any, ...] | None:
+def plain(tensor: Tensor, inline: int = INLINE_BYTES) -> tuple[Any, ...] | None:
     """The arguments of ``dense`` for the usual case of a tensor: contiguous, on the CPU, of a usual type.
 
     Args:
         tensor: its class must be exactly ``torch.Tensor``. Its attributes are not looked at.
+        inline: up to how many bytes its elements are copied; beyond, they are referred to.
 
     Returns:
         None for any other case.
@@ -93,7 +94,7 @@ def plain(tensor: Tensor) -> tuple[Any, ...] | None:
     size = tensor.nbytes
     if not address and size:
         return None
-    data = bytes_at(address, size) if size <= INLINE_BYTES else memory_at(address, size, tensor)
+    data = bytes_at(address, size) if size <= inline else memory_at(address, size, tensor)
     if tensor.requires_grad:
         return code, (*tensor.shape,), data, True
     return code, (*tensor.shape,), data

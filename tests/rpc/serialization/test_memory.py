@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from pickle import PickleBuffer
 
 import numpy as np
@@ -10,8 +11,20 @@ import pytest
 import torch
 
 from rpc import serialization
-from rpc.serialization.memory import INLINE_BYTES, layout_of, memory_at, settle
+from rpc.serialization.memory import INLINE_BYTES, inline_limit, layout_of, memory_at, settle
 from tests.rpc.serialization.journey import CALLEE, deliver
+
+SMALL_FRAME_BYTES = 64 << 10
+
+Dump = Callable[[list[torch.Tensor]], serialization.Payload]
+
+
+def as_arguments(tensors: list[torch.Tensor]) -> serialization.Payload:
+    return serialization.dump_call(torch.stack, tuple(tensors), {}, CALLEE)
+
+
+def as_gradients(tensors: list[torch.Tensor]) -> serialization.Payload:
+    return serialization.dump_tensors(tensors, CALLEE, "gradients")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +63,7 @@ def test_layout_agrees_with_enumerated_addresses() -> None:
 
 
 def test_large_tensor_leaves_as_the_callers_own_memory() -> None:
-    tensor = torch.zeros(INLINE_BYTES)
+    tensor = torch.zeros(inline_limit(1))
     payload = serialization.dumps(tensor, CALLEE)
 
     assert list(payload.borrowed) == [1]
@@ -89,6 +102,27 @@ def test_small_tensor_stays_in_the_pickle() -> None:
 
     assert len(payload.segments) == 1
     assert isinstance(payload.segments[0], bytes)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 11, 12])
+@pytest.mark.parametrize("dump", [as_arguments, as_gradients])
+def test_what_few_tensors_hold_stays_in_the_pickle_as_long_as_the_frame_stays_small(
+    dump: Dump, count: int
+) -> None:
+    elements = inline_limit(count) // 4
+
+    small = dump([torch.zeros(elements) for _ in range(count)])
+    assert [len(each) <= SMALL_FRAME_BYTES for each in small.segments] == [True]
+
+    larger = dump([torch.zeros(elements + 1) for _ in range(count)])
+    assert len(larger.segments) == 1 + count
+
+
+def test_where_tensors_are_many_only_small_ones_stay_in_the_pickle() -> None:
+    tensors = [torch.zeros(INLINE_BYTES // 4) for _ in range(100)]
+
+    assert len(as_gradients(tensors).segments) == 1
+    assert len(as_gradients([each.repeat(2) for each in tensors]).segments) == 101
 
 
 def test_sending_does_not_forbid_resizing() -> None:

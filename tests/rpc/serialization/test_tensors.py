@@ -7,7 +7,7 @@ import torch
 
 from rpc import serialization
 from rpc.errors import SerializationError
-from rpc.serialization.memory import INLINE_BYTES
+from rpc.serialization.memory import INLINE_BYTES, inline_limit
 from tests.rpc.serialization.callees import null
 from tests.rpc.serialization.journey import CALLEE, send, send_call
 
@@ -15,7 +15,7 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - QUANTIZED, key=str
 )
-SIZES = [3, INLINE_BYTES]
+SIZES = [3, INLINE_BYTES, inline_limit(1)]
 
 
 def of_dtype(dtype: torch.dtype, count: int) -> torch.Tensor:
