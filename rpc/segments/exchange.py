@@ -104,7 +104,7 @@ class SegmentExchange:
         try:
             outgoing = self._outgoing[peer.incarnation]
         except KeyError:
-            self._begin(peer)
+            self._agent.deferred.call(self._begin, peer)
             return False
         if outgoing is None:
             return False
@@ -126,11 +126,13 @@ class SegmentExchange:
         return True
 
     def _begin(self, peer: Peer) -> None:
-        """Ask a peer for the first time; those that cannot share memory are not asked."""
+        """Ask a peer if it was not asked before; those that cannot share memory are not asked at all."""
+        if peer.incarnation in self._outgoing:
+            return
         self._outgoing[peer.incarnation] = None
         mine = self._agent.view.me
         if self._bound and not peer.is_self and peer.member.host == mine.host and not self._closed:
-            self._agent.deferred.call(self._say, peer, {"ask": True})
+            self._say(peer, {"ask": True})
 
     def _say(self, peer: Peer, header: dict[str, Any]) -> None:
         with contextlib.suppress(WorkerLostError):
