@@ -120,8 +120,9 @@ class SegmentExchange:
                 peer.send_small(frame, wait)
             else:
                 peer.send((frame,), len(frame), wait=wait)
+            outgoing.sent(loan)
         except BaseException:
-            outgoing.withdraw(loan.segment)
+            outgoing.withdraw(loan)
             raise
         return True
 

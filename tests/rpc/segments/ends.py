@@ -78,6 +78,7 @@ class Ends:
         if loan is None:
             self.introduce()
             return None
+        self.outgoing.sent(loan)
         return self.open(loan)
 
     def open(self, loan: Loan) -> list[memoryview]:

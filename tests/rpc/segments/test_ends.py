@@ -96,11 +96,24 @@ def test_a_message_that_was_perhaps_not_sent_takes_its_segment_along(ends: Ends)
     ends.send(DATA)
     loan = ends.outgoing.lend([memoryview(DATA)])
     assert loan is not None
-    ends.outgoing.withdraw(loan.segment)
+    ends.outgoing.withdraw(loan)
     assert ends.discarded == [loan.segment]
     assert ends.pool.size == 0
     assert ends.send(DATA) is None
     assert loan.segment not in ends.pool.segments(1)
+
+
+def test_a_segment_that_was_lent_again_is_left_to_who_has_it(ends: Ends) -> None:
+    ends.send(DATA)
+    first = ends.outgoing.lend([memoryview(DATA)])
+    assert first is not None
+    ends.open(first)
+    second = ends.outgoing.lend([memoryview(DATA)])
+    assert second is not None
+    assert second.segment is first.segment
+    ends.outgoing.withdraw(first)
+    assert not ends.discarded
+    assert bytes(ends.open(second)[0]) == DATA
 
 
 def test_copying_that_fails_takes_the_segment_along(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,6 +459,18 @@ def test_what_is_under_way_at_a_fork_arrives(ends: Ends) -> None:
     assert loan is not None
     in_child(lambda: None)
     assert bytes(ends.open(loan)[0]) == DATA
+
+
+def test_a_segment_is_dropped_after_a_fork_when_the_message_in_it_is_out(ends: Ends) -> None:
+    ends.send(DATA)
+    loan = ends.outgoing.lend([memoryview(DATA)])
+    assert loan is not None
+    in_child(lambda: None)
+    ends.outgoing.look(0.0)
+    assert not ends.discarded
+    ends.outgoing.sent(loan)
+    ends.outgoing.look(0.0)
+    assert ends.discarded == [loan.segment]
 
 
 def test_a_child_returns_nothing(ends: Ends) -> None:
