@@ -148,6 +148,8 @@ class OutgoingSegments:
         """
         with self._lock:
             segment, dropped = self._pool.add(self._peer.incarnation, size, now)
+            if segment is not None:
+                self._ledger.words[segment.slot] = 0  # it may say what became of the slot's last segment
         if dropped:
             self._discard(dropped)
         if segment is None:
@@ -172,7 +174,6 @@ class OutgoingSegments:
         record = msgpack.packb([segment.number, segment.slot, segment.size, segment.use])
         with self._lock:
             if not self._closed:
-                self._ledger.words[segment.slot] = 0
                 self._mappings[segment.number] = mapping
                 channel.send(self._socket, record, descriptor)
 
