@@ -325,6 +325,7 @@ class SegmentExchange:
 
     def _trim(self) -> None:
         """Give back the memory of segments that have rested long enough; look again while there are any."""
+        self._trimming = None  # before the look: what is made after it finds no timer and sets one
         now = monotonic()
         with self._lock:
             for outgoing in list(self._outgoing.values()):
@@ -333,7 +334,6 @@ class SegmentExchange:
             dropped = self._pool.trim(now, IDLE_SECONDS)
             left = self._pool.size
         self._discard(dropped)
-        self._trimming = None
         if left:
             self._trim_later()
 

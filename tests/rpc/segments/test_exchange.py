@@ -39,13 +39,18 @@ def send_until_shared(sides: Sides) -> None:
     raise AssertionError("messages go through no segment")
 
 
-def at_each_line(function: Callable[[Sides], object], happens: Callable[[Sides], object]) -> Iterator[Sides]:
+def at_each_line(
+    function: Callable[[Sides], object],
+    happens: Callable[[Sides], object],
+    prepare: Callable[[Sides], object] = bool,
+) -> Iterator[Sides]:
     """Two sides for each line of the exchange that a function runs, after something happened before it."""
     line = 0
     ran = True
     while ran:
         line += 1
         with opened() as sides:
+            prepare(sides)
             ran = meanwhile(
                 line, functools.partial(happens, sides), functools.partial(function, sides), exchange
             )
@@ -91,3 +96,20 @@ def test_a_worker_that_has_left_asks_nobody() -> None:
         sides.turn()
         assert not sides.here.send(DATA)
         assert not sides.there.heard
+
+
+def test_what_is_made_while_the_rest_is_given_back_is_given_back_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def prepare(sides: Sides) -> None:
+        with monkeypatch.context() as rests_long:
+            rests_long.setattr(exchange, "IDLE_SECONDS", 60.0)
+            send_until_shared(sides)
+
+    monkeypatch.setattr(exchange, "IDLE_SECONDS", 0.0)
+    for sides in at_each_line(
+        lambda sides: sides.here.exchange._trim(), lambda sides: sides.here.send(OTHER * 2), prepare
+    ):
+        sides.turn()
+        assert sides.here.exchange._pool.size == 0
+        assert not sides.there.lost
