@@ -338,6 +338,36 @@ def test_a_child_that_lives_on_keeps_its_tensors(run_workers: RunWorkers) -> Non
     first_of(run_workers, task)
 
 
+def fork_once() -> None:
+    in_child(int)
+
+
+def test_a_receiver_may_fork_while_a_tensor_is_copied_for_it(run_workers: RunWorkers) -> None:
+    def task(_: Worker) -> None:
+        tensor = torch.ones(MIB)
+        copy = Copier.copy
+
+        def send_another() -> None:
+            rpc.rpc_sync("worker1", fork_once)
+            assert rpc.rpc_sync("worker1", torch.numel, args=(tensor,)) == MIB
+
+        def copy_while_it_forks(copier: Copier, buffer: Any, into: memoryview) -> None:
+            Copier.copy = copy  # type: ignore[method-assign]
+            another = threading.Thread(target=send_another)
+            another.start()
+            another.join()
+            copy(copier, buffer, into)
+
+        send_through_segments("worker1", 4 * MIB)
+        until(all_returned)
+        Copier.copy = copy_while_it_forks  # type: ignore[method-assign,assignment]
+        assert float(rpc.rpc_sync("worker1", torch.sum, args=(tensor,))) == MIB
+        assert Copier.copy is copy
+        send_through_segments("worker1", 4 * MIB)
+
+    first_of(run_workers, task)
+
+
 # ---- strange peers, and strange users
 
 

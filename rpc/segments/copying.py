@@ -79,7 +79,7 @@ class _Work:
             self.do()
 
     def finish(self) -> None:
-        """After ``do``: wait for the piece that a helper is still at, if there is one."""
+        """When no piece is left: wait for the one that a helper is still at, if there is one."""
         with self._helping:
             pass
 
@@ -133,12 +133,10 @@ class Copier:
         self._wake.release()
         try:
             work.do()
-            work.finish()
-        except BaseException:
-            work.give_up()
-            raise
         finally:
             self._work = None
+            work.give_up()
+            work.finish()
 
     def _has_helper(self) -> bool:
         if self._helper is None and not self._closed:

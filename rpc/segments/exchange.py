@@ -104,7 +104,7 @@ class SegmentExchange:
         try:
             outgoing = self._outgoing[peer.incarnation]
         except KeyError:
-            self._begin(peer)
+            self._agent.deferred.call(self._begin, peer)
             return False
         if outgoing is None:
             return False
@@ -120,17 +120,20 @@ class SegmentExchange:
                 peer.send_small(frame, wait)
             else:
                 peer.send((frame,), len(frame), wait=wait)
+            outgoing.sent(loan)
         except BaseException:
-            outgoing.withdraw(loan.segment)
+            outgoing.withdraw(loan)
             raise
         return True
 
     def _begin(self, peer: Peer) -> None:
-        """Ask a peer for the first time; those that cannot share memory are not asked."""
+        """Ask a peer if it was not asked before; those that cannot share memory are not asked at all."""
+        if peer.incarnation in self._outgoing:
+            return
         self._outgoing[peer.incarnation] = None
         mine = self._agent.view.me
         if self._bound and not peer.is_self and peer.member.host == mine.host and not self._closed:
-            self._agent.deferred.call(self._say, peer, {"ask": True})
+            self._say(peer, {"ask": True})
 
     def _say(self, peer: Peer, header: dict[str, Any]) -> None:
         with contextlib.suppress(WorkerLostError):
@@ -322,6 +325,7 @@ class SegmentExchange:
 
     def _trim(self) -> None:
         """Give back the memory of segments that have rested long enough; look again while there are any."""
+        self._trimming = None  # before the look: what is made after it finds no timer and sets one
         now = monotonic()
         with self._lock:
             for outgoing in list(self._outgoing.values()):
@@ -330,7 +334,6 @@ class SegmentExchange:
             dropped = self._pool.trim(now, IDLE_SECONDS)
             left = self._pool.size
         self._discard(dropped)
-        self._trimming = None
         if left:
             self._trim_later()
 

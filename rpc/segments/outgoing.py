@@ -72,6 +72,8 @@ class OutgoingSegments:
         self._discard = discard
         self._say = say
         self._mappings: dict[int, Mapping] = {}
+        self._unsent: set[int] = set()
+        """Uses whose messages are not out yet: no word that their segments are dropped may overtake those."""
         self._paused_until = 0.0
         self._closed = False
 
@@ -87,21 +89,24 @@ class OutgoingSegments:
             self.look(now)
             segment = self._pool.lend(self._peer.incarnation, size, now)
             mapping = self._mappings.get(segment.number) if segment is not None else None
+            if segment is not None:
+                self._unsent.add(segment.use)
         if segment is None or mapping is None:
             if now >= self._paused_until:
                 self._add(size, now)
             return None
+        loan = Loan(segment, segment.use, lengths)
         try:
             mapping.allocate()
             for offset, buffer in zip(offsets, buffers, strict=True):
                 self._copier.copy(buffer, mapping.memory[offset : offset + len(buffer)])
         except BaseException as error:
-            self.withdraw(segment)
+            self.withdraw(loan)
             if not isinstance(error, OSError):
                 raise
             self._pause(now, error.strerror or str(error))
             return None
-        return Loan(segment, segment.use, lengths)
+        return loan
 
     def look(self, now: float) -> None:
         """With the lock: see what has been returned, or will never be."""
@@ -111,17 +116,25 @@ class OutgoingSegments:
             if word == segment.use:
                 if segment.lent:
                     self._pool.returned(segment, now)
-            elif word in (RETIRED, REFUSED):
+            elif word in (RETIRED, REFUSED) and segment.use not in self._unsent:
                 if word == REFUSED:
                     self._pause(now, f"worker '{self._peer.name}' cannot take it; its log says why")
                 self._pool.drop(segment)
                 self._discard([segment])
 
-    def withdraw(self, segment: Segment) -> None:
-        """It is not certain that a message with this segment was sent, nor that it was not: never use it
-        again.
+    def sent(self, loan: Loan) -> None:
+        """The message that names these buffers is out."""
+        self._unsent.discard(loan.use)
+
+    def withdraw(self, loan: Loan) -> None:
+        """It is not certain that a message with these buffers was sent, nor that it was not: never use their
+        segment again, unless it has been returned and lent to another.
         """
+        segment = loan.segment
         with self._lock:
+            self._unsent.discard(loan.use)
+            if segment.use != loan.use:
+                return
             self._pool.drop(segment, keep_slot=True)
         self._discard([segment])
 
@@ -135,6 +148,8 @@ class OutgoingSegments:
         """
         with self._lock:
             segment, dropped = self._pool.add(self._peer.incarnation, size, now)
+            if segment is not None:
+                self._ledger.words[segment.slot] = 0  # it may say what became of the slot's last segment
         if dropped:
             self._discard(dropped)
         if segment is None:
@@ -159,7 +174,6 @@ class OutgoingSegments:
         record = msgpack.packb([segment.number, segment.slot, segment.size, segment.use])
         with self._lock:
             if not self._closed:
-                self._ledger.words[segment.slot] = 0
                 self._mappings[segment.number] = mapping
                 channel.send(self._socket, record, descriptor)
 

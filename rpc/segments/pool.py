@@ -3,7 +3,8 @@
 Every segment is made for one peer and never serves another: that one goes on seeing its memory. A segment is
 *lent* under a number that grows with each use, and is free again when exactly that use has been returned.
 What cannot be returned for certain (the peer is gone, the message was perhaps not sent) is dropped and never
-lent again.
+lent again. A slot that becomes free serves next after all others: until the peer knows that the segment was
+dropped, it may still note there that it has forked.
 
 The pool is bounded in bytes, over all peers, and each peer besides in bytes and in segments. Beyond that,
 free segments that have rested for a moment give way; when none has, there is simply no segment. So two sizes
@@ -12,6 +13,7 @@ that do not fit in together do not have segments made and unmade with each messa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -70,7 +72,7 @@ class _Account:
     limits: Limits
     segments: list[Segment] = field(default_factory=list)
     size: int = 0
-    slots: list[int] = field(default_factory=list)
+    slots: deque[int] = field(default_factory=deque)
     uses: int = 0
 
 
@@ -102,7 +104,7 @@ class Pool:
 
     def open(self, peer: int, limits: Limits) -> None:
         """From now on segments can be made for a peer."""
-        self._accounts[peer] = _Account(limits, slots=list(reversed(range(limits.slots))))
+        self._accounts[peer] = _Account(limits, slots=deque(range(limits.slots)))
 
     def segments(self, peer: int) -> list[Segment]:
         """A peer's segments."""
@@ -153,7 +155,7 @@ class Pool:
             return None, []
         self._numbers += 1
         account.uses += 1
-        segment = Segment(self._numbers, peer, account.slots.pop(), wanted, account.uses, True, now)
+        segment = Segment(self._numbers, peer, account.slots.popleft(), wanted, account.uses, True, now)
         account.segments.append(segment)
         account.size += wanted
         self._size += wanted

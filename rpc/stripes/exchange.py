@@ -119,7 +119,6 @@ class StripeExchange:
         try:
             stripes = self._stripes[peer.incarnation]
         except KeyError:
-            self._stripes[peer.incarnation] = None
             self._agent.deferred.call(self._begin, peer)
             return False
         if stripes is None:
@@ -132,6 +131,9 @@ class StripeExchange:
             raise peer.lost_error() from None
 
     def _begin(self, peer: Peer) -> None:
+        if peer.incarnation in self._stripes:
+            return  # other threads had something for it, or it opened them itself
+        self._stripes[peer.incarnation] = None
         if self._closed or not peer.connected:
             return
         if self._agent.links.has_dialled(peer):
@@ -285,7 +287,7 @@ class StripeExchange:
         self._closed = True
         for task in self._connecting.values():
             task.cancel()
-        for incarnation, stripes in self._stripes.copy().items():  # threads that send may add to it
+        for incarnation, stripes in self._stripes.items():
             peer = self._agent.peer_by_incarnation(incarnation)
             if stripes is not None and peer is not None:
                 self._left[incarnation] = self._loop.create_future()

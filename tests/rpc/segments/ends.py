@@ -28,15 +28,19 @@ BOUND = 64 * MIB
 
 
 class Ends:
-    """A sender and a receiver over a channel of their own."""
+    """A sender and a receiver over a channel of their own.
 
-    def __init__(self) -> None:
+    Args:
+        slots: words in the ledger that they use.
+    """
+
+    def __init__(self, slots: int = SLOTS) -> None:
         descriptor = memory.create(LEDGER_BYTES)
         self.here, self.there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.here.setblocking(False)
         self.there.setblocking(False)
         self.pool = Pool(BOUND)
-        self.pool.open(1, Limits(BOUND, 8, SLOTS))
+        self.pool.open(1, Limits(BOUND, 8, slots))
         self.ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))
         self.copier = Copier(cores=1)
         self.lock = threading.RLock()
@@ -78,6 +82,7 @@ class Ends:
         if loan is None:
             self.introduce()
             return None
+        self.outgoing.sent(loan)
         return self.open(loan)
 
     def open(self, loan: Loan) -> list[memoryview]:

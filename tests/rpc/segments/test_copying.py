@@ -122,6 +122,39 @@ def test_an_interrupted_copy_leaves_the_helper_nothing(
     assert target == source
 
 
+def test_an_interrupted_copy_waits_for_what_a_helper_is_still_at(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took, finishing = threading.Event(), threading.Event()
+    copied: list[int] = []
+    finish = copying._Work.finish
+
+    def take_first_and_be_late(work: copying._Work) -> None:
+        with work._helping:
+            start = next(work._starts)
+            took.set()
+            finishing.wait()
+            copied.append(start)
+
+    def interrupt(_: copying._Work) -> None:
+        took.wait()
+        raise KeyboardInterrupt
+
+    def be_first(work: copying._Work) -> None:
+        finishing.set()
+        finish(work)
+
+    monkeypatch.setattr(copying._Work, "help", take_first_and_be_late)
+    monkeypatch.setattr(copying._Work, "do", interrupt)
+    monkeypatch.setattr(copying._Work, "finish", be_first)
+    copier.copy(*buffers(16 * MIB))
+    with pytest.raises(KeyboardInterrupt):
+        copier.copy(*buffers(16 * MIB))
+    copied_when_it_ended = list(copied)
+    finishing.set()
+    assert copied_when_it_ended == [0]
+
+
 def decide(preference: Preference, alone: float, helped: float, times: int = 200) -> list[bool]:
     """What is chosen, one time after the other, where each way always takes so long."""
     choices = []

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rpc.errors import ProtocolError
-from rpc.segments import channel, incoming
+from rpc.segments import channel, incoming, outgoing
 from rpc.segments.ledger import REFUSED, RETIRED, SLOTS
 from rpc.segments.memory import create
 from tests.rpc.ctrl_c import interrupted_at
@@ -96,11 +96,24 @@ def test_a_message_that_was_perhaps_not_sent_takes_its_segment_along(ends: Ends)
     ends.send(DATA)
     loan = ends.outgoing.lend([memoryview(DATA)])
     assert loan is not None
-    ends.outgoing.withdraw(loan.segment)
+    ends.outgoing.withdraw(loan)
     assert ends.discarded == [loan.segment]
     assert ends.pool.size == 0
     assert ends.send(DATA) is None
     assert loan.segment not in ends.pool.segments(1)
+
+
+def test_a_segment_that_was_lent_again_is_left_to_who_has_it(ends: Ends) -> None:
+    ends.send(DATA)
+    first = ends.outgoing.lend([memoryview(DATA)])
+    assert first is not None
+    ends.open(first)
+    second = ends.outgoing.lend([memoryview(DATA)])
+    assert second is not None
+    assert second.segment is first.segment
+    ends.outgoing.withdraw(first)
+    assert not ends.discarded
+    assert bytes(ends.open(second)[0]) == DATA
 
 
 def test_copying_that_fails_takes_the_segment_along(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,6 +459,62 @@ def test_what_is_under_way_at_a_fork_arrives(ends: Ends) -> None:
     assert loan is not None
     in_child(lambda: None)
     assert bytes(ends.open(loan)[0]) == DATA
+
+
+def test_a_segment_is_dropped_after_a_fork_when_the_message_in_it_is_out(ends: Ends) -> None:
+    ends.send(DATA)
+    loan = ends.outgoing.lend([memoryview(DATA)])
+    assert loan is not None
+    in_child(lambda: None)
+    ends.outgoing.look(0.0)
+    assert not ends.discarded
+    ends.outgoing.sent(loan)
+    ends.outgoing.look(0.0)
+    assert ends.discarded == [loan.segment]
+
+
+def look_before_introducing(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have another thread look at a segment that is made but not introduced."""
+
+    def look_and_create(size: int) -> int:
+        ends.outgoing.look(0.0)
+        return create(size)
+
+    monkeypatch.setattr(outgoing, "create", look_and_create)
+
+
+def test_a_fork_says_nothing_of_the_segment_that_has_the_slot_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends(slots=1)
+    ends.send(DATA)
+    in_child(lambda: None)
+    (retired,) = ends.pool.segments(1)
+    look_before_introducing(ends, monkeypatch)
+    assert ends.send(DATA) is None
+    assert ends.discarded == [retired]
+    buffers = ends.send(DATA)
+    assert buffers is not None
+    assert bytes(buffers[0]) == DATA
+    ends.close()
+
+
+def test_a_fork_of_who_does_not_know_what_was_dropped_costs_no_other_segment(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends.send(DATA)
+    ends.outgoing.look(0.0)
+    assert len(ends.pool.trim(60.0, 20.0)) == 1
+
+    def fork_and_look(size: int) -> int:
+        in_child(lambda: None)
+        ends.outgoing.look(0.0)
+        return create(size)
+
+    monkeypatch.setattr(outgoing, "create", fork_and_look)
+    assert ends.send(DATA) is None
+    assert not ends.discarded
+    buffers = ends.send(DATA)
+    assert buffers is not None
+    assert bytes(buffers[0]) == DATA
 
 
 def test_a_child_returns_nothing(ends: Ends) -> None:

@@ -123,6 +123,16 @@ def test_what_may_still_be_returned_keeps_its_word() -> None:
     assert pool.add(PEER, MIB, 0.0)[0] is not None
 
 
+def test_a_slot_that_becomes_free_serves_after_all_others() -> None:
+    pool = open_pool(limits=Limits(size=64 * MIB, count=8, slots=3))
+    slots = []
+    for _ in range(6):
+        segment = add(pool, MIB)
+        slots.append(segment.slot)
+        pool.drop(segment)
+    assert slots == [0, 1, 2, 0, 1, 2]
+
+
 def test_when_a_peer_is_gone_its_memory_no_longer_counts() -> None:
     pool = open_pool()
     segments = [add(pool, MIB), add(pool, 2 * MIB)]
