@@ -327,10 +327,10 @@ class SegmentExchange:
         """Give back the memory of segments that have rested long enough; look again while there are any."""
         self._trimming = None  # before the look: what is made after it finds no timer and sets one
         now = monotonic()
+        for outgoing in list(self._outgoing.values()):
+            if outgoing is not None:
+                outgoing.look(now)
         with self._lock:
-            for outgoing in list(self._outgoing.values()):
-                if outgoing is not None:
-                    outgoing.look(now)
             dropped = self._pool.trim(now, IDLE_SECONDS)
             left = self._pool.size
         self._discard(dropped)

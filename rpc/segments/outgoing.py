@@ -86,11 +86,13 @@ class OutgoingSegments:
         offsets, size = places(lengths)
         now = monotonic()
         with self._lock:
-            self.look(now)
+            useless = self._note_returns(now)
             segment = self._pool.lend(self._peer.incarnation, size, now)
             mapping = self._mappings.get(segment.number) if segment is not None else None
             if segment is not None:
                 self._unsent.add(segment.use)
+        if useless:
+            self._give_up(useless, now)
         if segment is None or mapping is None:
             if now >= self._paused_until:
                 self._add(size, now)
@@ -109,18 +111,31 @@ class OutgoingSegments:
         return loan
 
     def look(self, now: float) -> None:
-        """With the lock: see what has been returned, or will never be."""
+        """See what has been returned, or will never be."""
+        with self._lock:
+            useless = self._note_returns(now)
+        if useless:
+            self._give_up(useless, now)
+
+    def _note_returns(self, now: float) -> list[tuple[Segment, int]]:
+        """With the lock: note what has been returned; what will never be, drop and return with its word."""
         words = self._ledger.words
+        useless: list[tuple[Segment, int]] = []
         for segment in self._pool.segments(self._peer.incarnation):
             word = words[segment.slot]
             if word == segment.use:
                 if segment.lent:
                     self._pool.returned(segment, now)
             elif word in (RETIRED, REFUSED) and segment.use not in self._unsent:
-                if word == REFUSED:
-                    self._pause(now, f"worker '{self._peer.name}' cannot take it; its log says why")
                 self._pool.drop(segment)
-                self._discard([segment])
+                useless.append((segment, word))
+        return useless
+
+    def _give_up(self, useless: Sequence[tuple[Segment, int]], now: float) -> None:
+        """Without the lock, since it tells the peer and the user: segments have left the pool."""
+        self._discard([segment for segment, _ in useless])
+        if any(word == REFUSED for _, word in useless):
+            self._pause(now, f"worker '{self._peer.name}' cannot take it; its log says why")
 
     def sent(self, loan: Loan) -> None:
         """The message that names these buffers is out."""

@@ -55,15 +55,24 @@ class Ends:
             self.ledger,
             self.copier,
             self._discard,
-            self.said.append,
+            self._say,
         )
         self.incoming = IncomingSegments("sender", Ledger(Mapping(descriptor, LEDGER_BYTES)), BOUND, 8)
         os.close(descriptor)
 
     def _discard(self, segments: Sequence[Segment]) -> None:
+        self._check_that_others_may_lend()
         for segment in segments:
             self.discarded.append(segment)
             self.outgoing.forget(segment)
+
+    def _say(self, why: str) -> None:
+        self._check_that_others_may_lend()
+        self.said.append(why)
+
+    def _check_that_others_may_lend(self) -> None:
+        """To tell the peer or the user may take locks that another thread holds while it sends."""
+        assert not self.lock._is_owned()  # type: ignore[attr-defined]
 
     def introduce(self) -> int:
         """Have the receiver take what has been introduced; returns how many there were."""
