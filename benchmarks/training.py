@@ -108,6 +108,22 @@ def _optimizer(rpc: Any) -> float:
         return 1e3 * seconds_per_call(lambda: optimizer.step(context), 10, 10)
 
 
+def _alone(micro_batches: int) -> float:
+    """The computation of a step, in one process: what no RPC can make shorter."""
+    model = _Layers(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, target = torch.rand(_BATCH, _WIDTH), torch.rand(_BATCH, _WIDTH)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        y = torch.cat([model(part) for part in x.chunk(micro_batches)])
+        loss: Any = nn.functional.mse_loss(y, target)
+        loss.backward()
+        optimizer.step()
+
+    return 1e3 * seconds_per_call(step, 5, 5)
+
+
 def workloads() -> Iterator[Workload]:
     """All that train."""
     yield Workload(
@@ -129,5 +145,16 @@ def workloads() -> Iterator[Workload]:
         _parameter_server,
         Bar(0.7),
         part="training",
+    )
+    yield Workload(
+        "pipeline-alone",
+        "that pipeline in one process",
+        "ms",
+        lambda rpc: _alone(_MICRO_BATCHES),
+        workers=3,
+        part="training",
+    )
+    yield Workload(
+        "server-alone", "that server's step in one process", "ms", lambda rpc: _alone(1), part="training"
     )
     yield Workload("optimizer-step", "its optimizer alone", "ms", _optimizer, part="training")
