@@ -40,6 +40,8 @@ class context:  # noqa: N801  # PyTorch's name
             gradients[x]
     """
 
+    _context: Context | None = None
+
     def __enter__(self) -> int:
         contexts = autograd().contexts
         inside = contexts.current()
@@ -48,10 +50,11 @@ class context:  # noqa: N801  # PyTorch's name
                 f"Already have an autograd context id for this thread: {inside.id}. Contexts do not nest: "
                 "leave that one first, or use another thread"
             )
-        self._context: Context = contexts.new()
-        self._inside = Inside(self._context)
+        context = self._context = contexts.new()
+        contexts.make_known(context)
+        self._inside = Inside(context)
         self._inside.__enter__()
-        return self._context.id
+        return context.id
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -59,7 +62,15 @@ class context:  # noqa: N801  # PyTorch's name
         try:
             self._inside.__exit__()
         finally:
-            self._context.contexts.release(self._context)
+            self._release()
+
+    def __del__(self) -> None:
+        self._release()  # Ctrl-C may have kept it from being left
+
+    def _release(self) -> None:
+        context = self._context
+        if context is not None and not context.over:
+            context.contexts.release(context)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:

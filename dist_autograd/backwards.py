@@ -4,8 +4,8 @@
 mark      root to a worker        these tensors of these messages take part; answered by the marks
                                   that follow from it, on whatever workers
 gradients receiver to sender      the gradients of one message
-part      root to a worker        the same, and all marks of a worker that was not asked by ``mark``;
-                                  answered when its part is done, or has failed
+part      root to a worker        the same, or no gradients yet, and all marks of a worker that was not
+                                  asked by ``mark``; answered when its part is done, or has failed
 done      a worker to the root    its part, that began otherwise, is done, or has failed
 abort     root to a worker        the backward has failed elsewhere
 ========= ======================= ================================================================
@@ -54,6 +54,10 @@ PART: Final = Kind.EXTENSION + 21
 WHOLE_PART: Final = Kind.EXTENSION + 22
 """A part of one message."""
 
+_NONE: Final = 0
+"""As the number of a message: of none."""
+_SMALL_BYTES: Final = 64 << 10
+"""Messages up to this size arrive in order."""
 _THREADS: Final = 8
 _GRADIENTS: Final = "the gradients of a message"
 
@@ -97,13 +101,17 @@ class Backwards:
         own = self._new_pass(key, context, agent.own_peer, retain_graph)
         own.begun = True
         root = Root(own, self._workers)
-        self._passes[key] = own
-        self._roots[key] = root
         try:
+            self._passes[key] = own
+            self._roots[key] = root
+            if context.over:
+                own.fail(_left(context))
             root.run(roots)
         finally:
-            self._passes.pop(key, None)
-            self._roots.pop(key, None)
+            try:
+                self._passes.pop(key, None)
+            finally:
+                self._roots.pop(key, None)
 
     def _new_pass(self, key: Key, context: Context, root: Peer, retain_graph: bool) -> Pass:
         return Pass(key, context, root, retain_graph, self._post, self._read, self._models)
@@ -185,7 +193,7 @@ class Backwards:
         if running is None:
             return  # it has failed meanwhile
         running.arrived(message, (peer, frame))
-        if not running.begun:
+        if not running.begun and not running.waits_for_nothing:
             running.begun = True
             self._start(running)
 
@@ -211,12 +219,13 @@ class Backwards:
             return self._refuse_part, (peer, frame.call_id, context_id, ended)
         self._agent.postponed.begin()
         running = self._passes[key] = self._new_pass(key, context, peer, retain_graph)
-        running.begun = True
-        running.arrived(message, (peer, frame))
-        running.waits_for_nothing = frame.kind == WHOLE_PART
+        if message != _NONE:
+            running.arrived(message, (peer, frame))
         task = (self._run_asked_part, (running, frame.call_id, marks, ended))
         if frame.kind == WHOLE_PART:
+            running.waits_for_nothing = True
             return task
+        running.begun = True
         self._submit(task)
         return None
 
@@ -234,6 +243,7 @@ class Backwards:
         running, call_id, marks, ended = part
         agent, peer = self._agent, running.root
         kind, payload = Kind.REPLY, Payload({}, [])
+        running.begun = True
         try:
             running.mark(marks, peer)
             running.run()
@@ -296,16 +306,22 @@ class Backwards:
         if marks is not None:
             self._begin_part(running, origin, marks, payload)
             return
-        payload.header["gradients"] = [*running.key, origin.message]
-        self._agent.send(origin.source, GRADIENTS, 0, payload)
+        self._send_gradients(running, origin, payload)
 
     def _begin_part(self, running: Pass, origin: Origin, marks: list[Mark], payload: Payload) -> None:
-        """Tell a worker, with its first gradients, what takes part there."""
+        """Tell a worker, with its first gradients, what takes part there.
+
+        Others that follow may overtake these if they are large: then they go by themselves, behind.
+        """
         agent, peer = self._agent, origin.source
         context, message = running.context, origin.message
+        whole = {mark[1] for mark in marks} == {message}
+        gradients: Payload | None = None
+        if not whole and sum(map(len, payload.segments)) > _SMALL_BYTES:
+            gradients, payload = payload, Payload({}, [])
         payload.header["part"] = [
             running.key[1],
-            message,
+            message if gradients is None else _NONE,
             [context.id, context.creator],
             running.retain_graph,
             [mark[1:] for mark in marks],
@@ -313,7 +329,6 @@ class Backwards:
         over = self._contexts.take_unsaid(peer)
         if over:
             payload.header["over"] = over
-        whole = {mark[1] for mark in marks} == {message}
         part = agent.calls.open(peer, "a distributed backward", 0, Part)
         part.failure_in, part.whole = self._failure, whole
         kind = WHOLE_PART if whole else PART
@@ -326,6 +341,12 @@ class Backwards:
         except BaseException:
             self._contexts.say_again(peer, over)
             raise
+        if gradients is not None:
+            self._send_gradients(running, origin, gradients)
+
+    def _send_gradients(self, running: Pass, origin: Origin, payload: Payload) -> None:
+        payload.header["gradients"] = [*running.key, origin.message]
+        self._agent.send(origin.source, GRADIENTS, 0, payload)
 
     def _read(self, message: tuple[Peer, Frame]) -> Sequence[Tensor | None]:
         peer, frame = message
@@ -351,10 +372,14 @@ class Backwards:
             return
         for running in self._passes.copy().values():
             if running.context is context:
-                self._end(running, AutogradError(f"context {context.id} was left during its backward"))
+                self._end(running, _left(context))
 
     def _closed(self) -> None:
         for running in self._passes.copy().values():
             self._end(running, NotInitializedError("RPC has been shut down during a backward"))
         if self._threads is not None:
             self._threads.stop(timeout=1.0)
+
+
+def _left(context: Context) -> AutogradError:
+    return AutogradError(f"context {context.id} was left during its backward")

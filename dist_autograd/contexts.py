@@ -155,13 +155,15 @@ class Contexts:
         return context
 
     def new(self) -> Context:
-        """A new context, of which this worker is the creator."""
+        """A new context, of which this worker is the creator, not yet known."""
         self._when_made()
         rank = self._agent.info.id
         number = next(self._counter) % (1 << COUNTER_BITS)
-        context = Context(self, (rank << COUNTER_BITS) + number, self._agent.incarnation, None)
+        return Context(self, (rank << COUNTER_BITS) + number, self._agent.incarnation, None)
+
+    def make_known(self, context: Context) -> None:
+        """From now on a new context is found, until it is released."""
         self._known[context.id] = context
-        return context
 
     def get(self, context_id: int) -> Context:
         """As ``find``; raises ``AutogradError`` if there is none."""
@@ -183,16 +185,21 @@ class Contexts:
             if maker is not None and maker.lost is not None:
                 return None
             self._when_made()
-            context = Context(self, context_id, creator, through)
-            return self._known.setdefault(context_id, context)
+            context = self._known.setdefault(context_id, Context(self, context_id, creator, through))
+        self._look_after(context)
+        return None if context.over else context
 
     def release(self, context: Context) -> None:
         """A context is over: forget it, tell those that were told of it, and free what it holds.
 
         Not on the loop's thread, which must run no destructor of the user's.
         """
-        if self._end(context, None):
-            context.let_go()
+        try:
+            if self._end(context, None):
+                context.let_go()
+        except BaseException:  # Ctrl-C, or a destructor of the user's
+            self._agent.deferred.call(self._end_all_the_same, context)
+            raise
 
     def _end(self, context: Context, heard_from: Peer | None) -> bool:
         """A context is over, as one worker has said: all but the last step; false if that was known."""
@@ -200,12 +207,23 @@ class Contexts:
             if self._known.pop(context.id, None) is None:
                 return False
             self._remember(context.id)
+        self._tell_of_end(context, heard_from)
+        return True
+
+    def _tell_of_end(self, context: Context, heard_from: Peer | None) -> None:
         context.over = True
         for peer in context.told.copy():
             if peer is not heard_from:
                 self._say_over(peer, context.id)
         self.when_released(context)
-        return True
+
+    def _end_all_the_same(self, context: Context) -> None:
+        """On the loop's thread, all steps once more: nobody knows which have been taken."""
+        with self._lock:
+            self._known.pop(context.id, None)
+            self._remember(context.id)
+        self._tell_of_end(context, None)
+        self._agent.executor.submit((Context.let_go, context))
 
     def _end_on_loop(self, context: Context) -> None:
         if self._end(context, None):
@@ -265,11 +283,11 @@ class Contexts:
             raise ProtocolError(f"contexts said to be over by the ids {str(said)[:80]}")
         ended: list[Context] = []
         for context_id in said:
-            context = self._known.get(context_id)
-            if context is None:
-                with self._lock:
+            with self._lock:
+                context = self._known.get(context_id)
+                if context is None:
                     self._remember(context_id)
-            elif self._end(context, peer):
+            if context is not None and self._end(context, peer):
                 ended.append(context)
         return ended
 
@@ -294,12 +312,14 @@ class Contexts:
     def _gone(self, peer: Peer, reason: str) -> None:
         for context in list(self._known.values()):
             context.told.discard(peer)
-            if context.creator == peer.incarnation:
-                self._end_on_loop(context)
-            elif context.through is peer:
-                creator = self._agent.peer_by_incarnation(context.creator)
-                if creator is None or creator.lost is not None:
-                    self._end_on_loop(context)
-                else:
-                    context.through = creator
-                    self._agent.control.post(creator, _TOPIC, ["joined", context.id])
+            self._look_after(context)
+
+    def _look_after(self, context: Context) -> None:
+        """See to it that this worker hears of a context's end, though who would have told it may be gone."""
+        creator = self._agent.peer_by_incarnation(context.creator)
+        nobody_tells = context.through is not None and context.through.lost is not None
+        if (creator is not None and creator.lost is not None) or (creator is None and nobody_tells):
+            self._end_on_loop(context)
+        elif creator is not None and nobody_tells:
+            context.through = creator
+            self._agent.control.post(creator, _TOPIC, ["joined", context.id])

@@ -39,7 +39,12 @@ class Inside:
         self.context = context
 
     def __enter__(self) -> None:
-        self._token: Token[Context | None] = current.set(self.context)
+        before = current.get()
+        try:
+            self._token: Token[Context | None] = current.set(self.context)
+        except BaseException:  # Ctrl-C, when it is set already
+            current.set(before)
+            raise
 
     def __exit__(self, *_: object) -> None:
         current.reset(self._token)
@@ -120,6 +125,12 @@ class Follower:
         return Recorded(context, torch.is_grad_enabled())
 
     def received(self, value: Any, source: Peer) -> Recorded | None:
+        return self._recorded(value, source, join=True)
+
+    def answered(self, value: Any, source: Peer) -> Recorded | None:
+        return self._recorded(value, source, join=False)
+
+    def _recorded(self, value: Any, source: Peer, *, join: bool) -> Recorded | None:
         number: int | None = None
         behind: list[Any] | None = None
         try:
@@ -130,7 +141,9 @@ class Follower:
                     behind = list(value[3])
         except (TypeError, LookupError) as error:
             raise ProtocolError(f"a message says badly what it is recorded as: {error}") from None
-        context = self._contexts.find(context_id) or self._contexts.join(context_id, creator, source)
+        context = self._contexts.find(context_id)
+        if context is None and join:
+            context = self._contexts.join(context_id, creator, source)
         if context is None:
             return None
         return Recorded(context, number != _NOT_RECORDED, source, number, behind)

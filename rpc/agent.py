@@ -263,14 +263,17 @@ class Agent:
                 frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow
             )
         _, _, header, segments = frame
-        recording = self.recording_of(header, call.peer) if header else None
+        tape = self.tape
+        recording: Recording | None = None
+        if tape is not None and tape.key in header:
+            recording = tape.answered(header[tape.key], call.peer)
         connect = None if recording is None else recording.connect
         return serialization.loads(
             header, segments, call.arrivals, call.peer, allow=self.allow, connect=connect
         )
 
     def recording_of(self, header: dict[str, Any], source: Peer) -> Recording | None:
-        """What a message with this header is noted in."""
+        """What a request with this header is noted in."""
         tape = self.tape
         return tape.received(header[tape.key], source) if tape is not None and tape.key in header else None
 

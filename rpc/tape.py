@@ -53,7 +53,10 @@ class Tape(Protocol):
         """What a call made now, on this thread, is noted in; None if it isn't noted."""
 
     def received(self, value: Any, source: Peer) -> Recording | None:
-        """What a message is noted in whose header says ``value``, and its answer, too; None if in nothing."""
+        """What a request is noted in whose header says ``value``, and its answer, too; None if in nothing."""
+
+    def answered(self, value: Any, source: Peer) -> Recording | None:
+        """The same for an answer: None if what its call was noted in is over."""
 
 
 def note(tape: Tape, recording: Recording, tensors: list[Tensor], header: dict[str, Any], to: Peer) -> None:

@@ -11,6 +11,10 @@ from torch import Tensor
 
 import dist_autograd
 import rpc
+from dist_autograd.contexts import Context
+from dist_autograd.installation import autograd
+from dist_autograd.passes import Pass
+from rpc.errors import AutogradError
 from tests.serving import first_of
 from tests.workers import RunWorkers, Worker
 
@@ -240,3 +244,48 @@ def change_gradients_in_place(_: Worker) -> None:
 
 def test_each_gradient_of_leaves_that_were_sent_can_be_changed_alone(run_workers: RunWorkers) -> None:
     first_of(run_workers, change_gradients_in_place)
+
+
+def twice(a: Tensor) -> Tensor:
+    return a * 2
+
+
+def thrice(a: Tensor) -> Tensor:
+    return a * 3
+
+
+def send_large_gradients_first(_: Worker, elements: int) -> None:
+    x = torch.ones(elements, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        few, many = rpc.rpc_sync(OTHER, thrice, args=(x[:2],)), rpc.rpc_sync(OTHER, twice, args=(x,))
+        dist_autograd.backward(context_id, [(few * 2).sum() + (many * 3).sum()])
+        gradient = dist_autograd.get_gradients(context_id)[x]
+    assert gradient[:3].tolist() == [12.0, 12.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"transports": ["tcp"], "shared_memory_bytes": 0}], ids=["near", "far"]
+)
+@pytest.mark.parametrize("elements", [1_000, 20_000, 3_000_000])
+def test_gradients_may_overtake_larger_ones_of_the_same_worker(
+    run_workers: RunWorkers, elements: int, options: dict[str, Any]
+) -> None:
+    first_of(run_workers, send_large_gradients_first, elements, **options)
+
+
+def leave_as_it_begins(_: Worker) -> None:
+    contexts, backwards = autograd().contexts, autograd().backwards
+    new_pass = backwards._new_pass
+
+    def leave_and_make(key: Any, context: Context, *rest: Any) -> Pass:
+        contexts.release(context)
+        return new_pass(key, context, *rest)
+
+    backwards._new_pass = leave_and_make  # type: ignore[assignment]
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id, pytest.raises(AutogradError, match="was left during its"):
+        dist_autograd.backward(context_id, [(x * 2).sum()])
+
+
+def test_a_backward_whose_context_is_left_as_it_begins_ends(run_workers: RunWorkers) -> None:
+    first_of(run_workers, leave_as_it_begins, world_size=1)
