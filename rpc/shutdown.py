@@ -44,7 +44,7 @@ def shutdown(
     """
     agent = current_agent()
     if not isinstance(agent, Agent):
-        clear_current_agent()
+        clear_current_agent(agent)
         leave = getattr(agent, "shutdown", None)  # made by a registered backend
         if leave is not None:
             leave()
@@ -71,5 +71,5 @@ def shutdown(
                 departure.wait(timeout)
     finally:
         references.released = True
-        clear_current_agent()
+        clear_current_agent(agent)
         agent.close("it has shut down" if graceful else "it has shut down without waiting")
