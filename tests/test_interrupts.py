@@ -17,6 +17,7 @@ import rpc
 from rpc.agent import Agent
 from rpc.caller import Caller
 from rpc.current import current_agent
+from rpc.departure import Departure
 from rpc.errors import WorkerLostError
 from rpc.options import AgentOptions
 from tests.interrupting import interrupted
@@ -144,6 +145,26 @@ def test_ctrl_c_in_shutdown_leaves_at_once(run_workers: RunWorkers) -> None:
     workers[0].wait_for("left")
     workers[1].tell("go")
     workers.results()
+
+
+def interrupt_a_claim(worker: Worker) -> None:
+    def claim_and_interrupt(departure: Departure) -> bool:
+        assert claim(departure)
+        raise KeyboardInterrupt
+
+    claim = Departure.claim
+    start_alone(worker, worker.init_method, 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Departure, "claim", claim_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.shutdown()
+    assert not rpc.is_initialized()
+    start_alone(worker, f"file://{worker.folder}/alone", 0, 1)
+    rpc.shutdown()
+
+
+def test_ctrl_c_right_after_a_shutdown_has_begun_leaves_at_once(run_workers: RunWorkers) -> None:
+    run_workers(interrupt_a_claim, 1)
 
 
 # ---- the fixture's own signal, as a shell sends it
