@@ -12,6 +12,7 @@ messages that must arrive), interceptors (``interceptors``), and carriers and re
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -364,45 +365,74 @@ class Agent:
     # ---- the end
 
     def close(self, reason: str) -> None:
-        """Leave now: say goodbye to all, fail what is under way, end the threads. Idempotent."""
+        """Leave now: say goodbye to all, fail what is under way, end the threads. Idempotent.
+
+        What interrupts a step, such as Ctrl-C while a peer does not read, is raised after the last one.
+        """
         if self.closed:
             return
         self.closed = True
-        self.deferred.close()
-        self._let_cores_sleep()
-        for handler in self._close_handlers:
-            handler()
-        if not self._loop_thread.is_current():
-            self._loop_thread.wait_for(self.stripes.finish())
-            self._loop_thread.wait_for(self.links.close(list(self._peers.values()), reason))
-            self._loop_thread.call(self.segments.close)
-            self._loop_thread.call(self.stripes.close)
-        for call in list(self.calls.waiting()):
-            if self.calls.take(call.call_id) is not None:
-                asked = f"{call.asked} on worker '{call.peer.name}'"
-                error = NotInitializedError(f"RPC has been shut down: {asked} was not answered before")
-                if call.settle(error) and call.future is not None:
-                    call.future.complete()
-        for handler in self._closed_handlers:
-            handler()
-        self.callee.stop()
-        dropped = self.executor.drop_backlog()
-        self.executor.stop(timeout=_STOP_SECONDS)
-        _complete_futures(dropped)
-        self._loop_thread.stop()
-        if self._interval is not None:
-            sys.setswitchinterval(self._interval)
-        if self._kept_memory:
-            freed_memory.release(self._kept_memory)
+        _do_all(
+            self.deferred.close,
+            self._let_cores_sleep,
+            *self._close_handlers,
+            functools.partial(self._leave_group, reason),
+            self._settle_calls,
+            *self._closed_handlers,
+            self.callee.stop,
+            self._stop_executor,
+            self._loop_thread.stop,
+            self._restore_process,
+        )
 
     def _let_cores_sleep(self) -> None:
         wakefulness = self.wakefulness
         if wakefulness is None:
             return
+        try:
+            if not self._loop_thread.is_current():
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop_thread.call(wakefulness.close)
+        finally:
+            wakefulness.close()
+
+    def _leave_group(self, reason: str) -> None:
         if not self._loop_thread.is_current():
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop_thread.call(wakefulness.close)
-        wakefulness.close()
+            self._loop_thread.wait_for(self._say_goodbye(reason))
+
+    async def _say_goodbye(self, reason: str) -> None:
+        """On the loop's thread. Once cancelled it waits for no peer, and only closes what is open."""
+        try:
+            await self.stripes.finish()
+        finally:
+            try:
+                await self.links.close(list(self._peers.values()), reason)
+            finally:
+                self.segments.close()
+                self.stripes.close()
+
+    def _settle_calls(self) -> None:
+        _do_all(*(functools.partial(self._settle, call) for call in self.calls.waiting()))
+
+    def _settle(self, call: PendingCall) -> None:
+        if self.calls.take(call.call_id) is not None:
+            asked = f"{call.asked} on worker '{call.peer.name}'"
+            error = NotInitializedError(f"RPC has been shut down: {asked} was not answered before")
+            if call.settle(error) and call.future is not None:
+                call.future.complete()
+
+    def _stop_executor(self) -> None:
+        dropped = self.executor.drop_backlog()
+        try:
+            self.executor.stop(timeout=_STOP_SECONDS)
+        finally:
+            _complete_futures(dropped)
+
+    def _restore_process(self) -> None:
+        if self._interval is not None:
+            sys.setswitchinterval(self._interval)
+        if self._kept_memory:
+            freed_memory.release(self._kept_memory)
 
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.
@@ -426,11 +456,22 @@ class Agent:
             freed_memory.release(self._kept_memory, give_back=False)
 
 
+def _do_all(*steps: Callable[[], object]) -> None:
+    """Do one step after the other, also when one raises; what was raised is raised at the end."""
+    with contextlib.ExitStack() as stack:
+        for step in reversed(steps):
+            stack.callback(step)
+
+
 def _complete_futures(tasks: Sequence[Task]) -> None:
     """Of tasks that no thread will run, complete the futures: nobody shall wait for them in vain."""
-    for function, argument in tasks:
-        if isinstance(getattr(function, "__self__", None), Future):
-            function(argument)
+    _do_all(
+        *(
+            functools.partial(function, argument)
+            for function, argument in tasks
+            if isinstance(getattr(function, "__self__", None), Future)
+        )
+    )
 
 
 _inherited: Final[list[Agent]] = []

@@ -53,10 +53,11 @@ def set_current_agent(agent: Any) -> None:
     _forked_from = None
 
 
-def clear_current_agent() -> None:
-    """From now on there is no current agent."""
+def clear_current_agent(agent: Any) -> None:
+    """From now on ``agent`` is not the current one. If another is by now, that one stays."""
     global _agent
-    _agent = None
+    if _agent is agent:
+        _agent = None
 
 
 def _forked() -> None:

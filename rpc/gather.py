@@ -18,6 +18,7 @@ from typing import Any
 from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
+from rpc.futures import Future
 from rpc.peer import Peer
 from rpc.serialization import allow_function
 from rpc.waiting import INFINITE, check_may_block, wait_for_event
@@ -64,30 +65,35 @@ class Gathering:
         names = tuple(sorted(set(worker_names or (info.name for info in agent.get_worker_infos()))))
         if me not in names:
             raise ValueError(f"worker '{me}' gathers among {list(names)} without being one of them")
-        peers = {name: agent.peer(name) for name in names}
+        peers = [agent.peer(name) for name in names]
         call_timeout = agent.caller.effective_timeout(timeout)
         wait_timeout = call_timeout if timeout > 0 and call_timeout else None
-        with self._lock:
-            number = self._next.get(names, 0)
-            self._next[names] = number + 1
-            key = (names, number)
-            state = self._rounds.setdefault(key, _Round())
+        leads = names[0] == me
+        key: Key | None = None
         try:
-            if names[0] == me:
-                return self._lead(key, state, value, list(peers.values()), call_timeout, wait_timeout)
-            self._check_present(names, peers.values())
             try:
-                contribution = (names, number, me)
-                call = agent.caller.call(names[0], _contribute, contribution, {"value": value}, call_timeout)
-                call.result()
-            except RpcTimeoutError:
-                raise  # it may arrive yet
+                with self._lock:
+                    number = self._next.get(names, 0)
+                    key = (names, number)
+                    self._next[names] = number + 1
+                    state = self._rounds.setdefault(key, _Round())
+                if leads:
+                    objects, told = self._lead(key, state, value, peers, call_timeout, wait_timeout)
+                else:
+                    self._check_present(names, peers)
+                    self._follow(key, value, call_timeout)
             except BaseException as error:
-                raise self._give_up(key, error, names[:1]) from error.__cause__
-            return self._await(key, state, wait_timeout)
+                if key is None or (isinstance(error, RpcTimeoutError) and not leads):  # it may arrive yet
+                    raise
+                raise self._give_up(key, error, names[1:] if leads else names[:1]) from error.__cause__
+            if not leads:
+                return self._await(key, state, wait_timeout)
+            _check_told(told, call_timeout)
+            return objects
         finally:
-            with self._lock:
-                self._rounds.pop(key, None)
+            if key is not None:
+                with self._lock:
+                    self._rounds.pop(key, None)
 
     def _check_present(self, names: Names, peers: Iterable[Peer]) -> None:
         for peer in peers:
@@ -102,38 +108,27 @@ class Gathering:
         peers: list[Peer],
         call_timeout: float,
         wait_timeout: float | None,
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], dict[str, Future[Any]]]:
+        """Returns what was gathered, and for each follower the call that tells it."""
         agent = self._agent
         names, number = key
         self.contribute(names, number, agent.info.name, value)
-        try:
-            for peer in peers:
-                agent.watch_over(peer)
-            self._check_present(names, peers)
-            objects = self._await(key, state, wait_timeout)
-            whole = {"objects": objects}
-            caller = agent.caller
-            calls = {
-                name: caller.future(caller.call(name, _publish, (names, number), whole, call_timeout))
-                for name in names[1:]
-            }
-        except BaseException as error:
-            raise self._give_up(key, error, names[1:]) from error.__cause__
-        errors: dict[str, BaseException] = {}
-        for name, call in calls.items():
-            try:
-                call.wait()
-            except RpcError as error:
-                errors[name] = error
-        if errors:
-            first = next(iter(errors.values()))
-            if isinstance(first, RpcTimeoutError):
-                raise RpcTimeoutError(
-                    f"Followers {list(errors)} timed out in _all_gather after {call_timeout:.2f} seconds: "
-                    f"{first}"
-                )
-            raise first
-        return objects
+        for peer in peers:
+            agent.watch_over(peer)
+        self._check_present(names, peers)
+        objects = self._await(key, state, wait_timeout)
+        whole = {"objects": objects}
+        caller = agent.caller
+        return objects, {
+            name: caller.future(caller.call(name, _publish, (names, number), whole, call_timeout))
+            for name in names[1:]
+        }
+
+    def _follow(self, key: Key, value: Any, call_timeout: float) -> None:
+        names, number = key
+        caller = self._agent.caller
+        contribution = (names, number, self._agent.info.name)
+        caller.call(names[0], _contribute, contribution, {"value": value}, call_timeout).result()
 
     def _give_up(self, key: Key, error: BaseException, others: Names) -> BaseException:
         """Tell others that the round fails; who contributes from now on is told then. Returns the error."""
@@ -146,6 +141,7 @@ class Gathering:
         if told is None:
             told = RpcError(f"worker '{me}' gave up _all_gather: {error!r}")
         with self._lock:
+            self._next[names] = max(self._next.get(names, 0), number + 1)
             self._rounds.pop(key, None)
             self._given_up[names] = number, told
         caller = self._agent.caller
@@ -217,6 +213,23 @@ class Gathering:
         for names, state in concerned:
             if not state.complete.is_set():
                 state.fail(peer.lost_error(f"_all_gather among {list(names)} cannot complete"))
+
+
+def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:
+    """Wait until all followers have what was gathered, or raise the first's error."""
+    errors: dict[str, BaseException] = {}
+    for name, call in followers.items():
+        try:
+            call.wait()
+        except RpcError as error:
+            errors[name] = error
+    if errors:
+        first = next(iter(errors.values()))
+        if isinstance(first, RpcTimeoutError):
+            raise RpcTimeoutError(
+                f"Followers {list(errors)} timed out in _all_gather after {timeout:.2f} seconds: {first}"
+            )
+        raise first
 
 
 def _contribute(names: Names, number: int, name: str, *, value: Any) -> None:

@@ -256,10 +256,12 @@ class Links:
                 with contextlib.suppress(ConnectionClosed):
                     connection.send(buffers, size, wait=False, last=True)
                 connection.close("shut down", flush=True)
-        if farewells:
-            await asyncio.wait([farewell.sent for farewell in farewells], timeout=FAREWELL_SECONDS)
-        for connection in leaving:
-            connection.close("its peer does not read")  # unless it has closed: callers may wait for room
+        try:
+            if farewells:
+                await asyncio.wait([farewell.sent for farewell in farewells], timeout=FAREWELL_SECONDS)
+        finally:
+            for connection in leaving:
+                connection.close("its peer does not read")  # unless it has closed: callers may wait for room
 
 
 def _why(error: Exception) -> str:

@@ -44,7 +44,7 @@ def shutdown(
     """
     agent = current_agent()
     if not isinstance(agent, Agent):
-        clear_current_agent()
+        clear_current_agent(agent)
         leave = getattr(agent, "shutdown", None)  # made by a registered backend
         if leave is not None:
             leave()
@@ -56,10 +56,12 @@ def shutdown(
     timeout = agent.caller.effective_timeout(timeout)
     references = agent.extensions["rref"]
     departure = agent.departure
-    if graceful and departure is not None and not departure.claim():
-        raise RpcError(f"worker '{agent.info.name}' is being shut down by another thread already")
+    left_to_another = False
     try:
         if graceful and departure is not None:
+            left_to_another = not departure.claim()
+            if left_to_another:
+                raise RpcError(f"worker '{agent.info.name}' is being shut down by another thread already")
             departure.wait(timeout)
             if release_references:
                 references.release_all()
@@ -70,6 +72,7 @@ def shutdown(
             finally:
                 departure.wait(timeout)
     finally:
-        references.released = True
-        clear_current_agent()
-        agent.close("it has shut down" if graceful else "it has shut down without waiting")
+        if not left_to_another:
+            references.released = True
+            clear_current_agent(agent)
+            agent.close("it has shut down" if graceful else "it has shut down without waiting")

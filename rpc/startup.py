@@ -210,9 +210,8 @@ def start_agent(
         if not group.static:
             _introduce(agent, group.others)
     except BaseException:
+        clear_current_agent(agent)
         agent.close("it could not join its group")
-        if is_initialized() and current_agent() is agent:
-            clear_current_agent()
         raise
     atexit.unregister(_leave_at_exit)  # what an earlier agent has left behind
     atexit.register(_leave_at_exit, weakref.ref(agent), os.getpid())
@@ -237,7 +236,7 @@ def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
     agent = which()
     if os.getpid() == pid and agent is not None and not agent.closed:
         agent.close("its process ended without shutdown()")
-        clear_current_agent()
+        clear_current_agent(agent)
 
 
 backend_registry.register_backend(BACKEND, AgentOptions, start_agent)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 import rpc
+from rpc import freed_memory, links
 from rpc.agent import Agent
 from rpc.caller import Caller
 from rpc.current import current_agent
-from rpc.errors import WorkerLostError
+from rpc.departure import Departure
+from rpc.errors import NotInitializedError, WorkerLostError
 from rpc.options import AgentOptions
 from tests.interrupting import interrupted
 from tests.rpc.ctrl_c import CtrlC
@@ -96,8 +101,8 @@ def test_what_was_interrupted_can_be_waited_for_again(run_workers: RunWorkers) -
 # ---- beginning and end
 
 
-def start_alone(worker: Worker, init_method: str, rank: int, world_size: int) -> None:
-    options = AgentOptions(init_method=init_method, rendezvous_timeout=25.0)
+def start_alone(worker: Worker, init_method: str, rank: int, world_size: int, **given: Any) -> None:
+    options = AgentOptions(init_method=init_method, rendezvous_timeout=25.0, **given)
     rpc.init_rpc(worker.name, rank=rank, world_size=world_size, rpc_backend_options=options)
 
 
@@ -143,6 +148,114 @@ def test_ctrl_c_in_shutdown_leaves_at_once(run_workers: RunWorkers) -> None:
     workers[0].tell("go")
     workers[0].wait_for("left")
     workers[1].tell("go")
+    workers.results()
+
+
+def interrupt_a_claim(worker: Worker) -> None:
+    def claim_and_interrupt(departure: Departure) -> bool:
+        assert claim(departure)
+        raise KeyboardInterrupt
+
+    claim = Departure.claim
+    start_alone(worker, worker.init_method, 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Departure, "claim", claim_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.shutdown()
+    assert not rpc.is_initialized()
+    start_alone(worker, f"file://{worker.folder}/alone", 0, 1)
+    rpc.shutdown()
+
+
+def test_ctrl_c_right_after_a_shutdown_has_begun_leaves_at_once(run_workers: RunWorkers) -> None:
+    run_workers(interrupt_a_claim, 1)
+
+
+def threads_of_the_agent() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("farcall")]
+
+
+class Closing:
+    """What an agent has to undo when it closes, and a thread that waits for it."""
+
+    def __init__(self) -> None:
+        self.agent: Agent = current_agent()
+        self.outcome: list[type[Exception]] = []
+        self._caller = threading.Thread(target=self._call)
+        self._caller.start()
+        under_way.wait()
+
+    def _call(self) -> None:
+        try:
+            rpc.rpc_sync("worker0", wait_to_be_let_go, timeout=0)
+        except Exception as error:
+            self.outcome.append(type(error))
+
+    def check_done(self, interval: float) -> None:
+        let_go.set()
+        self._caller.join()
+        assert self.outcome == [NotInitializedError]
+        assert not rpc.is_initialized()
+        assert sys.getswitchinterval() == interval
+        assert not freed_memory._wanted
+        until(lambda: not threads_of_the_agent())
+
+
+under_way, let_go = threading.Event(), threading.Event()
+
+
+def wait_to_be_let_go() -> None:
+    under_way.set()
+    let_go.wait()
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["on_close", "on_closed"])
+def test_ctrl_c_in_what_is_done_at_the_end_leaves_the_rest_of_it_done(
+    run_workers: RunWorkers, where: str
+) -> None:
+    def interrupt(worker: Worker) -> None:
+        interval = sys.getswitchinterval()
+        start_alone(worker, worker.init_method, 0, 1)
+        closing = Closing()
+        getattr(closing.agent, where)(raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.shutdown(graceful=False)
+        closing.check_done(interval)
+
+    run_workers(interrupt, 1)
+
+
+def interrupt_the_farewell(worker: Worker) -> None:
+    interval = sys.getswitchinterval()
+    start_alone(worker, worker.init_method, worker.rank, worker.world_size, shared_memory_bytes=0)
+    rpc.rpc_sync("worker1", int)
+    worker.report("called")
+    worker.wait_for("go")
+    closing = Closing()
+    rpc.rpc_async("worker1", len, args=(bytes(4 << 20),))  # more than a socket takes
+    key = CtrlC()
+    signal.signal(signal.SIGINT, key.handle)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as fingers:
+        patch.setattr(links, "FAREWELL_SECONDS", 1000.0)
+        pressing = fingers.submit(key.press_when, lambda: closing.agent.links._closed)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.shutdown(graceful=False)
+        pressing.result()
+    closing.check_done(interval)
+    worker.report("left")
+
+
+def test_ctrl_c_ends_the_farewell_to_a_worker_that_is_stopped(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([interrupt_the_farewell, functools.partial(serve, shared_memory_bytes=0)])
+    workers[0].wait_for("called")
+    workers[1].stop()
+    workers[0].tell("go")
+    workers[0].wait_for("left")
+    workers[1].signal(signal.SIGCONT)
     workers.results()
 
 

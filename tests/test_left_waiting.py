@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 
 import rpc
 from rpc.agent import UNSET_TIMEOUT, Agent
-from rpc.current import current_agent
+from rpc.current import clear_current_agent, current_agent
 from rpc.errors import NotInitializedError, RpcError, WorkerLostError
 from rpc.options import AgentOptions
 from tests.workers import RunWorkers, Worker, current_worker
@@ -168,6 +169,38 @@ def test_whoever_waits_is_told_when_another_thread_leaves(run_workers: RunWorker
     assert (local, call) == (NotInitializedError, NotInitializedError)
     assert issubclass(barrier, RpcError)
     assert issubclass(shutdown, RpcError)
+
+
+def come_back_while_another_thread_is_still_leaving(worker: Worker) -> int:
+    options = AgentOptions(init_method=worker.init_method)
+    rpc.init_rpc(worker.name, rank=0, world_size=1, rpc_backend_options=options)
+    agent: Agent = current_agent()
+    about_to_clear, go_on = threading.Event(), threading.Event()
+
+    def clear_late(which: Agent) -> None:
+        if threading.current_thread() is slow:
+            about_to_clear.set()
+            go_on.wait()
+        clear_current_agent(which)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["rpc.shutdown"], "clear_current_agent", clear_late)
+        rpc.rpc_async(worker.name, wait_to_be_made)
+        slow, _ = in_thread(rpc.shutdown)
+        assert agent.departure is not None
+        while agent.departure._waiting is None:
+            time.sleep(0.01)
+        rpc.shutdown(graceful=False)
+        about_to_clear.wait()
+        made.set()
+        with worker.group():
+            go_on.set()
+            slow.join()
+            return int(rpc.rpc_sync(worker.name, abs, (-1,)))
+
+
+def test_a_thread_that_is_late_to_leave_leaves_the_next_agent_alone(run_workers: RunWorkers) -> None:
+    assert run_workers(come_back_while_another_thread_is_still_leaving, 1) == [1]
 
 
 def make_a_future_as_another_thread_leaves(worker: Worker) -> None:

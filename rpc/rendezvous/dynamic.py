@@ -81,11 +81,9 @@ def join_dynamic(
 
     def work(waiting: Waiting) -> DynamicGroup:
         try:
-            while True:
-                try:
-                    return _join(store.under(f"farcall/{job}"), me, process, waiting, job, tell)
-                except StoreLost as lost:
-                    store.reopen(waiting, lost)
+            return store.outlast(
+                waiting, lambda: _join(store.under(f"farcall/{job}"), me, process, waiting, job, tell)
+            )
         except OutOfTime:
             raise RendezvousTimeoutError(
                 f"'{me.name}' ({process}) waited {timeout:g} s at {store.description} to join its dynamic "

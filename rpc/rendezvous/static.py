@@ -76,18 +76,18 @@ def join_static(
     arrival = arrival_of(me, world_size)
 
     def work(waiting: Waiting) -> Group:
-        joining = _Joining(store.under(f"farcall/{job}"), arrival, waiting, tell, pace)
+        joining: _Joining | None = None
+
+        def join() -> Group:
+            nonlocal joining
+            joining = _Joining(store.under(f"farcall/{job}"), arrival, waiting, tell, pace)
+            verdict = joining.await_verdict()
+            return Group(me, _obey(verdict, joining.log), f"{job}/{verdict.detail}", static=True)
+
         try:
-            while True:
-                try:
-                    verdict = joining.await_verdict()
-                    members = _obey(verdict, joining.log)
-                    break
-                except StoreLost as lost:
-                    # The server of a rank 0 that is just leaving, most likely: the next one's is to come.
-                    store.reopen(waiting, lost)
-                    joining = _Joining(store.under(f"farcall/{job}"), arrival, waiting, tell, pace)
+            return store.outlast(waiting, join)
         except OutOfTime:
+            assert joining is not None
             joining.give_up()
             present = joining.present_ranks()
             late = joining.late_verdict()
@@ -97,7 +97,6 @@ def join_static(
                 f"{arrival} waited {timeout:g} s at {store.description} for a group of {world_size}. "
                 + describe_ranks(present, world_size)
             ) from None
-        return Group(me, members, f"{job}/{verdict.detail}", static=True)
 
     return run_with_deadline(work, timeout, store.description)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
-from rpc.errors import RendezvousError
-from rpc.rendezvous.waiting import Waiting
+from rpc.errors import RendezvousError, RendezvousTimeoutError
+from rpc.rendezvous.waiting import Backoff, OutOfTime, Waiting
 
 __all__ = ["SharedStore", "StoreLost", "first_line"]
 
 T = TypeVar("T")
+
+_LONGEST_PAUSE_SECONDS: Final = 0.25
 
 
 class StoreLost(Exception):
@@ -66,6 +68,28 @@ class SharedStore:
             ) from cause
         self.store = self._opener(waiting)
         self._file = _FileIdentity.of(self.store)
+
+    def outlast(self, waiting: Waiting, work: Callable[[], T]) -> T:
+        """Run ``work``, and once more whenever the store was lost on the way and is open again.
+
+        Raises:
+            RendezvousTimeoutError: it was lost again and again until the deadline; says how the last time.
+            RendezvousError: as ``reopen``.
+        """
+        backoff = Backoff(waiting, _LONGEST_PAUSE_SECONDS)
+        while True:
+            try:
+                return work()
+            except StoreLost as lost:
+                # The server of a rank 0 that is just leaving, most likely: the next one's is to come.
+                self.reopen(waiting, lost)
+                try:
+                    backoff.pause()
+                except OutOfTime:
+                    raise RendezvousTimeoutError(
+                        f"{self.description} was opened again each time that it failed, until "
+                        f"{waiting.timeout:g} s were over. The last time it said: {lost}"
+                    ) from lost
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; returns the sum."""

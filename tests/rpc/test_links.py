@@ -231,6 +231,32 @@ def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode, monkeypatch: pyt
     go_on.set()
 
 
+def test_leaving_that_is_cancelled_closes_what_its_peers_do_not_read(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FAREWELL_SECONDS", 1000.0)
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        stuck.set()
+        go_on.wait()
+
+    right.loop.call_soon_threadsafe(stick)
+    assert stuck.wait(SOON)
+    left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
+    (connection,) = left.open_connections()
+    assert left.thread is not None
+    with pytest.raises(TimeoutError):
+        left.thread.wait_for(left.links.close(list(left.peers.values()), "it ends"), timeout=0.05)
+    try:
+        until(lambda: connection._socket.fileno() < 0)  # type: ignore[attr-defined]
+    finally:
+        go_on.set()
+
+
 def test_leaving_while_connecting_says_nothing_wrong(
     make_node: MakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:

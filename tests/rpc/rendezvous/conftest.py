@@ -76,6 +76,20 @@ def memory() -> SharedStore:
     return open_store(HashStore(), 0, None, timeout=10)
 
 
+@pytest.fixture
+def full() -> SharedStore:
+    """A store that can be opened, and fails whenever it is asked."""
+
+    class Full(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("No space left on device\nat frame 1")
+
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("No space left on device\nat frame 1")
+
+    return SharedStore(lambda _: Full(), Full(), "the full store", None)
+
+
 _numbers = itertools.count()
 
 

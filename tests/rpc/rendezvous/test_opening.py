@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from rpc.errors import RendezvousError, RendezvousTimeoutError
 from rpc.rendezvous import SharedStore, join_static, open_store, opening, waiting
 from rpc.rendezvous.store import StoreLost
-from rpc.rendezvous.waiting import Waiting
+from rpc.rendezvous.waiting import Abandoned, Waiting
 from tests.rpc.rendezvous.conftest import Listening, in_thread, results
 
 
@@ -200,6 +200,48 @@ def test_file_that_is_replaced_is_noticed_and_opened_again(tmp_path: Path) -> No
         store.get("key")
     store.reopen(Waiting(5), lost.value)
     assert store.get("other") == b"1"
+
+
+class Recorder(Waiting):
+    """Notes the pauses instead of making them."""
+
+    def __init__(self) -> None:
+        super().__init__(60)
+        self.pauses: list[float] = []
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+def test_store_that_is_lost_again_and_again_is_opened_after_longer_and_longer_pauses() -> None:
+    recorder = Recorder()
+    opened: list[HashStore] = []
+
+    def work() -> str:
+        if len(opened) < 20:
+            raise StoreLost("no answer")
+        return "done"
+
+    def reopen(_: Waiting) -> HashStore:
+        opened.append(HashStore())
+        return opened[-1]
+
+    store = SharedStore(reopen, HashStore(), "the store", None)
+    assert store.outlast(recorder, work) == "done"
+    assert len(recorder.pauses) == 20
+    assert recorder.pauses == sorted(recorder.pauses)
+    assert recorder.pauses[-1] > 100 * recorder.pauses[0] > 0
+
+
+def test_store_is_not_opened_again_when_nobody_waits_any_longer() -> None:
+    nobody = Waiting(60)
+    nobody.abandon()
+
+    def work() -> None:
+        raise StoreLost("no answer")
+
+    with pytest.raises(Abandoned):
+        SharedStore(lambda _: HashStore(), HashStore(), "the store", None).outlast(nobody, work)
 
 
 @pytest.mark.parametrize("path", ["", "/", "/no/such/directory/meet"])

@@ -252,6 +252,13 @@ def test_rank_0_does_not_wait_for_a_reader_that_died(memory: SharedStore, worker
     assert group.members == (zero.member, one.member)
 
 
+def test_store_that_fails_whenever_it_is_opened_is_named_with_its_error(
+    full: SharedStore, workers: Workers
+) -> None:
+    with pytest.raises(RendezvousTimeoutError, match=r"the full store .* 0\.1 s .* No space left on device"):
+        join(full, workers(1)[0].member, 1, timeout=0.1)
+
+
 def test_store_of_which_nothing_is_left_is_an_error(workers: Workers) -> None:
     class Broken(HashStore):
         def add(self, key: str, amount: int) -> int:
