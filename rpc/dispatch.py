@@ -1,8 +1,8 @@
 """What comes in: each frame goes to whom it concerns.
 
 A request goes to the executor, where the callee runs it; a reply to whoever waits for it; any other frame
-to the handler of its kind. All on the loop's thread, except for calls to oneself that bring nothing beside
-their pickle, which come in on the sender's, and for what a thread has read itself (see ``transport/role.py``).
+to the handler of its kind. All on the loop's thread, except for calls to oneself with nothing beside their
+pickle, which come in on the sender's, and for what a thread has read itself (see ``transport/role.py``).
 """
 
 from __future__ import annotations
