@@ -17,7 +17,7 @@ import time
 from _thread import LockType
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rpc.agent import Agent
 from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError
@@ -35,6 +35,8 @@ __all__ = ["References"]
 TOPIC: Final = "rref"
 
 _SWEEP_SECONDS: Final = 60.0
+
+R = TypeVar("R")
 
 
 class References:
@@ -173,34 +175,52 @@ class References:
         return ref
 
     def create(
-        self, peer: Peer, target: dict[str, Any], payload: Payload, timeout: float, what: object
-    ) -> tuple[RRefId, Ref, Creation]:
+        self,
+        peer: Peer,
+        target: dict[str, Any],
+        payload: Payload,
+        timeout: float,
+        what: object,
+        bind: Callable[[References, Peer, RRefId, Ref, Creation], R],
+    ) -> R:
         """Have an object made on a worker, this one included.
 
         Args:
             target: added to the payload's header: what to call, if it is a method; see ``target_of``.
             timeout: seconds, 0 for none.
+            bind: makes what the user gets, which releases the reference in the end.
         """
-        rref, fork = self._do_alone(self._create, peer)
-        payload.header.update(target)
-        name_creation(payload, rref, fork)
         agent = self.agent
-        creation = agent.calls.open(peer, what, timeout, Creation)
+        made: list[tuple[RRefId, Ref]] = []
+        creation: Creation | None = None
         try:
+            self._do_alone(self._create, peer, made)
+            [(rref, fork)] = made
+            payload.header.update(target)
+            name_creation(payload, rref, fork)
+            creation = agent.calls.open(peer, what, timeout, Creation)
             creation.begin(self, rref, fork)
             agent.caller.transmit(creation, CREATE, payload)
-        except BaseException as error:
-            agent.calls.take(creation.call_id)  # no answer will come
-            self.creation_failed(fork, f"it could not be sent: {error}")
+            agent.calls.watch(creation)
+            return bind(self, peer, rref, fork, creation)
+        except BaseException as error:  # such as Ctrl-C: nobody gets the reference
+            for _, fork in made:
+                if creation is None or not creation.sent:
+                    self._forget_unsent(creation, fork, f"it could not be sent: {error}")
+                self.release(fork)
             raise
-        agent.calls.watch(creation)
-        return rref, fork, creation
 
-    def _create(self, peer: Peer) -> tuple[RRefId, Ref]:
-        rref, fork = self._protocol.create(peer.incarnation)
+    def _create(self, peer: Peer, made: list[tuple[RRefId, Ref]]) -> None:
+        made.append(self._protocol.create(peer.incarnation))
         if peer.is_self:
+            [(rref, _)] = made
             self._values[rref] = Value()
-        return rref, fork
+
+    def _forget_unsent(self, creation: Creation | None, fork: ForkId, reason: str) -> None:
+        if creation is not None:
+            self.agent.calls.take(creation.call_id)  # no answer will come
+            self.agent.something_ended()
+        self.creation_failed(fork, reason)
 
     def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
         """The owner has answered a creation."""

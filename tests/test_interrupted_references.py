@@ -1,4 +1,4 @@
-"""Ctrl-C right after a message with a reference has gone out: the reference is the callee's all the same."""
+"""Ctrl-C while references are made and sent: what has gone out is the callee's, and nothing else is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import pytest
 import torch
 
 import rpc
+from rpc.agent import Agent
+from rpc.calls import CallTable
+from rpc.current import current_agent
 from rpc.peer import Peer
+from rref.creation import Creation
+from rref.references import References
+from tests.rpc.streams import until
 from tests.serving import first_of
 from tests.workers import RunWorkers, Worker
 
@@ -48,3 +54,63 @@ def interrupted_after_sending(_: Worker) -> float:
 
 def test_a_reference_whose_sender_was_interrupted_can_be_used(run_workers: RunWorkers) -> None:
     assert first_of(run_workers, interrupted_after_sending) == 5
+
+
+# ---- creations
+
+MOMENTS: dict[str, tuple[Any, str]] = {
+    "before it is in the table of calls": (CallTable, "open"),
+    "before it is sent": (Creation, "begin"),
+    "right after it is sent": (CallTable, "watch"),
+    "before the user has it": (rpc.RRef, "_bind"),
+}
+
+
+def remembered() -> int:
+    """How many references, objects and calls this worker knows of."""
+    agent: Agent = current_agent()
+    references: References = agent.extensions["rref"]
+    counts: dict[str, int] = references._do(references._protocol.counts)
+    return sum(counts[each] for each in ("users", "local", "owned")) + agent.calls.unanswered()
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupt_creation(_: Worker, where: Any, attribute: str) -> None:
+    for owner in ("worker0", "worker1"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, attribute, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                rpc.remote(owner, int)
+    until(lambda: not remembered())
+    until(lambda: not rpc.rpc_sync("worker1", remembered))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_creation_that_was_interrupted_leaves_nothing(run_workers: RunWorkers, moment: str) -> None:
+    first_of(run_workers, interrupt_creation, *MOMENTS[moment])
+
+
+def interrupt_before_sending(_: Worker) -> list[int]:
+    """How many calls are under way each time that the one who is interrupted tells of an end."""
+    agent: Agent = current_agent()
+    under_way: list[int] = []
+
+    def something_ended() -> None:
+        if threading.current_thread() is threading.main_thread():
+            under_way.append(agent.calls.unanswered())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "something_ended", something_ended)
+        patch.setattr(Creation, "begin", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.remote("worker1", int)
+    return under_way
+
+
+def test_who_waits_to_leave_is_told_of_a_creation_interrupted_before_it_is_sent(
+    run_workers: RunWorkers,
+) -> None:
+    assert first_of(run_workers, interrupt_before_sending) == [0]
