@@ -2,9 +2,10 @@
 protocol's actions into messages. Who serves those who fetch or use an object is ``serving``.
 
 The protocol and the table of values are guarded by one lock, under which nothing is sent, nobody is called
-back, and no user code runs; the actions are done after it is let go. Garbage is not collected meanwhile: a
-finalizer of the user's may use references, and would come back into the middle of a step. Objects are
-dropped on an executor thread, since their destructors are user code.
+back, and no user code runs; the actions are done after it is let go. Those that steps of the main thread ask
+for are left to the loop, where no Ctrl-C comes. Garbage is not collected during a step: a finalizer of the
+user's may use references, and would come back into the middle of it. Objects are dropped on an executor
+thread, since their destructors are user code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rpc.peer import Peer
 from rpc.serialization import Payload
 from rpc.waiting import INFINITE, check_may_block, wait_for
 from rref.creation import Creation
-from rref.messages import Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
+from rref.messages import Action, Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
 from rref.protocol import Protocol
 from rref.requests import CREATE, name_creation
 from rref.value import Value
@@ -74,18 +75,30 @@ class References:
 
     def _do_alone(self, step: Callable[..., Any], *args: Any) -> Any:
         """As ``_do``, for a step to which it makes no difference whether it comes before those that wait."""
-        with self.lock:
-            collecting = gc.isenabled()
-            try:
-                gc.disable()
-                result = step(*args)
-                actions = self._protocol.take_actions()
-            finally:
-                if collecting:
-                    gc.enable()
+        actions: list[Action] = []
+        interruptible = threading.get_ident() == threading.main_thread().ident
+        try:
+            with self.lock:
+                collecting = gc.isenabled()
+                try:
+                    gc.disable()
+                    result = step(*args)
+                    if not interruptible:
+                        actions = self._protocol.take_actions()
+                finally:
+                    if collecting:
+                        gc.enable()
+            if interruptible and self._protocol.has_actions:
+                self.agent.deferred.soon(self._act_on_loop, None)
+        except BaseException:  # Ctrl-C: what the step asked for is still to be done
+            self.agent.deferred.soon(self._act_on_loop, None)
+            raise
         if actions:
             self._act(actions)
         return result
+
+    def _act_on_loop(self, _: None) -> None:
+        self._do_alone(_nothing)
 
     def _do_later(self, step: Callable[..., Any], *args: Any) -> None:
         """Have a step done soon, before any that depends on it. Safe in finalizers."""
@@ -101,7 +114,7 @@ class References:
             step, args = self._later.popleft()
             step(*args)
 
-    def _act(self, actions: list[Any]) -> None:
+    def _act(self, actions: list[Action]) -> None:
         freed: list[Value] = []
         for action in actions:
             match action:
@@ -377,6 +390,10 @@ class References:
         creator = self.agent.peer_by_incarnation(incarnation)
         created_on = creator.member.id if creator is not None else f"incarnation {incarnation:x}"
         return f"GloballyUniqueId(created_on={created_on}, local_id={number - 1})"
+
+
+def _nothing() -> None:
+    """A step that only has actions taken."""
 
 
 def _drop(content: list[Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import rpc
 from rpc.agent import Agent
 from rpc.calls import CallTable
 from rpc.current import current_agent
+from rpc.deferred import Deferred
 from rpc.peer import Peer
 from rref.creation import Creation
 from rref.references import References
@@ -22,6 +25,14 @@ from tests.workers import RunWorkers, Worker
 
 kept: list[rpc.RRef[torch.Tensor]] = []
 arrived = threading.Event()
+
+
+def remembered() -> int:
+    """How many references, objects and calls this worker knows of."""
+    agent: Agent = current_agent()
+    references: References = agent.extensions["rref"]
+    counts: dict[str, int] = references._do(references._protocol.counts)
+    return sum(counts[each] for each in ("users", "local", "owned")) + agent.calls.unanswered()
 
 
 def keep(reference: rpc.RRef[torch.Tensor]) -> None:
@@ -56,6 +67,48 @@ def test_a_reference_whose_sender_was_interrupted_can_be_used(run_workers: RunWo
     assert first_of(run_workers, interrupted_after_sending) == 5
 
 
+# ---- what a step of the protocol asks for
+
+
+def interrupt_once(original: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
+    """Does what ``original`` does, but the first time in the main thread there is Ctrl-C before or after."""
+    pressed = False
+
+    def call(*args: Any) -> Any:
+        nonlocal pressed
+        interrupts = not pressed and threading.current_thread() is threading.main_thread()
+        pressed = pressed or interrupts
+        if not (interrupts and before):
+            original(*args)
+        if interrupts:
+            raise KeyboardInterrupt
+
+    return call
+
+
+def interrupt_release(_: Worker, where: Any, attribute: str, *, before: bool) -> None:
+    references: References = current_agent().extensions["rref"]
+    rref = rpc.remote("worker1", int)
+    rref.to_here()
+    until(rref.confirmed_by_owner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, attribute, interrupt_once(getattr(where, attribute), before=before))
+        with pytest.raises(KeyboardInterrupt):
+            references._do_alone(references._protocol.release, rref._ref)
+    until(lambda: not rpc.rpc_sync("worker1", remembered))
+
+
+@pytest.mark.parametrize(
+    ("where", "attribute", "before"),
+    [(gc, "enable", False), (Deferred, "soon", True)],
+    ids=["when the step is over", "when something is to be sent"],
+)
+def test_a_reference_is_given_back_though_who_is_about_to_say_so_is_interrupted(
+    run_workers: RunWorkers, where: Any, attribute: str, before: bool
+) -> None:
+    first_of(run_workers, functools.partial(interrupt_release, before=before), where, attribute)
+
+
 # ---- creations
 
 MOMENTS: dict[str, tuple[Any, str]] = {
@@ -64,14 +117,6 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "right after it is sent": (CallTable, "watch"),
     "before the user has it": (rpc.RRef, "_bind"),
 }
-
-
-def remembered() -> int:
-    """How many references, objects and calls this worker knows of."""
-    agent: Agent = current_agent()
-    references: References = agent.extensions["rref"]
-    counts: dict[str, int] = references._do(references._protocol.counts)
-    return sum(counts[each] for each in ("users", "local", "owned")) + agent.calls.unanswered()
 
 
 def interrupt(*_: Any) -> None:
