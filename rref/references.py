@@ -53,6 +53,8 @@ class References:
         """Whether a graceful shutdown has taken all references away."""
         self._protocol = Protocol(agent.incarnation)
         self.lock = threading.RLock()  # right before and after a step, a finalizer may come back here
+        self._collecting = gc.isenabled()
+        """Whether garbage was collected before the step that is on."""
         self._values: dict[RRefId, Value] = {}
         self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         """Steps that are in no hurry; whoever does another one does these first."""
@@ -79,14 +81,14 @@ class References:
         interruptible = threading.get_ident() == threading.main_thread().ident
         try:
             with self.lock:
-                collecting = gc.isenabled()
+                self._collecting = gc.isenabled()
                 try:
                     gc.disable()
                     result = step(*args)
                     if not interruptible:
                         actions = self._protocol.take_actions()
                 finally:
-                    if collecting:
+                    if self._collecting:
                         gc.enable()
             if interruptible and self._protocol.has_actions:
                 self.agent.deferred.soon(self._act_on_loop, None)
@@ -123,7 +125,9 @@ class References:
                     if peer is not None:
                         self.agent.control.post(peer, TOPIC, message)
                 case Confirmed(ref) | Failed(ref, _):
-                    for callback in self._awaiting.pop(ref, ()):
+                    with self.lock:  # nobody takes a callback out meanwhile
+                        callbacks = self._awaiting.pop(ref, ())
+                    for callback in callbacks:
                         callback()
                 case Free(rref):
                     value = self._values.pop(rref, None)
@@ -289,6 +293,13 @@ class References:
         self._awaiting.setdefault(ref, []).append(callback)
         return False
 
+    def _await_no_more(self, ref: Ref, callback: Callable[[], object]) -> None:
+        callbacks = self._awaiting.get(ref, [])
+        if callback in callbacks:
+            callbacks.remove(callback)
+            if not callbacks:
+                del self._awaiting[ref]
+
     def wait_settled(self, ref: Ref, timeout: float, owner: str) -> None:
         """Wait until a reference is confirmed or failed.
 
@@ -305,14 +316,16 @@ class References:
             if self.agent.closed or self.when_settled(ref, done.release):
                 return
             check_may_block()
-            settled = wait_for(done, time.monotonic() + timeout if timeout else INFINITE)
+            if not wait_for(done, time.monotonic() + timeout if timeout else INFINITE):
+                raise RpcTimeoutError(
+                    f"RPC ran for more than its timeout of {timeout * 1000:.0f} ms: worker '{owner}', "
+                    "the owner, has not confirmed the reference"
+                )
+        except BaseException:
+            self._do_alone(self._await_no_more, ref, done.release)
+            raise
         finally:
             self._waiting.discard(done)
-        if not settled:
-            raise RpcTimeoutError(
-                f"RPC ran for more than its timeout of {timeout * 1000:.0f} ms: worker '{owner}', the owner, "
-                "has not confirmed the reference"
-            )
 
     def _closed(self) -> None:
         """This worker has left: wake who waits for what will not come."""
@@ -323,6 +336,15 @@ class References:
         for value in list(self._values.values()):
             if not value.is_ready:
                 value.fail(error)
+
+    def abandon(self) -> None:
+        """In a forked child: if a thread that is not here was in a step, undo what it did to the process."""
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+            return
+        self.lock = threading.RLock()
+        if self._collecting:
+            gc.enable()
 
     # ---- objects
 
