@@ -444,6 +444,9 @@ class Agent:
         self.closed = True
         self.deferred.close()
         _inherited.append(self)  # destroying the loop here would touch what the parent still uses
+        references = self.extensions.get("rref")
+        if references is not None:
+            references.abandon()
         for connection in self.links.connections(self._peers.values()):
             connection.abandon()
         self.segments.abandon()

@@ -1,8 +1,8 @@
 """What comes in: each frame goes to whom it concerns.
 
 A request goes to the executor, where the callee runs it; a reply to whoever waits for it; any other frame
-to the handler of its kind. All on the loop's thread, except for calls to oneself, which come in on the
-sender's, and for what a thread has read itself (see ``transport/role.py``).
+to the handler of its kind. All on the loop's thread, except for calls to oneself with nothing beside their
+pickle, which come in on the sender's, and for what a thread has read itself (see ``transport/role.py``).
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class Dispatcher:
         def admit() -> None:
             agent.executor.submit(task)
             agent.postponed.end()
+            agent.something_ended()
 
         if serialization.ready(arrivals, admit):
             tasks.append(task)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rpc.peer import Peer
+from rpc.serialization import brings_nothing
 from rpc.transport import INFINITE
 from rpc.wire import Kind, decode_one
 from rpc.workers import Member
@@ -36,8 +37,8 @@ class LocalPeer(Peer):
     ) -> None:
         if self.lost is not None:
             raise self.lost_error()
-        frames = [decode_one(bytearray().join(buffers))]
-        if frames[0].kind in _DISPATCHED_AT_ONCE:
-            self.agent.frames_received(self, frames)
-        else:
-            self.agent.loop.call_soon_threadsafe(self.agent.frames_received, self, frames)
+        frame = decode_one(bytearray().join(buffers))
+        if frame.kind in _DISPATCHED_AT_ONCE and brings_nothing(frame.header):
+            self.agent.frames_received(self, [frame])
+        else:  # out of reach of Ctrl-C, which would leave it half taken in
+            self.agent.loop.call_soon_threadsafe(self.agent.frames_received, self, [frame])

@@ -173,6 +173,11 @@ class Protocol:
         self._users = Users(self._peers)
         self._void = Void()
 
+    @property
+    def has_actions(self) -> bool:
+        """Whether there is anything for the shell to do."""
+        return bool(self._peers.actions)
+
     def take_actions(self) -> list[Action]:
         """What the shell is to do, in order; each is given once."""
         actions, self._peers.actions = self._peers.actions, []

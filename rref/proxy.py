@@ -83,9 +83,10 @@ def invoke_remote(
     owner = rref._owner
     payload = rref._dump_call(name, args, kwargs)
     what = f"method '{name}' of {rref!r}"
-    number, fork, creation = shell.create(owner, rref._target(name), payload, timeout, what)
-    creation.hold(rref)
-    return RRef._of(shell, owner, number, fork, creation)
+    made = shell.create(owner, rref._target(name), payload, timeout, what, RRef._of)
+    assert made._creation is not None
+    made._creation.hold(rref)
+    return made
 
 
 def _has_own_attributes(kind: type) -> bool:

@@ -122,7 +122,7 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to count this reference; for ``remote``, once the object is made."""
         shell = self._references
-        if shell.released:
+        if shell.released or shell.agent.closed:
             return False
         return shell.state(self._ref) is State.CONFIRMED
 
@@ -295,6 +295,8 @@ class RRef(Generic[T]):
             done: Future[None] = Future()
             done.set_result(None)
             return done
+        if not self._references.released:
+            self._check_open("_get_future")
         return creation.future_of_end()
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:

@@ -2,9 +2,10 @@
 protocol's actions into messages. Who serves those who fetch or use an object is ``serving``.
 
 The protocol and the table of values are guarded by one lock, under which nothing is sent, nobody is called
-back, and no user code runs; the actions are done after it is let go. Garbage is not collected meanwhile: a
-finalizer of the user's may use references, and would come back into the middle of a step. Objects are
-dropped on an executor thread, since their destructors are user code.
+back, and no user code runs; the actions are done after it is let go. Those that steps of the main thread ask
+for are left to the loop, where no Ctrl-C comes. Garbage is not collected during a step: a finalizer of the
+user's may use references, and would come back into the middle of it. Objects are dropped on an executor
+thread, since their destructors are user code.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from _thread import LockType
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rpc.agent import Agent
 from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError
@@ -25,7 +26,7 @@ from rpc.peer import Peer
 from rpc.serialization import Payload
 from rpc.waiting import INFINITE, check_may_block, wait_for
 from rref.creation import Creation
-from rref.messages import Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
+from rref.messages import Action, Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
 from rref.protocol import Protocol
 from rref.requests import CREATE, name_creation
 from rref.value import Value
@@ -35,6 +36,8 @@ __all__ = ["References"]
 TOPIC: Final = "rref"
 
 _SWEEP_SECONDS: Final = 60.0
+
+R = TypeVar("R")
 
 
 class References:
@@ -50,6 +53,8 @@ class References:
         """Whether a graceful shutdown has taken all references away."""
         self._protocol = Protocol(agent.incarnation)
         self.lock = threading.RLock()  # right before and after a step, a finalizer may come back here
+        self._collecting = gc.isenabled()
+        """Whether garbage was collected before the step that is on."""
         self._values: dict[RRefId, Value] = {}
         self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         """Steps that are in no hurry; whoever does another one does these first."""
@@ -72,18 +77,30 @@ class References:
 
     def _do_alone(self, step: Callable[..., Any], *args: Any) -> Any:
         """As ``_do``, for a step to which it makes no difference whether it comes before those that wait."""
-        with self.lock:
-            collecting = gc.isenabled()
-            try:
-                gc.disable()
-                result = step(*args)
-                actions = self._protocol.take_actions()
-            finally:
-                if collecting:
-                    gc.enable()
+        actions: list[Action] = []
+        interruptible = threading.get_ident() == threading.main_thread().ident
+        try:
+            with self.lock:
+                self._collecting = gc.isenabled()
+                try:
+                    gc.disable()
+                    result = step(*args)
+                    if not interruptible:
+                        actions = self._protocol.take_actions()
+                finally:
+                    if self._collecting:
+                        gc.enable()
+            if interruptible and self._protocol.has_actions:
+                self.agent.deferred.soon(self._act_on_loop, None)
+        except BaseException:  # Ctrl-C: what the step asked for is still to be done
+            self.agent.deferred.soon(self._act_on_loop, None)
+            raise
         if actions:
             self._act(actions)
         return result
+
+    def _act_on_loop(self, _: None) -> None:
+        self._do_alone(_nothing)
 
     def _do_later(self, step: Callable[..., Any], *args: Any) -> None:
         """Have a step done soon, before any that depends on it. Safe in finalizers."""
@@ -99,7 +116,7 @@ class References:
             step, args = self._later.popleft()
             step(*args)
 
-    def _act(self, actions: list[Any]) -> None:
+    def _act(self, actions: list[Action]) -> None:
         freed: list[Value] = []
         for action in actions:
             match action:
@@ -108,7 +125,9 @@ class References:
                     if peer is not None:
                         self.agent.control.post(peer, TOPIC, message)
                 case Confirmed(ref) | Failed(ref, _):
-                    for callback in self._awaiting.pop(ref, ()):
+                    with self.lock:  # nobody takes a callback out meanwhile
+                        callbacks = self._awaiting.pop(ref, ())
+                    for callback in callbacks:
                         callback()
                 case Free(rref):
                     value = self._values.pop(rref, None)
@@ -173,34 +192,52 @@ class References:
         return ref
 
     def create(
-        self, peer: Peer, target: dict[str, Any], payload: Payload, timeout: float, what: object
-    ) -> tuple[RRefId, Ref, Creation]:
+        self,
+        peer: Peer,
+        target: dict[str, Any],
+        payload: Payload,
+        timeout: float,
+        what: object,
+        bind: Callable[[References, Peer, RRefId, Ref, Creation], R],
+    ) -> R:
         """Have an object made on a worker, this one included.
 
         Args:
             target: added to the payload's header: what to call, if it is a method; see ``target_of``.
             timeout: seconds, 0 for none.
+            bind: makes what the user gets, which releases the reference in the end.
         """
-        rref, fork = self._do_alone(self._create, peer)
-        payload.header.update(target)
-        name_creation(payload, rref, fork)
         agent = self.agent
-        creation = agent.calls.open(peer, what, timeout, Creation)
+        made: list[tuple[RRefId, Ref]] = []
+        creation: Creation | None = None
         try:
+            self._do_alone(self._create, peer, made)
+            [(rref, fork)] = made
+            payload.header.update(target)
+            name_creation(payload, rref, fork)
+            creation = agent.calls.open(peer, what, timeout, Creation)
             creation.begin(self, rref, fork)
             agent.caller.transmit(creation, CREATE, payload)
-        except BaseException as error:
-            agent.calls.take(creation.call_id)  # no answer will come
-            self.creation_failed(fork, f"it could not be sent: {error}")
+            agent.calls.watch(creation)
+            return bind(self, peer, rref, fork, creation)
+        except BaseException as error:  # such as Ctrl-C: nobody gets the reference
+            for _, fork in made:
+                if creation is None or not creation.sent:
+                    self._forget_unsent(creation, fork, f"it could not be sent: {error}")
+                self.release(fork)
             raise
-        agent.calls.watch(creation)
-        return rref, fork, creation
 
-    def _create(self, peer: Peer) -> tuple[RRefId, Ref]:
-        rref, fork = self._protocol.create(peer.incarnation)
+    def _create(self, peer: Peer, made: list[tuple[RRefId, Ref]]) -> None:
+        made.append(self._protocol.create(peer.incarnation))
         if peer.is_self:
+            [(rref, _)] = made
             self._values[rref] = Value()
-        return rref, fork
+
+    def _forget_unsent(self, creation: Creation | None, fork: ForkId, reason: str) -> None:
+        if creation is not None:
+            self.agent.calls.take(creation.call_id)  # no answer will come
+            self.agent.something_ended()
+        self.creation_failed(fork, reason)
 
     def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
         """The owner has answered a creation."""
@@ -256,6 +293,13 @@ class References:
         self._awaiting.setdefault(ref, []).append(callback)
         return False
 
+    def _await_no_more(self, ref: Ref, callback: Callable[[], object]) -> None:
+        callbacks = self._awaiting.get(ref, [])
+        if callback in callbacks:
+            callbacks.remove(callback)
+            if not callbacks:
+                del self._awaiting[ref]
+
     def wait_settled(self, ref: Ref, timeout: float, owner: str) -> None:
         """Wait until a reference is confirmed or failed.
 
@@ -272,14 +316,16 @@ class References:
             if self.agent.closed or self.when_settled(ref, done.release):
                 return
             check_may_block()
-            settled = wait_for(done, time.monotonic() + timeout if timeout else INFINITE)
+            if not wait_for(done, time.monotonic() + timeout if timeout else INFINITE):
+                raise RpcTimeoutError(
+                    f"RPC ran for more than its timeout of {timeout * 1000:.0f} ms: worker '{owner}', "
+                    "the owner, has not confirmed the reference"
+                )
+        except BaseException:
+            self._do_alone(self._await_no_more, ref, done.release)
+            raise
         finally:
             self._waiting.discard(done)
-        if not settled:
-            raise RpcTimeoutError(
-                f"RPC ran for more than its timeout of {timeout * 1000:.0f} ms: worker '{owner}', the owner, "
-                "has not confirmed the reference"
-            )
 
     def _closed(self) -> None:
         """This worker has left: wake who waits for what will not come."""
@@ -290,6 +336,15 @@ class References:
         for value in list(self._values.values()):
             if not value.is_ready:
                 value.fail(error)
+
+    def abandon(self) -> None:
+        """In a forked child: if a thread that is not here was in a step, undo what it did to the process."""
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+            return
+        self.lock = threading.RLock()
+        if self._collecting:
+            gc.enable()
 
     # ---- objects
 
@@ -357,6 +412,10 @@ class References:
         creator = self.agent.peer_by_incarnation(incarnation)
         created_on = creator.member.id if creator is not None else f"incarnation {incarnation:x}"
         return f"GloballyUniqueId(created_on={created_on}, local_id={number - 1})"
+
+
+def _nothing() -> None:
+    """A step that only has actions taken."""
 
 
 def _drop(content: list[Any]) -> None:

@@ -47,4 +47,4 @@ def remote(
     timeout = agent.caller.effective_timeout(timeout)
     peer = agent.peer(to)
     payload = agent.caller.dump_call(callable_(func), positional(args), keywords(kwargs), peer)
-    return RRef._of(shell, peer, *shell.create(peer, {}, payload, timeout, func))
+    return shell.create(peer, {}, payload, timeout, func, RRef._of)

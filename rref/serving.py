@@ -125,9 +125,8 @@ class Server:
         self, request: Request, value: Value, run: Callable[[Value], None], quick: bool
     ) -> bool:
         """Run a request as soon as the object is there; false if it has just come."""
-        postponed = self._agent.postponed
         self._agent.dispatcher.count_request()
-        postponed.begin()
+        self._agent.postponed.begin()
 
         def made() -> None:
             try:
@@ -136,11 +135,10 @@ class Server:
                 else:
                     self._accept_later(request, lambda _: run(value))
             finally:
-                postponed.end()
-                self._agent.something_ended()
+                self._postponed_ended()
 
         if value.when_ready(made):
-            postponed.end()
+            self._postponed_ended()
             return False
         return True
 
@@ -194,9 +192,9 @@ class Server:
             try:
                 self._answer_fetch((peer, call_id, value))
             finally:
-                self._parked_ended()
+                self._postponed_ended()
 
-    def _parked_ended(self) -> None:
+    def _postponed_ended(self) -> None:
         self._agent.postponed.end()
         self._agent.something_ended()
 
@@ -226,7 +224,7 @@ class Server:
             agent.postponed.begin()
             if value.park((peer, call_id)):
                 return None
-            agent.postponed.end()
+            self._postponed_ended()
         # Of what is a matter of a few bytes, this thread sends a copy: no code of the user's takes part.
         payload = serialization.dump_quickly(value.get()) if value.error is None else None
         if payload is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -19,8 +20,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import rpc
+from rpc.current import current_agent
 from rpc.errors import ForkedProcessError, WorkerLostError
 from rpc.options import AgentOptions
+from rref.references import References
 from tests.serving import first_of, open_gate, serve, wait_at_gate
 from tests.tracked import Tracked
 from tests.workers import RunWorkers, Worker
@@ -117,6 +120,39 @@ def use_what_was_inherited(_: Worker) -> bool:
 
 def test_what_a_child_inherits_is_of_no_use_to_it_and_goes_on_here(run_workers: RunWorkers) -> None:
     assert first_of(run_workers, use_what_was_inherited)
+
+
+def fork_in_a_step(_: Worker) -> tuple[bool, bool]:
+    """What a child sees that was forked while another thread was in a step of the reference protocol."""
+    references: References = current_agent().extensions["rref"]
+    kept = rpc.remote("worker1", wait_at_gate)
+    stepping, forked = threading.Event(), threading.Event()
+
+    def step() -> None:
+        stepping.set()
+        forked.wait()
+
+    thread = threading.Thread(target=references._do_alone, args=(step,))
+    thread.start()
+    stepping.wait()
+
+    def use() -> tuple[bool, bool]:
+        with pytest.raises(ForkedProcessError):
+            kept._get_future()
+        return gc.isenabled(), kept.confirmed_by_owner()
+
+    try:
+        return in_child(use)  # type: ignore[no-any-return]
+    finally:
+        forked.set()
+        thread.join()
+        rpc.rpc_sync("worker1", open_gate)
+
+
+def test_a_child_forked_in_a_step_of_another_thread_collects_garbage_and_waits_for_no_lock(
+    run_workers: RunWorkers,
+) -> None:
+    assert first_of(run_workers, fork_in_a_step) == (True, False)
 
 
 def join_from_child(worker: Worker) -> bool:

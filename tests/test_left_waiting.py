@@ -16,8 +16,10 @@ import torch
 import rpc
 from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import clear_current_agent, current_agent
-from rpc.errors import NotInitializedError, RpcError, WorkerLostError
+from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, WorkerLostError
 from rpc.options import AgentOptions
+from rref.references import References
+from tests.rpc.streams import until
 from tests.workers import RunWorkers, Worker, current_worker
 
 made = threading.Event()
@@ -124,6 +126,30 @@ def fork_while_references_are_locked(worker: Worker) -> int | None:
 
 def test_a_fork_with_a_creation_under_way_needs_no_lock(run_workers: RunWorkers) -> None:
     assert run_workers(fork_while_references_are_locked, 2)[0] == 7
+
+
+OWNER, SENDER = 77, 78  # incarnations of workers that were never met
+
+
+def wait_in_vain_for_a_reference(worker: Worker) -> tuple[int, list[str]]:
+    with worker.group():
+        references: References = current_agent().extensions["rref"]
+        protocol = references._protocol
+        told: list[str] = []
+        ref = references._do(protocol.adopt, [OWNER, (OWNER, 1), (SENDER, 1)], SENDER)
+        references.when_settled(ref, lambda: told.append("first"))
+        with pytest.raises(RpcTimeoutError, match="has not confirmed the reference"):
+            references.wait_settled(ref, 0.01, "owner")
+        references.when_settled(ref, lambda: told.append("last"))
+        [callbacks] = references._awaiting.values()
+        references._do(protocol.receive, OWNER, ["confirmed", [SENDER, 1]])
+        references.release(ref)
+        until(lambda: len(told) == 2)
+        return len(callbacks), told
+
+
+def test_who_waited_too_long_for_a_reference_is_not_told_of_it(run_workers: RunWorkers) -> None:
+    assert run_workers(wait_in_vain_for_a_reference, 1) == [(2, ["first", "last"])]
 
 
 def look_into_a_step(worker: Worker) -> tuple[bool, bool]:

@@ -1,13 +1,16 @@
-"""A worker's messages to itself, which are dispatched on whatever thread sends them."""
+"""A worker's messages to itself: most are dispatched on whatever thread sends them."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
+import rpc
 from rpc.current import current_agent
-from rpc.wire import Kind, encode_small
+from rpc.peer import Peer
+from rpc.wire import Frame, Kind, encode_small
 from tests.rpc.streams import until
 from tests.serving import first_of
 from tests.workers import RunWorkers, Worker
@@ -31,3 +34,28 @@ def fail_to_dispatch(_: Worker) -> str:
 
 def test_a_malformed_message_to_oneself_is_dealt_with_on_the_loop(run_workers: RunWorkers) -> None:
     assert first_of(run_workers, fail_to_dispatch) == "farcall-loop"
+
+
+def threads_that_take_in(_: Worker) -> list[str]:
+    """Calls to oneself with a number, and with a reference."""
+    agent = current_agent()
+    threads: list[str] = []
+    frames_received = agent.frames_received
+
+    def noting(peer: Peer, frames: list[Frame]) -> None:
+        if frames[0].kind == Kind.CALL and peer.is_self:
+            threads.append(threading.current_thread().name)
+        frames_received(peer, frames)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "frames_received", noting)
+        for argument in (1, rpc.RRef(1)):
+            call: Any = rpc.rpc_async("worker0", type, args=(argument,))
+            call.wait()
+    return threads
+
+
+def test_a_call_to_oneself_is_taken_in_on_the_loop_if_it_brings_a_reference(run_workers: RunWorkers) -> None:
+    """There, Ctrl-C cannot leave the call half taken in."""
+    caller = threading.main_thread().name
+    assert first_of(run_workers, threads_that_take_in) == [caller, "farcall-loop"]

@@ -14,9 +14,9 @@ import pytest
 
 import rpc
 from rpc.current import current_agent
-from rpc.errors import RpcTimeoutError, RRefError, WorkerLostError
+from rpc.errors import RpcTimeoutError, RRefError, SerializationError, WorkerLostError
 from tests.orders import ask, dismiss, start_followers
-from tests.serving import open_gate, serve, wait_at_gate
+from tests.serving import first_of, open_gate, serve, wait_at_gate
 from tests.tracked import Tracked
 from tests.workers import RunWorkers, Worker, current_worker
 
@@ -171,6 +171,20 @@ def time_out() -> None:
     with pytest.raises(RpcTimeoutError):
         rref._get_future().wait()
     kept.append(rref)  # that it is still held does not keep the object
+
+
+def fail_to_send(_: Worker) -> dict[str, int]:
+    references = current_agent().extensions["rref"]
+    for owner in ("worker0", "worker1"):
+        with pytest.raises(SerializationError, match="over the limit"):
+            rpc.remote(owner, len, args=(bytes(1 << 20),))
+    counts: dict[str, int] = references._do(references._protocol.counts)
+    return {kind: counts[kind] for kind in ("users", "local", "owned")}
+
+
+def test_a_creation_that_cannot_be_sent_leaves_nothing(run_workers: RunWorkers) -> None:
+    left = first_of(run_workers, fail_to_send, max_message_bytes=1 << 18)
+    assert left == {"users": 0, "local": 0, "owned": 0}
 
 
 def test_a_creation_that_times_out_leaves_nothing_at_the_owner(run_workers: RunWorkers) -> None:
