@@ -180,6 +180,7 @@ class Pass:
             raise
         self._check_recvs_have_run(reach.recvs, "at the end")
         if leaves:
+            self._gradients.clear()  # else nothing that came through would be the leaves' alone
             self.context.accumulate(leaves, owned(captured))
 
     def _accumulates(self, leaves: list[Leaf], averaged: list[int]) -> bool:
