@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakSet
@@ -89,38 +89,65 @@ class Models:
         """The positions of those leaves that are parameters of such models."""
         with self._lock:
             models = list(self._models)
-        averaged = {id(parameter) for model in models for parameter in model.module.parameters()}
-        return [position for position, leaf in enumerate(leaves) if id(leaf) in averaged]
+        return _of(models, leaves)
+
+    def in_buckets(self, leaves: Sequence[Tensor]) -> list[int]:
+        """The positions of those whose gradients are views of memory that the next backward overwrites."""
+        with self._lock:
+            models = [model for model in self._models if model.gradient_as_bucket_view]
+        return _of(models, leaves)
+
+
+def _of(models: Iterable[DistributedDataParallel], leaves: Sequence[Tensor]) -> list[int]:
+    """The positions of those leaves that are parameters of some models."""
+    parameters = {id(parameter) for model in models for parameter in model.module.parameters()}
+    return [position for position, leaf in enumerate(leaves) if id(leaf) in parameters]
 
 
 @contextmanager
-def accumulating(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+def accumulating(leaves: Sequence[Tensor], models: Models) -> Iterator[list[Tensor | None]]:
     """Inside the block ``.grad`` of the leaves is empty for the engine to accumulate into, and locked.
+
+    Args:
+        leaves: some of them parameters of models.
+        models: all that there are.
 
     Yields:
         A list that holds what has been accumulated for each leaf, once the block is left without an error.
     """
     accumulated: list[Tensor | None] = []
     with ParameterLocks(leaves).held():
-        before = [leaf.grad for leaf in leaves]
+        in_buckets = models.in_buckets(leaves)
+        before = _gradients(leaves, in_buckets)
         try:
             for leaf in leaves:
                 leaf.grad = None
             yield accumulated
-            accumulated += [leaf.grad for leaf in leaves]
+            accumulated += _gradients(leaves, in_buckets)
         finally:
             for leaf, gradient in zip(leaves, before, strict=True):
                 leaf.grad = gradient
 
 
+def _gradients(leaves: Sequence[Tensor], copied: Iterable[int]) -> list[Tensor | None]:
+    """What is in ``.grad`` of each leaf, and a copy of it at some positions."""
+    gradients = [leaf.grad for leaf in leaves]
+    for position in copied:
+        gradient = gradients[position]
+        if gradient is not None:
+            gradients[position] = gradient.detach().clone()
+    return gradients
+
+
 def hand_over(
-    leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], accumulate: Accumulate
+    leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], models: Models, accumulate: Accumulate
 ) -> list[Tensor | None]:
     """Has gradients that are complete accumulated, so that the models' hooks run.
 
     Args:
         leaves: parameters without hooks of their own, which have run already.
         gradients: one for each; None counts as reached, as it does in the engine.
+        models: all that there are.
         accumulate: runs the engine.
 
     Returns:
@@ -128,7 +155,7 @@ def hand_over(
     """
     with torch.enable_grad():
         source = get_gradient_edge(_new_source(gradients, *leaves))
-    with accumulating(leaves) as accumulated:
+    with accumulating(leaves, models) as accumulated:
         accumulate([source], [torch.empty(0)])
     return accumulated
 

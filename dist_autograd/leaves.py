@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,32 +16,41 @@ __all__ = ["gradients_of_leaves", "owned"]
 
 
 def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The same gradients, each with memory that none of the others has, and as large as it looks.
+    """The same gradients, each with memory that nobody else refers to, and as large as it looks.
 
     The engine passes one tensor to every input of an addition, and an expanded one out of a sum; such tensors
-    may also arrive from other workers. Whoever changes a gradient in place, as clipping does, must change
-    that one alone.
+    may also arrive from other workers. A hook may have kept what it was shown, and a function of the user's
+    may return what it goes on using. Whoever changes a gradient in place, as clipping does, must change that
+    one alone.
+
+    Args:
+        gradients: each referred to by this sequence and by nothing else, as far as the caller knows.
     """
     addresses: set[int] = set()
     shared: set[int] = set()
     storages: list[torch.UntypedStorage | None] = []
-    for gradient in gradients:
+    for gradient, references in zip(gradients, _references(gradients), strict=True):
         elements = gradient
         if gradient is not None and gradient.layout is not torch.strided:
             elements = _elements(gradient)
-        if elements is None:
+        if gradient is None or elements is None:
             storages.append(None)
             continue
         storage = elements.untyped_storage()
         storages.append(storage)
         address = storage.data_ptr()
-        if address in addresses or storage.nbytes() != elements.nbytes:
+        if (
+            address in addresses
+            or storage.nbytes() != elements.nbytes
+            or references > _ALONE
+            or _is_held_by_others(gradient, elements, storage)
+        ):
             shared.add(address)
         addresses.add(address)
     if not shared:
         return gradients
     return [
-        gradient.clone()
+        gradient.detach().clone()
         if gradient is not None and storage is not None and storage.data_ptr() in shared
         else gradient
         for gradient, storage in zip(gradients, storages, strict=True)
@@ -49,6 +60,37 @@ def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 def _elements(gradient: Tensor) -> Tensor | None:
     """What holds the elements of a gradient that is not strided; None for kinds that share none."""
     return gradient._values() if gradient.layout is torch.sparse_coo else None
+
+
+def _references(tensors: Sequence[Tensor | None]) -> list[int]:
+    """How many references Python has to each."""
+    return [sys.getrefcount(tensor) for tensor in tensors]
+
+
+def _is_held_by_others(gradient: Any, elements: Tensor, storage: Any) -> bool:
+    """Whether PyTorch refers to a gradient, or anybody to its memory, other than through these three."""
+    if gradient._use_count() > 1:
+        return True
+    uses = _uses(storage._cdata) - (elements is not gradient)
+    if uses <= _USES_ALONE:
+        return False
+    # What a transposition returns, as for the weight of a `Linear`, refers to what was transposed.
+    return uses > _USES_ALONE + 1 or gradient._base is None or _holders_of_base(gradient) > _BASE_ALONE
+
+
+def _holders_of_base(view: Any) -> int:
+    """How often Python and PyTorch refer to what a tensor is a view of."""
+    base = view._base
+    return sys.getrefcount(base) + int(base._use_count())
+
+
+_C: Final[Any] = torch._C
+_uses: Final[Callable[[int], int]] = _C._storage_Use_Count
+"""How many refer to a storage, told by its address."""
+_ALONE: Final = _references([torch.empty(1)])[0]
+_USES_ALONE: Final = 2
+"""A tensor, and what ``untyped_storage`` returns."""
+_BASE_ALONE: Final = _holders_of_base(torch.empty(1).view(1))
 
 
 def gradients_of_leaves(

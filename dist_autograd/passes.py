@@ -166,7 +166,7 @@ class Pass:
         averaged = self._models.among([leaf.tensor for leaf in leaves]) if self._models.any else []
         try:
             if averaged and self._accumulates(leaves, averaged):
-                with accumulating([leaf.tensor for leaf in leaves]) as captured:
+                with accumulating([leaf.tensor for leaf in leaves], self._models) as captured:
                     self._run_together(roots, gradients, leaves, accumulate=True)
             else:
                 if reach.separate:
@@ -180,6 +180,7 @@ class Pass:
             raise
         self._check_recvs_have_run(reach.recvs, "at the end")
         if leaves:
+            self._gradients.clear()  # else nothing that came through would be the leaves' alone
             self.context.accumulate(leaves, owned(captured))
 
     def _accumulates(self, leaves: list[Leaf], averaged: list[int]) -> bool:
@@ -198,6 +199,7 @@ class Pass:
         found = hand_over(
             [leaf.tensor for leaf in parameters],
             [captured[position] for position in averaged],
+            self._models,
             lambda edges, gradients: self._run_engine(edges, gradients, parameters, accumulate=True),
         )
         result = list(captured)

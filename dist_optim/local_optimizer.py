@@ -63,6 +63,8 @@ class LocalOptimizer:
             before = [parameter.grad for parameter in self._optimized]
             try:
                 for optimized, parameter in zip(self._optimized, self._parameters, strict=True):
+                    if optimized is not parameter and optimized.data_ptr() != parameter.data_ptr():
+                        optimized.data = parameter.data  # the parameter has been given other memory
                     optimized.grad = gradients.get(parameter)
                 self._optimizer.step()
             finally:

@@ -2,7 +2,8 @@
 
 What comes in is the business of ``dispatch``. A message goes out as one small frame, through memory that both
 workers share, or as its buffers lie, whichever suits its size and its receiver. A request whose value cannot
-be sent is answered by the error that says why.
+be sent is answered by the error that says why, and an error that is too large is described: who waits for an
+answer gets one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from rpc import serialization
-from rpc.errors import SerializationError, WorkerLostError
+from rpc.errors import ProtocolError, SerializationError, WorkerLostError
+from rpc.links import SMALL_FRAME_BYTES
 from rpc.peer import Peer
 from rpc.serialization import Payload
 from rpc.tape import Recording, note
@@ -50,6 +52,8 @@ class Messages:
     ) -> None:
         """Send one message; if that fails, what travels beside the pickle is taken back.
 
+        An exception that is larger than what the peer accepts goes out as its description alone.
+
         Args:
             wait: seconds to wait at most while too much is queued for that peer.
             gather: see ``Connection.send_small``.
@@ -60,16 +64,13 @@ class Messages:
         try:
             if not count or (count == 1 and len(segments[0]) <= _SMALL_BYTES and len(header) <= _FEW):
                 frame = encode_small(kind, call_id, header, segments)
+                if len(frame) > SMALL_FRAME_BYTES:
+                    _check_size(len(frame), peer)
                 handed_over = True
                 peer.send_small(frame, wait, gather=gather)
             elif count == 1 or not self._agent.segments.send(peer, kind, call_id, payload, wait):
                 buffers, size = encode(kind, call_id, header, segments)
-                if size > peer.member.max_message_bytes:
-                    raise SerializationError(
-                        f"a message of {size} bytes to worker '{peer.name}' is over the limit of "
-                        f"{peer.member.max_message_bytes} that it accepts: raise max_message_bytes in "
-                        "its options"
-                    )
+                _check_size(size, peer)
                 handed_over = True
                 aliased = bool(payload.borrowed)
                 if not self._agent.stripes.send(peer, buffers, size, aliased=aliased, wait=wait):
@@ -78,7 +79,10 @@ class Messages:
             if handed_over and not isinstance(error, Exception):
                 raise  # Ctrl-C: the message may be out, and what it carries in use
             serialization.take_back(header, peer)
-            raise
+            if "!" not in header or not isinstance(error, SerializationError | ProtocolError):
+                raise
+            described = serialization.without_exception(header, error)
+            self.send(peer, kind, call_id, described, wait=wait, gather=gather)
 
     def reply(
         self,
@@ -130,3 +134,11 @@ class Messages:
                 logger.exception("could not even send a failure to worker '%s'", peer.name)
                 raise
             self.fail(peer, call_id, error)
+
+
+def _check_size(size: int, peer: Peer) -> None:
+    if size > peer.member.max_message_bytes:
+        raise SerializationError(
+            f"a message of {size} bytes to worker '{peer.name}' is over the limit of "
+            f"{peer.member.max_message_bytes} that it accepts: raise max_message_bytes in its options"
+        )

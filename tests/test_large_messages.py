@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import resource
 import threading
 import time
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import RpcTimeoutError, SerializationError, WorkerLostError
+from rpc.errors import RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
 from tests.orders import ask, dismiss, start_followers
-from tests.serving import first_of, in_group, serve
+from tests.serving import WAIT_SECONDS, first_of, in_group, serve
 from tests.workers import RunWorkers, Worker
 
 MIB = 1 << 20
@@ -100,6 +101,41 @@ def test_small_messages_are_accepted_whatever_the_limit(run_workers: RunWorkers)
         assert rpc.rpc_sync("worker1", echo, args=("x" * 60_000,)) == "x" * 60_000
 
     first_of(run_workers, task, **ACROSS, max_message_bytes=1)
+
+
+class BulkyError(Exception):
+    content: Any = None
+
+
+def raise_long_text() -> None:
+    raise BulkyError("x" * 2 * MIB)
+
+
+def raise_with_tensor() -> None:
+    error = BulkyError("bulky")
+    error.content = torch.ones(MIB)
+    raise error
+
+
+def raise_long_text_beside_what_cannot_be_sent() -> None:
+    raise BulkyError("x" * 2 * MIB, threading.Lock())
+
+
+def errors_are_described(_: Worker) -> None:
+    for function in (raise_long_text, raise_with_tensor, raise_long_text_beside_what_cannot_be_sent):
+        with pytest.raises(
+            RemoteError, match=r"BulkyError, raised by worker 'worker1': .*(bulky|xx)"
+        ) as caught:
+            rpc.rpc_sync("worker1", function, timeout=WAIT_SECONDS)
+        assert len(str(caught.value)) + len(caught.value.remote_traceback) < MIB
+        if function is raise_with_tensor:
+            assert re.search(r"too large to be sent: .* 419\d+ bytes .* max_message_bytes", str(caught.value))
+            assert "in raise_with_tensor" in caught.value.remote_traceback
+
+
+@pytest.mark.parametrize("limit", [MIB, 1])
+def test_an_error_over_the_callers_limit_is_described(run_workers: RunWorkers, limit: int) -> None:
+    first_of(run_workers, errors_are_described, **ACROSS, max_message_bytes=limit)
 
 
 # ---- peers that stop and die

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from rpc.serialization.calls import Call, dump_call, dump_quickly, dumps, load_call, loads
 from rpc.serialization.carriers import Carrier, adopt, brings_nothing, ready, take_back
-from rpc.serialization.exceptions import dump_exception, load_exception, text_of
+from rpc.serialization.exceptions import dump_exception, load_exception, text_of, without_exception
 from rpc.serialization.functions import main_identity
 from rpc.serialization.payload import Arrivals, Buffer, Connect, Destination, Payload, Source
 from rpc.serialization.pickler import register_carrier, register_reducer
@@ -64,4 +64,5 @@ __all__ = [
     "stand_ins",
     "take_back",
     "text_of",
+    "without_exception",
 ]

@@ -138,6 +138,11 @@ def take_back(header: dict[str, Any], to: Destination) -> None:
         _carriers[kind].take_back(header[kind], to)
 
 
+def without_descriptors(header: dict[str, Any]) -> dict[str, Any]:
+    """A header without what its carriers have put there."""
+    return {key: value for key, value in header.items() if key not in _carriers}
+
+
 def arrived(kind: str, index: int) -> Any:
     """The object that arrived beside the pickle being read. Named in pickles."""
     arrivals = receiving.arrivals

@@ -13,7 +13,8 @@ as itself: its class is missing here, or its constructor does not take the argum
 - ``torch.jit.Error``, since ``torch.distributed.rpc`` raises a ``RuntimeError`` when TorchScript fails.
 
 An exception's header is ``{"!": [type, text, traceback, worker]}``, so that all this is known even when no
-pickle can be read; then come the segments of the exception itself, none if it could not be pickled.
+pickle can be read; then come the segments of the exception itself, none if it could not be pickled. Of what
+is longer than anybody reads, a header has the beginning and the end.
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ import torch
 
 from rpc.errors import RemoteError, RpcError, SerializationError
 from rpc.serialization.calls import dumps, loads
+from rpc.serialization.carriers import without_descriptors
 from rpc.serialization.failures import type_name
 from rpc.serialization.payload import Arrivals, Destination, Payload, Source
 from rpc.serialization.safe import AllowList
 
-__all__ = ["dump_exception", "load_exception", "text_of"]
+__all__ = ["dump_exception", "load_exception", "text_of", "without_exception"]
 
 _MAX_TRACEBACK: Final = 256 << 10
+_MAX_TEXT: Final = 16 << 10
+_MAX_TYPE_ALONE: Final = 512
+_MAX_TEXT_ALONE: Final = 2 << 10
+_MAX_TRACEBACK_ALONE: Final = 8 << 10
+"""These are so few characters, of at most four bytes, that every worker accepts a header of them."""
 _OWN_FRAMES: Final = ("rpc.", "rref.")
 _OWN_FOLDERS: Final = tuple(
     os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), package, "")
@@ -64,6 +71,22 @@ def dump_exception(error: BaseException, worker: _Named, to: Destination | None 
             payload = _dump(error, to)
     payload.header["!"] = header
     return payload
+
+
+def without_exception(header: dict[str, Any], reason: BaseException) -> Payload:
+    """What is sent in the place of a serialized exception that cannot be sent, since it is too large.
+
+    The caller gets a ``RemoteError`` that has the type, what there is room for of text and traceback, and the
+    reason. What travels beside the pickle must have been taken back.
+
+    Args:
+        header: of the payload, with what the agent has added.
+        reason: why it cannot be sent.
+    """
+    kind, text, remote_traceback, worker = header["!"]
+    said = f"{_cut(text, _MAX_TEXT_ALONE)}\nIt was too large to be sent: {text_of(reason)}".lstrip()
+    described = [_cut(kind, _MAX_TYPE_ALONE), said, remote_traceback[-_MAX_TRACEBACK_ALONE:], worker]
+    return Payload(without_descriptors(header) | {"!": described}, [])
 
 
 def _dump(error: Exception, to: Destination | None) -> Payload:
@@ -149,9 +172,9 @@ def _reason(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says. Never raises, whatever its ``__str__`` does."""
+    """What an exception says, cut if it is long. Never raises, whatever its ``__str__`` does."""
     try:
-        return _encodable(str(error))
+        return _encodable(_cut(str(error), _MAX_TEXT))
     except BaseException:
         return "(its text cannot be had)"
 
@@ -166,10 +189,13 @@ def _traceback(error: BaseException) -> str:
         text = "".join(described.format()).rstrip()
     except BaseException:
         return f"{type_name(type(error))} (its traceback cannot be formatted)"
-    if len(text) > _MAX_TRACEBACK:
-        half = _MAX_TRACEBACK // 2
-        text = f"{text[:half]}\n...\n{text[-half:]}"
-    return _encodable(text)
+    return _encodable(_cut(text, _MAX_TRACEBACK))
+
+
+def _cut(text: str, limit: int) -> str:
+    """A text of which the middle is left out if it has more characters than that."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def _leave_out_own_frames(described: traceback.TracebackException | None) -> None:

@@ -21,7 +21,7 @@ import rpc
 from dist_autograd.ddp import Models
 from dist_optim.local_optimizer import LocalOptimizer
 from tests.dist_autograd.guarded import apply_guarded
-from tests.serving import WAIT_SECONDS, in_group, open_gate
+from tests.serving import WAIT_SECONDS, first_of, in_group, open_gate
 from tests.workers import RunWorkers, Worker
 
 _models: dict[str, DistributedDataParallel] = {}
@@ -37,10 +37,10 @@ def process_group_of_one() -> Iterator[None]:
         c10d.destroy_process_group()
 
 
-def averaged(factor: float = 2.0) -> DistributedDataParallel:
+def averaged(factor: float = 2.0, **options: Any) -> DistributedDataParallel:
     layer = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(layer.weight, factor)
-    return DistributedDataParallel(layer)
+    return DistributedDataParallel(layer, **options)
 
 
 def serve_model(worker: Worker) -> None:
@@ -161,6 +161,32 @@ def step_during_backward(_: Worker) -> None:
 
 def test_a_step_on_a_models_parameters_does_not_mix_with_its_backward(run_workers: RunWorkers) -> None:
     run_workers(in_group(step_during_backward), 1)
+
+
+def overwrite_buckets(_: Worker, pass_through: Callable[[Tensor], Tensor]) -> None:
+    with process_group_of_one():
+        model = averaged(gradient_as_bucket_view=True)
+        weight = model.module.weight
+        torch.autograd.backward(model(torch.full((1, 1), 7.0)).sum())
+        with dist_autograd.context() as context_id:
+            found: list[Tensor] = []
+            for value in (3.0, 5.0):
+                dist_autograd.backward(context_id, [pass_through(model(torch.full((1, 1), value))).sum()])
+                found.append(dist_autograd.get_gradients(context_id)[weight])
+        torch.autograd.backward(model(torch.full((1, 1), 11.0)).sum())
+        assert [*map(Tensor.item, found), weight.grad.item()] == [3.0, 8.0, 18.0]
+
+
+def through_worker1(x: Tensor) -> Tensor:
+    result: Tensor = rpc.rpc_sync("worker1", torch.mul, args=(x, 1))
+    return result
+
+
+@pytest.mark.parametrize("pass_through", [torch.clone, through_worker1], ids=["while it runs", "at the end"])
+def test_gradients_in_a_models_buckets_outlast_its_next_backward(
+    run_workers: RunWorkers, pass_through: Callable[[Tensor], Tensor]
+) -> None:
+    first_of(run_workers, overwrite_buckets, pass_through)
 
 
 def test_whoever_begins_to_watch_for_models_finds_that_their_forward_is_noted(

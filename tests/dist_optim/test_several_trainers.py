@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 import dist_autograd
 import rpc
 from dist_optim import DistributedOptimizer
+from dist_optim.local_optimizer import LocalOptimizer
 from rref import RemoteModule
 from tests.dist_optim.models import Tied
 from tests.serving import first_of
@@ -93,3 +94,19 @@ def be_overtaken(_: Worker) -> None:
 
 def test_a_step_before_anothers_backward_is_refused_or_allowed_as_asked(run_workers: RunWorkers) -> None:
     first_of(run_workers, be_overtaken)
+
+
+def replace_data(_: Worker) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = LocalOptimizer(optim.SGD, [parameter], (), {"lr": 0.5, "momentum": 0.5}, stale_gradients=True)
+    for value, expected in ((1.0, -1.0), (5.0, 2.0), (5.0, 1.5)):
+        parameter.data = torch.full((2,), value, dtype=torch.float64 if expected == 1.5 else None)
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [(parameter * 4).sum()])
+            optimizer.step(context_id)
+        assert parameter.tolist() == [expected] * 2
+        assert parameter.grad is None
+
+
+def test_stale_gradients_step_a_parameter_that_was_given_other_memory(run_workers: RunWorkers) -> None:
+    first_of(run_workers, replace_data, world_size=1)

@@ -124,6 +124,16 @@ def test_unsent_message_is_taken_back_by_its_header(office: TicketOffice) -> Non
     assert office.returned == [1, 2]
 
 
+def test_description_of_an_error_that_is_not_sent_brings_nothing(office: TicketOffice) -> None:
+    payload = serialization.dump_exception(ValueError(Ticket(1)), CALLER, CALLEE)
+    assert "ticket" in payload.header
+
+    described = serialization.without_exception(payload.header, ValueError("over the limit"))
+
+    assert list(described.header) == ["!"]
+    assert not described.segments
+
+
 def test_error_of_a_carrier_keeps_its_class_and_names_the_call(office: TicketOffice) -> None:
     office.withdrawn = True
 

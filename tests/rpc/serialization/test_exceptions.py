@@ -206,6 +206,31 @@ def test_lone_surrogates_and_long_tracebacks_can_be_sent() -> None:
     assert type(serialization.load_exception(header, segments, None, CALLEE)) is ValueError
 
 
+def test_text_that_the_header_has_is_cut() -> None:
+    text = serialization.text_of(ValueError("a" + "y" * 2_000_000 + "z"))
+
+    assert text.startswith("ayyy")
+    assert text.endswith("yyyz")
+    assert len(text) < 20_000
+
+
+def test_exception_too_large_to_be_sent_is_described_in_few_bytes() -> None:
+    kind = type("\U0001f422" * 10_000, (Exception,), {})
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # its class has no name here
+        raise kind("\U0001f422" * 1_000_000)
+    payload = serialization.dump_exception(caught.value, CALLEE, CALLER)
+
+    described = serialization.without_exception(payload.header | {"done": 7}, ValueError("over the limit"))
+
+    assert len(msgpack.packb(described.header)) < 64 << 10
+    assert described.header["done"] == 7
+    header, segments = deliver(described)
+    arrived = serialization.load_exception(header, segments, None, CALLEE)
+    assert type(arrived) is RemoteError
+    assert "It was too large to be sent: over the limit" in str(arrived)
+    assert arrived.remote_traceback.endswith("\U0001f422")
+
+
 def test_leading_frames_of_the_agent_are_left_out() -> None:
     module: dict[str, Any] = {"__name__": "rpc.callee", "trouble": trouble}
     exec("def run():\n    try:\n        trouble(0)\n    except ValueError as e:\n        return e", module)
