@@ -23,23 +23,23 @@ if Path(_found).parent.parent != Path(__file__).parent.parent:
 
 from dist_autograd.api import (
     backward,
+    change_gradients,
     context,
     current_context,
     get_gradients,
     has_context,
-    replace_gradients,
 )
 from dist_autograd.installation import autograd, install
 
 __all__ = [
     "backward",
+    "change_gradients",
     "context",
     "current_context",
     "debug_info",
     "get_gradients",
     "has_context",
     "install",
-    "replace_gradients",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +13,7 @@ from dist_autograd.following import Inside
 from dist_autograd.installation import autograd
 from rpc.errors import AutogradError
 
-__all__ = ["backward", "context", "current_context", "get_gradients", "has_context", "replace_gradients"]
+__all__ = ["backward", "change_gradients", "context", "current_context", "get_gradients", "has_context"]
 
 
 class context:  # noqa: N801  # PyTorch's name
@@ -123,17 +123,24 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     return autograd().contexts.get(context_id).gradients()
 
 
-def replace_gradients(context_id: int, gradients: Mapping[Tensor, Tensor]) -> None:
+def change_gradients(context_id: int, leaves: Iterable[Tensor], change: Callable[[Tensor], Tensor]) -> None:
     """Put others in the place of gradients that a context has on this worker, clipped ones for example.
+
+    Backwards that have something to add wait meanwhile.
 
     Args:
         context_id: what ``context`` returned.
-        gradients: by leaf; of leaves that are not named, the context keeps what it has.
+        leaves: whose gradients; those that have none are left out.
+        change: returns what takes the place of a gradient, of the same shape, and does not change it.
 
     Raises:
         AutogradError: there is no such context.
+
+    Example::
+
+        dist_autograd.change_gradients(context_id, [weight], lambda gradient: gradient / 2)
     """
-    autograd().contexts.get(context_id).replace(gradients)
+    autograd().contexts.get(context_id).change(leaves, change)
 
 
 def has_context(context_id: int) -> bool:

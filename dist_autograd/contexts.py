@@ -18,7 +18,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -69,7 +69,7 @@ class Context:
         self.recvs: list[Any] = []
         self.told: set[Peer] = set()
         self.over = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may leave this context
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         """By its identity each leaf, and its gradient."""
 
@@ -92,10 +92,13 @@ class Context:
                 before = known.get(id(leaf))
                 known[id(leaf)] = leaf, gradient if before is None else _sum(before[1], gradient)
 
-    def replace(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Put others in the place of the gradients of some leaves."""
+    def change(self, leaves: Iterable[Tensor], change: Callable[[Tensor], Tensor]) -> None:
+        """Put what ``change`` makes of the gradients of some leaves in their place; others wait meanwhile."""
         with self._lock:
-            self._gradients.update({id(leaf): (leaf, each) for leaf, each in gradients.items()})
+            for leaf in leaves:
+                known = self._gradients.get(id(leaf))
+                if known is not None:
+                    self._gradients[id(leaf)] = leaf, change(known[1])
 
     def let_go(self) -> None:
         """Free what was recorded: destructors of the user's may run."""

@@ -37,6 +37,7 @@ __all__ = [
     "refuse_transforms",
     "run",
     "running",
+    "uses_of_storage",
 ]
 
 _C: Final[Any] = torch._C
@@ -58,6 +59,9 @@ def _missing() -> list[str]:
         missing.append("torch._C._are_functorch_transforms_active")
     if not hasattr(_C._autograd, "_profiler_enabled"):
         missing.append("torch._C._autograd._profiler_enabled")
+    if not hasattr(_C, "_storage_Use_Count"):
+        missing.append("torch._C._storage_Use_Count")
+    missing += [f"Tensor.{name}" for name in ("_use_count", "_base") if not hasattr(Tensor, name)]
     if not hasattr(_engine, "run_backward"):
         missing.append("Variable._execution_engine.run_backward")
     node: Any = torch.empty(0, requires_grad=True).clone().grad_fn
@@ -164,6 +168,11 @@ def refuse_transforms() -> None:
 
 is_profiled: Final[Callable[[], bool]] = _C._autograd._profiler_enabled
 """Whether a profiler watches this thread."""
+
+
+uses_of_storage: Final[Callable[[int], int]] = _C._storage_Use_Count
+"""How many refer to a storage, told by its address, ``_cdata``. (How many in PyTorch refer to a tensor, its
+``_use_count`` says.)"""
 
 
 def hold_back(node: Node) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from dist_autograd import engine
 from dist_autograd.graph import Leaf
 from dist_autograd.recording import Sent
 
@@ -71,7 +72,7 @@ def _is_held_by_others(gradient: Any, elements: Tensor, storage: Any) -> bool:
     """Whether PyTorch refers to a gradient, or anybody to its memory, other than through these three."""
     if gradient._use_count() > 1:
         return True
-    uses = _uses(storage._cdata) - (elements is not gradient)
+    uses = engine.uses_of_storage(storage._cdata) - (elements is not gradient)
     if uses <= _USES_ALONE:
         return False
     # What a transposition returns, as for the weight of a `Linear`, refers to what was transposed.
@@ -84,9 +85,6 @@ def _holders_of_base(view: Any) -> int:
     return sys.getrefcount(base) + int(base._use_count())
 
 
-_C: Final[Any] = torch._C
-_uses: Final[Callable[[int], int]] = _C._storage_Use_Count
-"""How many refer to a storage, told by its address."""
 _ALONE: Final = _references([torch.empty(1)])[0]
 _USES_ALONE: Final = 2
 """A tensor, and what ``untyped_storage`` returns."""

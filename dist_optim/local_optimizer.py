@@ -85,15 +85,9 @@ class LocalOptimizer:
 
     def scale(self, context_id: int, factor: float) -> None:
         """Multiplies the gradients that the context has for these parameters."""
-        gradients = _gradients(context_id)
-        # Out of place: two leaves may have one tensor as their gradient.
-        scaled = {
-            parameter: gradients[parameter] * factor
-            for parameter in self._parameters
-            if parameter in gradients
-        }
-        if scaled:
-            dist_autograd.replace_gradients(context_id, scaled)
+        if dist_autograd.has_context(context_id):
+            # Out of place: two leaves may have one tensor as their gradient.
+            dist_autograd.change_gradients(context_id, self._parameters, lambda gradient: gradient * factor)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the optimizer's state, as ``torch.optim.Optimizer.state_dict`` gives it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -97,3 +99,23 @@ def clip_infinite(_: Worker) -> None:
 
 def test_a_norm_that_is_not_finite_is_told_and_can_be_refused(run_workers: RunWorkers) -> None:
     first_of(run_workers, clip_infinite)
+
+
+def scale_beside_a_backward(_: Worker) -> float:
+    weight = torch.nn.Parameter(torch.ones(1))
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [weight * 4])
+        other = threading.Thread(target=dist_autograd.backward, args=(context_id, [weight * 100]))
+
+        def halve(gradient: Tensor) -> Tensor:
+            other.start()
+            other.join(0.1)  # until it waits, or is through
+            return gradient / 2
+
+        dist_autograd.change_gradients(context_id, [weight], halve)
+        other.join()
+        return dist_autograd.get_gradients(context_id)[weight].item()
+
+
+def test_what_a_backward_adds_while_gradients_are_scaled_is_not_lost(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, scale_beside_a_backward, world_size=1) == 102.0
