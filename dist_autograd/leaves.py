@@ -72,7 +72,9 @@ def _is_held_by_others(gradient: Any, elements: Tensor, storage: Any) -> bool:
     """Whether PyTorch refers to a gradient, or anybody to its memory, other than through these three."""
     if gradient._use_count() > 1:
         return True
-    uses = engine.uses_of_storage(storage._cdata) - (elements is not gradient)
+    if elements is not gradient:
+        return False  # PyTorch, too, takes no notice of who refers to the values of a sparse gradient
+    uses = engine.uses_of_storage(storage._cdata)
     if uses <= _USES_ALONE:
         return False
     # What a transposition returns, as for the weight of a `Linear`, refers to what was transposed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,10 +85,14 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
     return DistAutogradContext(autograd().contexts.get(context_id))
 
 
+_entered: Final[dict[int, dist_autograd.context]] = {}
+"""The blocks of new contexts, by their ids: a block that nobody refers to is left."""
+
+
 def _new_context() -> DistAutogradContext:
     """A new context, which this thread is in until ``_release_context``."""
     entered = dist_autograd.context()
-    entered.__enter__()
+    _entered[entered.__enter__()] = entered
     return _current_context()
 
 
@@ -99,6 +103,7 @@ def _release_context(context_id: int) -> None:
     if current.get() is found:
         current.set(None)
     contexts.release(found)
+    _entered.pop(context_id, None)
 
 
 def _is_valid_context(context_id: int) -> None:
