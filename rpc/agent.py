@@ -95,6 +95,7 @@ class Agent:
         self._gone_handlers: list[Callable[[Peer, str], None]] = []
         self._close_handlers: list[Callable[[], object]] = []
         self._closed_handlers: list[Callable[[], object]] = []
+        self._forked_handlers: list[Callable[[], object]] = []
         self._joined_handlers: list[Callable[[Peer], None]] = []
         self.deferred = Deferred(self.loop, self._look_whether_idle)
         self.wakefulness: Wakefulness | None = (
@@ -232,6 +233,10 @@ class Agent:
         will answer any more.
         """
         self._closed_handlers.append(handler)
+
+    def on_forked(self, handler: Callable[[], object]) -> None:
+        """Have ``handler`` called in a forked child, where it may wait for no lock."""
+        self._forked_handlers.append(handler)
 
     def on_joined(self, handler: Callable[[Peer], None]) -> None:
         """Have ``handler`` called, on the loop's thread, when a worker joins."""
@@ -444,9 +449,8 @@ class Agent:
         self.closed = True
         self.deferred.close()
         _inherited.append(self)  # destroying the loop here would touch what the parent still uses
-        references = self.extensions.get("rref")
-        if references is not None:
-            references.abandon()
+        for handler in self._forked_handlers:
+            handler()
         for connection in self.links.connections(self._peers.values()):
             connection.abandon()
         self.segments.abandon()

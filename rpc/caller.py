@@ -103,9 +103,9 @@ class Caller:
     def _forget_unsent(self, call: PendingCall) -> None:
         """An exception, such as Ctrl-C: if it came before the call was sent, no answer will ever come."""
         if not call.sent:
-            self._drop(call)
+            self.drop(call)
 
-    def _drop(self, call: PendingCall) -> bool:
+    def drop(self, call: PendingCall) -> bool:
         """Remove a call to which no answer will come, and say so; false if it has ended already."""
         dropped = self._agent.calls.take(call.call_id) is not None
         self._agent.something_ended()
@@ -230,14 +230,14 @@ class Caller:
             )
             call.sent = True
         except QueueFull:
-            if self._drop(call):
+            if self.drop(call):
                 call.settle(call.timeout_error())
         except WorkerLostError:
             # If the loop has not noted why the connection is closed, it is about to, and ends the call then.
-            if call.peer.lost is not None and self._drop(call):
+            if call.peer.lost is not None and self.drop(call):
                 call.settle(call.lost_error())
         except BaseException:
-            self._drop(call)
+            self.drop(call)
             raise
 
     def future(self, call: PendingCall) -> Future[Any]:

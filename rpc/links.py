@@ -26,7 +26,7 @@ from rpc.workers import Member
 FAREWELL_SECONDS: Final = 5.0
 """How long what is queued for peers may take to be sent when this worker leaves."""
 
-__all__ = ["LinkEvents", "Links"]
+__all__ = ["SMALL_FRAME_BYTES", "LinkEvents", "Links"]
 
 logger = logging.getLogger(__name__)
 

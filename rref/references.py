@@ -66,6 +66,7 @@ class References:
         agent.on_joined(self._peer_joined)
         agent.on_gone(self._peer_gone)
         agent.on_closed(self._closed)
+        agent.on_forked(self._forked)
 
     # ---- the protocol
 
@@ -235,8 +236,7 @@ class References:
 
     def _forget_unsent(self, creation: Creation | None, fork: ForkId, reason: str) -> None:
         if creation is not None:
-            self.agent.calls.take(creation.call_id)  # no answer will come
-            self.agent.something_ended()
+            self.agent.caller.drop(creation)
         self.creation_failed(fork, reason)
 
     def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
@@ -337,8 +337,8 @@ class References:
             if not value.is_ready:
                 value.fail(error)
 
-    def abandon(self) -> None:
-        """In a forked child: if a thread that is not here was in a step, undo what it did to the process."""
+    def _forked(self) -> None:
+        """In a child: if a thread that is not here was in a step, undo what it did to the process."""
         if self.lock.acquire(blocking=False):
             self.lock.release()
             return

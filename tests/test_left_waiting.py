@@ -176,8 +176,7 @@ def leave_at_once(worker: Worker) -> list[Any]:
         in_thread(rpc.shutdown),
     ]
     agent: Agent = current_agent()
-    while agent.departure is None or agent.departure._waiting is None or not agent.calls:
-        time.sleep(0.01)
+    until(lambda: agent.departure is not None and agent.departure._waiting is not None and agent.calls)
     with pytest.raises(RpcError, match="by another thread already"):
         rpc.shutdown()
     rpc.shutdown(graceful=False)
@@ -214,8 +213,7 @@ def come_back_while_another_thread_is_still_leaving(worker: Worker) -> int:
         rpc.rpc_async(worker.name, wait_to_be_made)
         slow, _ = in_thread(rpc.shutdown)
         assert agent.departure is not None
-        while agent.departure._waiting is None:
-            time.sleep(0.01)
+        until(lambda: agent.departure is not None and agent.departure._waiting is not None)
         rpc.shutdown(graceful=False)
         about_to_clear.wait()
         made.set()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -213,22 +214,31 @@ def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make_nod
     assert left.wait_gone()[0] == "right"
 
 
+@contextlib.contextmanager
+def stuck(node: Node) -> Iterator[None]:
+    """A worker's loop does nothing meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        begun.set()
+        go_on.wait()
+
+    node.loop.call_soon_threadsafe(stick)
+    assert begun.wait(SOON)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
 def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FAREWELL_SECONDS", 0.05)
     left, right = pair(make_node)
     left.send(right, 1)
     right.wait_until(lambda: right.received)
-    stuck, go_on = threading.Event(), threading.Event()
-
-    def stick() -> None:
-        stuck.set()
-        go_on.wait(SOON)
-
-    right.loop.call_soon_threadsafe(stick)
-    assert stuck.wait(SOON)
-    left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
-    left.leave()
-    go_on.set()
+    with stuck(right):
+        left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
+        left.leave()
 
 
 def test_leaving_that_is_cancelled_closes_what_its_peers_do_not_read(
@@ -238,23 +248,13 @@ def test_leaving_that_is_cancelled_closes_what_its_peers_do_not_read(
     left, right = pair(make_node)
     left.send(right, 1)
     right.wait_until(lambda: right.received)
-    stuck, go_on = threading.Event(), threading.Event()
-
-    def stick() -> None:
-        stuck.set()
-        go_on.wait()
-
-    right.loop.call_soon_threadsafe(stick)
-    assert stuck.wait(SOON)
-    left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
-    (connection,) = left.open_connections()
-    assert left.thread is not None
-    with pytest.raises(TimeoutError):
-        left.thread.wait_for(left.links.close(list(left.peers.values()), "it ends"), timeout=0.05)
-    try:
+    with stuck(right):
+        left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
+        (connection,) = left.open_connections()
+        assert left.thread is not None
+        with pytest.raises(TimeoutError):
+            left.thread.wait_for(left.links.close(list(left.peers.values()), "it ends"), timeout=0.05)
         until(lambda: connection._socket.fileno() < 0)  # type: ignore[attr-defined]
-    finally:
-        go_on.set()
 
 
 def test_leaving_while_connecting_says_nothing_wrong(
