@@ -8,8 +8,10 @@ front door and may import them all. Only the face ``rpc/__init__.py`` looks up, 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +119,17 @@ def test_no_file_needs_what_it_replaces(path: Path) -> None:
 def test_no_file_imports_tests_examples_or_benchmarks(path: Path) -> None:
     outside = {"tests", "examples", "benchmarks"}
     assert not [name for _, name in imports(path) if name.partition(".")[0] in outside]
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_what_a_file_imports_is_installed_with_the_distribution(path: Path) -> None:
+    """Else it is missing wherever nothing else happens to have brought it along."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
+    known = {*sys.stdlib_module_names, *MAY_IMPORT, *installed}
+    assert not [
+        f"line {line} imports {name}" for line, name in imports(path) if name.partition(".")[0] not in known
+    ]
 
 
 IMPORT_AND_LOOK = """
