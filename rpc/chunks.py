@@ -5,9 +5,10 @@ prefix, table and header; *chunks* bring, in order, what follows these in the me
 padding between; *cancelled* ends it early. The chunks of several messages may alternate, and any other
 frame may come between them.
 
-``Outgoing`` says which chunk goes next: of each open message one in turn. ``Reassembly`` says where the
-bytes of a chunk go: straight to where they stay. Each larger segment gets memory of its own, so that a
-tensor can be made over it without keeping the rest of the message alive.
+``Outgoing`` says which chunk goes next: of each open message one in turn. Chunks are long, which costs
+less, until something small has had to wait behind one; then they are short for a while. ``Reassembly`` says
+where the bytes of a chunk go: straight to where they stay. Each larger segment gets memory of its own, so
+that a tensor can be made over it without keeping the rest of the message alive.
 
 What a peer may promise is limited: ``MAX_OPEN`` messages at a time, whose chunks have together no more bytes
 than the largest message that is accepted.
@@ -26,6 +27,7 @@ __all__ = [
     "CHUNK_BYTES",
     "MAX_OPEN",
     "MAX_SEGMENTS",
+    "SHORT_CHUNK_BYTES",
     "WHOLE_BYTES",
     "ChunkedMessage",
     "Outgoing",
@@ -37,8 +39,14 @@ __all__ = [
 WHOLE_BYTES: Final = 256 << 10
 """Up to this many bytes, a message is one frame."""
 
-CHUNK_BYTES: Final = 128 << 10
-"""How much of a message goes out at a time: the most that a small message waits for."""
+CHUNK_BYTES: Final = 512 << 10
+"""How much of a message goes out at a time, where nothing small has been in its way lately."""
+
+SHORT_CHUNK_BYTES: Final = 128 << 10
+"""How much else: the most that small messages wait for which follow each other."""
+
+_SHORT_FOR_BYTES: Final = 64 << 20
+"""So much goes out in short chunks after a small message: on a network of 10 Gbit/s, in some 50 ms."""
 
 MAX_OPEN: Final = 64
 """How many messages a peer may have begun and not finished."""
@@ -96,14 +104,14 @@ class ChunkedMessage:
 class Outgoing:
     """The large messages of one connection that are not sent yet. For one thread at a time.
 
-    Only ``add`` may be called while another thread is in any other method.
+    Only ``add`` and ``shorten`` may be called while another thread is in any other method.
 
     Args:
         chunk_prefix: makes the prefix of a chunk, of the message's number and the chunk's length.
         max_bytes: how much the peer lets be open at a time; one message may always be.
     """
 
-    __slots__ = ("_chunk_prefix", "_last", "_open", "_waiting", "max_bytes")
+    __slots__ = ("_chunk_prefix", "_last", "_open", "_short_for", "_waiting", "max_bytes")
 
     def __init__(self, chunk_prefix: ChunkPrefix, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -111,6 +119,7 @@ class Outgoing:
         self._waiting: deque[ChunkedMessage] = deque()
         self._open: deque[ChunkedMessage] = deque()
         self._last: bytes | None = None
+        self._short_for = 0
 
     def __bool__(self) -> bool:
         return bool(self._open or self._waiting or self._last is not None)
@@ -118,6 +127,10 @@ class Outgoing:
     def add(self, message: ChunkedMessage) -> None:
         """Send a message too; it is opened when its turn comes."""
         self._waiting.append(message)
+
+    def shorten(self) -> None:
+        """Something small waits behind a chunk: have the next ones short, for a while."""
+        self._short_for = _SHORT_FOR_BYTES
 
     def finish_with(self, frame: bytes) -> None:
         """Send a frame when all messages are sent."""
@@ -140,7 +153,10 @@ class Outgoing:
 
     def chunk(self, message: ChunkedMessage) -> list[Any]:
         """The next chunk of a message, which need not have been added."""
-        count = min(CHUNK_BYTES, message.unsent)
+        short = self._short_for > 0
+        count = min(SHORT_CHUNK_BYTES if short else CHUNK_BYTES, message.unsent)
+        if short:
+            self._short_for -= count
         prefix = self._chunk_prefix(message.number, count)
         if message.unsent == message.size:
             prefix = message.head + prefix

@@ -13,6 +13,8 @@ import contextlib
 import mmap
 from typing import Any, Final
 
+import numpy as np
+
 from rpc.chunks import Reassembly, Room
 from rpc.errors import ProtocolError
 from rpc.wire import (
@@ -37,8 +39,7 @@ from rpc.wire import (
 __all__ = ["Decoder", "allocate", "read_opening"]
 
 _RECEIVE_BUFFER_BYTES: Final = 256 << 10
-_PAGE_BACKED_BYTES: Final = 1 << 20
-_HUGE_PAGE_BYTES: Final = 2 << 20
+_PAGE_BACKED_BYTES: Final = 4 << 20
 _BETWEEN_CHUNKS_BYTES: Final = 4096
 """How much is received to where it does not stay while a chunk may begin."""
 
@@ -338,21 +339,25 @@ def read_opening(
 
 
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
-"""Touching fresh memory takes longer than filling it; of huge pages, a third of that (measured)."""
+"""Touching fresh memory takes longer than filling it; of huge pages, a third of that (measured).
+
+Smaller blocks come from the allocator, which keeps what was freed (see ``freed_memory``), uncleared: 1 MB
+arrives in 0.9 ms then, and in 1.4 ms in fresh pages of the usual size (measured).
+"""
 
 
 def allocate(length: int) -> memoryview:
-    """Writable memory; large blocks come as fresh pages, which nobody needs to clear first.
+    """Writable memory, which nobody has cleared; large blocks come as fresh pages.
 
-    They are private to this process: in a forked child, tensors over them are its own.
+    It is private to this process: in a forked child, tensors over it are its own.
     """
     try:
-        if length >= _PAGE_BACKED_BYTES:
-            pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if length >= _HUGE_PAGE_BYTES and _HUGE_PAGES is not None:
-                with contextlib.suppress(OSError):  # a kernel without them
-                    pages.madvise(_HUGE_PAGES)
-            return memoryview(pages)
-        return memoryview(bytearray(length))
+        if length < _PAGE_BACKED_BYTES:
+            return np.empty(length, np.uint8).data
+        pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if _HUGE_PAGES is not None:
+            with contextlib.suppress(OSError):  # a kernel without them
+                pages.madvise(_HUGE_PAGES)
+        return memoryview(pages)
     except (MemoryError, OSError, OverflowError) as error:
         raise ProtocolError(f"there is no memory for a frame of {length} bytes ({error})") from error

@@ -21,9 +21,13 @@ SILENT_SECONDS = 60
 _NEXT_ADDRESS_SECONDS: Final = 0.25
 """How long an address may take before the next one is tried as well."""
 _NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
-_BUFFERED_BYTES: Final = 128 << 10
-"""What the kernel keeps of large messages delays small ones. It needs little beyond what is under way on
-the network, and within a host, nothing is under way (throughput is the same, measured).
+_UNSENT_BYTES: Final = 128 << 10
+"""What the kernel keeps of large messages delays small ones. It needs little beyond what is under way on the
+network.
+"""
+_RECEIVED_BYTES: Final = 256 << 10
+"""The same for what was received, within a host, where nothing is under way. Twice as much would make large
+messages little faster, half as much 1.6 times slower (measured).
 """
 
 
@@ -122,9 +126,9 @@ class TcpTransport:
     def _connection(self, sock: socket.socket, description: str) -> StreamConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if _NOT_SENT is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, _BUFFERED_BYTES)
+            sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, _UNSENT_BYTES)
         if _host(sock.getsockname) == _host(sock.getpeername):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFERED_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)
         else:
             _give_up_on_silence(sock)
         return StreamConnection(self._loop, sock, description, self._send_queue_bytes, CAPTURED_BYTES)

@@ -107,6 +107,8 @@ class WriteQueue(ABC):
         with self._count_lock:
             self._queued_bytes += size
             self._queue.extend(pieces)
+        if self._outgoing:
+            self._outgoing.shorten()
 
     def _add(self, message: ChunkedMessage, aliased: bool) -> None:
         if aliased:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rpc import chunks, wire
-from rpc.chunks import CHUNK_BYTES, MAX_OPEN, Outgoing, Reassembly, Room
+from rpc.chunks import CHUNK_BYTES, MAX_OPEN, SHORT_CHUNK_BYTES, Outgoing, Reassembly, Room
 from rpc.errors import ProtocolError
 from rpc.wire import Kind, chunk_prefix, chunked, encode
 from tests.rpc.frames import (
@@ -30,7 +30,13 @@ from tests.rpc.frames import (
 
 PROFILE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-lengths = st.sampled_from([0, 1, 15, 16, 17, 5000, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 300_000])
+lengths = st.sampled_from(
+    [
+        *(0, 1, 15, 16, 17, 5000, 300_000),
+        *(SHORT_CHUNK_BYTES - 1, SHORT_CHUNK_BYTES, SHORT_CHUNK_BYTES + 1),
+        *(CHUNK_BYTES - 1, CHUNK_BYTES + 1),
+    ]
+)
 segments = st.lists(
     lengths.map(lambda length: bytes([length % 251]) * length), min_size=1, max_size=5
 ).filter(any)
@@ -92,15 +98,34 @@ def test_segments_of_many_bytes_have_memory_of_their_own(
     for segment, sent in zip(frame.segments, segments, strict=True):
         assert segment == sent
         assert not segment.readonly
-        if len(sent) >= CHUNK_BYTES:
+        if len(sent) >= SHORT_CHUNK_BYTES:
             assert memoryview(segment.obj).nbytes < len(sent) + 32
+
+
+def sizes_of_chunks(sender: Outgoing) -> list[int]:
+    """The numbers of bytes that go out at a time, in units of 128 KiB."""
+    sizes: list[int] = []
+    while sender:
+        sizes.append(sum(map(len, sender.next())) // SHORT_CHUNK_BYTES)
+    return sizes
 
 
 def test_a_small_message_waits_for_one_chunk_at_most() -> None:
     sender = outgoing()
-    sender.add(chunked(*encode(*call(bytes(1_000_000))), 1))
-    while sender:
-        assert sum(map(len, sender.next())) <= CHUNK_BYTES + 4 * wire.PREFIX_BYTES
+    sender.add(chunked(*encode(*call(bytes(8 * CHUNK_BYTES))), 1))
+    assert sizes_of_chunks(sender) == [CHUNK_BYTES // SHORT_CHUNK_BYTES] * 8
+
+
+def test_chunks_are_short_for_a_while_after_a_small_message() -> None:
+    sender = outgoing()
+    sender.add(chunked(*encode(*call(bytes(80 << 20))), 1))
+    long = CHUNK_BYTES // SHORT_CHUNK_BYTES
+    assert len(sender.next()[-1]) == CHUNK_BYTES
+    sender.shorten()
+    sizes = sizes_of_chunks(sender)
+    assert sizes[:512] == [1] * 512
+    assert set(sizes[512:]) == {long}
+    assert sum(sizes) * SHORT_CHUNK_BYTES == (80 << 20) - CHUNK_BYTES
 
 
 def test_messages_take_turns() -> None:
@@ -130,15 +155,15 @@ def test_no_more_is_opened_than_the_peer_accepts_but_one_message_always_is() -> 
 
 
 def test_what_is_captured_does_not_change_any_more() -> None:
-    memory = bytearray(b"a" * 400_000)
+    memory = bytearray(b"a" * 800_000)
     message = chunked(*encode(5, 1, {}, [memoryview(memory)]), 1)
     sender = outgoing()
     first = b"".join(sender.chunk(message))
     message.replace(bytes)
     sender.resume(message)
-    memory[:] = b"b" * 400_000
+    memory[:] = b"b" * 800_000
     (frame,) = feed(greeted(), first + drained(sender))
-    assert frame.segments == [b"a" * 400_000]
+    assert frame.segments == [b"a" * 800_000]
 
 
 def test_a_cancelled_message_never_arrives_and_makes_room() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
 import pytest
 
-from rpc.chunks import CHUNK_BYTES
+from rpc.chunks import CHUNK_BYTES, SHORT_CHUNK_BYTES
 from rpc.loop import LoopThread
 from rpc.transport import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.sending import CAPTURE_ALL
 from rpc.transport.stream import StreamConnection
-from rpc.wire import encode
+from rpc.wire import PREFIX_BYTES, Kind, encode, unpack_prefix
 from tests.rpc.streams import (
     Pair,
     Recorder,
@@ -44,6 +45,28 @@ def test_small_messages_overtake_large_ones_and_stay_in_order(
     flush(loop, connection)
     headers = [frame.header for frame in read_all(there)]
     assert headers == [*({"small": index} for index in range(100)), {"large": 0}]
+
+
+def test_chunks_get_short_when_a_small_message_comes(loop: LoopThread, sockets: Sockets) -> None:
+    here, there = sockets(buffer_bytes=BUFFER)
+    connection = open_connection(loop, here, Recorder())
+    send(connection, {}, bytes(3 * CHUNK_BYTES))
+    send(connection, {}, b"small")
+    flush(loop, connection)
+    skip_preamble(there)
+    chunks = [length for kind, length in frames_on_the_wire(there) if kind == Kind.CHUNK]
+    assert chunks == [CHUNK_BYTES, *8 * [SHORT_CHUNK_BYTES]]
+
+
+def frames_on_the_wire(sock: socket.socket) -> list[tuple[int, int]]:
+    """The kind of each frame that comes until the other end closes, chunks as such, and its bytes."""
+    frames: list[tuple[int, int]] = []
+    with sock.makefile("rb") as stream:
+        while prefix := stream.read(PREFIX_BYTES):
+            length, *_, kind = unpack_prefix(prefix)
+            assert len(stream.read(length)) == length
+            frames.append((kind, length))
+    return frames
 
 
 def test_large_messages_share_the_connection(loop: LoopThread, sockets: Sockets) -> None:
