@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 import farcall
+from rpc.cores import usable_cores
 
 __all__ = ["gather", "show"]
 
@@ -26,7 +27,7 @@ def gather() -> dict[str, str]:
         facts[package] = _version(package)
     facts["event loop"] = "uvloop" if facts["uvloop"] != "not installed" else "asyncio's own"
     facts["platform"] = platform.platform()
-    facts["cpus"] = f"{_usable_cpus()} usable of {os.cpu_count()}"
+    facts["cpus"] = f"{usable_cores()} usable of {os.cpu_count()}"
     facts["cuda devices"] = str(_cuda_devices())
     facts["loopback TCP"] = _attempt(lambda: _ping(socket.AF_INET, ("127.0.0.1", 0)))
     facts["abstract Unix sockets"] = _attempt(lambda: _ping(socket.AF_UNIX, ""))
@@ -67,10 +68,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cuda_devices() -> int | str:

@@ -9,7 +9,6 @@ PyTorch's own threads are left alone: their number is the user's, and they do no
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections import deque
 from statistics import median
@@ -17,6 +16,8 @@ from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
+
+from rpc.cores import usable_cores
 
 __all__ = ["Copier", "Preference"]
 
@@ -97,7 +98,7 @@ class Copier:
     """
 
     def __init__(self, cores: int | None = None) -> None:
-        self._cores = _usable_cores() if cores is None else cores
+        self._cores = usable_cores() if cores is None else cores
         self._preferences: dict[int, Preference] = {}
         self._in_use = threading.Lock()
         self._helper: threading.Thread | None = None
@@ -163,11 +164,6 @@ class Copier:
         self._closed = True
         self._cores = 1
         self._wake.release()
-
-
-def _usable_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # not on all systems
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _address(buffer: memoryview) -> int:

@@ -37,6 +37,7 @@ from time import monotonic, process_time, thread_time
 from typing import Final, Protocol, TypeVar
 
 from rpc.awake import spinning
+from rpc.cores import usable_cores
 from rpc.decoder import Decoder
 from rpc.transport import syscalls
 from rpc.transport.promptness import Promptness
@@ -64,7 +65,7 @@ _COMPUTING_SHARE: Final = 0.2
 _RESTS: Final = 8
 """In either case, so many waits are without a look."""
 _FOLLOWER_SECONDS: Final = 30e-6
-_MAY_LOOK: Final = len(os.sched_getaffinity(0)) - 1 if AVAILABLE else 0
+_MAY_LOOK: Final = usable_cores() - 1
 """How many threads may look at a time. Where there is one core only, the other side needs it."""
 _give_way: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
 _SLICE_SECONDS: Final = 0.5
