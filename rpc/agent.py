@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rpc import freed_memory, serialization
+from rpc import descriptors, freed_memory, serialization
 from rpc.awake import Wakefulness, new_wakefulness
 from rpc.callee import Callee, Interceptor
 from rpc.caller import UNSET_TIMEOUT, Caller
@@ -184,6 +184,7 @@ class Agent:
     def peer_for(self, member: Member) -> Peer:
         peer = self._peers.get(member.incarnation)
         if peer is None:
+            descriptors.provide_for(len(self._peers))
             peer = self._peers[member.incarnation] = Peer(
                 member,
                 self,

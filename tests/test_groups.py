@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 from typing import Any
 
@@ -20,6 +22,25 @@ from rpc.errors import (
 )
 from tests.serving import first_of, in_group, open_gate, wait_at_gate
 from tests.workers import RunWorkers, Worker
+
+# ---- its size
+
+
+def call_all_with_few_files(worker: Worker) -> list[int]:
+    """Where a process may open no more files than it has, unless it asks for more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 24, hard))
+    with worker.group():
+        futures = [
+            rpc.rpc_async(f"worker{rank}", divmod, args=(rank, 2)) for rank in range(worker.world_size)
+        ]
+        return [sum(future.wait()) for future in futures]
+
+
+def test_a_group_may_need_more_files_than_a_process_may_open_at_first(run_workers: RunWorkers) -> None:
+    sums = [sum(divmod(rank, 2)) for rank in range(12)]
+    assert run_workers(call_all_with_few_files, 12) == [sums] * 12
+
 
 # ---- gathering
 

@@ -1,0 +1,44 @@
+"""Room for the files that connections need: a large group must not end at a limit that nobody chose.
+
+Systems mostly let a process open 1024 files unless it asks for more, which a program may not want in
+general: ``select`` knows no larger numbers. So the limit is raised with the number of peers, when it would be
+too low for them, and as far as the system permits.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from typing import Final
+
+__all__ = ["provide_for"]
+
+logger = logging.getLogger(__name__)
+
+_FOR_A_PEER: Final = 6
+"""Its connection, what threads need to read it, and a socket for shared memory, with some on their way."""
+_FOR_ALL_ELSE: Final = 64
+
+
+def provide_for(peers: int) -> None:
+    """Let this process open as many files as it needs with so many peers.
+
+    To be called for each new peer, from any thread; warns for the first with which the system does not permit
+    enough. Of two calls at once, one may find the limit raised by the other, which does no harm.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    needed = _FOR_A_PEER * peers + _FOR_ALL_ELSE
+    if needed <= soft:
+        return
+    enough = max(needed, 2 * soft)
+    granted = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+    if granted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
+    if granted < needed and (peers == 1 or granted >= needed - _FOR_A_PEER):
+        logger.warning(
+            "this process may open no more than %d files, and may need %d with %d other workers: "
+            "raise the limit (ulimit -Hn)",
+            *(granted, needed, peers),
+        )
