@@ -130,6 +130,13 @@ class Coordinator:
                 case Complete(group):
                     if self._drop_dead([each for each in group if each.index < self._own_index(group)]):
                         continue
+                    taken = who_has_the_place_of(me, self._log, self._tell)
+                    if taken is not None:  # another job meets here, or the last group is just ending
+                        conflict_at = conflict_at or time.monotonic()
+                        if time.monotonic() - conflict_at >= self._pace.settle:
+                            return Verdict("mismatch", taken)
+                        backoff.pause()
+                        continue
                     try:
                         enter_static(self._store, self._tell)
                     except GroupMismatchError as error:
@@ -205,7 +212,8 @@ def who_has_the_place_of(me: Arrival, log: ArrivalLog, tell: Probe) -> str | Non
             what = f"rank {member.id}" if same_rank else f"name '{member.name}'"
             return (
                 f"{me} cannot join: the {what} is not unique. Worker '{member.name}' (rank {member.id}) has "
-                f"it, in the group of {len(members)} that is complete and running."
+                f"it, in the group of {len(members)} that is complete and running. If that is another job's, "
+                f"choose another port or file for this one."
             )
     return None
 

@@ -126,6 +126,18 @@ def test_worker_whose_place_is_taken_is_refused_when_it_comes_late(
         join(memory, start_worker("late", rank).member, 2)
 
 
+def test_a_second_group_is_refused_while_the_first_is_running(
+    memory: SharedStore, workers: Workers, start_worker: StartWorker
+) -> None:
+    """Another job's, most likely: its workers would get mixed up with this one's."""
+    results([in_thread(join, memory, worker.member, 2) for worker in workers(2)])
+    others = [start_worker(f"other{rank}", rank) for rank in range(2)]
+    for error in errors([in_thread(join, memory, other.member, 2) for other in others]):
+        assert isinstance(error, GroupMismatchError)
+        assert "rank 0 is not unique. Worker 'worker0'" in str(error)
+        assert "choose another port or file" in str(error)
+
+
 def test_dynamic_group_in_the_same_store_is_refused(memory: SharedStore, start_worker: StartWorker) -> None:
     dynamic = start_worker("dynamic", 7)
     join_dynamic(memory, dynamic.member, 5)
