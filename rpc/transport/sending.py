@@ -81,7 +81,8 @@ class SendingHalf(WriteQueue):
         pieces = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in buffers]
         try:
             if last:
-                self._add_last(b"".join(pieces))
+                # Not into the queue, where it would overtake what another thread has just begun to send.
+                self._outgoing.finish_with(b"".join(pieces))
             elif not in_chunks:
                 if not self._send_whole(pieces, aliased):
                     self._enqueue([self._capture(piece) for piece in pieces] if aliased else pieces, size)

@@ -93,6 +93,29 @@ def test_the_last_frame_is_last(loop: LoopThread, sockets: Sockets) -> None:
     assert [frame.header for frame in read_all(there)] == [{"large": 0}, {"farewell": 1}]
 
 
+def test_the_last_frame_does_not_overtake_what_a_thread_has_just_begun_to_send(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = sockets(buffer_bytes=BUFFER)
+    connection = open_connection(loop, here, Recorder())
+    loop.call(lambda: None)  # the preamble is out
+    write = connection._write
+
+    def leave() -> None:
+        buffers, size = encode(4, 0, {"farewell": 1}, ())
+        connection.send(buffers, size, wait=0, last=True)
+        connection.close("done", flush=True)
+
+    def write_while_the_loop_leaves(batch: list[Any]) -> int:
+        monkeypatch.setattr(connection, "_write", write)
+        loop.call(leave)
+        return write(batch)
+
+    monkeypatch.setattr(connection, "_write", write_while_the_loop_leaves)
+    send(connection, {"large": 0}, bytes(LARGE))
+    assert [frame.header for frame in read_all(there)] == [{"large": 0}, {"farewell": 1}]
+
+
 def test_threads_that_send_large_and_small_at_once_lose_nothing(loop: LoopThread, sockets: Sockets) -> None:
     pair = Pair(loop, sockets("tcp"))
     sizes = [10, CHUNK_BYTES, 3_000_000, 100_000, 300_000, 1_500_001]
