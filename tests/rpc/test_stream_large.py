@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import socket
 import threading
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rpc.chunks import CHUNK_BYTES, SHORT_CHUNK_BYTES
+from rpc import decoder
+from rpc.chunks import CHUNK_BYTES, SHORT_CHUNK_BYTES, Outgoing
 from rpc.loop import LoopThread
 from rpc.transport import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.sending import CAPTURE_ALL
 from rpc.transport.stream import StreamConnection
-from rpc.wire import PREFIX_BYTES, Kind, encode, unpack_prefix
+from rpc.wire import PREAMBLE, PREFIX_BYTES, Kind, chunk_prefix, chunked, encode, unpack_prefix
 from tests.rpc.streams import (
+    SOON,
     Pair,
     Recorder,
     Sockets,
@@ -217,6 +221,33 @@ def test_a_connection_lost_within_a_large_message_lets_go_of_everything(
     assert len(refused) == 1
     assert not connection._outgoing
     assert connection._outgoing_bytes == 0
+
+
+def test_what_has_come_of_a_large_message_is_let_go_with_the_connection(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+    begun = threading.Event()
+
+    def allocate(length: int) -> memoryview:
+        block = np.empty(length, np.uint8)
+        made.append(weakref.ref(block))
+        begun.set()
+        return block.data
+
+    monkeypatch.setattr(decoder, "allocate", allocate)
+    here, there = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    buffers, size = encode(5, 0, {}, [bytes(LARGE)])
+    message = chunked(buffers, size, 0)
+    there.sendall(PREAMBLE + b"".join(Outgoing(chunk_prefix, LARGE).chunk(message)))
+    assert begun.wait(SOON)
+    there.close()
+    owner.reason()
+    loop.call(lambda: None)  # the loop has left the connection
+    assert made[0]() is None
+    assert not connection._open
 
 
 def test_half_a_large_message_never_arrives(loop: LoopThread, sockets: Sockets) -> None:
