@@ -192,7 +192,7 @@ class Backwards:
                 raise ProtocolError(f"gradients that cannot be: {str(other)[:80]}")
         if running is None:
             return  # it has failed meanwhile
-        running.arrived(message, (peer, frame))
+        running.arrived(message, peer, (peer, frame))
         if not running.begun and not running.waits_for_nothing:
             running.begun = True
             self._start(running)
@@ -217,10 +217,11 @@ class Backwards:
         context = self._contexts.find(context_id)
         if context is None:
             return self._refuse_part, (peer, frame.call_id, context_id, ended)
-        self._agent.postponed.begin()
-        running = self._passes[key] = self._new_pass(key, context, peer, retain_graph)
+        running = self._new_pass(key, context, peer, retain_graph)
         if message != _NONE:
-            running.arrived(message, (peer, frame))
+            running.arrived(message, peer, (peer, frame))
+        self._agent.postponed.begin()
+        self._passes[key] = running
         task = (self._run_asked_part, (running, frame.call_id, marks, ended))
         if frame.kind == WHOLE_PART:
             running.waits_for_nothing = True
