@@ -39,6 +39,7 @@ from rpc.errors import AutogradError, NotInitializedError, ProtocolError, Worker
 from rpc.executor import Executor, Task
 from rpc.peer import Peer
 from rpc.serialization import Payload
+from rpc.transport import SMALL_BYTES
 from rpc.wire import Frame, Kind
 
 __all__ = ["Backwards"]
@@ -56,8 +57,6 @@ WHOLE_PART: Final = Kind.EXTENSION + 22
 
 _NONE: Final = 0
 """As the number of a message: of none."""
-_SMALL_BYTES: Final = 64 << 10
-"""Messages up to this size arrive in order."""
 _THREADS: Final = 8
 _GRADIENTS: Final = "the gradients of a message"
 
@@ -318,7 +317,7 @@ class Backwards:
         context, message = running.context, origin.message
         whole = {mark[1] for mark in marks} == {message}
         gradients: Payload | None = None
-        if not whole and sum(map(len, payload.segments)) > _SMALL_BYTES:
+        if not whole and sum(map(len, payload.segments)) > SMALL_BYTES:
             gradients, payload = payload, Payload({}, [])
         payload.header["part"] = [
             running.key[1],
