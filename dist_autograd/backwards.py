@@ -39,6 +39,7 @@ from rpc.errors import AutogradError, NotInitializedError, ProtocolError, Worker
 from rpc.executor import Executor, Task
 from rpc.peer import Peer
 from rpc.serialization import Payload
+from rpc.transport import SMALL_BYTES
 from rpc.wire import Frame, Kind
 
 __all__ = ["Backwards"]
@@ -56,8 +57,6 @@ WHOLE_PART: Final = Kind.EXTENSION + 22
 
 _NONE: Final = 0
 """As the number of a message: of none."""
-_SMALL_BYTES: Final = 64 << 10
-"""Messages up to this size arrive in order."""
 _THREADS: Final = 8
 _GRADIENTS: Final = "the gradients of a message"
 
@@ -192,7 +191,7 @@ class Backwards:
                 raise ProtocolError(f"gradients that cannot be: {str(other)[:80]}")
         if running is None:
             return  # it has failed meanwhile
-        running.arrived(message, (peer, frame))
+        running.arrived(message, peer, (peer, frame))
         if not running.begun and not running.waits_for_nothing:
             running.begun = True
             self._start(running)
@@ -217,10 +216,11 @@ class Backwards:
         context = self._contexts.find(context_id)
         if context is None:
             return self._refuse_part, (peer, frame.call_id, context_id, ended)
-        self._agent.postponed.begin()
-        running = self._passes[key] = self._new_pass(key, context, peer, retain_graph)
+        running = self._new_pass(key, context, peer, retain_graph)
         if message != _NONE:
-            running.arrived(message, (peer, frame))
+            running.arrived(message, peer, (peer, frame))
+        self._agent.postponed.begin()
+        self._passes[key] = running
         task = (self._run_asked_part, (running, frame.call_id, marks, ended))
         if frame.kind == WHOLE_PART:
             running.waits_for_nothing = True
@@ -317,7 +317,7 @@ class Backwards:
         context, message = running.context, origin.message
         whole = {mark[1] for mark in marks} == {message}
         gradients: Payload | None = None
-        if not whole and sum(map(len, payload.segments)) > _SMALL_BYTES:
+        if not whole and sum(map(len, payload.segments)) > SMALL_BYTES:
             gradients, payload = payload, Payload({}, [])
         payload.header["part"] = [
             running.key[1],

@@ -3,6 +3,9 @@
 Each trainer may have an optimizer of its own for the same parameters, and the sets may overlap in any way.
 Parameters that are first named together share one lock, so an optimizer mostly has exactly one. Several are
 taken in the order in which they were made, so that no two can wait for each other.
+
+Who holds a lock runs code of the user's: hooks, an optimizer. That must not wait for what needs a lock as
+well, here or on another worker, so it is refused what does.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager
 from typing import Final
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["ParameterLocks"]
+from rpc.errors import AutogradError
+
+__all__ = ["ParameterLocks", "check_none_held"]
 
 
 class _Lock:
@@ -28,6 +32,12 @@ class _Lock:
         self.lock = threading.Lock()
 
 
+class _Holding(threading.local):
+    locks: frozenset[_Lock] = frozenset()
+    """Those that this thread holds."""
+
+
+_holding: Final = _Holding()
 _numbers: Final = itertools.count()
 _table_lock: Final = threading.Lock()
 _table: Final[MutableMapping[Tensor, _Lock]] = WeakIdKeyDictionary()
@@ -46,13 +56,35 @@ class ParameterLocks:
             found = {_table.setdefault(parameter, fresh) for parameter in parameters}
         self._locks: list[_Lock] = sorted(found, key=lambda each: each.number)
 
-    def held(self) -> AbstractContextManager[object]:
-        """Holds all of them."""
-        return self._locks[0].lock if len(self._locks) == 1 else self._all_held()
-
     @contextlib.contextmanager
-    def _all_held(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
+        """Holds all of them.
+
+        Raises:
+            AutogradError: this thread holds one of them already.
+        """
+        before = _holding.locks
+        if not before.isdisjoint(self._locks):
+            check_none_held("this")
         with contextlib.ExitStack() as stack:
             for each in self._locks:
                 stack.enter_context(each.lock)
-            yield
+            _holding.locks = before.union(self._locks)
+            try:
+                yield
+            finally:
+                _holding.locks = before
+
+
+def check_none_held(doing: str) -> None:
+    """Raise ``AutogradError`` where a thread that holds locks is about to wait for who may need them.
+
+    Args:
+        doing: what the user has called.
+    """
+    if _holding.locks:
+        raise AutogradError(
+            f"{doing} was called by a hook of a model under DistributedDataParallel, or by an optimizer in "
+            "the middle of its step, while parameters are locked: it could wait for ever. Call it when the "
+            "backward, or the step, has returned"
+        )

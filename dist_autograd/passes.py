@@ -27,7 +27,7 @@ from dist_autograd.graph import ROOTS, Leaf, Mark, Reach
 from dist_autograd.leaves import gradients_of_leaves, owned
 from dist_autograd.recording import ANCHOR, RECV_NODE, Origin, Sent, computed_from
 from dist_autograd.tickets import new_ticket
-from rpc.errors import AutogradError, RpcError
+from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.peer import Peer
 from rpc.waiting import wait_for_event
 
@@ -388,8 +388,20 @@ class Pass:
 
     # ---- from elsewhere
 
-    def arrived(self, number: int, message: Any) -> None:
-        """Gradients for a message that was sent from here have come."""
+    def arrived(self, number: int, sender: Peer, message: Any) -> None:
+        """Gradients for a message that was sent from here have come, perhaps before it is marked.
+
+        Raises:
+            ProtocolError: the sender never got such a message, so no mark will ever ask for them.
+        """
+        sent = self._sent.get(number) or self.context.sends.get(number)
+        if sent is None or sent.to is not sender:
+            if self.context.over:
+                return  # nobody knows any more what was sent
+            raise ProtocolError(
+                f"gradients for message {number}, which worker '{sender.name}' was not sent in context "
+                f"{self.context.id}"
+            )
         self._arrived[number] = message
         if self._news is not None:
             self._news.set()

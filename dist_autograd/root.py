@@ -23,7 +23,7 @@ from dist_autograd import engine
 from dist_autograd.graph import Mark
 from dist_autograd.parts import Part
 from dist_autograd.passes import Pass
-from rpc.errors import AutogradError, BackwardError, RpcError
+from rpc.errors import AutogradError, BackwardError, ProtocolError, RpcError
 from rpc.peer import Peer
 from rpc.workers import WorkerInfo
 
@@ -188,7 +188,11 @@ class Root:
             return
         brought = part.brought()
         if brought is not None and part.peer in self._left:
-            self.own.arrived(brought, (part.peer, part.outcome))
+            try:
+                self.own.arrived(brought, part.peer, (part.peer, part.outcome))
+            except ProtocolError as refused:
+                self.own.fail(refused)
+                return
         self.done(part.peer)
 
     def done(self, peer: Peer) -> None:

@@ -1,54 +1,61 @@
 """The state of a distributed optimizer as one dict, and that dict in parts. Pure.
 
 The dict has the form of ``torch.optim.Optimizer.state_dict``. Parameters are named by their positions among
-the references that the distributed optimizer was given, so that it means the same wherever they live; and
-each owner's parameters make up one group, since an optimizer may keep figures of its own in its group.
+the references that the distributed optimizer was given, over all parameter groups, so that it means the same
+wherever they live; and each owner's part of a group is a group here, since an optimizer may keep figures of
+its own in its groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-__all__ = ["merge", "split"]
+__all__ = ["Placed", "merge", "split"]
 
 State = dict[str, Any]
+Placed = Sequence[Sequence[int]]
+"""An owner's parameters by their positions: for each parameter group those of it that it has, if any."""
 
 
-def merge(parts: Sequence[tuple[Sequence[int], State]]) -> State:
+def merge(parts: Sequence[tuple[Placed, State]]) -> State:
     """One state out of those of all owners.
 
     Args:
-        parts: for each owner, the positions of its parameters, and its optimizer's state.
+        parts: for each owner, its parameters, and its optimizer's state.
     """
     state: dict[int, Any] = {}
     groups: list[State] = []
-    for positions, local in parts:
+    for placed, local in parts:
+        positions = list(chain.from_iterable(placed))
         state |= {positions[index]: kept for index, kept in local["state"].items()}
         groups += [
             group | {"params": [positions[index] for index in group["params"]]}
             for group in local["param_groups"]
+            if group["params"]
         ]
     return {"state": state, "param_groups": groups}
 
 
-def split(state: State, parts: Sequence[Sequence[int]]) -> list[State]:
+def split(state: State, parts: Sequence[Placed]) -> list[State]:
     """The states of all owners out of one, which may come from another placement of the same parameters.
 
     Args:
         state: what ``merge`` gave, or the state of a single optimizer of all the parameters.
-        parts: for each owner, the positions of its parameters.
+        parts: for each owner, its parameters.
 
     Raises:
-        ValueError: the state is about other parameters; or parameters that one worker owns now had
-            different options, such as learning rates.
+        ValueError: the state is about other parameters; or parameters of a group that one worker owns now
+            had different options, such as learning rates.
     """
     group_of: dict[int, State] = {}
     for group in _entry(state, "param_groups"):
         group_of |= dict.fromkeys(_entry(group, "params"), group)
-    expected = {position for positions in parts for position in positions}
+    groups = [list(chain.from_iterable(of_owners)) for of_owners in zip(*parts, strict=True)]
+    expected = set(chain.from_iterable(groups))
     if group_of.keys() != expected:
         raise ValueError(
             f"the state is about {len(group_of)} parameters ({_listed(group_of)}), this optimizer has "
@@ -56,16 +63,30 @@ def split(state: State, parts: Sequence[Sequence[int]]) -> list[State]:
             "the same order"
         )
     kept = _entry(state, "state")
-    return [
-        {
-            "state": {index: kept[position] for index, position in enumerate(positions) if position in kept},
-            "param_groups": [
-                _common_options([group_of[position] for position in positions])
-                | {"params": list(range(len(positions)))}
-            ],
-        }
-        for positions in parts
-    ]
+    return [_part(placed, groups, group_of, kept) for placed in parts]
+
+
+def _part(placed: Placed, groups: Placed, group_of: Mapping[int, State], kept: Mapping[int, Any]) -> State:
+    """An owner's state.
+
+    Args:
+        placed: its parameters.
+        groups: the same for all owners together.
+        group_of: by position the saved group of each parameter.
+        kept: by position what is saved of each parameter, if anything is.
+    """
+    local: list[State] = []
+    count = 0
+    for positions, everywhere in zip(placed, groups, strict=True):
+        # Of a group of which nothing is here there are the options all the same, for the schedules.
+        options = _common_options([group_of[position] for position in positions or everywhere[:1]])
+        local.append(options | {"params": list(range(count, count + len(positions)))})
+        count += len(positions)
+    here = enumerate(chain.from_iterable(placed))
+    return {
+        "state": {index: kept[position] for index, position in here if position in kept},
+        "param_groups": local,
+    }
 
 
 def _entry(state: Any, key: str) -> Any:
@@ -86,7 +107,7 @@ def _common_options(groups: Sequence[State]) -> State:
         for name in (group.keys() | first.keys()) - {"params"}:
             if group is not first and not _equal(group.get(name), first.get(name)):
                 raise ValueError(
-                    f"parameters that one worker owns now had different values of '{name}': "
+                    f"parameters of a group that one worker owns now had different values of '{name}': "
                     f"{first.get(name)} and {group.get(name)}. Place them as they were"
                 )
     return {name: value for name, value in first.items() if name != "params"}

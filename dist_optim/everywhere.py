@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from dist_autograd.parameter_locks import check_none_held
 from rpc.errors import WorkerLostError
 from rpc.futures import Future, wait_futures
 from rref import RRef
@@ -27,11 +28,13 @@ def on_all(parts: Mapping[str, T], doing: str, call: Callable[[T], Future[Any]])
         The values, in the order of ``parts``.
 
     Raises:
+        AutogradError: this thread holds locks of parameters.
         WorkerLostError: a worker is gone. Then the others are not waited for.
         Exception: what a worker's function raised; nothing is under way any more.
 
         The notes name all workers on which it failed, and say how the others fared.
     """
+    check_none_held(doing)
     calls = {worker: call(part) for worker, part in parts.items()}
     try:
         return wait_futures(list(calls.values()))
@@ -57,6 +60,7 @@ def on_all_objects(
     """
     if len(objects) > 1:
         return on_all(objects, doing, lambda each: call(each.rpc_async()))
+    check_none_held(doing)
     ((worker, only),) = objects.items()
     try:
         return [call(only.rpc_sync())]

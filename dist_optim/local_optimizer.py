@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class LocalOptimizer:
     Args:
         optimizer_class: what makes the optimizer, out of the parameters and the arguments.
         parameters: each once.
+        groups: for each parameter group how many of the parameters are in it, in this order, and its options;
+            None if there are no groups.
         args: positional arguments after the parameters.
         kwargs: keyword arguments.
         stale_gradients: a backward under way may go on with parameters that a step has changed.
@@ -41,13 +44,15 @@ class LocalOptimizer:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
+        groups: Sequence[tuple[int, Mapping[str, Any]]] | None = None,
         stale_gradients: bool = False,
     ) -> None:
         self._parameters = list(parameters)
         # A tensor's `data` is the same memory, but what changes it there is not counted: a backward that
         # needs the parameter does not see that it was changed.
         self._optimized = [each.data for each in parameters] if stale_gradients else self._parameters
-        self._optimizer = _steps_alone(optimizer_class(self._optimized, *args, **kwargs))
+        optimized = self._optimized if groups is None else _grouped(self._optimized, groups)
+        self._optimizer = _steps_alone(optimizer_class(optimized, *args, **kwargs))
         self._locks = ParameterLocks(self._parameters)
 
     @contextlib.contextmanager
@@ -100,6 +105,14 @@ class LocalOptimizer:
             optimizer.load_state_dict(state)
 
 
+def _grouped(
+    parameters: Iterable[Tensor], groups: Sequence[tuple[int, Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The parameters as ``torch.optim`` takes them in groups."""
+    rest = iter(parameters)
+    return [{**options, "params": list(islice(rest, count))} for count, options in groups]
+
+
 def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer, if its ``step`` needs no argument. Raises ``TypeError`` if it does."""
     needed = [
@@ -131,36 +144,60 @@ def _elements(gradient: Tensor) -> Tensor:
 def make_local_optimizer(
     optimizer_class: OptimizerFactory,
     references: Sequence[RRef[Tensor]],
-    positions: Sequence[int],
+    placed: Sequence[Sequence[int]],
+    options: Sequence[Mapping[str, Any]] | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     stale_gradients: bool,
-) -> tuple[RRef[LocalOptimizer], list[int]]:
+) -> tuple[RRef[LocalOptimizer], list[list[int]]]:
     """Makes the optimizer for parameters of this worker. Called remotely.
 
     Args:
         optimizer_class: as for ``LocalOptimizer``.
-        references: to the parameters; a tied parameter may come several times.
-        positions: of these references among those that the user gave.
+        references: to the parameters, one group after the other; a tied parameter may come several times.
+        placed: for each group the positions of its references among those that the user gave.
+        options: of each group; None if the user gave no groups.
         args: as for ``LocalOptimizer``.
         kwargs: as for ``LocalOptimizer``.
         stale_gradients: as for ``LocalOptimizer``.
 
     Returns:
-        A reference to it, and the positions of its parameters, the first one for a tied parameter.
+        A reference to it, and for each group the positions of its parameters, the first one for a tied
+        parameter.
 
     Raises:
         TypeError: a reference is to something else than a tensor.
+        ValueError: a parameter is in several groups.
     """
-    found: dict[Tensor, int] = {}
-    for reference, position in zip(references, positions, strict=True):
-        parameter = reference.local_value()
-        if not isinstance(parameter, Tensor):
-            raise TypeError(
-                f"params_rref[{position}] refers to a {type(parameter).__name__} on worker "
-                f"'{get_worker_info().name}': DistributedOptimizer takes references to tensors, such as "
-                "those of RemoteModule.remote_parameters()"
-            )
-        found.setdefault(parameter, position)
-    optimizer = LocalOptimizer(optimizer_class, list(found), args, kwargs, stale_gradients=stale_gradients)
-    return RRef(optimizer), list(found.values())
+    found: dict[Tensor, tuple[int, int]] = {}
+    following = iter(references)
+    for group, positions in enumerate(placed):
+        for position, reference in zip(positions, following, strict=False):
+            where = f"params_rref[{position}]" if options is None else f"reference {position} of all groups"
+            parameter = _parameter(reference, where)
+            first, before = found.setdefault(parameter, (position, group))
+            if before != group:
+                raise ValueError(
+                    f"references {first} and {position} are to one parameter on worker "
+                    f"'{get_worker_info().name}', in the parameter groups {before} and {group}: it can be in "
+                    "one only"
+                )
+    kept = [
+        [position for position, group in found.values() if group == number] for number in range(len(placed))
+    ]
+    groups = None if options is None else list(zip(map(len, kept), options, strict=True))
+    optimizer = LocalOptimizer(
+        optimizer_class, list(found), args, kwargs, groups=groups, stale_gradients=stale_gradients
+    )
+    return RRef(optimizer), kept
+
+
+def _parameter(reference: RRef[Tensor], where: str) -> Tensor:
+    parameter = reference.local_value()
+    if not isinstance(parameter, Tensor):
+        raise TypeError(
+            f"{where} refers to a {type(parameter).__name__} on worker "
+            f"'{get_worker_info().name}': DistributedOptimizer takes references to tensors, such as those of "
+            "RemoteModule.remote_parameters()"
+        )
+    return parameter

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import dist_autograd
-from dist_optim import checkpoint
+from dist_optim import checkpoint, parameter_groups
 from dist_optim.everywhere import on_all, on_all_objects
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
 from dist_optim.lr_scheduler import DistributedLRScheduler, LocalScheduler, SchedulerFactory
+from dist_optim.parameter_groups import Parameters
 from rpc.api import rpc_async
+from rpc.futures import Future
 from rref import RRef
 
 __all__ = ["DistributedOptimizer"]
@@ -37,7 +38,8 @@ class DistributedOptimizer:
         optimizer_class: any class of ``torch.optim`` but ``LBFGS``, or one like them, or a function that
             makes one. It runs on each owner, and must be something that can be sent.
         params_rref: references to parameters, such as ``RemoteModule.remote_parameters()``; for those of
-            this worker, ``rpc.RRef(parameter)``.
+            this worker, ``rpc.RRef(parameter)``. Or parameter groups, as in ``torch.optim``: dicts with such
+            references under ``params``, and the group's own options.
         args: for ``optimizer_class``, after the parameters.
         stale_gradients: let backwards go on with parameters that another trainer's step has changed since
             their forward; their gradients are approximate then.
@@ -46,7 +48,7 @@ class DistributedOptimizer:
     Raises:
         TypeError: one of ``params_rref`` is no reference, or one to something else than a tensor; or each
             step of ``optimizer_class`` needs a closure that computes the loss again, as that of ``LBFGS``.
-        ValueError: there are no parameters.
+        ValueError: there are no parameters, or none in some group, or one is in several groups.
         WorkerLostError: an owner is gone.
         Exception: what ``optimizer_class`` raised on an owner, which the notes name.
 
@@ -57,35 +59,40 @@ class DistributedOptimizer:
             dist_autograd.backward(context_id, [loss_fn(model(x), y)])
             optimizer.clip_grad_norm_(context_id, max_norm=1.0)
             optimizer.step(context_id)
+
+        DistributedOptimizer(
+            optim.SGD,
+            [{"params": body.remote_parameters()}, {"params": head.remote_parameters(), "lr": 1.0}],
+            lr=0.1,
+        )
     """
 
     def __init__(
         self,
         optimizer_class: OptimizerFactory,
-        params_rref: Iterable[RRef[Any]],
+        params_rref: Parameters,
         *args: Any,
         stale_gradients: bool = False,
         **kwargs: Any,
     ) -> None:
-        references = _checked(params_rref)
-        placed: dict[str, list[int]] = {}
-        for position, reference in enumerate(references):
-            placed.setdefault(reference.owner_name(), []).append(position)
-        how = (args, kwargs, stale_gradients)
-        made = on_all(
-            placed,
-            f"making a {getattr(optimizer_class, '__name__', optimizer_class)}",
-            lambda positions: rpc_async(
-                references[positions[0]].owner(),
+        given = parameter_groups.read(params_rref)
+        placed = given.by_owner()
+        how = (given.options, args, kwargs, stale_gradients)
+
+        def make(groups: list[list[int]]) -> Future[tuple[RRef[LocalOptimizer], list[list[int]]]]:
+            references = [given.references[position] for positions in groups for position in positions]
+            return rpc_async(
+                references[0].owner(),
                 make_local_optimizer,
-                args=(optimizer_class, [references[each] for each in positions], positions, *how),
-            ),
-        )
+                args=(optimizer_class, references, groups, *how),
+            )
+
+        made = on_all(placed, f"making a {getattr(optimizer_class, '__name__', optimizer_class)}", make)
         self._optimizers: dict[str, RRef[LocalOptimizer]] = {}
-        self._positions: dict[str, list[int]] = {}
-        """On each owner, which of the parameters its optimizer is for."""
-        for owner, (optimizer, positions) in zip(placed, made, strict=True):
-            self._optimizers[owner], self._positions[owner] = optimizer, positions
+        self._positions: dict[str, list[list[int]]] = {}
+        """On each owner, which of the parameters its optimizer is for, group by group."""
+        for owner, (optimizer, groups) in zip(placed, made, strict=True):
+            self._optimizers[owner], self._positions[owner] = optimizer, groups
 
     def step(self, context_id: int) -> None:
         """Takes one step on each owner, with the gradients that the context has there, and waits for all.
@@ -172,9 +179,10 @@ class DistributedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """The state of all local optimizers, momentum and the like, to go on from later.
 
-        It has the form of ``torch.optim.Optimizer.state_dict``, with one parameter group for each owner and
-        the parameters numbered as they were given, and can be saved with ``torch.save``. The parameters
-        themselves are not in it. Each owner's part is taken between two steps there.
+        It has the form of ``torch.optim.Optimizer.state_dict``, with what each owner has of a parameter group
+        as a group, and the parameters numbered as they were given, over all groups. It can be saved with
+        ``torch.save``. The parameters themselves are not in it. Each owner's part is taken between two steps
+        there.
 
         Example::
 
@@ -188,7 +196,7 @@ class DistributedOptimizer:
 
         Args:
             state_dict: what ``state_dict`` gave for the same parameters in the same order; or the state of a
-                ``torch.optim`` optimizer of the same class with all of them in one group.
+                ``torch.optim`` optimizer of the same class with the same groups.
 
         Raises:
             ValueError: the state is about other parameters, or no state. Nothing is changed then.
@@ -201,24 +209,9 @@ class DistributedOptimizer:
         on_all(parts, "load_state_dict", lambda part: part[0].rpc_async().load_state_dict(part[1]))
 
     def __repr__(self) -> str:
-        owners = ", ".join(f"{len(positions)} on '{owner}'" for owner, positions in self._positions.items())
+        counts = {owner: sum(map(len, groups)) for owner, groups in self._positions.items()}
+        owners = ", ".join(f"{count} on '{owner}'" for owner, count in counts.items())
         return f"DistributedOptimizer({owners})"
-
-
-def _checked(params_rref: Iterable[RRef[Any]]) -> list[RRef[Any]]:
-    given: Any = params_rref
-    if isinstance(given, RRef):
-        raise TypeError(f"params_rref is one reference, {given!r}, not a list of them: pass [params_rref]")
-    references: list[Any] = list(given)
-    if not references:
-        raise ValueError("DistributedOptimizer got an empty list of parameters")
-    for position, reference in enumerate(references):
-        if not isinstance(reference, RRef):
-            raise TypeError(
-                f"params_rref[{position}] is a {type(reference).__name__}, not a reference: for a parameter "
-                "of this worker pass rpc.RRef(parameter)"
-            )
-    return references
 
 
 def _check_context(context_id: int) -> None:

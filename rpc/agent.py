@@ -270,19 +270,19 @@ class Agent:
                 frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow
             )
         _, _, header, segments = frame
-        tape = self.tape
-        recording: Recording | None = None
-        if tape is not None and tape.key in header:
-            recording = tape.answered(header[tape.key], call.peer)
+        recording = self.recording_of(header, call.peer, answer=True)
         connect = None if recording is None else recording.connect
         return serialization.loads(
             header, segments, call.arrivals, call.peer, allow=self.allow, connect=connect
         )
 
-    def recording_of(self, header: dict[str, Any], source: Peer) -> Recording | None:
-        """What a request with this header is noted in."""
+    def recording_of(self, header: dict[str, Any], source: Peer, *, answer: bool = False) -> Recording | None:
+        """What a request with this header, or an answer, is noted in."""
         tape = self.tape
-        return tape.received(header[tape.key], source) if tape is not None and tape.key in header else None
+        if tape is None or tape.key not in header:
+            return None
+        follow = tape.answered if answer else tape.received
+        return follow(header[tape.key], source)
 
     def answered(self, call: PendingCall) -> None:
         self.calls.take(call.call_id)

@@ -104,14 +104,14 @@ class ChunkedMessage:
 class Outgoing:
     """The large messages of one connection that are not sent yet. For one thread at a time.
 
-    Only ``add`` and ``shorten`` may be called while another thread is in any other method.
+    Only ``add``, ``shorten`` and ``finish_with`` may be called while another thread is in any other method.
 
     Args:
         chunk_prefix: makes the prefix of a chunk, of the message's number and the chunk's length.
         max_bytes: how much the peer lets be open at a time; one message may always be.
     """
 
-    __slots__ = ("_chunk_prefix", "_last", "_open", "_short_for", "_waiting", "max_bytes")
+    __slots__ = ("_chunk_prefix", "_last", "_open", "_sent", "_short_until", "_waiting", "max_bytes")
 
     def __init__(self, chunk_prefix: ChunkPrefix, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -119,7 +119,9 @@ class Outgoing:
         self._waiting: deque[ChunkedMessage] = deque()
         self._open: deque[ChunkedMessage] = deque()
         self._last: bytes | None = None
-        self._short_for = 0
+        # Who sends writes the one, who calls ``shorten`` the other: nothing that either says gets lost.
+        self._sent = 0
+        self._short_until = 0
 
     def __bool__(self) -> bool:
         return bool(self._open or self._waiting or self._last is not None)
@@ -130,7 +132,7 @@ class Outgoing:
 
     def shorten(self) -> None:
         """Something small waits behind a chunk: have the next ones short, for a while."""
-        self._short_for = _SHORT_FOR_BYTES
+        self._short_until = self._sent + _SHORT_FOR_BYTES
 
     def finish_with(self, frame: bytes) -> None:
         """Send a frame when all messages are sent."""
@@ -153,10 +155,9 @@ class Outgoing:
 
     def chunk(self, message: ChunkedMessage) -> list[Any]:
         """The next chunk of a message, which need not have been added."""
-        short = self._short_for > 0
+        short = self._sent < self._short_until
         count = min(SHORT_CHUNK_BYTES if short else CHUNK_BYTES, message.unsent)
-        if short:
-            self._short_for -= count
+        self._sent += count
         prefix = self._chunk_prefix(message.number, count)
         if message.unsent == message.size:
             prefix = message.head + prefix
@@ -321,4 +322,12 @@ class Reassembly:
         message = self._messages.pop(number, None)
         if message is None:
             raise ProtocolError(f"message {number} was cancelled, but is not open")
+        if message is self._current:
+            self._current = None  # else its memory would live until another chunk comes
         self.promised -= message.size
+
+    def clear(self) -> None:
+        """Forget everything: nothing more will come."""
+        self._messages.clear()
+        self._current = None
+        self.promised = 0

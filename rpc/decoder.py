@@ -128,6 +128,11 @@ class Decoder:
         self._read_frames(frames, end)
         return frames
 
+    def clear(self) -> None:
+        """Let go of what has begun to arrive: the rest will not come, and nothing else will."""
+        self._arriving.clear()
+        self._body = self._view[:0]
+
     def is_between_frames(self) -> bool:
         """Whether a frame is next, and may come as a whole: no other has been begun."""
         return not self.scratch_offset and self.scratch_end == len(self.scratch) and self._greeted

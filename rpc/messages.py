@@ -19,7 +19,7 @@ from rpc.links import SMALL_FRAME_BYTES
 from rpc.peer import Peer
 from rpc.serialization import Payload
 from rpc.tape import Recording, note
-from rpc.transport import INFINITE
+from rpc.transport import INFINITE, SMALL_BYTES
 from rpc.wire import Kind, encode, encode_small
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ __all__ = ["Messages"]
 
 logger = logging.getLogger(__name__)
 
-_SMALL_BYTES: Final = 64 << 10
 _FEW: Final = 4
 """A header of more entries is not taken to be small."""
 
@@ -62,7 +61,7 @@ class Messages:
         count = len(segments)
         handed_over = count > 1
         try:
-            if not count or (count == 1 and len(segments[0]) <= _SMALL_BYTES and len(header) <= _FEW):
+            if not count or (count == 1 and len(segments[0]) <= SMALL_BYTES and len(header) <= _FEW):
                 frame = encode_small(kind, call_id, header, segments)
                 if len(frame) > SMALL_FRAME_BYTES:
                     _check_size(len(frame), peer)

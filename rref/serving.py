@@ -17,7 +17,7 @@ from rpc.callee import LATER, Request
 from rpc.errors import ProtocolError, RRefError, SerializationError
 from rpc.executor import Task
 from rpc.peer import Peer
-from rpc.transport import INFINITE
+from rpc.transport import INFINITE, SMALL_BYTES
 from rpc.wire import Frame, Kind, encode_small
 from rref.messages import RRefId
 from rref.owed import OwedAnswers
@@ -35,7 +35,6 @@ from rref.value import Fetch, Value
 
 __all__ = ["Server"]
 
-_SMALL_BYTES: Final = 64 << 10
 _GIVEN_UP: Final = "its creator gave it up"
 
 
@@ -172,7 +171,7 @@ class Server:
                 # Only a thread with nothing else to do stands by: who completes a future may go on with code
                 # of the user's, and who answers others may wait for room in their queues.
                 if at_end and all(asking is peer for asking, _ in parked):
-                    large = type(content) is Tensor and content.numel() > _SMALL_BYTES
+                    large = type(content) is Tensor and content.numel() * content.itemsize > SMALL_BYTES
                     agent.callee.stand_by(peer, content, large=large)
             del content
             self._answer_parked(parked, value)
@@ -206,7 +205,7 @@ class Server:
         except BaseException as error:
             agent.fail(peer, call_id, error)
             return
-        if payload.header or len(payload.segments) > 1 or len(payload.segments[0]) > _SMALL_BYTES:
+        if payload.header or len(payload.segments) > 1 or len(payload.segments[0]) > SMALL_BYTES:
             self._owed.send(peer)
             agent.answer(peer, Kind.REPLY, call_id, payload)
         else:

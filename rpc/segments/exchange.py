@@ -34,6 +34,7 @@ from rpc.segments.outgoing import OutgoingSegments
 from rpc.segments.packing import Message, pack, unpack
 from rpc.segments.pool import Limits, Pool, Segment
 from rpc.serialization import Payload
+from rpc.transport import SMALL_BYTES
 from rpc.wire import MAX_SEGMENTS, Frame, Kind, encode_small
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ IDLE_SECONDS: Final = 20.0
 """How long a segment rests before its memory is given back."""
 
 _MAX_COUNT: Final = 64
-_SMALL_FRAME_BYTES: Final = 64 << 10
 
 
 class SegmentExchange:
@@ -116,7 +116,7 @@ class SegmentExchange:
         try:
             message = Message(kind, header, loan.segment.number, loan.use, loan.lengths, segments[0])
             frame = encode_small(Kind.IN_SEGMENT, call_id, {}, (pack(message),))
-            if len(frame) <= _SMALL_FRAME_BYTES:
+            if len(frame) <= SMALL_BYTES:
                 peer.send_small(frame, wait)
             else:
                 peer.send((frame,), len(frame), wait=wait)

@@ -97,7 +97,7 @@ def settle(segment: Any) -> Any:
     size = view.nbytes
     whole: Any = view.obj
     if type(whole) is _ndarray and size == whole.nbytes and size >= _COPIED_BYTES and not view.readonly:
-        return view  # shared memory, which is aligned
+        return view  # shared memory, or a block of the decoder's: aligned
     if (
         size < _COPIED_BYTES
         or view.readonly

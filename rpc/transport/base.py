@@ -18,6 +18,7 @@ __all__ = [
     "CAPTURED_BYTES",
     "CLOSED_BY_PEER",
     "INFINITE",
+    "SMALL_BYTES",
     "Accepted",
     "Connection",
     "ConnectionClosed",
@@ -32,6 +33,11 @@ INFINITE: Final = float("inf")
 
 CAPTURED_BYTES: Final = 1 << 20
 """Across hosts, larger tensors are sent from where they are, and must not change meanwhile."""
+
+SMALL_BYTES: Final = 64 << 10
+"""What has no more bytes goes out as a frame in one piece: to copy so little costs less than to send it in
+pieces. Such frames arrive in the order in which they were sent.
+"""
 
 CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 """Why a connection is lost at whose end the other side has closed it."""
@@ -106,7 +112,7 @@ class Connection(Protocol):
         """
 
     def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
-        """As ``send``, for a frame of at most 64 KiB in one piece.
+        """As ``send``, for a frame in one piece: of ``SMALL_BYTES``, and what a prefix and a header take.
 
         Args:
             gather: it is one of many: it may go out with those that follow, moments later, or at ``flush``.

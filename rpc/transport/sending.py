@@ -25,13 +25,12 @@ from typing import Any, Final
 
 from rpc.chunks import WHOLE_BYTES, ChunkedMessage
 from rpc.transport import syscalls
-from rpc.transport.base import INFINITE, ConnectionClosed
+from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed
 from rpc.transport.write_queue import CALLER_BYTES, CAPTURE_ALL, CHUNK_END, WriteQueue
 from rpc.wire import chunked
 
 __all__ = ["CAPTURE_ALL", "SendingHalf"]
 
-_SMALL_BYTES: Final = 64 << 10
 _GATHERED_FRAMES: Final = 32
 """So many frames are not kept waiting for more."""
 _LOOP_BYTES: Final = 128 << 10
@@ -70,7 +69,7 @@ class SendingHalf(WriteQueue):
         wait: float = INFINITE,
         last: bool = False,
     ) -> None:
-        if size <= _SMALL_BYTES and not last:
+        if size <= SMALL_BYTES and not last:
             self.send_small(b"".join(buffers), wait)
             return
         in_chunks = size > WHOLE_BYTES and len(buffers) > 1
@@ -81,7 +80,8 @@ class SendingHalf(WriteQueue):
         pieces = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in buffers]
         try:
             if last:
-                self._add_last(b"".join(pieces))
+                # Not into the queue, where it would overtake what another thread has just begun to send.
+                self._outgoing.finish_with(b"".join(pieces))
             elif not in_chunks:
                 if not self._send_whole(pieces, aliased):
                     self._enqueue([self._capture(piece) for piece in pieces] if aliased else pieces, size)

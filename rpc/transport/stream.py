@@ -202,6 +202,7 @@ class StreamConnection(SendingHalf):
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
         self._forget_queue()
+        self._decoder.clear()  # the rest of the connection may live until garbage is collected
         self.owner.connection_lost(self, reason)
 
     def detach(self) -> socket.socket:

@@ -117,12 +117,6 @@ class WriteQueue(ABC):
             self._outgoing_bytes += message.size
             self._outgoing.add(message)
 
-    def _add_last(self, frame: bytes) -> None:
-        if self._outgoing:
-            self._outgoing.finish_with(frame)
-        else:
-            self._enqueue([frame], len(frame))
-
     def _capture(self, piece: Any) -> Any:
         """The same bytes in memory that nobody else changes, unless it is too long for that."""
         return piece if type(piece) is bytes or len(piece) > self._captured_bytes else bytes(piece)

@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import dist_autograd
 import rpc
 from dist_autograd.ddp import Models
+from dist_optim import DistributedOptimizer
 from dist_optim.local_optimizer import LocalOptimizer
+from rpc.errors import AutogradError
 from tests.dist_autograd.guarded import apply_guarded
 from tests.serving import WAIT_SECONDS, first_of, in_group, open_gate
 from tests.workers import RunWorkers, Worker
@@ -161,6 +163,25 @@ def step_during_backward(_: Worker) -> None:
 
 def test_a_step_on_a_models_parameters_does_not_mix_with_its_backward(run_workers: RunWorkers) -> None:
     run_workers(in_group(step_during_backward), 1)
+
+
+def step_in_a_hook(_: Worker) -> None:
+    with process_group_of_one(), dist_autograd.context() as context_id:
+        model = averaged()
+        weight = model.module.weight
+        optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(weight)], lr=1.0)
+        hook = weight.register_hook(lambda _: optimizer.step(context_id))
+        with pytest.raises(AutogradError, match=r"step was called by a hook .* could wait for ever"):
+            dist_autograd.backward(context_id, [model(torch.full((1, 1), 3.0)).sum()])
+        hook.remove()
+        assert weight.grad is None
+        dist_autograd.backward(context_id, [model(torch.full((1, 1), 3.0)).sum()])
+        optimizer.step(context_id)
+        assert weight.item() == 2.0 - 3.0
+
+
+def test_a_step_in_a_hook_that_would_wait_for_its_own_backward_is_refused(run_workers: RunWorkers) -> None:
+    run_workers(in_group(step_in_a_hook), 1)
 
 
 def overwrite_buckets(_: Worker, pass_through: Callable[[Tensor], Tensor]) -> None:

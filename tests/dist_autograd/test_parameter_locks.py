@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_autograd import parameter_locks
-from dist_autograd.parameter_locks import ParameterLocks
+from dist_autograd.parameter_locks import ParameterLocks, check_none_held
+from rpc.errors import AutogradError
 
 SECONDS = 10.0
 
@@ -71,6 +72,23 @@ def test_overlapping_sets_named_in_any_order_do_not_deadlock() -> None:
     for thread in threads:
         thread.join(SECONDS)
     assert len(done) == len(sets)
+
+
+def test_who_holds_locks_is_refused_what_would_wait_for_them() -> None:
+    a, b, c = parameters(3)
+    outer, overlapping, apart = ParameterLocks([a, b]), ParameterLocks([b, c]), ParameterLocks([c])
+    with outer.held():
+        with pytest.raises(AutogradError, match="this was called by a hook"), overlapping.held():
+            pass
+        with pytest.raises(AutogradError, match="step was called by a hook"):
+            check_none_held("step")
+        with apart.held():
+            pass
+        with pytest.raises(AutogradError):
+            check_none_held("step")
+    check_none_held("step")
+    with overlapping.held():
+        pass
 
 
 def test_parameters_named_together_take_one_lock() -> None:

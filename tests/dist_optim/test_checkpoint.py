@@ -26,7 +26,7 @@ def moments(state: dict[str, Any]) -> dict[int, list[float]]:
 
 
 def test_parameters_are_named_by_their_positions() -> None:
-    merged = merge([([0, 3], trained(1, 2).state_dict()), ([1, 2], trained(3, 4).state_dict())])
+    merged = merge([([[0, 3]], trained(1, 2).state_dict()), ([[1, 2]], trained(3, 4).state_dict())])
     assert {position: len(values) for position, values in moments(merged).items()} == {0: 1, 3: 2, 1: 3, 2: 4}
     assert [group["params"] for group in merged["param_groups"]] == [[0, 3], [1, 2]]
     assert [group["lr"] for group in merged["param_groups"]] == [0.1, 0.1]
@@ -34,14 +34,14 @@ def test_parameters_are_named_by_their_positions() -> None:
 
 def test_splitting_undoes_merging() -> None:
     states = [trained(1, 2).state_dict(), trained(3).state_dict()]
-    again = split(merge([([2, 0], states[0]), ([1], states[1])]), [[2, 0], [1]])
+    again = split(merge([([[2, 0]], states[0]), ([[1]], states[1])]), [[[2, 0]], [[1]]])
     assert list(map(moments, again)) == list(map(moments, states))
     assert [state["param_groups"] for state in again] == [state["param_groups"] for state in states]
 
 
 def test_parameters_may_have_moved_to_other_workers() -> None:
-    merged = merge([([0, 1], trained(1, 2).state_dict()), ([2], trained(3).state_dict())])
-    first, second = split(merged, [[0], [2, 1]])
+    merged = merge([([[0, 1]], trained(1, 2).state_dict()), ([[2]], trained(3).state_dict())])
+    first, second = split(merged, [[[0]], [[2, 1]]])
     assert {index: len(values) for index, values in moments(first).items()} == {0: 1}
     assert {index: len(values) for index, values in moments(second).items()} == {0: 3, 1: 2}
     for state, sizes in ((first, (1,)), (second, (3, 2))):
@@ -50,7 +50,7 @@ def test_parameters_may_have_moved_to_other_workers() -> None:
 
 def test_the_state_of_a_single_optimizer_can_be_split() -> None:
     local = trained(1, 2, 3)
-    [one, other] = split(local.state_dict(), [[0, 2], [1]])
+    [one, other] = split(local.state_dict(), [[[0, 2]], [[1]]])
     assert [len(values) for values in moments(one).values()] == [1, 3]
     assert [len(values) for values in moments(other).values()] == [2]
 
@@ -58,35 +58,35 @@ def test_the_state_of_a_single_optimizer_can_be_split() -> None:
 def test_what_one_owner_has_makes_a_state_for_a_single_optimizer() -> None:
     local = trained(1, 2)
     other = trained(1, 2)
-    other.load_state_dict(merge([([0, 1], local.state_dict())]))
+    other.load_state_dict(merge([([[0, 1]], local.state_dict())]))
     assert moments(other.state_dict()) == moments(local.state_dict())
 
 
 def test_parameters_without_a_state_yet_have_none_afterwards() -> None:
     fresh = optim.Adam([nn.Parameter(torch.ones(1))])
-    [state] = split(merge([([0], fresh.state_dict())]), [[0]])
+    [state] = split(merge([([[0]], fresh.state_dict())]), [[[0]]])
     assert state["state"] == {}
 
 
 def test_other_parameters_are_refused() -> None:
-    merged = merge([([0, 1], trained(1, 2).state_dict())])
+    merged = merge([([[0, 1]], trained(1, 2).state_dict())])
     with pytest.raises(ValueError, match=r"about 2 parameters \(0, 1\), this optimizer has 3 \(0, 1, 2\)"):
-        split(merged, [[0, 1], [2]])
+        split(merged, [[[0, 1]], [[2]]])
 
 
 @pytest.mark.parametrize("state", [{}, {"param_groups": []}, {"param_groups": [{}]}, [1], None])
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with pytest.raises(ValueError, match="optimizer"):
-        split(state, [[0]])
+        split(state, [[[0]]])
 
 
 def test_groups_with_different_options_are_not_mixed() -> None:
     slow = trained(1)
     slow.param_groups[0]["lr"] = 0.01
-    merged = merge([([0], slow.state_dict()), ([1], trained(1).state_dict())])
-    assert len(split(merged, [[0], [1]])) == 2
+    merged = merge([([[0]], slow.state_dict()), ([[1]], trained(1).state_dict())])
+    assert len(split(merged, [[[0]], [[1]]])) == 2
     with pytest.raises(ValueError, match=r"different values of 'lr': 0\.01 and 0\.1"):
-        split(merged, [[0, 1]])
+        split(merged, [[[0, 1]]])
 
 
 @pytest.mark.parametrize("rates", [(0.1, 0.1), (0.1, 0.2)])
@@ -94,9 +94,49 @@ def test_rates_that_are_tensors_are_compared_as_such(rates: tuple[float, float])
     optimizers = [trained(1), trained(1)]
     for optimizer, rate in zip(optimizers, rates, strict=True):
         optimizer.param_groups[0]["lr"] = torch.tensor(rate)
-    merged = merge([([index], optimizer.state_dict()) for index, optimizer in enumerate(optimizers)])
+    merged = merge([([[index]], optimizer.state_dict()) for index, optimizer in enumerate(optimizers)])
     if rates[0] == rates[1]:
-        assert len(split(merged, [[0, 1]])) == 1
+        assert len(split(merged, [[[0, 1]]])) == 1
     else:
         with pytest.raises(ValueError, match="different values of 'lr'"):
-            split(merged, [[0, 1]])
+            split(merged, [[[0, 1]]])
+
+
+def grouped(*sizes: tuple[int, ...]) -> optim.Adam:
+    """A trained optimizer with a parameter group for each tuple, and a rate of its own for each group."""
+    groups = [[nn.Parameter(torch.ones(size)) for size in group] for group in sizes]
+    optimizer = optim.Adam([{"params": group, "lr": 0.1 + index} for index, group in enumerate(groups)])
+    for parameter in (each for group in groups for each in group):
+        parameter.grad = torch.full_like(parameter, parameter.numel())
+    optimizer.step()
+    return optimizer
+
+
+def test_what_each_owner_has_of_a_group_is_a_group_and_what_it_has_not_is_none() -> None:
+    merged = merge(
+        [([[0], [2]], grouped((1,), (3,)).state_dict()), ([[], [1, 3]], grouped((), (2, 4)).state_dict())]
+    )
+    assert [(group["params"], group["lr"]) for group in merged["param_groups"]] == [
+        ([0], 0.1),
+        ([2], 1.1),
+        ([1, 3], 1.1),
+    ]
+    assert {position: len(values) for position, values in moments(merged).items()} == {0: 1, 2: 3, 1: 2, 3: 4}
+
+
+def test_groups_may_have_moved_and_every_owner_knows_the_options_of_all() -> None:
+    local = grouped((1, 2), (3, 4))
+    parts = split(local.state_dict(), [[[0, 1], []], [[], [3]], [[], [2]]])
+    for state, sizes in zip(parts, [((1, 2), ()), ((), (4,)), ((), (3,))], strict=True):
+        owner = grouped(*sizes)
+        owner.load_state_dict(state)
+        assert [group["lr"] for group in owner.param_groups] == [0.1, 1.1]
+        found = [len(values) for values in moments(owner.state_dict()).values()]
+        assert found == [size for group in sizes for size in group]
+
+
+def test_only_parameters_of_one_group_must_have_had_the_same_options() -> None:
+    state = grouped((1,), (2,)).state_dict()
+    assert len(split(state, [[[0], [1]]])) == 1
+    with pytest.raises(ValueError, match=r"parameters of a group that one worker owns now .* 'lr'"):
+        split(state, [[[0, 1]]])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import weakref
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rpc import chunks, wire
+from rpc import chunks, decoder, wire
 from rpc.chunks import CHUNK_BYTES, MAX_OPEN, SHORT_CHUNK_BYTES, Outgoing, Reassembly, Room
 from rpc.errors import ProtocolError
 from rpc.wire import Kind, chunk_prefix, chunked, encode
@@ -27,6 +30,7 @@ from tests.rpc.frames import (
     small_messages,
     u64,
 )
+from tests.rpc.stepping import Step
 
 PROFILE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -128,6 +132,23 @@ def test_chunks_are_short_for_a_while_after_a_small_message() -> None:
     assert sum(sizes) * SHORT_CHUNK_BYTES == (80 << 20) - CHUNK_BYTES
 
 
+def test_no_word_of_a_small_message_is_lost_however_it_falls_together_with_a_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunks, "_SHORT_FOR_BYTES", 2 * SHORT_CHUNK_BYTES)
+    for number in itertools.count(1):
+        sender = outgoing()
+        sender.add(chunked(*encode(*call(bytes(4 * CHUNK_BYTES))), 1))
+        sender.shorten()
+        sender.next()
+        with Step(number, sender.shorten, files=[chunks.__file__]) as step:
+            sender.next()
+        if not step.taken:
+            break
+        assert len(sender.next()[-1]) == SHORT_CHUNK_BYTES
+    assert number > 20
+
+
 def test_messages_take_turns() -> None:
     sender = outgoing()
     for number in range(3):
@@ -174,6 +195,24 @@ def test_a_cancelled_message_never_arrives_and_makes_room() -> None:
     assert feed(decoder, begun + prefix(kind=Kind.CANCELLED, call_id=1)) == []
     (frame,) = feed(decoder, in_chunks(call(bytes(LIMIT // 2 + 100), call_id=3), 2))
     assert frame.call_id == 3
+
+
+def test_memory_of_what_will_not_come_is_let_go() -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def allocate(length: int) -> memoryview:
+        block = np.empty(length, np.uint8)
+        made.append(weakref.ref(block))
+        return block.data
+
+    arriving = Reassembly(allocate)
+    for cancelled in (True, False):
+        arriving.open(1, None, [Room(CHUNK_BYTES, CHUNK_BYTES)])
+        arriving.begin(1, 10)
+        assert arriving.filled(len(arriving.target())) is None
+        arriving.cancel(1) if cancelled else arriving.clear()
+        assert made.pop()() is None
+        assert not arriving.promised
 
 
 # ---- what a peer may not do
@@ -245,6 +284,52 @@ def test_whatever_a_peer_says_about_chunks_does_no_harm(
         with contextlib.suppress(ProtocolError):
             for frame in feed(greeted(), data, endless(sizes)):
                 assert sum(map(len, frame.segments)) <= LIMIT
+
+
+UNCLEARED = 0xA5
+"""What memory is full of here that nobody has cleared; a peer sends it nowhere else than in lengths."""
+
+sent_bytes = st.integers(0, 80).map(bytes)
+cut_off = st.binary(max_size=20).filter(lambda data: UNCLEARED not in data)
+mostly_valid = st.builds(
+    opening, few, body=st.integers(1, 80), segments=st.integers(1, 3), rest=sent_bytes | cut_off
+) | st.builds(chunk, few, sent_bytes)
+in_order = st.lists(segments.filter(lambda each: all(len(part) < CHUNK_BYTES for part in each)), max_size=2)
+
+
+@settings(PROFILE, max_examples=300)
+@given(
+    frames=st.lists(mostly_valid | cancellations, max_size=12),
+    messages=in_order,
+    keep=st.integers(0, 1 << 20),
+    sizes=reads,
+)
+def test_no_stream_shows_memory_that_nobody_has_cleared(
+    frames: list[bytes], messages: list[list[bytes]], keep: int, sizes: list[int]
+) -> None:
+    """However it is cut off, and whatever it opens and never fills."""
+    stream = b"".join(
+        [*frames, *(in_chunks(call(*each), 10 + number) for number, each in enumerate(messages))]
+    )
+
+    def allocate(length: int) -> memoryview:
+        return memoryview(bytearray([UNCLEARED]) * length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "allocate", allocate)
+        for data in (stream, stream[:keep]):
+            with contextlib.suppress(ProtocolError):
+                for frame in feed(greeted(), data, endless(sizes)):
+                    for segment in frame.segments:
+                        assert UNCLEARED not in bytes(segment)
+
+
+def test_memory_for_what_arrives_is_writable_and_aligned_for_every_type() -> None:
+    for length in (0, 1, 5000, SHORT_CHUNK_BYTES, (4 << 20) - 1, 4 << 20, (4 << 20) + 1):
+        memory = decoder.allocate(length)
+        assert not memory.readonly
+        assert len(memory) == length
+        assert np.frombuffer(memory, np.uint8).__array_interface__["data"][0] % wire.ALIGNMENT == 0
 
 
 def test_segments_of_all_open_messages_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import socket
 import threading
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rpc.chunks import CHUNK_BYTES, SHORT_CHUNK_BYTES
+from rpc import decoder
+from rpc.chunks import CHUNK_BYTES, SHORT_CHUNK_BYTES, Outgoing
 from rpc.loop import LoopThread
 from rpc.transport import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.sending import CAPTURE_ALL
 from rpc.transport.stream import StreamConnection
-from rpc.wire import PREFIX_BYTES, Kind, encode, unpack_prefix
+from rpc.wire import PREAMBLE, PREFIX_BYTES, Kind, chunk_prefix, chunked, encode, unpack_prefix
 from tests.rpc.streams import (
+    SOON,
     Pair,
     Recorder,
     Sockets,
@@ -90,6 +94,29 @@ def test_the_last_frame_is_last(loop: LoopThread, sockets: Sockets) -> None:
         connection.close("done", flush=True)
 
     loop.call(leave)
+    assert [frame.header for frame in read_all(there)] == [{"large": 0}, {"farewell": 1}]
+
+
+def test_the_last_frame_does_not_overtake_what_a_thread_has_just_begun_to_send(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = sockets(buffer_bytes=BUFFER)
+    connection = open_connection(loop, here, Recorder())
+    loop.call(lambda: None)  # the preamble is out
+    write = connection._write
+
+    def leave() -> None:
+        buffers, size = encode(4, 0, {"farewell": 1}, ())
+        connection.send(buffers, size, wait=0, last=True)
+        connection.close("done", flush=True)
+
+    def write_while_the_loop_leaves(batch: list[Any]) -> int:
+        monkeypatch.setattr(connection, "_write", write)
+        loop.call(leave)
+        return write(batch)
+
+    monkeypatch.setattr(connection, "_write", write_while_the_loop_leaves)
+    send(connection, {"large": 0}, bytes(LARGE))
     assert [frame.header for frame in read_all(there)] == [{"large": 0}, {"farewell": 1}]
 
 
@@ -194,6 +221,33 @@ def test_a_connection_lost_within_a_large_message_lets_go_of_everything(
     assert len(refused) == 1
     assert not connection._outgoing
     assert connection._outgoing_bytes == 0
+
+
+def test_what_has_come_of_a_large_message_is_let_go_with_the_connection(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+    begun = threading.Event()
+
+    def allocate(length: int) -> memoryview:
+        block = np.empty(length, np.uint8)
+        made.append(weakref.ref(block))
+        begun.set()
+        return block.data
+
+    monkeypatch.setattr(decoder, "allocate", allocate)
+    here, there = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    buffers, size = encode(5, 0, {}, [bytes(LARGE)])
+    message = chunked(buffers, size, 0)
+    there.sendall(PREAMBLE + b"".join(Outgoing(chunk_prefix, LARGE).chunk(message)))
+    assert begun.wait(SOON)
+    there.close()
+    owner.reason()
+    loop.call(lambda: None)  # the loop has left the connection
+    assert made[0]() is None
+    assert not connection._open
 
 
 def test_half_a_large_message_never_arrives(loop: LoopThread, sockets: Sockets) -> None:

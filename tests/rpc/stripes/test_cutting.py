@@ -25,7 +25,8 @@ SMALL_CHUNK = 64
 
 
 def allocate(length: int) -> memoryview:
-    return memoryview(bytearray(length))
+    """Memory that nobody has cleared: what is not written to is seen."""
+    return memoryview(bytearray([0xA5]) * length)
 
 
 class Network:

@@ -1,0 +1,89 @@
+"""What a user gives to be optimized: references, or groups of them with options of their own. Pure.
+
+Parameters are numbered in the order in which they were given, over all groups, as ``torch.optim`` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rref import RRef
+
+__all__ = ["GivenParameters", "Parameters", "read"]
+
+Parameters = Iterable[RRef[Any]] | Iterable[Mapping[str, Any]]
+"""References to parameters; or groups of them, each a dict with its ``params`` and its options."""
+
+
+class GivenParameters(NamedTuple):
+    """Parameters, numbered.
+
+    Attributes:
+        references: to all of them.
+        options: of each group; None where the user made no groups, so that all are one.
+        group_of: for each reference the number of its group.
+    """
+
+    references: Sequence[RRef[Any]]
+    options: Sequence[Mapping[str, Any]] | None
+    group_of: Sequence[int]
+
+    def by_owner(self) -> dict[str, list[list[int]]]:
+        """For each owner's name the positions of its parameters, for each group: perhaps none of some."""
+        groups = 1 if self.options is None else len(self.options)
+        placed: dict[str, list[list[int]]] = {}
+        for position, (reference, group) in enumerate(zip(self.references, self.group_of, strict=True)):
+            owner = reference.owner_name()
+            placed.setdefault(owner, [[] for _ in range(groups)])[group].append(position)
+        return placed
+
+
+def read(given: Parameters) -> GivenParameters:
+    """Take in what ``DistributedOptimizer`` was given.
+
+    Raises:
+        TypeError: something in it is neither a reference nor, where all are such, a group.
+        ValueError: there are no parameters, or none in some group.
+    """
+    if isinstance(given, RRef):
+        raise TypeError(f"params_rref is one reference, {given!r}, not a list of them: pass [params_rref]")
+    if isinstance(given, Mapping):
+        raise TypeError("params_rref is one parameter group, not a list of them: pass [params_rref]")
+    found: list[Any] = list(given)
+    if not found:
+        raise ValueError("DistributedOptimizer got an empty list of parameters")
+    if not any(isinstance(each, Mapping) for each in found):
+        _check_references(found, "params_rref")
+        return GivenParameters(found, None, [0] * len(found))
+    references: list[RRef[Any]] = []
+    group_of: list[int] = []
+    for number, group in enumerate(found):
+        members = _members(group, f"params_rref[{number}]")
+        references += members
+        group_of += [number] * len(members)
+    options = [{name: value for name, value in group.items() if name != "params"} for group in found]
+    return GivenParameters(references, options, group_of)
+
+
+def _members(group: Any, where: str) -> list[RRef[Any]]:
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise TypeError(
+            f"{where} is a {type(group).__name__}, not a parameter group: where there is one, all are to be "
+            "such, dicts with references under 'params', and options"
+        )
+    given = group["params"]
+    members = [given] if isinstance(given, RRef) else list(given)
+    if not members:
+        raise ValueError(f"{where} is a parameter group without parameters")
+    _check_references(members, f"{where}['params']")
+    return members
+
+
+def _check_references(given: Sequence[Any], where: str) -> None:
+    for position, reference in enumerate(given):
+        if not isinstance(reference, RRef):
+            raise TypeError(
+                f"{where}[{position}] is a {type(reference).__name__}, not a reference: for a parameter of "
+                "this worker pass rpc.RRef(parameter)"
+            )
