@@ -3,6 +3,9 @@
 Matrices are 3 x 3, of float64. With integer leaves all values and gradients are integers: what may grow is
 wrapped back to -1, 0 and 1 by ``bounded``, whose gradient is the identity. So gradients do not vanish, any
 order of summing them is exact, and they can be compared bit by bit.
+
+Large values are matrices repeated many times. What is made of them weighs their copies such that the weights
+nearly cancel out: else each would multiply the gradient by some thousands, and a few lose all precision.
 """
 
 from __future__ import annotations
@@ -20,10 +23,17 @@ from torch.utils.checkpoint import checkpoint
 from tests.dist_autograd.custom_functions import Linear, NonLinear, Two, TwoMaterialized
 from tests.dist_autograd.program import Numbers
 
-__all__ = ["OPERATIONS", "TILES", "Kind", "Rule", "Scene"]
+__all__ = ["OPERATIONS", "Kind", "Rule", "Scene", "bytes_of_tiles"]
 
-TILES = 40
-"""A large value is a matrix repeated so often, both ways: 115 KB, which travels otherwise than small ones."""
+_TILES = (
+    *((26, 34), (26, 35), (26, 36)),  # 64 KB less 1,888 bytes, less 16, and 1,856 more: in shared memory
+    *((52, 70), (53, 69), (53, 69), (53, 69), (54, 71)),  # 256 KB less 64 bytes, and more: in chunks
+    *((120, 121), (121, 121), (121, 121)),  # 1 MB less 3,136 bytes, and 5,576 more: over stripes
+    (242, 241),  # 4 MB
+)
+"""How often a matrix is repeated in a large value, down and across, by variant: about where messages begin to
+travel otherwise.
+"""
 
 
 class Kind(Enum):
@@ -31,7 +41,7 @@ class Kind(Enum):
 
     MATRIX = "3 x 3"
     SCALAR = "0-dim"
-    LARGE = f"{3 * TILES} x {3 * TILES}"
+    LARGE = "many 3 x 3 side by side"
     INTEGERS = "int64, 3 or 3 x 3"
     REFERENCE = "an RRef to a list of values"
 
@@ -324,10 +334,38 @@ def _scale(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tup
 
 
 @_operation((_M,), (Kind.LARGE,))
-def _tile(_scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (x[0].repeat(TILES, TILES),)
+def _tile(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (x[0].repeat(*_TILES[variant]),)
+
+
+def bytes_of_tiles(variant: int) -> int:
+    """The size of what ``tile`` makes."""
+    down, across = _TILES[variant]
+    return down * across * 3 * 3 * torch.float64.itemsize
+
+
+@_operation((Kind.LARGE, _M), (Kind.LARGE,), saves=True)
+def _weave(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    down, across = x[0].shape
+    return (bounded(x[0] * x[1].repeat(down // 3, across // 3), scene.numbers),)
+
+
+@_operation((Kind.LARGE,), (Kind.LARGE,))
+def _turn(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """In one variant a view that is not contiguous, nor is its gradient."""
+    return (x[0].t() if variant & 1 else x[0].flip(0),)
 
 
 @_operation((Kind.LARGE,))
 def _cut(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (x[0][:3, -3:] + x[0][variant : variant + 3, :3],)
+
+
+@_operation((Kind.LARGE,))
+def _fold(_scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The gradient has no zeros: it is there from the first chunk to the last."""
+    tiles = torch.unflatten(torch.unflatten(x[0], 1, (-1, 3)), 0, (-1, 3))
+    down, across = tiles.shape[0], tiles.shape[2]
+    signs = 1.0 - 2.0 * (torch.arange(down * across, dtype=torch.float64) % 2)
+    signs[-1] = 2.0
+    return ((tiles * signs.view(down, 1, across, 1)).sum((0, 2)),)
