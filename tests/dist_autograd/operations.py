@@ -131,6 +131,15 @@ def bounded(x: Tensor, numbers: Numbers) -> Tensor:
     return x + shift
 
 
+def _inner(x: Tensor) -> Tensor:
+    """``x`` itself, or what stands for it if it is a leaf: then no custom function is applied to the leaf.
+
+    Those of modules' hooks and checkpoints count, too. PyTorch 2.13 hangs where one thread, with the
+    interpreter in hand, applies one to a leaf, while another makes the leaf's node without it.
+    """
+    return x if x.grad_fn is not None or not x.requires_grad else x.view_as(x)
+
+
 @_operation((_M, _M))
 def _add(scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     total = x[0] + x[1]
@@ -202,29 +211,29 @@ def _change(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tu
 
 @_operation((_M,))
 def _linear(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (Linear.run(x[0], scene.record, key),)
+    return (Linear.run(_inner(x[0]), scene.record, key),)
 
 
 @_operation((_M,))
 def _nonlinear(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (NonLinear.run(x[0], scene.record, key),)
+    return (NonLinear.run(_inner(x[0]), scene.record, key),)
 
 
 @_operation((_M, _M), (_M, _M, Kind.INTEGERS), saves=True)
 def _two(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    product, total, signs = Two.run(x[0], x[1], scene.record, key)
+    product, total, signs = Two.run(_inner(x[0]), _inner(x[1]), scene.record, key)
     return bounded(product, scene.numbers), total, signs
 
 
 @_operation((_M, _M), saves=True)
 def _half(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The gradient of the second input is undefined, though it takes part."""
-    return Two.run(x[0], x[1], scene.record, key)[1:2]
+    return Two.run(_inner(x[0]), _inner(x[1]), scene.record, key)[1:2]
 
 
 @_operation((_M,), (_M, _M))
 def _two_materialized(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return TwoMaterialized.run(x[0], scene.record, key)
+    return TwoMaterialized.run(_inner(x[0]), scene.record, key)
 
 
 @_operation((_M,), needs_grad=True)
@@ -251,7 +260,7 @@ def _retain(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tup
 
 @_operation((_M,), saves=True, final=True, needs_grad=True, own_parameters=True)
 def _module(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (scene.module(x[0]),)
+    return (scene.module(_inner(x[0])),)
 
 
 @_operation((_M, _M), saves=True, own_parameters=True)
@@ -267,7 +276,7 @@ def _checkpoint(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) ->
         scene.record(key, None)  # run again in the backward pass, once
         return bounded((a * b) @ b, scene.numbers)
 
-    result: Tensor = checkpoint(compute, x[0], x[1], use_reentrant=False)
+    result: Tensor = checkpoint(compute, _inner(x[0]), _inner(x[1]), use_reentrant=False)
     return (result,)
 
 
@@ -278,7 +287,7 @@ def _checkpoint_call(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ..
     def compute(a: Tensor) -> Tensor:
         return bounded(scene.visit(a * a) * a, scene.numbers)
 
-    result: Tensor = checkpoint(compute, x[0], use_reentrant=False)
+    result: Tensor = checkpoint(compute, _inner(x[0]), use_reentrant=False)
     return (result,)
 
 
