@@ -7,6 +7,8 @@ meaning, whatever runs first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tests.dist_autograd.drafts import Draft, Memory, Pending, Slots, Value
 from tests.dist_autograd.operations import OPERATIONS, Kind, Rule
 from tests.dist_autograd.program import LEAVES, Body, Call, Fetch, Keep, Manner, Operation, Step, Style, Wait
@@ -55,8 +57,9 @@ class BodyGenerator:
 
     def normal(self, count: int) -> list[Value]:
         """About so many random steps; the results."""
+        self._unload(self._values)
         self.wander(count)
-        return self.finish([self._pick_any() for _ in range(self.random.randint(1, 4))])
+        return self.finish(self._cargo(self.random.randint(1, 4)))
 
     def relay(self, hops: int) -> list[Value]:
         """Sends the parameters on as they came, and returns what comes back as it came."""
@@ -190,11 +193,17 @@ class BodyGenerator:
         self._slots.setdefault(self.worker, []).append(slot)
         self._steps.append(Keep(self.program.number(), value.name, slot.name))
 
+    def _unload(self, received: Sequence[Value]) -> None:
+        """Uses what is large of that, so that its gradient goes back."""
+        for value in [value for value in received if value.kind is Kind.LARGE]:
+            if self.random.random() < 0.7:
+                self._do(self.random.choice(("cut", "fold")), value)
+
     # ---- calls
 
     def _call(self) -> None:
         random = self.random
-        values = [self._pick_any() for _ in range(random.randint(1, 3))]
+        values = self._cargo(random.randint(1, 3))
         if random.random() < 0.2:
             values.append(values[0])
         if random.random() < 0.4:
@@ -211,6 +220,7 @@ class BodyGenerator:
         size = {"normal": random.randint(1, 4), "relay": random.randint(0, 2), "volley": _VOLLEY - 1}[what]
         received = self._call_body(what, worker, values, style, size, grad)
         self._values += received
+        self._unload(received)
         if random.random() < 0.4:
             self._disturb(values + received)
 
@@ -261,6 +271,7 @@ class BodyGenerator:
             names = tuple(value.name for value in outputs)
             self._steps.append(Wait(self.program.number(), number, names))
             self._values += outputs
+            self._unload(outputs)
             self._completed(pending)
         else:
             name = self.random.choice(list(self._created))
@@ -274,6 +285,7 @@ class BodyGenerator:
         names = tuple(value.name for value in outputs)
         self._steps.append(Fetch(self.program.number(), reference.name, names))
         self._values += outputs
+        self._unload(outputs)
         if pending := self._created.pop(reference.name, None):
             self._completed(pending)
 
@@ -332,6 +344,14 @@ class BodyGenerator:
                 self._used.add(choice.name)
                 return choice
         raise AssertionError("leaves always fit")
+
+    def _cargo(self, count: int) -> list[Value]:
+        """What is sent in one message: so many values, of which one may have been made large for it."""
+        values = [self._pick_any() for _ in range(count)]
+        if self.program.large and self.random.random() < 0.5:
+            self._do("tile", self._pick(Kind.MATRIX, needs_grad=True))
+            values[self.random.randrange(count)] = self._values[-1]
+        return values
 
     def _pick_any(self) -> Value:
         """Anything that can be sent, but references."""

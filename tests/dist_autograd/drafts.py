@@ -54,13 +54,19 @@ class Pending:
 
 
 class Draft:
-    """What all bodies of one program share."""
+    """What all bodies of one program share.
+
+    Attributes:
+        large: large tensors travel in many messages, and their gradients back. That takes time, so it is not
+            so in every program.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.random = Random(seed)
         self.workers = self.random.randint(2, 4)
         self.numbers = self.random.choice(list(Numbers))
+        self.large = self.random.random() < 0.3
         self.budget = self.random.choice((12, 25, 50))
         self.pending = 0
         self.bodies: list[Body | None] = []

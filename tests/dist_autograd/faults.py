@@ -21,6 +21,7 @@ from rpc.errors import RpcTimeoutError, WorkerLostError
 from tests.dist_autograd.distribution import introduce, leftovers, name_of, run_over_workers
 from tests.dist_autograd.generation import generate
 from tests.dist_autograd.interpretation import Strike, no_strike
+from tests.dist_autograd.links import Link
 from tests.dist_autograd.program import Program
 from tests.dist_autograd.reference import run_in_one_process
 from tests.dist_autograd.session import Outcome, check, stacks_of_all
@@ -80,9 +81,9 @@ class Die:
             current_worker().die()
 
 
-def lead_through_errors(worker: Worker, seeds: Iterable[int]) -> None:
+def lead_through_errors(worker: Worker, link: Link, seeds: Iterable[int]) -> None:
     """What the first worker runs, while the others serve: in each program one hook or function raises."""
-    with worker.group():
+    with worker.group(**link.options):
         _introduce(worker.world_size)
         for seed in seeds:
             started = time.perf_counter()
@@ -96,14 +97,14 @@ def lead_through_errors(worker: Worker, seeds: Iterable[int]) -> None:
             worker.report("outcome", _outcome(seed, problems, started))
 
 
-def lead_through_a_death(worker: Worker, seed: int) -> None:
+def lead_through_a_death(worker: Worker, link: Link, seed: int) -> None:
     """What the last worker runs, while the others serve: one of them dies in the middle of a program.
 
     Half of the programs have it die in a hook or custom function, the others at any moment.
     """
     workers = worker.world_size - 1
     random = Random(seed)
-    with worker.group():
+    with worker.group(**link.options):
         _introduce(workers)
         started = time.perf_counter()
         program, places = program_with_user_code(seed)

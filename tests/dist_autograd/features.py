@@ -6,7 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from enum import Enum
 
-from tests.dist_autograd.operations import OPERATIONS, Kind
+from rpc.chunks import WHOLE_BYTES
+from rpc.stripes.exchange import STRIPED_BYTES
+from tests.dist_autograd.operations import OPERATIONS, Kind, bytes_of_tiles
 from tests.dist_autograd.program import (
     LEAVES,
     Body,
@@ -51,7 +53,11 @@ class Feature(Enum):
     SPARSE_AND_DENSE = "a parameter with sparse and dense gradients"
     CHECKPOINT = "non-reentrant checkpointing"
     INTEGERS = "a tensor that is not of floating point is sent"
-    LARGE = "a tensor larger than 64 KB is sent"
+    LARGE = "a tensor of 60 KB or more is sent"
+    IN_CHUNKS = "a tensor is sent that takes several frames"
+    OVER_STRIPES = "a tensor is sent that goes over several connections, if there are any"
+    LARGE_AND_SMALL = "a large and a small tensor are sent in one message"
+    LARGE_CROSSING = "a large gradient is sent back"
     SCALAR = "a 0-dim tensor is sent"
     SENT_ON = "a received tensor is sent on untouched"
     RETURNED_UNTOUCHED = "a received tensor is returned untouched"
@@ -130,11 +136,14 @@ class _Inspection:
         self.program = program
         self.used = Counter(name for names in program.roots for name in names)
         self.kinds: dict[str, Kind] = {}
+        self.sizes: dict[str, int] = {}
         for body in program.bodies:
             self.used.update(_uses(body))
             for step in body.steps:
                 if isinstance(step, Operation):
                     self.kinds.update(zip(step.outputs, OPERATIONS[step.name].outputs, strict=False))
+                    if step.name == "tile":
+                        self.sizes[step.outputs[0]] = bytes_of_tiles(step.variant)
 
     def of_body(self, number: int) -> Iterator[Feature]:
         """What the steps of a body are, and what is done with what."""
@@ -198,6 +207,8 @@ class _Inspection:
             base[step.outputs[0]] = base.get(target, target)
         if step.name == "half" and step.inputs[1] in received:
             yield Feature.UNDEFINED_CROSSING
+        if rule.inputs[0] is Kind.LARGE and target in received:
+            yield Feature.LARGE_CROSSING
         if rule.changes and target in sent:
             yield Feature.SENT_THEN_CHANGED
         if rule.changes and target in received:
@@ -216,11 +227,21 @@ class _Inspection:
             yield Feature.TWICE_IN_A_MESSAGE
         if received & set(step.inputs):
             yield Feature.SENT_ON
-        for name in (*step.inputs, *self.program.bodies[step.body].results):
-            if name.startswith("leaf"):
-                yield Feature.LEAF_SENT
-            if (kind := self.kinds.get(name)) in _OF_KINDS:
-                yield _OF_KINDS[kind]
+        for message in (step.inputs, self.program.bodies[step.body].results):
+            yield from self._of_message(message)
+
+    def _of_message(self, names: tuple[str, ...]) -> Iterator[Feature]:
+        kinds = {self.kinds.get(name) for name in names}
+        yield from (_OF_KINDS[kind] for kind in kinds if kind in _OF_KINDS)
+        if kinds >= {Kind.LARGE, Kind.MATRIX}:
+            yield Feature.LARGE_AND_SMALL
+        largest = max((self.sizes.get(name, 0) for name in names), default=0)
+        if largest > WHOLE_BYTES:
+            yield Feature.IN_CHUNKS
+        if largest > STRIPED_BYTES:
+            yield Feature.OVER_STRIPES
+        if any(name.startswith("leaf") for name in names):
+            yield Feature.LEAF_SENT
 
     def of_parameters(self) -> Iterator[Feature]:
         """Who uses the leaves, modules and embeddings."""

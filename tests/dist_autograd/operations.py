@@ -3,6 +3,9 @@
 Matrices are 3 x 3, of float64. With integer leaves all values and gradients are integers: what may grow is
 wrapped back to -1, 0 and 1 by ``bounded``, whose gradient is the identity. So gradients do not vanish, any
 order of summing them is exact, and they can be compared bit by bit.
+
+Large values are matrices repeated many times. What is made of them weighs their copies such that the weights
+nearly cancel out: else each would multiply the gradient by some thousands, and a few lose all precision.
 """
 
 from __future__ import annotations
@@ -20,10 +23,17 @@ from torch.utils.checkpoint import checkpoint
 from tests.dist_autograd.custom_functions import Linear, NonLinear, Two, TwoMaterialized
 from tests.dist_autograd.program import Numbers
 
-__all__ = ["OPERATIONS", "TILES", "Kind", "Rule", "Scene"]
+__all__ = ["OPERATIONS", "Kind", "Rule", "Scene", "bytes_of_tiles"]
 
-TILES = 40
-"""A large value is a matrix repeated so often, both ways: 115 KB, which travels otherwise than small ones."""
+_TILES = (
+    *((26, 34), (26, 35), (26, 36)),  # 64 KB less 1,888 bytes, less 16, and 1,856 more: in shared memory
+    *((52, 70), (53, 69), (53, 69), (53, 69), (54, 71)),  # 256 KB less 64 bytes, and more: in chunks
+    *((120, 121), (121, 121), (121, 121)),  # 1 MB less 3,136 bytes, and 5,576 more: over stripes
+    (242, 241),  # 4 MB
+)
+"""How often a matrix is repeated in a large value, down and across, by variant: about where messages begin to
+travel otherwise.
+"""
 
 
 class Kind(Enum):
@@ -31,7 +41,7 @@ class Kind(Enum):
 
     MATRIX = "3 x 3"
     SCALAR = "0-dim"
-    LARGE = f"{3 * TILES} x {3 * TILES}"
+    LARGE = "many 3 x 3 side by side"
     INTEGERS = "int64, 3 or 3 x 3"
     REFERENCE = "an RRef to a list of values"
 
@@ -121,6 +131,15 @@ def bounded(x: Tensor, numbers: Numbers) -> Tensor:
     return x + shift
 
 
+def _inner(x: Tensor) -> Tensor:
+    """``x`` itself, or what stands for it if it is a leaf: then no custom function is applied to the leaf.
+
+    Those of modules' hooks and checkpoints count, too. PyTorch 2.13 hangs where one thread, with the
+    interpreter in hand, applies one to a leaf, while another makes the leaf's node without it.
+    """
+    return x if x.grad_fn is not None or not x.requires_grad else x.view_as(x)
+
+
 @_operation((_M, _M))
 def _add(scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     total = x[0] + x[1]
@@ -192,29 +211,29 @@ def _change(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tu
 
 @_operation((_M,))
 def _linear(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (Linear.run(x[0], scene.record, key),)
+    return (Linear.run(_inner(x[0]), scene.record, key),)
 
 
 @_operation((_M,))
 def _nonlinear(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (NonLinear.run(x[0], scene.record, key),)
+    return (NonLinear.run(_inner(x[0]), scene.record, key),)
 
 
 @_operation((_M, _M), (_M, _M, Kind.INTEGERS), saves=True)
 def _two(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    product, total, signs = Two.run(x[0], x[1], scene.record, key)
+    product, total, signs = Two.run(_inner(x[0]), _inner(x[1]), scene.record, key)
     return bounded(product, scene.numbers), total, signs
 
 
 @_operation((_M, _M), saves=True)
 def _half(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The gradient of the second input is undefined, though it takes part."""
-    return Two.run(x[0], x[1], scene.record, key)[1:2]
+    return Two.run(_inner(x[0]), _inner(x[1]), scene.record, key)[1:2]
 
 
 @_operation((_M,), (_M, _M))
 def _two_materialized(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return TwoMaterialized.run(x[0], scene.record, key)
+    return TwoMaterialized.run(_inner(x[0]), scene.record, key)
 
 
 @_operation((_M,), needs_grad=True)
@@ -241,7 +260,7 @@ def _retain(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tup
 
 @_operation((_M,), saves=True, final=True, needs_grad=True, own_parameters=True)
 def _module(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (scene.module(x[0]),)
+    return (scene.module(_inner(x[0])),)
 
 
 @_operation((_M, _M), saves=True, own_parameters=True)
@@ -257,7 +276,7 @@ def _checkpoint(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) ->
         scene.record(key, None)  # run again in the backward pass, once
         return bounded((a * b) @ b, scene.numbers)
 
-    result: Tensor = checkpoint(compute, x[0], x[1], use_reentrant=False)
+    result: Tensor = checkpoint(compute, _inner(x[0]), _inner(x[1]), use_reentrant=False)
     return (result,)
 
 
@@ -268,7 +287,7 @@ def _checkpoint_call(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ..
     def compute(a: Tensor) -> Tensor:
         return bounded(scene.visit(a * a) * a, scene.numbers)
 
-    result: Tensor = checkpoint(compute, x[0], use_reentrant=False)
+    result: Tensor = checkpoint(compute, _inner(x[0]), use_reentrant=False)
     return (result,)
 
 
@@ -324,10 +343,38 @@ def _scale(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tup
 
 
 @_operation((_M,), (Kind.LARGE,))
-def _tile(_scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (x[0].repeat(TILES, TILES),)
+def _tile(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (x[0].repeat(*_TILES[variant]),)
+
+
+def bytes_of_tiles(variant: int) -> int:
+    """The size of what ``tile`` makes."""
+    down, across = _TILES[variant]
+    return down * across * 3 * 3 * torch.float64.itemsize
+
+
+@_operation((Kind.LARGE, _M), (Kind.LARGE,), saves=True)
+def _weave(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    down, across = x[0].shape
+    return (bounded(x[0] * x[1].repeat(down // 3, across // 3), scene.numbers),)
+
+
+@_operation((Kind.LARGE,), (Kind.LARGE,))
+def _turn(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """In one variant a view that is not contiguous, nor is its gradient."""
+    return (x[0].t() if variant & 1 else x[0].flip(0),)
 
 
 @_operation((Kind.LARGE,))
 def _cut(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (x[0][:3, -3:] + x[0][variant : variant + 3, :3],)
+
+
+@_operation((Kind.LARGE,))
+def _fold(_scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The gradient has no zeros: it is there from the first chunk to the last."""
+    tiles = torch.unflatten(torch.unflatten(x[0], 1, (-1, 3)), 0, (-1, 3))
+    down, across = tiles.shape[0], tiles.shape[2]
+    signs = 1.0 - 2.0 * (torch.arange(down * across, dtype=torch.float64) % 2)
+    signs[-1] = 2.0
+    return ((tiles * signs.view(down, 1, across, 1)).sum((0, 2)),)

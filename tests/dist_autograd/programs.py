@@ -9,6 +9,7 @@ with 1 if any went wrong.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from rich.table import Table
 from tests.dist_autograd.faults import lead_through_a_death, lead_through_errors
 from tests.dist_autograd.features import features
 from tests.dist_autograd.generation import generate
+from tests.dist_autograd.links import Link, by_link, link_of
 from tests.dist_autograd.session import WORKERS, Outcome, lead
 from tests.fork_server import ForkServer
 from tests.serving import serve
@@ -37,7 +39,9 @@ PATIENCE = 60.0
 def outcomes(
     run_workers: RunWorkers, seeds: Sequence[int], at_once: int = 1, shrinks: bool = False
 ) -> Iterator[Outcome]:
-    """Runs the programs of these seeds over one group of workers; over a new one if a program spoils it.
+    """Runs the programs of these seeds, link by link, each over one group of workers.
+
+    A group that a program has spoilt is replaced by a new one.
 
     Args:
         at_once: so many programs at the same time.
@@ -46,33 +50,34 @@ def outcomes(
     Raises:
         WorkersFailed: a worker crashed, or nothing was heard for too long.
     """
-    left = list(seeds)
-    while left:
-        workers = run_workers.start(_tasks(tuple(left), at_once, shrinks), time_limit=PATIENCE)
-        hung = False
-        while left and not hung:
-            workers.restart_clock()
-            outcome: Outcome = workers[0].wait_for("outcome")
-            left.remove(outcome.seed)
-            hung = outcome.hung
-            yield outcome
-        if hung:
-            for worker in workers:
-                worker.kill()
-        workers.results()
+    for link, left in by_link(seeds):
+        while left:
+            workers = run_workers.start(_tasks(link, tuple(left), at_once, shrinks), time_limit=PATIENCE)
+            hung = False
+            while left and not hung:
+                workers.restart_clock()
+                outcome: Outcome = workers[0].wait_for("outcome")
+                left.remove(outcome.seed)
+                hung = outcome.hung
+                yield outcome
+            if hung:
+                for worker in workers:
+                    worker.kill()
+            workers.results()
 
 
 def outcomes_with_errors(run_workers: RunWorkers, seeds: Sequence[int]) -> Iterator[Outcome]:
     """In each program a hook or custom function raises; see ``faults``."""
+    for link, some in by_link(seeds):
 
-    def first(worker: Worker) -> None:
-        lead_through_errors(worker, seeds)
+        def first(worker: Worker, link: Link = link, some: Sequence[int] = some) -> None:
+            lead_through_errors(worker, link, some)
 
-    workers = run_workers.start([first, *[serve] * (WORKERS - 1)], time_limit=PATIENCE)
-    for _ in seeds:
-        workers.restart_clock()
-        yield workers[0].wait_for("outcome")
-    workers.results()
+        workers = run_workers.start([first, *_serving(link, WORKERS - 1)], time_limit=PATIENCE)
+        for _ in some:
+            workers.restart_clock()
+            yield workers[0].wait_for("outcome")
+        workers.results()
 
 
 def outcomes_with_deaths(run_workers: RunWorkers, seeds: Sequence[int]) -> Iterator[Outcome]:
@@ -80,25 +85,30 @@ def outcomes_with_deaths(run_workers: RunWorkers, seeds: Sequence[int]) -> Itera
     for seed in seeds:
 
         def last(worker: Worker, seed: int = seed) -> None:
-            lead_through_a_death(worker, seed)
+            lead_through_a_death(worker, link_of(seed), seed)
 
-        workers = run_workers.start([*[serve] * WORKERS, last], time_limit=PATIENCE)
+        workers = run_workers.start([*_serving(link_of(seed), WORKERS), last], time_limit=PATIENCE)
         yield workers[WORKERS].wait_for("outcome")
         workers.results()
 
 
-def _tasks(seeds: Sequence[int], at_once: int, shrinks: bool) -> list[Task]:
+def _tasks(link: Link, seeds: Sequence[int], at_once: int, shrinks: bool) -> list[Task]:
     def first(worker: Worker) -> None:  # of this module, which so is imported before workers are forked
-        lead(worker, seeds, at_once, shrinks)
+        lead(worker, link, seeds, at_once, shrinks)
 
-    return [first, *[serve] * (WORKERS - 1)]
+    return [first, *_serving(link, WORKERS - 1)]
+
+
+def _serving(link: Link, count: int) -> list[Task]:
+    return [functools.partial(serve, **link.options)] * count
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = _options(arguments)
     console = Console()
-    seeds = range(options.seed, options.seed + options.count)
+    links = by_link(range(options.seed, options.seed + options.count))
+    seeds = [seed for _, some in links for seed in some]
     if options.show:
         for seed in seeds:
             console.print(str(generate(seed)), markup=False, highlight=False, soft_wrap=True)
@@ -150,16 +160,20 @@ def _show_all(console: Console, running: Iterator[Outcome], seeds: Sequence[int]
                 wrong = sum(bool(each.problems) for each in done)
                 progress.update(bar, advance=1, description=f"{wrong} wrong")
                 if outcome.problems:
-                    console.rule(f"program {outcome.seed}")
+                    console.rule(_title(outcome.seed))
                     console.print(*outcome.problems, sep="\n", markup=False, highlight=False, soft_wrap=True)
         except WorkersFailed as failure:
-            console.rule(f"program {seeds[len(done)]}")
+            console.rule(_title(seeds[len(done)]))
             console.print(failure, generate(seeds[len(done)]), sep="\n", markup=False, highlight=False)
     _summarize(console, done)
     missing = len(seeds) - len(done)
     if missing:
         console.print(f"{missing} programs did not end: the first is program {seeds[len(done)]}", style="red")
     return sum(bool(each.problems) for each in done) + missing
+
+
+def _title(seed: int) -> str:
+    return f"program {seed}, over {link_of(seed).value}"
 
 
 def _summarize(console: Console, done: Sequence[Outcome]) -> None:

@@ -15,6 +15,7 @@ from rpc.errors import RpcTimeoutError
 from tests.dist_autograd.distribution import dismiss, introduce, leftovers, name_of, run_over_workers
 from tests.dist_autograd.generation import generate
 from tests.dist_autograd.interpretation import Strike
+from tests.dist_autograd.links import Link
 from tests.dist_autograd.observations import is_exact, mismatches
 from tests.dist_autograd.program import Program
 from tests.dist_autograd.reference import run_in_one_process
@@ -56,10 +57,11 @@ class Outcome:
     seconds: float
 
 
-def lead(worker: Worker, seeds: Sequence[int], at_once: int = 1, shrinks: bool = False) -> None:
+def lead(worker: Worker, link: Link, seeds: Sequence[int], at_once: int = 1, shrinks: bool = False) -> None:
     """What the first worker runs, while the others serve: reports an ``Outcome`` for each seed.
 
     Args:
+        link: what the group is connected by.
         at_once: so many programs are run at the same time.
         shrinks: make programs that go wrong smaller.
     """
@@ -71,7 +73,7 @@ def lead(worker: Worker, seeds: Sequence[int], at_once: int = 1, shrinks: bool =
             return check(shrink(program, _goes_wrong))
         return outcome
 
-    with worker.group():
+    with worker.group(**link.options):
         for other in range(worker.world_size):
             rpc.rpc_sync(name_of(other), introduce, args=(worker.world_size,))
         with ThreadPoolExecutor(at_once) as threads:

@@ -23,5 +23,5 @@ def test_random_programs_match_the_same_in_one_process(run_workers: RunWorkers) 
     done = list(outcomes(run_workers, QUICK_SEEDS))
     problems = [problem for outcome in done for problem in outcome.problems]
     assert not problems, "\n".join(problems)
-    assert [outcome.seed for outcome in done] == list(QUICK_SEEDS)
+    assert sorted(outcome.seed for outcome in done) == list(QUICK_SEEDS)
     assert sum(outcome.arrivals for outcome in done) > 100
