@@ -18,6 +18,7 @@ from rpc.agent import UNSET_TIMEOUT, Agent
 from rpc.current import current_agent
 from rpc.errors import AutogradError, RRefError
 from rpc.waiting import check_may_block
+from rpc.wording import with_article
 
 __all__ = ["Autograd", "autograd", "install"]
 
@@ -76,7 +77,7 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
     root = rref.local_value()
     if not isinstance(root, Tensor):
         raise RRefError(
-            f"RRef should contain a tensor for .backward(), and {rref!r} refers to a {type(root).__name__}"
+            f"RRef should contain a tensor for .backward(), and {rref!r} refers to {with_article(type(root))}"
         )
     if context_id == -1:
         torch.autograd.backward((root,), retain_graph=retain_graph)

@@ -15,6 +15,7 @@ from torch import Tensor
 import dist_autograd
 from dist_autograd.parameter_locks import ParameterLocks
 from rpc.api import get_worker_info
+from rpc.wording import with_article
 from rref import RRef
 
 __all__ = ["LocalOptimizer", "OptimizerFactory", "make_local_optimizer"]
@@ -196,7 +197,7 @@ def _parameter(reference: RRef[Tensor], where: str) -> Tensor:
     parameter = reference.local_value()
     if not isinstance(parameter, Tensor):
         raise TypeError(
-            f"{where} refers to a {type(parameter).__name__} on worker "
+            f"{where} refers to {with_article(type(parameter))} on worker "
             f"'{get_worker_info().name}': DistributedOptimizer takes references to tensors, such as those of "
             "RemoteModule.remote_parameters()"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rpc.wording import with_article
 from rref import RRef
 
 __all__ = ["GivenParameters", "Parameters", "read"]
@@ -69,8 +70,8 @@ def read(given: Parameters) -> GivenParameters:
 def _members(group: Any, where: str) -> list[RRef[Any]]:
     if not isinstance(group, Mapping) or "params" not in group:
         raise TypeError(
-            f"{where} is a {type(group).__name__}, not a parameter group: where there is one, all are to be "
-            "such, dicts with references under 'params', and options"
+            f"{where} is {with_article(type(group))}, not a parameter group: where there is one, all are to "
+            "be such, dicts with references under 'params', and options"
         )
     given = group["params"]
     members = [given] if isinstance(given, RRef) else list(given)
@@ -84,6 +85,6 @@ def _check_references(given: Sequence[Any], where: str) -> None:
     for position, reference in enumerate(given):
         if not isinstance(reference, RRef):
             raise TypeError(
-                f"{where}[{position}] is a {type(reference).__name__}, not a reference: for a parameter of "
-                "this worker pass rpc.RRef(parameter)"
+                f"{where}[{position}] is {with_article(type(reference))}, not a reference: for a parameter "
+                "of this worker pass rpc.RRef(parameter)"
             )

@@ -14,7 +14,7 @@ from typing import Final
 
 __all__ = ["PACKAGES", "HiddenPackageError", "check", "namesakes"]
 
-PACKAGES: Final = ("rpc", "rref")
+PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim")
 """The packages that farcall consists of, besides itself."""
 
 _HOME: Final = Path(__file__).resolve().parent.parent

@@ -11,6 +11,10 @@ Example::
 
 from __future__ import annotations
 
+from rpc.companions import check_companions
+
+check_companions("rref", "dist_autograd")
+
 # The one place that looks up: what PyTorch has in this package, though it stands on it. A context that one
 # worker has made follows its calls to all others, so all take part in distributed autograd.
 from dist_autograd.installation import install as install_autograd

@@ -12,6 +12,7 @@ from rpc.current import current_agent
 from rpc.futures import Future, collected_futures
 from rpc.membership import Callee
 from rpc.options import RpcBackendOptions
+from rpc.wording import with_article
 from rpc.workers import WorkerInfo
 
 __all__ = [
@@ -125,7 +126,7 @@ def positional(args: Sequence[Any] | None) -> tuple[Any, ...]:
         return ()
     if isinstance(args, (str, bytes, Tensor)) or not isinstance(args, Iterable):
         raise TypeError(
-            f"args must be a tuple or list of positional arguments, not a {type(args).__name__}: "
+            f"args must be a tuple or list of positional arguments, not {with_article(type(args))}: "
             "for a single argument write args=(x,)"
         )
     return tuple(args)

@@ -24,6 +24,7 @@ from rpc.pickling import replacement
 from rpc.serialization import Payload
 from rpc.tape import Recording
 from rpc.wire import Frame, Kind
+from rpc.wording import with_article
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
@@ -226,7 +227,7 @@ class Callee:
             raise RpcError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {getattr(function, '__qualname__', function)} on worker "
-                f"'{self._agent.info.name}' returned a {type(value).__name__}. "
+                f"'{self._agent.info.name}' returned {with_article(type(value))}. "
                 "(The decorator is rpc.functions.async_execution.)"
             )
         postponed.begin()

@@ -211,8 +211,10 @@ class Caller:
             TypeError, ValueError: it is no number of seconds.
         """
         try:
-            if timeout < 0:
+            if timeout == UNSET_TIMEOUT:
                 return self._agent.rpc_timeout
+            if timeout < 0:
+                raise ValueError(f"a timeout is a number of seconds, 0 for none, not {timeout}")
             if timeout <= TIMEOUT_MAX:
                 return timeout
             if timeout > TIMEOUT_MAX:

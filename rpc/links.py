@@ -48,6 +48,10 @@ class LinkEvents(Protocol):
     def peer_gone(self, peer: Peer, reason: str) -> None: ...
 
 
+CRASHED: Final = "its program was ended by an exception"
+"""What a worker says first in its goodbye, if so: the others' logs should show it."""
+
+
 class Links:
     """All connections of one agent.
 
@@ -210,7 +214,8 @@ class Links:
 
     def goodbye_received(self, peer: Peer, frame: Frame) -> None:
         """A peer leaves, and says so."""
-        self._lose(peer, legible(frame.header.get("reason", "it left")), logging.INFO)
+        reason = legible(frame.header.get("reason", "it left"))
+        self._lose(peer, reason, logging.WARNING if reason.startswith(CRASHED) else logging.INFO)
 
     def _lose(self, peer: Peer, reason: str, level: int) -> None:
         if peer.lost is not None:

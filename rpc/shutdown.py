@@ -24,6 +24,8 @@ def shutdown(
             under way anywhere, calls made by calls included; in a dynamic one until this worker's own work
             is done. Otherwise leave at once; calls under way fail, here and at the other workers. A call that
             has timed out, or that nobody waits for any more, counts as under way until its callee has ended.
+            A worker that has died, or whose program has ended, is not waited for, and is no error here: calls
+            to it raise ``WorkerLostError``, and if it died or crashed, the log has a warning that names it.
         timeout: seconds to wait for that; 0 for no limit: then a callee that never ends keeps all here.
         release_references: give back all references to objects of others before leaving, so that their
             owners free them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -19,6 +20,7 @@ from rpc.current import clear_current_agent, current_agent, is_initialized, set_
 from rpc.device_maps import check_device_maps
 from rpc.errors import AlreadyInitializedError, WorkerLostError
 from rpc.gather import Gathering
+from rpc.links import CRASHED
 from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.rendezvous import (
     Group,
@@ -31,7 +33,7 @@ from rpc.rendezvous import (
     open_store,
     resolve_group,
 )
-from rpc.serialization import allow_function, main_identity
+from rpc.serialization import allow_function, main_identity, text_of
 from rpc.workers import Member, WorkerInfo, check_name
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ __all__ = ["init_rpc", "init_with_store", "on_agent_start"]
 
 BACKEND: Final = "FARCALL"
 PYTORCH_BACKEND: Final = "TENSORPIPE"
+
+_SHOWN_OF_ERROR: Final = 200
+"""In so many characters the other workers are told of the exception that ended a program."""
 
 _installers: list[Callable[[Agent], None]] = []
 _stores: list[SharedStore] = []
@@ -231,11 +236,19 @@ def _noop() -> None:
     """What is called to make a connection."""
 
 
+def _why_the_process_ends() -> str:
+    error = getattr(sys, "last_value", None)  # what Python has printed the traceback of
+    if not isinstance(error, Exception) or hasattr(sys, "ps1"):
+        return "its process ended without shutdown()"
+    said = " ".join(text_of(error).split())
+    return f"{CRASHED}, {type(error).__name__}: {said}"[:_SHOWN_OF_ERROR]
+
+
 def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
     """The process ends without ``shutdown``: say goodbye, so that others need not find out."""
     agent = which()
     if os.getpid() == pid and agent is not None and not agent.closed:
-        agent.close("its process ended without shutdown()")
+        agent.close(_why_the_process_ends())
         clear_current_agent(agent)
 
 

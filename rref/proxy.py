@@ -7,6 +7,7 @@ from typing import Any
 
 from rpc.api import collect
 from rpc.futures import Future
+from rpc.wording import with_article
 from rref.reference import RRef
 from rref.requests import INVOKE
 
@@ -78,7 +79,7 @@ def invoke_remote(
     timeout = rref._references.agent.caller.effective_timeout(timeout)
     kind = rref._get_type(timeout)
     if not hasattr(kind, name) and not _has_own_attributes(kind):
-        raise AttributeError(f"the object of {rref!r}, a {kind.__name__}, has no attribute '{name}'")
+        raise AttributeError(f"the object of {rref!r}, {with_article(kind)}, has no attribute '{name}'")
     shell = rref._usable(name, timeout)
     owner = rref._owner
     payload = rref._dump_call(name, args, kwargs)

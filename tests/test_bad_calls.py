@@ -25,6 +25,7 @@ from rpc.errors import (
     RRefError,
     SerializationError,
 )
+from rpc.wording import with_article
 from tests.refusals import refused
 from tests.serving import first_of, open_gate, serve, wait_at_gate
 from tests.tracked import Tracked
@@ -46,12 +47,18 @@ def misuse(_: Worker) -> str:
             said = refused(
                 TypeError, r"args must be a tuple .* write args=\(x,\)", call, "worker1", abs, args
             )
-            assert f"not a {type(args).__name__}:" in said
+            assert f"not {with_article(type(args))}:" in said
         refused(TypeError, "kwargs must be a dict .* not a list", call, "worker1", abs, kwargs=[1])
         refused(TypeError, "function should be callable, not str 'abs'", call, "worker1", "abs")
         for callee in (None, True, 1.0, ["worker1"]):
             refused(ValueError, "a callee is a name, an id or a WorkerInfo, not ", call, callee, abs)
-        for error, timeout in ((TypeError, None), (TypeError, "1"), (TypeError, [1]), (ValueError, math.nan)):
+        for error, timeout in (
+            (TypeError, None),
+            (TypeError, "1"),
+            (TypeError, [1]),
+            (ValueError, math.nan),
+            (ValueError, -5),
+        ):
             said = refused(
                 error, "a timeout is a number of seconds", call, "worker1", my_name, timeout=timeout
             )

@@ -104,8 +104,8 @@ def test_an_exception_in_the_main_thread_ends_the_script_and_is_told_to_the_othe
     assert len([line for line in lines if line.startswith("Traceback")]) == 1
     assert other_status == 1
     assert other_lines[-1] == (
-        "rpc.errors.WorkerLostError: worker 'worker0' (id 0) is gone: its process ended without shutdown(). "
-        "wait_for_ever was not answered"
+        "rpc.errors.WorkerLostError: worker 'worker0' (id 0) is gone: its program was ended by an exception, "
+        "LookupError: rank 0 has had enough. wait_for_ever was not answered"
     )
     assert len([line for line in other_lines if line.startswith("Traceback")]) == 1
 

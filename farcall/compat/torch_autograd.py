@@ -121,9 +121,9 @@ def _get_max_id() -> int:
     return (autograd().agent.info.id << COUNTER_BITS) + (1 << COUNTER_BITS) - 1
 
 
-def _get_debug_info() -> dict[str, str]:
+def _get_debug_info() -> dict[str, int]:
     """How many contexts there are here, and how many backwards are under way."""
-    return {key: str(value) for key, value in dist_autograd.debug_info().items()}
+    return dist_autograd.debug_info()
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -12,6 +12,7 @@ from rpc.errors import RpcError, SerializationError
 from rpc.serialization.functions import not_found
 from rpc.serialization.payload import Destination
 from rpc.serialization.pickler import dump
+from rpc.wording import with_article
 
 __all__ = ["cannot_call", "cannot_send", "describe", "type_name", "unreadable"]
 
@@ -25,7 +26,7 @@ def describe(obj: Any) -> str:
     """The qualified name of a function or class, else the type of an object."""
     name = getattr(obj, "__qualname__", None)
     if not isinstance(name, str):
-        return f"a {type_name(type(obj))}"
+        return with_article(type_name(type(obj)))
     module = getattr(obj, "__module__", None)
     return f"{module}.{name}" if module else name
 

@@ -41,6 +41,7 @@ from rpc.serialization.functions import (
 from rpc.serialization.memory import INLINE_BYTES, is_borrowed, settle
 from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
+from rpc.wording import with_article
 
 __all__ = ["PROTOCOL", "Pickler", "Reducer", "dump", "load", "register_carrier", "register_reducer"]
 
@@ -174,7 +175,7 @@ class Pickler(pickle.Pickler):
             return arrived, (carrier.kind, 0)
         descriptor = carrier.depart(obj, self.to)
         if self.to is None:
-            raise SerializationError(f"a {type(obj).__name__} can travel in messages between workers only")
+            raise SerializationError(f"{with_article(type(obj))} can travel in messages between workers only")
         if self.carried is None:
             self.carried = {}
         descriptors = self.carried.setdefault(carrier.kind, [])

@@ -13,6 +13,7 @@ from rpc.api import keywords, positional, rpc_async, rpc_sync
 from rpc.current import current_agent, is_initialized
 from rpc.errors import NotInitializedError
 from rpc.futures import Future
+from rpc.wording import with_article
 from rref.proxy import invoke_async, invoke_sync
 from rref.reference import RRef
 from rref.remote import remote
@@ -115,7 +116,7 @@ class RemoteModule(WithoutLocalState):
         given: Any = module_rref
         if not isinstance(given, RRef):
             raise TypeError(
-                f"module_rref is a {type(given).__name__}, not a reference to a module: pass what "
+                f"module_rref is {with_article(type(given))}, not a reference to a module: pass what "
                 "rpc.remote(worker, ModuleClass) or get_module_rref() returned"
             )
         if _module_interface_cls is not None:

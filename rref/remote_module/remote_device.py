@@ -9,6 +9,7 @@ from typing import Final, Self
 import torch
 
 from rpc.membership import Callee
+from rpc.wording import with_article
 
 __all__ = ["RemoteDevice"]
 
@@ -41,7 +42,9 @@ class RemoteDevice:
             RemoteDevice.parse("rank:1/cuda:0") == RemoteDevice(1, torch.device("cuda:0"))
         """
         if not isinstance(text, str):
-            raise TypeError(f"remote_device is a string such as 'worker1/cpu', not a {type(text).__name__}")
+            raise TypeError(
+                f"remote_device is a string such as 'worker1/cpu', not {with_article(type(text))}"
+            )
         worker, slash, device = text.partition("/")
         if not worker or "/" in device:
             raise ValueError(

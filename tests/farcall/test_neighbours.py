@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,8 @@ import pytest
 
 from farcall import neighbours
 from farcall.neighbours import HiddenPackageError, check, namesakes
+
+ROOT = Path(neighbours.__file__).resolve().parent.parent
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +82,36 @@ def test_namesakes_finds_what_farcall_would_hide(tmp_path: Path) -> None:
 def test_our_own_folder_has_no_namesakes() -> None:
     home = Path(neighbours.__file__).resolve().parent.parent
     assert namesakes(str(home)) == {}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["rref", "dist_autograd"])
+@pytest.mark.parametrize("package", [True, False])
+def test_importing_rpc_names_what_hides_its_companions(tmp_path: Path, name: str, package: bool) -> None:
+    other = tmp_path / name / "__init__.py" if package else tmp_path / f"{name}.py"
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("")
+    (tmp_path / "program.py").write_text("import rpc\n")
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: farcall needs its package '{name}'")
+    assert str(other) in last
+    assert "rename" in last
+
+
+@pytest.mark.parametrize("name", neighbours.PACKAGES)
+def test_every_package_is_looked_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text("")
+    assert namesakes(str(tmp_path)) == {name: tmp_path / f"{name}.py"}
+
+
+def test_the_packages_are_those_that_are_installed() -> None:
+    installed = {path.parent.name for path in ROOT.glob("*/py.typed")}
+    assert {*neighbours.PACKAGES, "farcall"} == installed

@@ -15,6 +15,7 @@ import pytest
 
 from rpc import links as module
 from rpc.errors import WorkerLostError
+from rpc.links import CRASHED
 from rpc.peer import Peer
 from rpc.transport import QueueFull, Transport
 from rpc.transport.tcp import TcpTransport
@@ -187,6 +188,18 @@ def test_who_leaves_says_so_after_everything_else(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     with pytest.raises(WorkerLostError, match=r"worker 'left' \(id 0\) is gone: it has done its work"):
         right.send(left, 1)
+
+
+def test_whose_program_has_crashed_is_worth_a_warning(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    left.leave(f"{CRASHED}, ValueError: no")
+    right.wait_gone()
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.getMessage() == f"worker 'left' (id 0) is gone: {CRASHED}, ValueError: no"
 
 
 def test_who_dies_is_noticed(make_node: MakeNode) -> None:

@@ -1,0 +1,15 @@
+"""Words of error messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpc.wording import with_article
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(int, "an int"), (list, "a list"), (OSError, "an OSError"), ("module.Class", "a module.Class")],
+)
+def test_article(kind: type | str, expected: str) -> None:
+    assert with_article(kind) == expected
