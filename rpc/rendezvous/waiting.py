@@ -125,7 +125,8 @@ def run_with_deadline(work: Callable[[Waiting], T], timeout: float, waiting_for:
     if not finished:
         raise RendezvousTimeoutError(
             f"{waiting_for} accepts connections but has not answered for {timeout:g} s. Check that it is a "
-            f"c10d store (rank 0 of this job, or torchrun's), and that its process is not stopped."
+            f"c10d store (rank 0 of this job, or torchrun's), not another program that has its port, and "
+            f"that its process is not stopped."
         )
     if outcome.error is not None:
         try:
