@@ -14,7 +14,9 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Final
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,22 +27,24 @@ __all__ = ["ParameterLocks", "check_none_held"]
 
 
 class _Lock:
-    """A lock with its place in the order."""
+    """A lock with its place in the order. It knows its thread, but is never taken twice: that is refused."""
+
+    __slots__ = ("__weakref__", "lock", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
+
+    def is_mine(self) -> bool:
+        """Whether the current thread holds it."""
+        mine: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        return mine
 
 
-class _Holding(threading.local):
-    locks: frozenset[_Lock] = frozenset()
-    """Those that this thread holds."""
-
-
-_holding: Final = _Holding()
 _numbers: Final = itertools.count()
 _table_lock: Final = threading.Lock()
 _table: Final[MutableMapping[Tensor, _Lock]] = WeakIdKeyDictionary()
+_made: Final[WeakSet[_Lock]] = WeakSet()
 
 
 class ParameterLocks:
@@ -53,27 +57,29 @@ class ParameterLocks:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         with _table_lock:
             fresh = _Lock(next(_numbers))
+            _made.add(fresh)
             found = {_table.setdefault(parameter, fresh) for parameter in parameters}
         self._locks: list[_Lock] = sorted(found, key=lambda each: each.number)
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[object]:
         """Holds all of them.
+
+        A single one is returned itself: so no exception of a signal handler comes between its being taken and
+        the block that lets go of it.
 
         Raises:
             AutogradError: this thread holds one of them already.
         """
-        before = _holding.locks
-        if not before.isdisjoint(self._locks):
+        if any(each.is_mine() for each in self._locks):
             check_none_held("this")
+        return self._locks[0].lock if len(self._locks) == 1 else self._all_held()
+
+    @contextlib.contextmanager
+    def _all_held(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for each in self._locks:
                 stack.enter_context(each.lock)
-            _holding.locks = before.union(self._locks)
-            try:
-                yield
-            finally:
-                _holding.locks = before
+            yield
 
 
 def check_none_held(doing: str) -> None:
@@ -82,7 +88,9 @@ def check_none_held(doing: str) -> None:
     Args:
         doing: what the user has called.
     """
-    if _holding.locks:
+    with _table_lock:
+        made = list(_made)
+    if any(each.is_mine() for each in made):
         raise AutogradError(
             f"{doing} was called by a hook of a model under DistributedDataParallel, or by an optimizer in "
             "the middle of its step, while parameters are locked: it could wait for ever. Call it when the "

@@ -48,8 +48,9 @@ def split(state: State, parts: Sequence[Placed]) -> list[State]:
         parts: for each owner, its parameters.
 
     Raises:
-        ValueError: the state is about other parameters; or parameters of a group that one worker owns now
-            had different options, such as learning rates.
+        ValueError: the state is about other parameters, or has parameters in one group that are in several
+            now; or parameters of a group that one worker owns now had different options, such as learning
+            rates.
     """
     group_of: dict[int, State] = {}
     for group in _entry(state, "param_groups"):
@@ -62,6 +63,14 @@ def split(state: State, parts: Sequence[Placed]) -> list[State]:
             f"{len(expected)} ({_listed(expected)}): load it into one that was given the same parameters in "
             "the same order"
         )
+    for number, group in enumerate(_entry(state, "param_groups")):
+        saved = set(_entry(group, "params"))
+        together = [index for index, positions in enumerate(groups) if not saved.isdisjoint(positions)]
+        if len(together) > 1:
+            raise ValueError(
+                f"the state's parameter group {number} is about parameters that are in several groups here "
+                f"({_listed(together)}): load it into an optimizer with the same groups"
+            )
     kept = _entry(state, "state")
     return [_part(placed, groups, group_of, kept) for placed in parts]
 

@@ -199,7 +199,7 @@ class DistributedOptimizer:
                 ``torch.optim`` optimizer of the same class with the same groups.
 
         Raises:
-            ValueError: the state is about other parameters, or no state. Nothing is changed then.
+            ValueError: the state is about other parameters or groups, or no state. Nothing is changed then.
         """
         states = checkpoint.split(state_dict, list(self._positions.values()))
         parts = {

@@ -7,7 +7,9 @@ too low for them, and as far as the system permits.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import resource
 from typing import Final
 
@@ -20,25 +22,39 @@ _FOR_A_PEER: Final = 6
 _FOR_ALL_ELSE: Final = 64
 
 
+def _open_now() -> int:
+    """How many files are open; 0 if the system does not tell. Those of earlier peers count twice then."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
+
+
 def provide_for(peers: int) -> None:
     """Let this process open as many files as it needs with so many peers.
 
-    To be called for each new peer, from any thread; warns for the first with which the system does not permit
-    enough. Of two calls at once, one may find the limit raised by the other, which does no harm.
+    To be called for each new peer, from any thread; warns if the system does not permit enough. Of two calls
+    at once, one may find the limit raised by the other, which does no harm.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
-    needed = _FOR_A_PEER * peers + _FOR_ALL_ELSE
+    needed = _open_now() + _FOR_A_PEER * peers + _FOR_ALL_ELSE
     if needed <= soft:
         return
     enough = max(needed, 2 * soft)
     granted = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
     if granted > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
-    if granted < needed and (peers == 1 or granted >= needed - _FOR_A_PEER):
-        logger.warning(
-            "this process may open no more than %d files, and may need %d with %d other workers: "
-            "raise the limit (ulimit -Hn)",
-            *(granted, needed, peers),
-        )
+    if granted < needed:
+        _warn(granted)
+
+
+@functools.cache
+def _warn(limit: int) -> None:
+    """Say once that a limit may be too low."""
+    logger.warning(
+        "this process may open no more than %d files, and may need more with so many other workers: "
+        "raise the limit (ulimit -Hn)",
+        limit,
+    )

@@ -58,7 +58,6 @@ class References:
         self._values: dict[RRefId, Value] = {}
         self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         """Steps that are in no hurry; whoever does another one does these first."""
-        self._catching_up = False
         self._awaiting: dict[Ref, list[Callable[[], object]]] = {}
         self._waiting: set[LockType] = set()
         """Threads that wait for a reference to be settled, each on its lock."""
@@ -114,17 +113,9 @@ class References:
             self._do_alone(self._catch_up)
 
     def _catch_up(self) -> None:
-        """Do the steps that wait. One that Ctrl-C has hit is done again: done twice, they do nothing more."""
-        if self._catching_up:
-            return  # a signal handler's call, in the middle of one of them
-        self._catching_up = True
-        try:
-            while self._later:
-                step, args = self._later[0]
-                step(*args)
-                self._later.popleft()
-        finally:
-            self._catching_up = False
+        while self._later:
+            step, args = self._later.popleft()
+            step(*args)
 
     def _act(self, actions: list[Action]) -> None:
         freed: list[Value] = []

@@ -201,7 +201,7 @@ def no_future() -> int:
         (
             no_future,
             RpcError,
-            r"must return a torch\.futures\.Future object.*no_future on worker 'worker\d' returned a int",
+            r"must return a torch\.futures\.Future object.*no_future on worker 'worker\d' returned an int",
         ),
     ],
     ids=["at once", "later", "in then", "no future"],

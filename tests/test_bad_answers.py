@@ -228,7 +228,9 @@ async def block() -> Any:
 
 
 def break_rules(_: Worker) -> None:
-    said = "must return a torch.futures.Future object, but promise_nothing on worker 'worker1' returned a int"
+    said = (
+        "must return a torch.futures.Future object, but promise_nothing on worker 'worker1' returned an int"
+    )
     refused(RpcError, said, rpc.rpc_sync, "worker1", promise_nothing)
     refused(BlockingCallError, r"use 'await rpc_async\(...\)'", rpc.rpc_sync, "worker1", block)
 

@@ -118,6 +118,7 @@ class Coordinator:
         me = self._me
         backoff = Backoff(self._waiting, min(0.5, max(0.02, me.world_size / 2000)))
         conflict_at: float | None = None
+        taken_at: float | None = None
         looked_at = time.monotonic()
         while True:
             if self._log.has_verdict(me):
@@ -132,8 +133,8 @@ class Coordinator:
                         continue
                     taken = who_has_the_place_of(me, self._log, self._tell)
                     if taken is not None:  # another job meets here, or the last group is just ending
-                        conflict_at = conflict_at or time.monotonic()
-                        if time.monotonic() - conflict_at >= self._pace.settle:
+                        taken_at = taken_at or time.monotonic()
+                        if time.monotonic() - taken_at >= self._pace.settle:
                             return Verdict("mismatch", taken)
                         backoff.pause()
                         continue
@@ -204,11 +205,20 @@ class Coordinator:
 
 
 def who_has_the_place_of(me: Arrival, log: ArrivalLog, tell: Probe) -> str | None:
-    """Whether a living worker of the group last formed has our rank or name; says so in a sentence."""
+    """Whether a living worker of the group last formed has our rank or name; says so in a sentence.
+
+    One whose address somebody has who has arrived now is no more: an address serves one process at a time.
+    """
     members = log.formed()
+    arrived = {address for arrival in log.read() for address in arrival.member.addresses}
     for member in members:
         same_rank, same_name = member.id == me.member.id, member.name == me.member.name
-        if (same_rank or same_name) and member.incarnation != me.member.incarnation and tell(member):
+        if (
+            (same_rank or same_name)
+            and member.incarnation != me.member.incarnation
+            and arrived.isdisjoint(member.addresses)
+            and tell(member)
+        ):
             what = f"rank {member.id}" if same_rank else f"name '{member.name}'"
             return (
                 f"{me} cannot join: the {what} is not unique. Worker '{member.name}' (rank {member.id}) has "

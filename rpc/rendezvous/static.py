@@ -19,6 +19,7 @@ after that nobody needs it.
 
 *Latecomers.* A worker that arrives when its group is complete, because its rank or name was given twice,
 finds nobody coordinating. If a living worker of the group last formed has its place, it gives up and says so.
+So does a coordinator, for all who have arrived: theirs is another job, which happens to meet here too.
 """
 
 from __future__ import annotations

@@ -140,3 +140,12 @@ def test_only_parameters_of_one_group_must_have_had_the_same_options() -> None:
     assert len(split(state, [[[0], [1]]])) == 1
     with pytest.raises(ValueError, match=r"parameters of a group that one worker owns now .* 'lr'"):
         split(state, [[[0, 1]]])
+
+
+def test_a_state_whose_groups_were_one_does_not_fit_several() -> None:
+    local = torch.optim.SGD([torch.zeros(1, requires_grad=True) for _ in range(3)], lr=0.1)
+    assert len(split(local.state_dict(), [[[0, 1]], [[2]]])) == 2
+    with pytest.raises(
+        ValueError, match=r"group 0 is about parameters that are in several groups here \(0, 1\)"
+    ):
+        split(local.state_dict(), [[[0], [1]], [[], [2]]])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -136,6 +137,15 @@ def test_a_second_group_is_refused_while_the_first_is_running(
         assert isinstance(error, GroupMismatchError)
         assert "rank 0 is not unique. Worker 'worker0'" in str(error)
         assert "choose another port or file" in str(error)
+
+
+def test_a_group_forms_anew_at_the_addresses_of_the_last(memory: SharedStore, workers: Workers) -> None:
+    """Where workers listen on fixed ports, whoever is there now is not who was there before."""
+    first = [worker.member for worker in workers(2)]
+    results([in_thread(join, memory, member, 2) for member in first])
+    again = [replace(member, incarnation=member.incarnation + 1000) for member in first]
+    groups = results([in_thread(join, memory, member, 2) for member in again])
+    assert [group.members for group in groups] == [tuple(again)] * 2
 
 
 def test_dynamic_group_in_the_same_store_is_refused(memory: SharedStore, start_worker: StartWorker) -> None:
