@@ -213,9 +213,7 @@ class Caller:
         try:
             if timeout == UNSET_TIMEOUT:
                 return self._agent.rpc_timeout
-            if timeout < 0:
-                raise ValueError(f"a timeout is a number of seconds, 0 for none, not {timeout}")
-            if timeout <= TIMEOUT_MAX:
+            if 0 <= timeout <= TIMEOUT_MAX:
                 return timeout
             if timeout > TIMEOUT_MAX:
                 return 0.0
