@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import defaultdict
 from typing import Any
 
 from tests.workers import RunWorkers, Task, Worker, current_worker
@@ -64,19 +63,23 @@ class Gate:
         assert self._open.wait(WAIT_SECONDS), "nobody opened the gate"
 
 
-_gates: defaultdict[str, Gate] = defaultdict(Gate)
+_gates: dict[str, Gate] = {}
+
+
+def _gate(name: str) -> Gate:
+    return _gates.setdefault(name, Gate())  # in one operation: several threads may come first
 
 
 def wait_at_gate(name: str = "", value: Any = None) -> Any:
     """To be called remotely: reports ``"at the gate"``, waits until it is opened here, returns ``value``."""
     current_worker().report("at the gate", name)
-    _gates[name].wait()
+    _gate(name).wait()
     return value
 
 
 def open_gate(name: str = "") -> None:
     """To be called remotely: lets those through who wait there."""
-    _gates[name].open()
+    _gate(name).open()
 
 
 def report(event: str, value: Any = None) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from tests import leftovers
+from tests.stacks import condensed
 from tests.worker_context import WorkerSpec
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "WorkerProcess", "WorkersFailed"]
 
-_LOG_LINES = 60
+_LOG_LINES = 100
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ class WorkerProcess:
 
     def output(self) -> str:
         """The end of what the worker has printed, stacks of its threads included if it was aborted."""
-        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return "".join(f"  | {line}\n" for line in lines)
+        lines = condensed(self.log.read_text(errors="replace").splitlines())
+        return "".join(f"  | {line}\n" for line in lines[-_LOG_LINES:])
 
     @property
     def channel(self) -> Connection[Any, Any]:
