@@ -67,17 +67,23 @@ class Sent:
         """Whether a gradient of a tensor is wanted still: it may be a leaf that is frozen meanwhile."""
         return self.nodes[position] is not None or self.ends[position].requires_grad
 
-    def entry(self, position: int) -> Tensor | GradientEdge:
-        """Where a tensor's gradient enters the graph: at the leaf that it is, or right behind its send."""
+    def entry(self, position: int) -> GradientEdge:
+        """Where a tensor's gradient enters the graph: at the node of the leaf that it is, or right behind its
+        send.
+        """
         node = self.nodes[position]
-        return self.ends[position] if node is None else GradientEdge(*node.next_functions[0])
+        if node is None:
+            with torch.enable_grad():
+                node = computed_from(self.ends[position]).grad_fn
+        return GradientEdge(*node.next_functions[0])
 
 
 def computed_from(leaf: Tensor) -> Tensor:
-    """A tensor whose gradient is a leaf's, to apply a custom function to.
+    """A tensor whose gradient is a leaf's, to use in the place of the leaf itself.
 
-    PyTorch 2.13 can hang where one thread, with the interpreter in hand, applies such a function to a leaf,
-    and another makes the leaf's node without it.
+    PyTorch 2.13 hangs, with all of the process, where one thread makes a leaf's node in the middle of an
+    operation, which needs the interpreter for a moment, and another, with the interpreter in hand, applies a
+    custom function to the same leaf, or begins a backward at it, and waits for that node.
     """
     if leaf.layout is torch.strided and not leaf.is_nested:
         alias: Tensor = torch.ops.aten.alias(leaf)  # passes on sparse gradients, as no other view does

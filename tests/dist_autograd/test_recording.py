@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,9 +27,18 @@ def test_gradients_enter_behind_the_send() -> None:
     assert sent.entry(0) == GradientEdge(computed.grad_fn, 0)
 
 
-def test_gradients_enter_at_a_leaf_itself() -> None:
+def test_gradients_enter_at_the_node_of_a_leaf() -> None:
     leaf = torch.rand(2, requires_grad=True)
-    assert send([leaf], SOMEBODY).entry(0) is leaf
+    node: Any = (leaf * 2).grad_fn
+    assert send([leaf], SOMEBODY).entry(0) == GradientEdge(node.next_functions[0][0], 0)
+
+
+def test_gradients_enter_at_the_node_of_a_leaf_without_grad_mode() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    sent = send([leaf], SOMEBODY)
+    with torch.no_grad():
+        node: Any = sent.entry(0).node
+    assert node.variable is leaf
 
 
 def test_nothing_lies_behind_leaves() -> None:

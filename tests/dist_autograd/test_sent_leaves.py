@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -157,7 +158,7 @@ def compute_with_weights() -> None:
 
     def compute() -> None:
         while not enough.is_open():
-            torch.mul(WEIGHTS, 2)
+            WEIGHTS * 2  # unlike ``mul``, it takes a reference of its own only in the middle
 
     for _ in range(2):
         threading.Thread(target=compute).start()
@@ -167,19 +168,26 @@ def stop_computing() -> None:
     enough.open()
 
 
-def fetch_weights_twice(_: Worker) -> None:
+def hook_weights() -> None:
+    """From now on a gradient of the leaf goes through the engine, even where it could be handed over."""
+    WEIGHTS.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
+
+
+def fetch_weights(_: Worker, times: int) -> None:
+    rpc.rpc_sync(OTHER, hook_weights)
     rpc.rpc_sync(OTHER, compute_with_weights)
     try:
         for _times in range(300):
             with dist_autograd.context() as context_id:
-                first, second = rpc.rpc_sync(OTHER, weights), rpc.rpc_sync(OTHER, weights)
-                dist_autograd.backward(context_id, [(first * second).sum()])
+                fetched = [rpc.rpc_sync(OTHER, weights) for _time in range(times)]
+                dist_autograd.backward(context_id, [torch.stack(fetched).prod(0).sum()])
     finally:
         rpc.rpc_sync(OTHER, stop_computing)
 
 
-def test_leaf_that_other_threads_compute_with_can_be_sent_twice(run_workers: RunWorkers) -> None:
-    first_of(run_workers, fetch_weights_twice)
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+def test_leaf_that_other_threads_compute_with_can_be_sent(run_workers: RunWorkers, times: int) -> None:
+    first_of(run_workers, fetch_weights, times)
 
 
 def hook_received_node(_: Worker) -> list[int]:
