@@ -156,7 +156,7 @@ def hand_over(
     with torch.enable_grad():
         source = get_gradient_edge(_new_source(gradients, *leaves))
     with accumulating(leaves, models) as accumulated:
-        accumulate([source], [torch.empty(0)])
+        accumulate([source], [torch.empty(0, device="cpu")])
     return accumulated
 
 
@@ -167,7 +167,7 @@ class Source(Function):
     def forward(ctx: Any, gradients: Sequence[Tensor | None], *leaves: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.gradients = gradients
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:

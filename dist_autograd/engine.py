@@ -10,6 +10,10 @@ else can, provided that no other node of the pass has 0 too: ``give_way`` sees t
 *What a pass knows.* The engine runs nodes whose tensors are on the CPU, as those between workers are, on the
 thread that calls it; so they find their pass by the thread. (PyTorch's own storage, which it carries along to
 other threads, is no alternative: process groups carry it too, and free it where they may not have the GIL.)
+
+*The first use of an edge.* PyTorch then makes a type, under a lock of its own. If that lets go of the
+interpreter, to collect garbage for one thing, another thread may come to that lock with the interpreter in
+hand, and neither gets on any more, nor does any other. So an edge is used once at import (``_use_an_edge``).
 """
 
 from __future__ import annotations
@@ -52,6 +56,11 @@ class _Running(threading.local):
 running: Final = _Running()
 
 
+def _some_node() -> Any:
+    with torch.inference_mode(False), torch.enable_grad():  # an import may stand anywhere
+        return torch.empty(0, device="cpu", requires_grad=True).clone().grad_fn
+
+
 def _missing() -> list[str]:
     """What this version of PyTorch does not have."""
     missing = [] if hasattr(_C, "_current_graph_task_id") else ["torch._C._current_graph_task_id"]
@@ -64,7 +73,7 @@ def _missing() -> list[str]:
     missing += [f"Tensor.{name}" for name in ("_use_count", "_base") if not hasattr(Tensor, name)]
     if not hasattr(_engine, "run_backward"):
         missing.append("Variable._execution_engine.run_backward")
-    node: Any = torch.empty(0, requires_grad=True).clone().grad_fn
+    node = _some_node()
     missing += [f"Node.{name}" for name in ("_sequence_nr", "_set_sequence_nr") if not hasattr(node, name)]
     return missing
 
@@ -74,6 +83,19 @@ if _missing():
         f"distributed autograd needs what torch {torch.__version__} does not have: {', '.join(_missing())}. "
         "Use torch 2.13, which it was tried on."
     )
+
+
+def _use_an_edge() -> None:
+    """Have ``run_backward`` read an edge, and no more: running it would set up all devices."""
+    no_gradient: Any = 0
+    try:
+        _engine.run_backward((GradientEdge(_some_node(), 0),), (no_gradient,), False, False)
+    except RuntimeError:  # the edge is read by then, but this is no gradient
+        return
+    raise AssertionError("PyTorch took a number for a gradient")
+
+
+_use_an_edge()
 
 
 def directly(function: type[Function]) -> Callable[..., Any]:

@@ -87,10 +87,11 @@ def _holders_of_base(view: Any) -> int:
     return sys.getrefcount(base) + int(base._use_count())
 
 
-_ALONE: Final = _references([torch.empty(1)])[0]
+_ALONE: Final = _references([torch.empty(1, device="cpu")])[0]
 _USES_ALONE: Final = 2
 """A tensor, and what ``untyped_storage`` returns."""
-_BASE_ALONE: Final = _holders_of_base(torch.empty(1).view(1))
+with torch.inference_mode(False):  # an import may stand anywhere
+    _BASE_ALONE: Final = _holders_of_base(torch.empty(1, device="cpu").view(1))
 
 
 def gradients_of_leaves(

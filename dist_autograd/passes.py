@@ -218,7 +218,7 @@ class Pass:
         """One run of the engine over everything; the gradients of the leaves."""
         if self._marked:
             roots = [*roots, self._tickets()]
-            gradients = [*gradients, torch.empty(0)]
+            gradients = [*gradients, torch.empty(0, device="cpu")]
         return self._run_engine(roots, gradients, leaves, accumulate=accumulate)
 
     def _run_apart(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -273,7 +273,7 @@ class Pass:
     def _sends(self, number: int, indices: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """The sends of a message as where a run begins: for gradients that are None, and for profiles."""
         sent = self._sent[number]
-        return [sent.end(index) for index in indices], [torch.empty(0)] * len(indices)
+        return [sent.end(index) for index in indices], [torch.empty(0, device="cpu")] * len(indices)
 
     def _run_engine(
         self,
@@ -355,7 +355,7 @@ class Pass:
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self.wait_until(lambda: sent.number in self._arrived)
         self._take_gradients(sent)
-        gradients, nothing = self._gradients[sent.number], torch.empty(0)
+        gradients, nothing = self._gradients[sent.number], torch.empty(0, device="cpu")
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]
 
     def _take_gradients(self, sent: Sent) -> None:

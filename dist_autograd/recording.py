@@ -33,8 +33,9 @@ _LOOK_BEHIND: Final = 128
 clock: Final = itertools.count(1)
 """Stamps what is recorded in this process: whatever has a later stamp was made later."""
 
-ANCHOR: Final = torch.empty(0, requires_grad=True)
-_EMPTY: Final = torch.empty(0)
+with torch.inference_mode(False):  # an import may stand anywhere
+    ANCHOR: Final = torch.empty(0, device="cpu", requires_grad=True)
+    _EMPTY: Final = torch.empty(0, device="cpu")
 
 
 class Sent:

@@ -30,12 +30,12 @@ class Ticket(Function):
     def forward(ctx: Any, sent: Sent, indices: Sequence[int], previous: Tensor, *ends: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.sent, ctx.indices = sent, indices
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients = engine.running.known_as.await_gradients(ctx.sent, ctx.indices)
-        return (None, None, torch.empty(0), *gradients)
+        return (None, None, torch.empty(0, device="cpu"), *gradients)
 
 
 new_ticket: Final[Callable[..., Tensor]] = engine.directly(Ticket)

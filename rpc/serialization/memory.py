@@ -120,6 +120,13 @@ def over(data: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[i
     return torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, shape, stride)
 
 
+over(b"\0", torch.uint8, (1,), (1,))
+"""Once at import, where one thread does it. On the first use of ``set_``, PyTorch 2.13 looks something up
+under a lock of its own. If that lets go of the interpreter, to collect garbage for one thing, another
+thread may come to that lock with the interpreter in hand, and neither gets on any more.
+"""
+
+
 class Layout(NamedTuple):
     """How the elements of a strided tensor lie in memory, from its first to its last.
 
