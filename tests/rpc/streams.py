@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -130,12 +131,10 @@ def skip_preamble(sock: socket.socket) -> None:
 
 def until(condition: Callable[[], object]) -> None:
     """Wait for something that no event tells."""
-    pause = threading.Event()
-    for _ in range(int(SOON / 0.002)):
-        if condition():
-            return
-        pause.wait(0.002)
-    raise AssertionError("it does not happen")
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.0003)
 
 
 class Pair:

@@ -42,6 +42,9 @@ def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_MAY_LOOK", 1)
 
 
+BRIEFLY = 0.005
+"""Seconds to read for what another may have read, or what comes only later."""
+
 MINE = (Kind.REPLY, 7)
 ELSEWHERE = (Kind.IN_SEGMENT, 7)
 
@@ -155,7 +158,7 @@ def test_a_signal_handler_may_wait_for_a_reply_of_its_own_before_any_instruction
         def call_from_handler(inner: Call = inner) -> None:
             sys.settrace(None)
             end.there.sendall(frame(Kind.REPLY, 8))
-            end.direct.read_reply(inner, time.monotonic() + 0.05)
+            end.direct.read_reply(inner, time.monotonic() + BRIEFLY)
             # What this thread does not read, the loop must: the wait that was interrupted goes on later.
             until(lambda: inner.outcome or (Kind.REPLY, 8) in end.since_the_last_look())
 
@@ -164,7 +167,7 @@ def test_a_signal_handler_may_wait_for_a_reply_of_its_own_before_any_instruction
         assert turn is not None
         end.there.sendall(frame(*mine))
         with step:
-            end.direct.read_reply(outer, time.monotonic() + 0.05, turn)
+            end.direct.read_reply(outer, time.monotonic() + BRIEFLY, turn)
         end.there.sendall(frame(Kind.CALL, 1000))
         until(lambda: (Kind.CALL, 1000) in end.since_the_last_look())
         until(lambda: end.direct.role.holder() is None)
@@ -190,7 +193,7 @@ def test_a_signal_handler_may_wait_for_a_reply_in_the_middle_of_a_claim(
         def call_from_handler(inner: Call = inner) -> None:
             sys.settrace(None)
             end.there.sendall(frame(Kind.REPLY, 8))
-            end.direct.read_reply(inner, time.monotonic() + 0.05)
+            end.direct.read_reply(inner, time.monotonic() + BRIEFLY)
             until(lambda: inner.outcome or (Kind.REPLY, 8) in end.since_the_last_look())
 
         step = Step(step.number + 1, call_from_handler)
