@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 __all__ = ["condensed"]
 
 _HEADS = ("Thread 0x", "Current thread 0x")
-_FRAME = "  File "
+_INDENT = "  "
+"""Before each frame, and before what else is said of a thread."""
 _LEFT_OUT = "Extension modules: "
 _FORKED = "/tests/fork_server.py"
 _STARTED = "/threading.py"
@@ -33,7 +34,7 @@ def _parts(lines: Iterable[str]) -> Iterator[tuple[str, Stack]]:
     head: str | None = None
     frames: list[str] = []
     for line in lines:
-        if head is not None and line.startswith(_FRAME):
+        if head is not None and line.startswith(_INDENT):
             frames.append(line)
             continue
         if head is not None:

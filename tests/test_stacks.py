@@ -19,6 +19,7 @@ Thread 0x02 (most recent call first):
 {IDLE}
 
 Current thread 0x03 (most recent call first):
+  Garbage-collecting
   File "/usr/lib/python3.11/threading.py", line 622 in wait
   File "/farcall/rpc/waiting.py", line 52 in wait_for
   File "/farcall/tests/fork_server.py", line 241 in _become_worker
@@ -34,6 +35,7 @@ def test_equal_stacks_are_shown_once_and_without_what_all_have_in_common() -> No
         "Thread 0x01 (most recent call first): and 1 more like it",
         '  File "/farcall/rpc/executor.py", line 323 in _wait',
         "Current thread 0x03 (most recent call first):",
+        "  Garbage-collecting",
         '  File "/usr/lib/python3.11/threading.py", line 622 in wait',
         '  File "/farcall/rpc/waiting.py", line 52 in wait_for',
     ]
