@@ -278,7 +278,7 @@ class WriteQueue(ABC):
 
     def _fail(self, error: OSError) -> None:
         """Send no more. What the peer sent before it broke off is still to be read, so the loop closes."""
-        self._write_error = error
+        self._write_error = error.with_traceback(None)  # which would keep what all callers have in hand
         self._forget_queue()
         self._tell_loop(self._write_failed)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +272,32 @@ def test_what_the_peer_sent_before_it_broke_off_is_delivered_even_if_a_write_fai
     go_on.set()
     assert owner.reason()
     assert headers(owner.frames) == [{"index": index} for index in range(10)]
+
+
+def test_a_write_that_fails_keeps_nothing_that_its_callers_have_in_hand(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    here, there = sockets()
+    connection = open_connection(loop, here, Recorder())
+    go_on = threading.Event()
+    loop.loop.call_soon_threadsafe(go_on.wait, SOON)  # else it might close the connection first
+    there.close()
+
+    def send_with_something_in_hand() -> weakref.ref[Any]:
+        something = threading.Event()
+        send(connection, {}, b"x")
+        return weakref.ref(something)
+
+    def write_fails() -> bool:
+        assert send_with_something_in_hand()() is None
+        return connection._write_error is not None
+
+    gc.disable()
+    try:
+        until(write_fails)
+    finally:
+        gc.enable()
+        go_on.set()
 
 
 def test_garbage_closes_the_connection_saying_what_came(loop: LoopThread, sockets: Sockets) -> None:
