@@ -33,14 +33,14 @@ from dist_autograd.passes import Key, Pass
 from dist_autograd.recording import Origin
 from dist_autograd.root import Root, Workers, failure_of
 from rpc import serialization
-from rpc.agent import Agent
-from rpc.callee import Request
+from rpc.agent.agent import Agent
+from rpc.agent.request_runner import Request
 from rpc.errors import AutogradError, NotInitializedError, ProtocolError, WorkerLostError
-from rpc.executor import Executor, Task
-from rpc.peer import Peer
+from rpc.group.peer import Peer
+from rpc.runtime.executor import Executor, Task
 from rpc.serialization import Payload
 from rpc.transport import SMALL_BYTES
-from rpc.wire import Frame, Kind
+from rpc.wire.frames import Frame, Kind
 
 __all__ = ["Backwards"]
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from dist_autograd.graph import Leaf
 from dist_autograd.recording import Sent
-from rpc.agent import Agent
+from rpc.agent.agent import Agent
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
-from rpc.executor import Task
-from rpc.peer import Peer
+from rpc.group.peer import Peer
+from rpc.runtime.executor import Task
 from rpc.serialization import Payload
-from rpc.wire import Frame, Kind
+from rpc.wire.frames import Frame, Kind
 
 __all__ = ["COUNTER_BITS", "Context", "Contexts", "current"]
 
@@ -201,7 +201,7 @@ class Contexts:
             if self._end(context, None):
                 context.let_go()
         except BaseException:  # Ctrl-C, or a destructor of the user's
-            self._agent.deferred.call(self._end_all_the_same, context)
+            self._agent.mailbox.call(self._end_all_the_same, context)
             raise
 
     def _end(self, context: Context, heard_from: Peer | None) -> bool:
@@ -236,7 +236,7 @@ class Contexts:
         """Tell a worker that a context is over, together with those that follow in the next moments."""
         with self._lock:
             self._unsaid.setdefault(peer, []).append(context_id)
-        self._agent.deferred.gathered(self._say_all_over, None)
+        self._agent.mailbox.gathered(self._say_all_over, None)
 
     def take_unsaid(self, peer: Peer) -> list[int]:
         """The contexts of which a worker is still to be told that they are over; who asks tells it."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from dist_autograd import recording
 from dist_autograd.contexts import Context, Contexts, current
 from rpc.errors import ProtocolError
-from rpc.peer import Peer
+from rpc.group.peer import Peer
 
 __all__ = ["Follower", "Inside", "Recorded"]
 
@@ -51,7 +51,7 @@ class Inside:
 
 
 class Recorded(Inside):
-    """One end of a call made in a context; see ``rpc.tape.Recording``.
+    """One end of a call made in a context; see ``rpc.agent.tape.Recording``.
 
     Args:
         context: of the call.
@@ -107,7 +107,7 @@ class Recorded(Inside):
 
 
 class Follower:
-    """Carries the context along with calls, and has recorded what they carry; see ``rpc.tape.Tape``."""
+    """Carries the context along with calls, and has recorded what they carry; see ``rpc.agent.tape.Tape``."""
 
     key = "context"
 

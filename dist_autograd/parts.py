@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rpc.agent.pending_call import PendingCall
 from rpc.errors import WorkerLostError
-from rpc.pending import PendingCall
-from rpc.wire import Frame, Kind
+from rpc.wire.frames import Frame, Kind
 
 __all__ = ["Part"]
 
 
 class Part(PendingCall):
-    """A part under way; see ``rpc.pending.PendingCall`` for who calls what.
+    """A part under way; see ``rpc.agent.pending_call.PendingCall`` for who calls what.
 
     Attributes:
         when_settled: called when it has ended, except on the thread that waits for it.

@@ -28,8 +28,8 @@ from dist_autograd.leaves import gradients_of_leaves, owned
 from dist_autograd.recording import ANCHOR, RECV_NODE, Origin, Sent, computed_from
 from dist_autograd.tickets import new_ticket
 from rpc.errors import AutogradError, ProtocolError, RpcError
-from rpc.peer import Peer
-from rpc.waiting import wait_for_event
+from rpc.group.peer import Peer
+from rpc.runtime.blocking import wait_for_event
 
 __all__ = ["Key", "Pass"]
 

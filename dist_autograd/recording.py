@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from dist_autograd import engine
 from dist_autograd.graph import Mark, marks_behind
 from rpc.errors import AutogradError, ProtocolError
-from rpc.peer import Peer
+from rpc.group.peer import Peer
 
 __all__ = ["ANCHOR", "RECV_NODE", "SEND_NODE", "Origin", "Sent", "behind", "computed_from", "receive", "send"]
 

@@ -24,8 +24,8 @@ from dist_autograd.graph import Mark
 from dist_autograd.parts import Part
 from dist_autograd.passes import Pass
 from rpc.errors import AutogradError, BackwardError, ProtocolError, RpcError
-from rpc.peer import Peer
-from rpc.workers import WorkerInfo
+from rpc.group.peer import Peer
+from rpc.group.workers import WorkerInfo
 
 __all__ = ["Root", "Workers", "failure_of"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dist_autograd.parameter_locks import check_none_held
+from rpc.agent.futures import Future, wait_futures
 from rpc.errors import WorkerLostError
-from rpc.futures import Future, wait_futures
 from rref import RRef
 from rref.proxy import RRefProxy
 

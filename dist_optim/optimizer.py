@@ -13,8 +13,8 @@ from dist_optim.everywhere import on_all, on_all_objects
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
 from dist_optim.lr_scheduler import DistributedLRScheduler, LocalScheduler, SchedulerFactory
 from dist_optim.parameter_groups import Parameters
+from rpc.agent.futures import Future
 from rpc.api import rpc_async
-from rpc.futures import Future
 from rref import RRef
 
 __all__ = ["DistributedOptimizer"]

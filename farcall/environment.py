@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 import farcall
-from rpc.cores import usable_cores
+from rpc.runtime.cpu_quota import usable_cores
 
 __all__ = ["gather", "show"]
 

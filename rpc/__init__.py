@@ -11,7 +11,7 @@ Example::
 
 from __future__ import annotations
 
-from rpc.companions import check_companions
+from rpc.import_guard import check_companions
 
 check_companions("rref", "dist_autograd")
 
@@ -19,6 +19,7 @@ check_companions("rref", "dist_autograd")
 # worker has made follows its calls to all others, so all take part in distributed autograd.
 from dist_autograd.installation import install as install_autograd
 from rpc import errors, functions
+from rpc.agent.futures import Future, wait_all
 from rpc.api import (
     UNSET_RPC_TIMEOUT,
     all_gather,
@@ -30,20 +31,19 @@ from rpc.api import (
     rpc_sync,
     set_rpc_timeout,
 )
-from rpc.backend_registry import (
+from rpc.debug import get_debug_info
+from rpc.group.workers import WorkerInfo
+from rpc.lifecycle.backend_registry import (
     BackendType,
     backend_registered,
     construct_rpc_backend_options,
     register_backend,
 )
-from rpc.current import is_initialized
-from rpc.futures import Future, wait_all
-from rpc.looking_in import get_debug_info
+from rpc.lifecycle.shutdown import shutdown
+from rpc.lifecycle.startup import init_rpc, init_with_store, on_agent_start
 from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.pickling import allow_class, allow_function, use_pickler
-from rpc.shutdown import shutdown
-from rpc.startup import init_rpc, init_with_store, on_agent_start
-from rpc.workers import WorkerInfo
+from rpc.runtime.current import is_initialized
+from rpc.serialization.settings import allow_class, allow_function, use_pickler
 from rref.installation import install
 from rref.reference import RRef
 from rref.remote import remote

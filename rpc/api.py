@@ -7,13 +7,13 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from rpc.agent import UNSET_TIMEOUT
-from rpc.current import current_agent
-from rpc.futures import Future, collected_futures
-from rpc.membership import Callee
+from rpc.agent.agent import UNSET_TIMEOUT
+from rpc.agent.futures import Future, collected_futures
+from rpc.group.membership import WorkerReference
+from rpc.group.workers import WorkerInfo
 from rpc.options import RpcBackendOptions
+from rpc.runtime.current import current_agent
 from rpc.wording import with_article
-from rpc.workers import WorkerInfo
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",
@@ -32,7 +32,7 @@ UNSET_RPC_TIMEOUT: Final = UNSET_TIMEOUT
 
 
 def rpc_sync(
-    to: Callee,
+    to: WorkerReference,
     func: Callable[..., Any],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -74,7 +74,7 @@ def rpc_sync(
 
 
 def rpc_async(
-    to: Callee,
+    to: WorkerReference,
     func: Callable[..., Any],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -143,7 +143,7 @@ def keywords(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         raise TypeError(f"kwargs must be a dict of keyword arguments, not a {given}") from None
 
 
-def get_worker_info(worker_name: Callee | None = None) -> WorkerInfo:
+def get_worker_info(worker_name: WorkerReference | None = None) -> WorkerInfo:
     """Name and id of a worker, by default of this one.
 
     Raises:

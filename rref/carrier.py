@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rpc.errors import ProtocolError, RRefError
-from rpc.peer import Peer
-from rpc.workers import Member
+from rpc.group.peer import Peer
+from rpc.group.workers import Member
 from rref.reference import EXTENSION, RRef
 from rref.references import References
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rpc.agent.futures import Future
+from rpc.agent.pending_call import PendingCall
 from rpc.errors import RpcTimeoutError, RRefError
-from rpc.futures import Future
-from rpc.pending import PendingCall
-from rpc.wire import Frame
+from rpc.wire.frames import Frame
 from rref.messages import ForkId, RRefId
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rpc.agent import Agent
+from rpc.agent.agent import Agent
 from rpc.serialization import register_carrier, register_reducer
 from rref.carrier import RRefCarrier
 from rref.reference import EXTENSION, RRef

@@ -8,10 +8,10 @@ from collections import deque
 from typing import Final
 
 from rpc import serialization
-from rpc.agent import Agent
+from rpc.agent.agent import Agent
 from rpc.errors import WorkerLostError
-from rpc.peer import Peer
-from rpc.wire import Kind, encode_small
+from rpc.group.peer import Peer
+from rpc.wire.frames import Kind, encode_small
 
 __all__ = ["OwedAnswers"]
 
@@ -38,7 +38,7 @@ class OwedAnswers:
         if owed is None:
             owed = self._owed.setdefault(peer, deque())
         owed.append(encode_small(Kind.REPLY, call_id, {}, _NOTHING))
-        self._agent.deferred.gathered(self.send, peer)
+        self._agent.mailbox.gathered(self.send, peer)
 
     def send(self, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
         """Send what is owed to ``peer``, and behind it ``frame``, at once.

@@ -95,8 +95,8 @@ An object at its owner
 [1] refused at once if the creator is this worker or is dead: the object existed and is no more, or never
     will. A local reference of the owner is a fork like others, whose user is the owner.
 
-The messages must be delivered exactly once between any two that live, in any order (``rpc.delivery`` does
-this). Calls, creations and answers go their own way, and may be late, or lost with their connection.
+The messages must be delivered exactly once between any two that live, in any order (``rpc.group.delivery``
+does this). Calls, creations and answers go their own way, and may be late, or lost with their connection.
 
 How a shell uses it
 ===================

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rpc.agent.futures import Future
 from rpc.api import collect
-from rpc.futures import Future
 from rpc.wording import with_article
 from rref.reference import RRef
 from rref.requests import INVOKE

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from rpc.agent import UNSET_TIMEOUT
-from rpc.current import check_not_forked, current_agent
+from rpc.agent.agent import UNSET_TIMEOUT
+from rpc.agent.futures import Future
 from rpc.errors import RRefError, SerializationError
-from rpc.futures import Future
-from rpc.peer import Peer
+from rpc.group.peer import Peer
+from rpc.group.workers import WorkerInfo
+from rpc.runtime.current import check_not_forked, current_agent
 from rpc.serialization import Payload
-from rpc.workers import WorkerInfo
 from rref.creation import Creation
 from rref.messages import Ref, RRefId, State
 from rref.references import References

@@ -20,11 +20,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from rpc.agent import Agent
+from rpc.agent.agent import Agent
 from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError
-from rpc.peer import Peer
+from rpc.group.peer import Peer
+from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.serialization import Payload
-from rpc.waiting import INFINITE, check_may_block, wait_for
 from rref.creation import Creation
 from rref.messages import Action, Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
 from rref.protocol import Protocol
@@ -92,9 +92,9 @@ class References:
                     if self._collecting:
                         gc.enable()
             if interruptible and self._protocol.has_actions:
-                self.agent.deferred.soon(self._act_on_loop, None)
+                self.agent.mailbox.soon(self._act_on_loop, None)
         except BaseException:  # Ctrl-C: what the step asked for is still to be done
-            self.agent.deferred.soon(self._act_on_loop, None)
+            self.agent.mailbox.soon(self._act_on_loop, None)
             raise
         if actions:
             self._act(actions)
@@ -106,7 +106,7 @@ class References:
     def _do_later(self, step: Callable[..., Any], *args: Any) -> None:
         """Have a step done soon, before any that depends on it. Safe in finalizers."""
         self._later.append((step, args))
-        self.agent.deferred.gathered(self._do_gathered, None)
+        self.agent.mailbox.gathered(self._do_gathered, None)
 
     def _do_gathered(self, _: None) -> None:
         if self._later:
@@ -138,17 +138,17 @@ class References:
                 case Fence(incarnation, reason):
                     peer = self.agent.peer_by_incarnation(incarnation)
                     if peer is not None:
-                        self.agent.deferred.soon(self._fence, (peer, reason))
+                        self.agent.mailbox.soon(self._fence, (peer, reason))
                     else:
-                        self.agent.deferred.soon(self._never_met, (incarnation, reason))
+                        self.agent.mailbox.soon(self._never_met, (incarnation, reason))
         if freed:
             self.agent.executor.submit((_drop, freed))
         if self._protocol.waits_for_sweep and self._sweep_timer is None:
-            self.agent.deferred.soon(self._set_sweep_timer, None)
+            self.agent.mailbox.soon(self._set_sweep_timer, None)
 
     def _fence(self, which: tuple[Peer, str]) -> None:
         peer, reason = which
-        self.agent.links.lose(peer, f"another worker found it gone: {reason}")
+        self.agent.connections.lose(peer, f"another worker found it gone: {reason}")
 
     def _never_met(self, which: tuple[int, str]) -> None:
         """In a dynamic group, a worker died before it came to introduce itself here: keep it out."""

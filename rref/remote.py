@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rpc.agent import UNSET_TIMEOUT
+from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.api import callable_, keywords, positional
-from rpc.membership import Callee
+from rpc.group.membership import WorkerReference
 from rref.reference import RRef, references
 
 __all__ = ["remote"]
 
 
 def remote(
-    to: Callee,
+    to: WorkerReference,
     func: Callable[..., Any],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rpc.errors import ProtocolError
 from rpc.serialization import Payload
-from rpc.wire import Frame, Kind
+from rpc.wire.frames import Frame, Kind
 from rref.messages import ForkId, Peer, RRefId
 
 __all__ = [

@@ -12,13 +12,13 @@ from typing import Any, Final
 from torch import Tensor
 
 from rpc import serialization
-from rpc.agent import Agent
-from rpc.callee import LATER, Request
+from rpc.agent.agent import Agent
+from rpc.agent.request_runner import LATER, Request
 from rpc.errors import ProtocolError, RRefError, SerializationError
-from rpc.executor import Task
-from rpc.peer import Peer
+from rpc.group.peer import Peer
+from rpc.runtime.executor import Task
 from rpc.transport import INFINITE, SMALL_BYTES
-from rpc.wire import Frame, Kind, encode_small
+from rpc.wire.frames import Frame, Kind, encode_small
 from rref.messages import RRefId
 from rref.owed import OwedAnswers
 from rref.references import References
@@ -145,7 +145,7 @@ class Server:
         self, request: Request, on: Value | None
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """What a request is to call: a function, or a method of the object that it is for."""
-        function, args, kwargs = self._agent.callee.load(request)
+        function, args, kwargs = self._agent.runner.load(request)
         if on is not None:
             name = request.frame.header.get("method")
             if function is not method_of_object or not isinstance(name, str):
@@ -172,13 +172,13 @@ class Server:
                 # of the user's, and who answers others may wait for room in their queues.
                 if at_end and all(asking is peer for asking, _ in parked):
                     large = type(content) is Tensor and content.numel() * content.itemsize > SMALL_BYTES
-                    agent.callee.stand_by(peer, content, large=large)
+                    agent.runner.stand_by(peer, content, large=large)
             del content
             self._answer_parked(parked, value)
 
         try:
             function, args, kwargs = self._load(request, on)
-            content = agent.callee.start(function, args, kwargs, request, answer)
+            content = agent.runner.start(function, args, kwargs, request, answer)
         except BaseException as error:
             answer(None, error)
         else:
@@ -254,7 +254,7 @@ class Server:
             if value.error is not None:
                 self._agent.fail(peer, frame.call_id, value.error)
                 return
-            callee = self._agent.callee
+            callee = self._agent.runner
             try:
                 function, args, kwargs = self._load(request, value)
                 result = callee.start(function, args, kwargs, request, callee.replier(request))

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from rpc.errors import RpcTimeoutError
-from rpc.peer import Peer
-from rpc.waiting import INFINITE, check_may_block, wait_for
+from rpc.group.peer import Peer
+from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 
 __all__ = ["Fetch", "Value"]
 

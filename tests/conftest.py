@@ -19,8 +19,8 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
 
 import pytest
 
-from tests import leftovers, workers
-from tests.fork_server import ForkServer, become_subreaper
+from tests.support import leftovers, workers
+from tests.support.fork_server import ForkServer, become_subreaper
 
 run_workers = workers.run_workers
 

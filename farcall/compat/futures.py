@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch.futures
 
 import rpc
-from rpc.futures import wait_futures
+from rpc.agent.futures import wait_futures
 
 __all__ = ["collect_all", "wait_all"]
 

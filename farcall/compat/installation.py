@@ -30,7 +30,7 @@ _RPC: Final = "torch.distributed.rpc"
 _FACADES: Final = {
     _RPC: "farcall.compat.torch_rpc",
     _RPC + ".api": "farcall.compat.torch_rpc.api",
-    _RPC + ".backend_registry": "rpc.backend_registry",
+    _RPC + ".backend_registry": "rpc.lifecycle.backend_registry",
     _RPC + ".constants": "farcall.compat.torch_rpc.constants",
     _RPC + ".functions": "rpc.functions",
     _RPC + ".internal": "farcall.compat.torch_rpc.internal",

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgpack
 
+from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival
 from rpc.rendezvous.store import SharedStore
-from rpc.workers import Member
 
 __all__ = ["ArrivalLog"]
 

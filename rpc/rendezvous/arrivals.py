@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from rpc.workers import Member
+from rpc.group.workers import Member
 
 __all__ = ["Arrival", "Complete", "Conflict", "Incomplete", "arrival_of", "examine"]
 

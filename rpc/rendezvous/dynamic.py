@@ -17,13 +17,13 @@ import time
 from dataclasses import dataclass, replace
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.group.workers import Member, WorkerInfo
 from rpc.rendezvous.group import Group
 from rpc.rendezvous.liveness import Probe, probe
 from rpc.rendezvous.mode import enter_dynamic, is_dynamic
 from rpc.rendezvous.roster import GONE, Entry, Roster
 from rpc.rendezvous.store import SharedStore, StoreLost
 from rpc.rendezvous.waiting import Abandoned, Backoff, OutOfTime, Waiting, run_with_deadline
-from rpc.workers import Member, WorkerInfo
 
 __all__ = ["DynamicGroup", "join_dynamic"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
 from rpc.errors import GroupMismatchError, RendezvousError
-from rpc.workers import Member
+from rpc.group.workers import Member
 
 __all__ = ["Group", "Place", "job_key", "resolve_group"]
 

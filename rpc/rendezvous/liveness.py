@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from rpc.group.workers import Member
 from rpc.rendezvous.address import host_identity
-from rpc.workers import Member
 
 __all__ = ["Probe", "dead_among", "probe"]
 

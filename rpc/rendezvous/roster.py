@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import msgpack
 
+from rpc.group.workers import Member, WorkerInfo
 from rpc.rendezvous.liveness import Probe
 from rpc.rendezvous.store import SharedStore
-from rpc.workers import Member, WorkerInfo
 
 __all__ = ["GONE", "Entry", "Roster"]
 

@@ -28,6 +28,7 @@ import contextlib
 import time
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.group.workers import Member
 from rpc.rendezvous.arrival_log import ArrivalLog
 from rpc.rendezvous.arrivals import Arrival, arrival_of
 from rpc.rendezvous.coordination import (
@@ -42,7 +43,6 @@ from rpc.rendezvous.group import Group
 from rpc.rendezvous.liveness import Probe, probe
 from rpc.rendezvous.store import SharedStore, StoreLost
 from rpc.rendezvous.waiting import Abandoned, Backoff, OutOfTime, Waiting, run_with_deadline
-from rpc.workers import Member
 
 __all__ = ["join_static"]
 

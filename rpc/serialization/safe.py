@@ -39,9 +39,9 @@ from rpc import errors
 from rpc.errors import SerializationError
 from rpc.serialization import carriers, tensor_kinds, tensors
 from rpc.serialization.functions import name_of
-from rpc.serialization.machine import Machine
 from rpc.serialization.memory import layout_of, settle
 from rpc.serialization.payload import Arrivals, Connect
+from rpc.serialization.restricted_unpickler import Machine
 
 __all__ = ["AllowList", "allow_class", "allow_function", "allowed"]
 

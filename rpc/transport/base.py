@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from rpc.errors import RpcError
-from rpc.transport.reading import DirectReading
-from rpc.wire import Frame
+from rpc.transport.inline_read.reading import DirectReading
+from rpc.wire.frames import Frame
 
 __all__ = [
     "CAPTURED_BYTES",

@@ -23,11 +23,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-from rpc.chunks import WHOLE_BYTES, ChunkedMessage
 from rpc.transport import syscalls
 from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed
 from rpc.transport.write_queue import CALLER_BYTES, CAPTURE_ALL, CHUNK_END, WriteQueue
-from rpc.wire import chunked
+from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage
+from rpc.wire.frames import chunked
 
 __all__ = ["CAPTURE_ALL", "SendingHalf"]
 

@@ -15,14 +15,14 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from rpc.decoder import Decoder
 from rpc.errors import ProtocolError
 from rpc.transport import syscalls
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionClosed, ConnectionOwner
-from rpc.transport.reading import AVAILABLE, DirectReading
-from rpc.transport.role import LOOP, Turn
+from rpc.transport.inline_read.reading import AVAILABLE, DirectReading
+from rpc.transport.inline_read.role import LOOP, Turn
 from rpc.transport.sending import CAPTURE_ALL, SendingHalf
-from rpc.wire import PREAMBLE
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import PREAMBLE
 
 __all__ = ["StreamConnection"]
 

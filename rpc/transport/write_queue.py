@@ -4,8 +4,8 @@ Everything that writes holds the *send lock*; ``sending.py`` says who takes it, 
 not take stays queued, and the loop goes on with it when the socket is writable; until then the connection is
 *stalled*, and only the loop writes.
 
-Large messages go out in chunks (see ``rpc.chunks``). The queue never has more than one chunk; when that is
-written, the next is put behind what others have queued meanwhile.
+Large messages go out in chunks (see ``rpc.wire.chunking``). The queue never has more than one chunk; when
+that is written, the next is put behind what others have queued meanwhile.
 
 The queue has a limit in bytes, and so have the large messages beside it: beyond it, callers with more of the
 same kind wait for room; the loop never does.
@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, Final
 
-from rpc.chunks import ChunkedMessage, Outgoing
 from rpc.transport import syscalls
 from rpc.transport.base import QueueFull
-from rpc.wire import chunk_prefix
+from rpc.wire.chunking import ChunkedMessage, Outgoing
+from rpc.wire.frames import chunk_prefix
 
 __all__ = ["CALLER_BYTES", "CAPTURE_ALL", "CHUNK_END", "WriteQueue"]
 

@@ -8,11 +8,11 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from rpc.agent import UNSET_TIMEOUT
+from rpc.agent.agent import UNSET_TIMEOUT
+from rpc.agent.futures import Future
 from rpc.api import keywords, positional, rpc_async, rpc_sync
-from rpc.current import current_agent, is_initialized
 from rpc.errors import NotInitializedError
-from rpc.futures import Future
+from rpc.runtime.current import current_agent, is_initialized
 from rpc.wording import with_article
 from rref.proxy import invoke_async, invoke_sync
 from rref.reference import RRef

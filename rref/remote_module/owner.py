@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from rpc.current import current_agent
+from rpc.runtime.current import current_agent
 from rref.reference import RRef
 
 __all__ = ["call_on_device", "make_module", "parameter_references", "set_training"]

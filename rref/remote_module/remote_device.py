@@ -8,7 +8,7 @@ from typing import Final, Self
 
 import torch
 
-from rpc.membership import Callee
+from rpc.group.membership import WorkerReference
 from rpc.wording import with_article
 
 __all__ = ["RemoteDevice"]
@@ -25,7 +25,7 @@ class RemoteDevice:
         device: as that worker calls it.
     """
 
-    worker: Callee
+    worker: WorkerReference
     device: torch.device
 
     @classmethod

@@ -9,7 +9,7 @@ import unittest
 from pathlib import Path
 
 from tests.conformance.processes import Ending, Outcome, Pool
-from tests.workers import RunWorkers, Worker
+from tests.support.workers import RunWorkers, Worker
 
 
 def body(task: str, rank: int, folder: Path) -> None:

@@ -9,8 +9,9 @@ from typing import NoReturn
 
 import rpc as _rpc
 from farcall.compat.torch_rpc import api, constants, internal
-from rpc import backend_registry, functions, options
-from rpc.agent import Agent
+from rpc import functions, options
+from rpc.agent.agent import Agent
+from rpc.lifecycle import backend_registry
 from rref import proxy as rref_proxy
 
 __all__ = [

@@ -17,9 +17,9 @@ import rref
 from farcall.compat.torch_rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from farcall.compat.torch_rpc.internal import _internal_rpc_pickler
 from rpc import RRef, WorkerInfo, get_worker_info, remote, rpc_async, rpc_sync
-from rpc.current import current_agent
+from rpc.agent.futures import collected_futures
 from rpc.errors import NotInitializedError
-from rpc.futures import collected_futures
+from rpc.runtime.current import current_agent
 
 __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 

@@ -1,0 +1,198 @@
+"""Waiting for the end of all work, everywhere or here: the shell round ``termination``.
+
+Everything but ``wait`` runs on the loop's thread. What may have become idle is looked at when something
+ended: a task, a call, a request, or a control message that was acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
+from rpc.group.counting import Report
+from rpc.group.peer import Peer
+from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Send, Termination
+from rpc.group.workers import Member
+from rpc.runtime.blocking import INFINITE, wait_for_event
+from rpc.wire.frames import Frame, Kind, encode
+
+if TYPE_CHECKING:
+    from rpc.agent.agent import Agent
+
+__all__ = ["Departure"]
+
+ROUNDS: Final = 3
+"""The first ends when no call is under way anywhere, the second when all references are given back, the
+third when everybody has seen what was not given back. Then all leave."""
+
+_CLOSED: Final = "another thread has ended the agent"
+
+
+class Departure:
+    """One agent's way out of its group.
+
+    Args:
+        agent: of this worker.
+        members: of a static group; None in a dynamic one, where each leaves when its own work is done.
+    """
+
+    def __init__(self, agent: Agent, members: Sequence[Member] | None) -> None:
+        self._agent = agent
+        self._termination = None if members is None else Termination(agent.own_peer.member, members, ROUNDS)
+        self.listening = False
+        """Whether it makes a difference to ``look`` when this worker may have become idle."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: Callable[[str | None], None] | None = None
+        self._claimed = threading.Lock()
+        self._is_closed = False
+        agent.on_closed(self._closed)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end of a round (in a dynamic group: of this worker's own work). Ctrl-C interrupts.
+
+        Args:
+            timeout: seconds; 0 for no limit.
+
+        Raises:
+            RpcTimeoutError: it took longer; says who is not in shutdown, or who is still busy. Or another
+                thread has ended the agent.
+        """
+        ended = threading.Event()
+        failure: list[str | None] = [None]
+
+        def end(reason: str | None) -> None:
+            failure[0] = reason
+            ended.set()
+
+        try:
+            self._agent.on_loop(self._begin, end, timeout)
+        except RuntimeError:
+            if not self._is_closed:
+                raise
+            end(_CLOSED)
+        deadline = time.monotonic() + timeout if timeout and self._termination is None else INFINITE
+        if not wait_for_event(ended, deadline):
+            failure[0] = f"this worker still has {self._report().active} calls or tasks under way"
+        if failure[0] is not None:
+            raise RpcTimeoutError(
+                f"worker '{self._agent.info.name}' has left without waiting any longer: {failure[0]}"
+            )
+
+    def look(self, _: object = None) -> None:
+        """This worker may have become idle."""
+        if self._termination is not None:
+            self._act(self._termination.became_idle(time.monotonic(), self._report()))
+        elif self._waiting is not None and not self._report().active:
+            self._end(None)
+
+    def received(self, peer: Peer, frame: Frame) -> None:
+        """A frame of kind ``SHUTDOWN``."""
+        if self._termination is None:
+            raise ProtocolError("a shutdown message in a dynamic group, whose members leave one by one")
+        message = frame.header.get("message")
+        self._act(self._termination.receive(peer.incarnation, message, time.monotonic(), self._report()))
+
+    def worker_gone(self, peer: Peer) -> None:
+        """A worker is gone, for whatever reason."""
+        if self._termination is not None:
+            self._act(self._termination.lost(peer.incarnation, time.monotonic(), self._report()))
+            self._watch_over_all()
+        else:
+            self.look()
+
+    def claim(self) -> bool:
+        """Whether the caller is the first that wants to wait here."""
+        return self._claimed.acquire(blocking=False)
+
+    def _closed(self) -> None:
+        """On the closing thread. This sets a flag and then ends the wait, ``_begin`` notes the wait and then
+        looks at the flag: whichever comes first, nobody waits on.
+        """
+        self._is_closed = True
+        self._end(_CLOSED)
+
+    def _begin(self, end: Callable[[str | None], None], timeout: float) -> None:
+        self._waiting = end
+        if self._is_closed:
+            end(_CLOSED)
+        elif self._termination is not None:
+            self._act(self._termination.enter(time.monotonic(), self._report(), timeout))
+            self._watch_over_all()
+        else:
+            self._listen(True)
+            self.look()
+
+    def _watch_over_all(self) -> None:
+        """The leader waits for everybody, so it must notice if somebody dies who never had to do with it."""
+        assert self._termination is not None
+        if self._waiting is not None and self._termination.leader == self._agent.incarnation:
+            for member in self._agent.view.present():
+                self._agent.watch_over(self._agent.peer_for(member))
+
+    def _listen(self, listening: bool) -> None:
+        """Have the agent say when something ended, or no longer: it is asked at every call otherwise."""
+        if listening != self.listening:
+            self.listening = listening
+            self._agent.executor.when_idle(self._agent.something_ended if listening else None)
+            if listening:  # what has ended since the last report could not say so
+                self._agent.mailbox.call(self.look)
+
+    def _report(self) -> Report:
+        """What is under way here. Nothing can be on its way that is not under way at its sender: a call is
+        until it is answered, a control message until it is acknowledged. So no message needs to be counted
+        against another; a count of all that ever began shows whether anything happened between two looks.
+        """
+        agent = self._agent
+        me = agent.incarnation
+        begun = {me: agent.begun()}
+        return Report(agent.under_way(), begun, begun)
+
+    def _act(self, actions: Sequence[Any]) -> None:
+        agent = self._agent
+        for action in actions:
+            match action:
+                case Send(incarnation, message):
+                    peer = agent.peer_by_incarnation(incarnation)
+                    if peer is not None:
+                        _send(peer, message)
+                case CutOff(incarnation):
+                    peer = agent.peer_by_incarnation(incarnation)
+                    if peer is not None:
+                        agent.connections.lose(peer, "the worker that leads the shutdown found it gone")
+                case Quiescent() | Leave():
+                    self._end(None)
+                case Failed(reason):
+                    self._end(reason)
+        assert self._termination is not None
+        self._listen(self._termination.awaits_idleness)
+        self._set_timer()
+
+    def _end(self, reason: str | None) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting(reason)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        assert self._termination is not None
+        due = self._termination.next_tick
+        if due is not None:
+            self._timer = self._agent.loop.call_later(max(0.0, due - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        assert self._termination is not None
+        self._act(self._termination.tick(time.monotonic(), self._report()))
+
+
+def _send(peer: Peer, message: list[Any]) -> None:
+    buffers, size = encode(Kind.SHUTDOWN, 0, {"message": message}, ())
+    with contextlib.suppress(WorkerLostError):  # ``worker_gone`` is on its way then
+        peer.send(buffers, size, wait=False)

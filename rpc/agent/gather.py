@@ -1,0 +1,244 @@
+"""``all_gather`` and ``barrier`` among workers, by name.
+
+The worker whose name is smallest leads. The others send it their object; when all are there, it sends the
+whole to everybody. Rounds of the same set of names are numbered on each worker, so that several threads and
+several sets can be at it at once. If the leader gives a round up, because a worker that takes part is lost or
+does not come in time, it tells the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rpc.agent.agent import UNSET_TIMEOUT, Agent
+from rpc.agent.futures import Future
+from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
+from rpc.group.peer import Peer
+from rpc.runtime.blocking import INFINITE, check_may_block, wait_for_event
+from rpc.runtime.current import current_agent
+from rpc.serialization import allow_function
+
+__all__ = ["Gathering"]
+
+Names = tuple[str, ...]
+Key = tuple[Names, int]
+
+
+class _Round:
+    """What one worker knows of one round."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.complete = threading.Event()
+        self.error: RpcError | None = None
+
+    def fail(self, error: RpcError) -> None:
+        self.error = error
+        self.complete.set()
+
+
+class Gathering:
+    """The rounds that one agent takes part in. From any thread."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.RLock()  # a finalizer may come back here
+        self._next: dict[Names, int] = {}
+        self._rounds: dict[Key, _Round] = {}
+        self._given_up: dict[Names, tuple[int, RpcError]] = {}  # by this worker, the last time that it led
+        allow_function(_contribute)
+        allow_function(_publish)
+        allow_function(_fail)
+        agent.on_gone(self._worker_gone)
+        agent.on_closed(self._closed)
+
+    def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
+        """See ``rpc.all_gather``."""
+        check_may_block()
+        agent = self._agent
+        me = agent.info.name
+        names = tuple(sorted(set(worker_names or (info.name for info in agent.get_worker_infos()))))
+        if me not in names:
+            raise ValueError(f"worker '{me}' gathers among {list(names)} without being one of them")
+        peers = [agent.peer(name) for name in names]
+        call_timeout = agent.caller.effective_timeout(timeout)
+        wait_timeout = call_timeout if timeout > 0 and call_timeout else None
+        leads = names[0] == me
+        key: Key | None = None
+        try:
+            try:
+                with self._lock:
+                    number = self._next.get(names, 0)
+                    key = (names, number)
+                    self._next[names] = number + 1
+                    state = self._rounds.setdefault(key, _Round())
+                if leads:
+                    objects, told = self._lead(key, state, value, peers, call_timeout, wait_timeout)
+                else:
+                    self._check_present(names, peers)
+                    self._follow(key, value, call_timeout)
+            except BaseException as error:
+                if key is None or (isinstance(error, RpcTimeoutError) and not leads):  # it may arrive yet
+                    raise
+                raise self._give_up(key, error, names[1:] if leads else names[:1]) from error.__cause__
+            if not leads:
+                return self._await(key, state, wait_timeout)
+            _check_told(told, call_timeout)
+            return objects
+        finally:
+            if key is not None:
+                with self._lock:
+                    self._rounds.pop(key, None)
+
+    def _check_present(self, names: Names, peers: Iterable[Peer]) -> None:
+        for peer in peers:
+            if peer.lost is not None:
+                raise peer.lost_error(f"_all_gather among {list(names)} cannot complete")
+
+    def _lead(
+        self,
+        key: Key,
+        state: _Round,
+        value: Any,
+        peers: list[Peer],
+        call_timeout: float,
+        wait_timeout: float | None,
+    ) -> tuple[dict[str, Any], dict[str, Future[Any]]]:
+        """Returns what was gathered, and for each follower the call that tells it."""
+        agent = self._agent
+        names, number = key
+        self.contribute(names, number, agent.info.name, value)
+        for peer in peers:
+            agent.watch_over(peer)
+        self._check_present(names, peers)
+        objects = self._await(key, state, wait_timeout)
+        whole = {"objects": objects}
+        caller = agent.caller
+        return objects, {
+            name: caller.future(caller.call(name, _publish, (names, number), whole, call_timeout))
+            for name in names[1:]
+        }
+
+    def _follow(self, key: Key, value: Any, call_timeout: float) -> None:
+        names, number = key
+        caller = self._agent.caller
+        contribution = (names, number, self._agent.info.name)
+        caller.call(names[0], _contribute, contribution, {"value": value}, call_timeout).result()
+
+    def _give_up(self, key: Key, error: BaseException, others: Names) -> BaseException:
+        """Tell others that the round fails; who contributes from now on is told then. Returns the error."""
+        names, number = key
+        me = self._agent.info.name
+        headline, _, what = str(error).partition(": ")
+        if type(error) is SerializationError and headline.startswith("cannot call "):
+            error = SerializationError(f"worker '{me}' cannot take part in _all_gather: {what}")
+        told = copy.copy(error) if isinstance(error, RpcError) else None  # without its traceback
+        if told is None:
+            told = RpcError(f"worker '{me}' gave up _all_gather: {error!r}")
+        with self._lock:
+            self._next[names] = max(self._next.get(names, 0), number + 1)
+            self._rounds.pop(key, None)
+            self._given_up[names] = number, told
+        caller = self._agent.caller
+        for name in others:
+            with contextlib.suppress(RpcError):
+                caller.future(caller.call(name, _fail, (names, number, told), {}, UNSET_TIMEOUT))
+        return error
+
+    def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
+        names, _ = key
+        if not wait_for_event(state.complete, time.monotonic() + timeout if timeout else INFINITE):
+            me = self._agent.info.name
+            missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
+            raise RpcTimeoutError(
+                f"worker '{me}' timed out in _all_gather after {timeout or 0:.2f} seconds, "
+                f"waiting for {missing}"
+            )
+        if state.error is not None:
+            raise state.error
+        return state.objects
+
+    def contribute(self, names: Names, number: int, name: str, value: Any) -> None:
+        """On the leader: somebody's object has come."""
+        with self._lock:
+            key = (names, number)
+            state = self._rounds.get(key)
+            if state is None:
+                if number < self._next.get(names, 0):
+                    given_up, error = self._given_up.get(names, (-1, None))
+                    if error is None or given_up != number:
+                        error = RpcError(
+                            f"the leader of _all_gather among {list(names)} is ahead of '{name}'"
+                        )
+                    raise copy.copy(error)
+                state = self._rounds[key] = _Round()
+            state.objects[name] = value
+            if len(state.objects) == len(names):
+                state.complete.set()
+
+    def publish(self, names: Names, number: int, objects: dict[str, Any]) -> None:
+        """On a follower: the round is complete."""
+        with self._lock:
+            state = self._rounds.get((names, number))
+        if state is not None:
+            state.objects = objects
+            state.complete.set()
+
+    def fail(self, names: Names, number: int, error: RpcError) -> None:
+        """Another worker has given the round up, which may not have begun here."""
+        with self._lock:
+            key = (names, number)
+            state = self._rounds.get(key)
+            if state is None and number >= self._next.get(names, 0):
+                state = self._rounds[key] = _Round()
+        if state is not None:
+            state.fail(error)
+
+    def _closed(self) -> None:
+        with self._lock:
+            concerned = [(names, state) for (names, _), state in self._rounds.items()]
+        for names, state in concerned:
+            if not state.complete.is_set():
+                what = f"_all_gather among {list(names)} cannot complete"
+                state.fail(NotInitializedError(f"RPC has been shut down: {what}"))
+
+    def _worker_gone(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            concerned = [(names, state) for (names, _), state in self._rounds.items() if peer.name in names]
+        for names, state in concerned:
+            if not state.complete.is_set():
+                state.fail(peer.lost_error(f"_all_gather among {list(names)} cannot complete"))
+
+
+def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:
+    """Wait until all followers have what was gathered, or raise the first's error."""
+    errors: dict[str, BaseException] = {}
+    for name, call in followers.items():
+        try:
+            call.wait()
+        except RpcError as error:
+            errors[name] = error
+    if errors:
+        first = next(iter(errors.values()))
+        if isinstance(first, RpcTimeoutError):
+            raise RpcTimeoutError(
+                f"Followers {list(errors)} timed out in _all_gather after {timeout:.2f} seconds: {first}"
+            )
+        raise first
+
+
+def _contribute(names: Names, number: int, name: str, *, value: Any) -> None:
+    current_agent().extensions["gather"].contribute(names, number, name, value)
+
+
+def _publish(names: Names, number: int, *, objects: dict[str, Any]) -> None:
+    current_agent().extensions["gather"].publish(names, number, objects)
+
+
+def _fail(names: Names, number: int, error: RpcError) -> None:
+    current_agent().extensions["gather"].fail(names, number, error)

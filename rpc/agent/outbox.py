@@ -1,0 +1,143 @@
+"""What goes out: messages, and the answers to requests.
+
+What comes in is the business of ``dispatch``. A message goes out as one small frame, through memory that both
+workers share, or as its buffers lie, whichever suits its size and its receiver. A request whose value cannot
+be sent is answered by the error that says why, and an error that is too large is described: who waits for an
+answer gets one.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from rpc import serialization
+from rpc.agent.tape import Recording, note
+from rpc.errors import ProtocolError, SerializationError, WorkerLostError
+from rpc.group.connections import SMALL_FRAME_BYTES
+from rpc.group.peer import Peer
+from rpc.serialization import Payload
+from rpc.transport import INFINITE, SMALL_BYTES
+from rpc.wire.frames import Kind, encode, encode_small
+
+if TYPE_CHECKING:
+    from rpc.agent.agent import Agent
+
+__all__ = ["Messages"]
+
+logger = logging.getLogger(__name__)
+
+_FEW: Final = 4
+"""A header of more entries is not taken to be small."""
+
+
+class Messages:
+    """Sends the messages of one agent, from any thread. The agent lends its methods."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def send(
+        self,
+        peer: Peer,
+        kind: int,
+        call_id: int,
+        payload: Payload,
+        *,
+        wait: float = INFINITE,
+        gather: bool = False,
+    ) -> None:
+        """Send one message; if that fails, what travels beside the pickle is taken back.
+
+        An exception that is larger than what the peer accepts goes out as its description alone.
+
+        Args:
+            wait: seconds to wait at most while too much is queued for that peer.
+            gather: see ``Connection.send_small``.
+        """
+        header, segments = payload.header, payload.segments
+        count = len(segments)
+        handed_over = count > 1
+        try:
+            if not count or (count == 1 and len(segments[0]) <= SMALL_BYTES and len(header) <= _FEW):
+                frame = encode_small(kind, call_id, header, segments)
+                if len(frame) > SMALL_FRAME_BYTES:
+                    _check_size(len(frame), peer)
+                handed_over = True
+                peer.send_small(frame, wait, gather=gather)
+            elif count == 1 or not self._agent.shared_memory.send(peer, kind, call_id, payload, wait):
+                buffers, size = encode(kind, call_id, header, segments)
+                _check_size(size, peer)
+                handed_over = True
+                aliased = bool(payload.borrowed)
+                if not self._agent.stripes.send(peer, buffers, size, aliased=aliased, wait=wait):
+                    peer.send(buffers, size, aliased=aliased, wait=wait)
+        except BaseException as error:
+            if handed_over and not isinstance(error, Exception):
+                raise  # Ctrl-C: the message may be out, and what it carries in use
+            serialization.take_back(header, peer)
+            if "!" not in header or not isinstance(error, SerializationError | ProtocolError):
+                raise
+            described = serialization.without_exception(header, error)
+            self.send(peer, kind, call_id, described, wait=wait, gather=gather)
+
+    def reply(
+        self,
+        peer: Peer,
+        call_id: int,
+        value: Any,
+        of: object = None,
+        recording: Recording | None = None,
+    ) -> None:
+        """Answer a request with a value; if it cannot be sent, with that error.
+
+        Args:
+            of: the function whose value it is, or a text, for error messages.
+            recording: what the request is noted in.
+        """
+        try:
+            payload = self.dump_reply(peer, value, of, recording)
+        except BaseException as error:
+            self.fail(peer, call_id, error)
+        else:
+            self.answer(peer, Kind.REPLY, call_id, payload)
+
+    def dump_reply(self, peer: Peer, value: Any, of: object, recording: Recording | None) -> Payload:
+        """Serialize the value with which a request is answered; arguments are as for ``reply``."""
+        tape = self._agent.tape
+        if tape is None or recording is None:
+            return serialization.dumps(value, peer, what=of)
+        tensors: list[Tensor] = []
+        payload = serialization.dumps(value, peer, what=of, tracked=tensors)
+        if tensors:
+            note(tape, recording, tensors, payload.header, peer)
+        return payload
+
+    def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
+        """Answer a request with an exception."""
+        text = serialization.text_of(error)
+        logger.warning("a call from worker '%s' raised %s: %s", peer.name, type(error).__name__, text)
+        self.answer(peer, Kind.FAILURE, call_id, serialization.dump_exception(error, self._agent.info, peer))
+
+    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
+        """Answer a request that ``accept`` took, by a message made already."""
+        try:
+            self.send(peer, kind, call_id, payload)
+        except WorkerLostError as error:
+            # Nobody is left to be answered, which is no failure of this worker.
+            logger.debug("dropped an answer: %s", error)
+        except Exception as error:
+            if kind == Kind.FAILURE:
+                logger.exception("could not even send a failure to worker '%s'", peer.name)
+                raise
+            self.fail(peer, call_id, error)
+
+
+def _check_size(size: int, peer: Peer) -> None:
+    if size > peer.member.max_message_bytes:
+        raise SerializationError(
+            f"a message of {size} bytes to worker '{peer.name}' is over the limit of "
+            f"{peer.member.max_message_bytes} that it accepts: raise max_message_bytes in its options"
+        )

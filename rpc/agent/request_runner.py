@@ -1,0 +1,311 @@
+"""The callee's side: run what others ask for, and answer.
+
+Requests run on executor threads; ``async def`` functions run as coroutines on a loop of their own. Whatever
+a request does, it is answered exactly once: with its value, or with the exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from rpc import serialization
+from rpc.agent.tape import Recording
+from rpc.errors import NotInitializedError, RpcError
+from rpc.functions import ASYNC_EXECUTION_MARK
+from rpc.group.peer import Peer
+from rpc.runtime.loop import LoopThread
+from rpc.serialization import Payload
+from rpc.serialization.settings import replacement
+from rpc.wire.frames import Frame, Kind
+from rpc.wording import with_article
+
+if TYPE_CHECKING:
+    from rpc.agent.agent import Agent
+
+__all__ = ["Interceptor", "Request", "RequestRunner"]
+
+
+class Interceptor(Protocol):
+    """Extension point: rides in a call's header, from the caller to round the function's run."""
+
+    key: str
+    """Its place in the header."""
+
+    def outgoing(self, to: Peer) -> Any:
+        """On the calling thread: what to attach to a call, anything msgpack can encode; None for nothing."""
+
+    def incoming(self, value: Any, source: Peer) -> AbstractContextManager[Any]:
+        """On the callee: what is entered round the function when ``value`` was attached."""
+
+
+class Request:
+    """A call that has arrived.
+
+    Attributes:
+        peer: who asks.
+        frame: what.
+        arrivals: what travelled beside the pickle.
+        recording: what it is noted in, once it is loaded.
+    """
+
+    __slots__ = ("arrivals", "frame", "peer", "recording")
+
+    def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
+        self.peer = peer
+        self.frame = frame
+        self.arrivals = arrivals
+        self.recording: Recording | None = None
+
+
+Answer = Callable[[Any, BaseException | None], None]
+"""Called once, with the value or the exception."""
+
+LATER: Final = object()
+"""What ``RequestRunner.start`` returns when the answer is given later."""
+
+
+_QUICK_BYTES: Final = 1 << 20
+"""So much is copied in the time of a few hand-overs between threads."""
+
+_WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor))
+"""Values of just these types end without running code of the user's, unless hung onto a tensor."""
+
+
+class _Replier:
+    """Answers one call."""
+
+    __slots__ = ("_agent", "_call_id", "_peer", "_recording")
+
+    def __init__(self, agent: Agent, request: Request) -> None:
+        self._agent = agent
+        self._peer = request.peer
+        self._call_id = request.frame.call_id
+        self._recording = request.recording
+
+    def __call__(self, value: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self._agent.fail(self._peer, self._call_id, error)
+        else:
+            self._agent.reply(self._peer, self._call_id, value, None, self._recording)
+
+
+class RequestRunner:
+    """Runs requests. ``run`` is called on executor threads."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._coroutines: LoopThread | None = None
+        self._stopped = False
+
+    def run(self, request: Request) -> None:
+        """Run a call and reply to it."""
+        try:
+            function, args, kwargs = self.load(request)
+            recording = request.recording
+            if self._agent.interceptors:
+                with self._intercepted(request):
+                    value = function(*args, **kwargs)
+            elif recording is not None:
+                with recording:
+                    value = function(*args, **kwargs)
+            else:
+                value = function(*args, **kwargs)
+            if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
+                value = self._later(function, value, request, self.replier(request))
+        except BaseException as error:
+            self._agent.fail(request.peer, request.frame.call_id, error)
+        else:
+            if value is not LATER:
+                del args, kwargs
+                payload = self.dump_reply(request, value, function)
+                del function  # now, since its destructor may be the user's
+                if payload is not None:
+                    self.reply(request, value, payload)
+
+    def dump_reply(self, request: Request, value: Any, function: Callable[..., Any]) -> Payload | None:
+        """The answer to a request; None if that is an error, which is sent."""
+        peer, frame = request.peer, request.frame
+        # The memory that the arguments lie in goes back before the caller goes on, and may use it.
+        frame.segments.clear()
+        try:
+            return self._agent.dump_reply(peer, value, function, request.recording)
+        except BaseException as error:
+            self._agent.fail(peer, frame.call_id, error)
+            return None
+
+    def reply(self, request: Request, value: Any, payload: Payload) -> None:
+        """Answer a request with a value: the last thing that the thread does which has run it.
+
+        To be called with nothing else of the user's in hand.
+        """
+        peer = request.peer
+        large = len(payload.segments) > 1 and sum(map(len, payload.segments)) > _QUICK_BYTES
+        self.stand_by(peer, value, large=large)
+        self._agent.answer(peer, Kind.REPLY, request.frame.call_id, payload)
+
+    def stand_by(self, peer: Peer, value: Any, *, large: bool = False) -> None:
+        """Have this thread wait for the next request of ``peer``, if it has nothing else to do.
+
+        To be called before an answer is out, since the next request may come at once. But who stands by runs
+        nothing of the user's, such as the destructor of the ``value`` that the thread still has in hand, and
+        does not copy what is large.
+        """
+        if peer.standby is not None:
+            at_once = not large and type(value) in _WITHOUT_DESTRUCTOR
+            self._agent.executor.stand_by(peer.standby, at_once=at_once)
+
+    def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The function and arguments of a request; raises what unpickling raises."""
+        agent, peer = self._agent, request.peer
+        _, _, header, segments = request.frame
+        connect = None
+        if header:
+            recording = request.recording = agent.recording_of(header, peer)
+            if recording is not None:
+                connect = recording.connect
+        return serialization.load_call(
+            header,
+            segments,
+            request.arrivals,
+            peer,
+            allow=agent.allow,
+            pickler=replacement.pickler,
+            connect=connect,
+        )
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        request: Request,
+        answer: Answer,
+    ) -> Any:
+        """Run a function, inside what the tape and interceptors attached to the header of a loaded request.
+
+        Returns:
+            Its value; or ``LATER``, and then ``answer`` is called, on some thread, when the future that it
+            returned (``async_execution``) or its coroutine (``async def``) is done.
+
+        Raises:
+            What the function raises right away; ``answer`` is not called then.
+        """
+        with self._intercepted(request):
+            value = function(*args, **kwargs)
+        if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
+            return self._later(function, value, request, answer)
+        return value
+
+    def _later(self, function: Callable[..., Any], value: Any, request: Request, answer: Answer) -> Any:
+        """See to it that what a function has begun is answered when it is done."""
+        postponed = self._agent.postponed
+        if type(value) is CoroutineType:
+            try:
+                loop = self._coroutine_loop()
+            except BaseException:
+                value.close()
+                raise
+            coroutine = self._finish(value, request, answer)
+            postponed.begin()
+            try:
+                asyncio.run_coroutine_threadsafe(coroutine, loop)
+            except BaseException:  # the loop has just ended
+                coroutine.close()
+                value.close()
+                self._ended()
+                raise
+            return LATER
+        if not isinstance(value, torch._C.Future):
+            raise RpcError(
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                f"but {getattr(function, '__qualname__', function)} on worker "
+                f"'{self._agent.info.name}' returned {with_article(type(value))}. "
+                "(The decorator is rpc.functions.async_execution.)"
+            )
+        postponed.begin()
+
+        def done(future: torch.futures.Future[Any]) -> None:
+            try:
+                _answer_from_future(future, answer)
+            finally:
+                self._ended()
+
+        value.add_done_callback(done)
+        return LATER
+
+    def _ended(self) -> None:
+        self._agent.postponed.end()
+        self._agent.something_ended()
+
+    def _intercepted(self, request: Request) -> AbstractContextManager[Any]:
+        recording, interceptors = request.recording, self._agent.interceptors
+        if not interceptors:
+            return nullcontext() if recording is None else recording
+        header = request.frame.header
+        with ExitStack() as stack:  # left at once if one cannot be entered
+            if recording is not None:
+                stack.enter_context(recording)
+            for interceptor in interceptors:
+                if interceptor.key in header:
+                    stack.enter_context(interceptor.incoming(header[interceptor.key], request.peer))
+            return stack.pop_all()
+
+    async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
+        """Run an ``async def`` callee; what it returns is serialized on an executor thread."""
+        try:
+            with self._intercepted(request):
+                value = await coroutine
+        except BaseException as error:
+            self._agent.executor.submit((_give, (answer, None, error)))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        else:
+            self._agent.executor.submit((_give, (answer, value, None)))
+        finally:
+            self._ended()
+
+    def replier(self, request: Request) -> Answer:
+        """What answers a request later."""
+        return _Replier(self._agent, request)
+
+    def _coroutine_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._stopped:
+                raise NotInitializedError("this worker is shutting down: it begins no more coroutines")
+            if self._coroutines is None:
+                self._coroutines = LoopThread(
+                    "farcall-coroutines",
+                    "a blocking call inside an async def callee would stop all of them: use "
+                    "'await rpc_async(...)' (or 'await future') instead of rpc_sync, wait or to_here",
+                )
+            return self._coroutines.loop
+
+    def stop(self) -> None:
+        """Cancel coroutines that still run, and begin no more."""
+        with self._lock:
+            self._stopped = True
+            coroutines, self._coroutines = self._coroutines, None
+        if coroutines is not None:
+            coroutines.stop()
+
+
+def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:
+    answer, value, error = arguments
+    answer(value, error)
+
+
+def _answer_from_future(future: torch.futures.Future[Any], answer: Answer) -> None:
+    try:
+        value = future.value()
+    except BaseException as error:
+        answer(None, error)
+    else:
+        answer(value, None)

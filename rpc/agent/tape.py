@@ -1,0 +1,68 @@
+"""Extension point: something that follows calls, and notes what tensors that require grad they carry.
+
+With a tape, distributed autograd can be built on the agent without the agent knowing what it is. The sender
+notes what it sent, and says so under a key of the message's header; the receiver makes the received tensors
+part of a graph of its own, and runs what it is asked to inside what the header says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rpc.group.peer import Peer
+from rpc.serialization import take_back
+
+__all__ = ["Recording", "Tape", "note"]
+
+
+class Recording(Protocol):
+    """What the messages of one call are noted in, at one of its ends. Blocks under it run in it, in turn."""
+
+    tracks: bool
+    """Whether tensors that require grad are noted; else they are sent as such that don't."""
+
+    def sent(self, tensors: list[Tensor], to: Peer) -> Any:
+        """Note the tensors of a message that is about to be sent.
+
+        Args:
+            tensors: those that require grad.
+            to: who gets the message.
+
+        Returns:
+            What its header is to say, as msgpack can encode it.
+        """
+
+    def connect(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        """What stands for the tensors of the message that it was made for; see ``serialization.Connect``."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Tape(Protocol):
+    """Called from any thread."""
+
+    key: str
+    """Its place in the header: not that of any interceptor or carrier."""
+
+    def calling(self, to: Peer) -> Recording | None:
+        """What a call made now, on this thread, is noted in; None if it isn't noted."""
+
+    def received(self, value: Any, source: Peer) -> Recording | None:
+        """What a request is noted in whose header says ``value``, and its answer, too; None if in nothing."""
+
+    def answered(self, value: Any, source: Peer) -> Recording | None:
+        """The same for an answer: None if what its call was noted in is over."""
+
+
+def note(tape: Tape, recording: Recording, tensors: list[Tensor], header: dict[str, Any], to: Peer) -> None:
+    """Note what a message carries that is about to be sent, and say so in its header."""
+    try:
+        header[tape.key] = recording.sent(tensors, to)
+    except BaseException:
+        take_back(header, to)
+        raise

@@ -1,0 +1,1 @@
+"""Ways for what is large: memory that two workers share, and several connections at once."""

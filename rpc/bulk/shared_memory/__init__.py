@@ -1,0 +1,20 @@
+"""Large tensors between workers of one host: copied once, into memory that both share.
+
+Copying into memory that is mapped and touched already is several times faster than any socket, and than
+memory that is new. So the memory is kept: a sender has a *pool* of *segments* for each peer, the peer keeps
+them mapped, and what it receives lies in them and is used right there.
+
+The files, from the bottom:
+
+- ``memory``: segments themselves; ``ledger``: the page in which their return is noted; ``channel``: the
+  socket on which their descriptors travel; ``packing`` and ``copying``: how buffers get into them.
+- ``pool``: which segment is free, which is lent. Pure.
+- ``outgoing`` and ``incoming``: the two ends of what one worker sends to another.
+- ``door`` and ``exchange``: how two workers begin, and what they say about segments.
+"""
+
+from __future__ import annotations
+
+from rpc.bulk.shared_memory.exchange import SharedMemory
+
+__all__ = ["SharedMemory"]

@@ -1,0 +1,260 @@
+"""The receiving end: segments of one peer, mapped here, and the memory of received tensors in them.
+
+What is received *is* the segment's memory, and the receiver's own: writable, and nobody changes it, until the
+last tensor, view or array over it is gone. Then the finalizer of that memory notes its use as returned.
+
+**Forks.** A forked child shares what its parent has mapped, so without more ado it would see the parent's
+changes, and those of later messages. Therefore all these mappings are exchanged for private ones right before
+a fork, in place, and
+retired: they are never returned, and what is written after the fork is the writer's own, as with any other
+    memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+import weakref
+from collections.abc import Sequence, Sized
+from typing import Any, Final
+
+import numpy as np
+
+from rpc.bulk.shared_memory.ledger import REFUSED, RETIRED, SLOTS, Ledger
+from rpc.bulk.shared_memory.memory import Mapping, SegmentRefused, check
+from rpc.bulk.shared_memory.packing import places
+from rpc.errors import ProtocolError
+
+__all__ = ["TAKEN", "IncomingSegments"]
+
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_DESCRIPTORS: Final = 4
+_LARGE_BYTES: Final = 1 << 20
+_SMALL_SHARE: Final = 16
+
+TAKEN: Final = (True,)
+"""For messages that are taken when they are looked at."""
+
+
+class _Segment:
+    """One segment of a peer, as its receiver sees it."""
+
+    __slots__ = ("__weakref__", "ledger", "mapping", "memory", "retired", "slot", "taken", "use")
+
+    def __init__(self, mapping: Mapping, slot: int, ledger: Ledger) -> None:
+        self.mapping = mapping
+        self.slot = slot
+        self.ledger = ledger
+        self.taken: Sized = ()
+        """Of the message that was looked at last: not empty from when it is taken until all is returned."""
+        self.retired = False
+        self.use = 0
+        self.memory: weakref.ref[_Memory] | None = None
+
+    def return_if_forgotten(self) -> None:
+        """Make good what a Ctrl-C in the middle of a finalizer has left undone."""
+        if self.taken and self.memory is not None and self.memory() is None:
+            self.returned(self.use)
+
+    def returned(self, use: int) -> None:
+        """Nobody refers to the memory any more. From any thread, in the middle of anything."""
+        self.taken = ()
+        if not self.retired:
+            self.ledger.words[self.slot] = use
+            if self._was_retired():
+                self.ledger.words[self.slot] = RETIRED
+
+    def _was_retired(self) -> bool:
+        """Whether this process was forked since ``retired`` was looked at."""
+        return self.retired
+
+    def retire(self) -> None:
+        """Before a fork: keep what there is, for this process and apart from its children."""
+        self.retired = True
+        self.ledger.words[self.slot] = RETIRED
+        self.mapping.make_private()
+
+
+_segments: weakref.WeakSet[_Segment] = weakref.WeakSet()
+"""All of this process: those whose peer is gone as well, as long as there are tensors in them."""
+
+_forking: Final = threading.RLock()
+"""Held while this process forks and while a segment is mapped, so that none is mapped in between."""
+
+
+class _Memory:
+    """The memory of one message, as numpy takes it: when the last array over it is gone, it is returned.
+
+    Unless the message was not taken: then another thread takes it, and returns what has this memory there.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "_segment", "_taken", "_use")
+
+    def __init__(self, segment: _Segment, size: int, use: int, taken: Sized) -> None:
+        self.__array_interface__ = {
+            "data": (segment.mapping.address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        self._segment = segment
+        self._use = segment.use = use
+        segment.memory = weakref.ref(self)
+        self._taken = segment.taken = taken
+
+    def __del__(self) -> None:
+        if self._taken:
+            self._segment.returned(self._use)
+
+
+class IncomingSegments:
+    """The segments that one peer sends through. On the loop's thread, except ``open``.
+
+    Args:
+        name: of the peer, for the log.
+        ledger: where returns are noted.
+        bound: bytes of all its segments, at most.
+        count: how many segments, at most.
+    """
+
+    def __init__(self, name: str, ledger: Ledger, bound: int, count: int) -> None:
+        self._name = name
+        self._ledger = ledger
+        self._bound = bound
+        self._count = count
+        self._segments: dict[int, _Segment] = {}
+        self._size = 0
+        self._told = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its segments that are mapped here."""
+        return self._size
+
+    def introduce(
+        self, number: object, slot: object, size: object, use: object, descriptor: int | None
+    ) -> None:
+        """Take a segment that the peer introduces, or refuse it, and note which.
+
+        Args:
+            number: its name from now on.
+            slot: its word in the ledger.
+            size: what it has in bytes.
+            use: what to note when it is mapped.
+            descriptor: its own, to be closed here; None if it did not arrive.
+
+        Raises:
+            ProtocolError: that is no introduction.
+        """
+        for segment in self._segments.values():
+            segment.return_if_forgotten()
+        try:
+            if (
+                not (type(number) is int and type(slot) is int and type(size) is int and type(use) is int)
+                or number in self._segments
+                or not (0 <= slot < SLOTS and size > 0 and 0 < use < REFUSED)
+            ):
+                raise ProtocolError("a malformed introduction of a segment")
+            try:
+                self._segments[number] = self._map(slot, size, descriptor)
+            except (OSError, SegmentRefused) as error:
+                self._ledger.words[slot] = REFUSED
+                if not self._told:
+                    self._told = True
+                    logger.warning(
+                        "worker '%s' must send large tensors through the socket for now: %s",
+                        self._name,
+                        error,
+                    )
+                return
+            descriptor = None
+            self._size += size
+            self._ledger.words[slot] = use
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _map(self, slot: int, size: int, descriptor: int | None) -> _Segment:
+        if descriptor is None:
+            raise SegmentRefused("a descriptor did not arrive: this process may have no more files open")
+        if len(self._segments) >= self._count or self._size + size > self._bound:
+            raise SegmentRefused(
+                f"its segments would be more than {self._count}, or than {self._bound} bytes"
+            )
+        if len(_segments) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS:
+            raise SegmentRefused("too many of the files that this process may have open are segments")
+        check(descriptor, size)
+        with _forking:
+            segment = _Segment(Mapping(descriptor, size, keep=True), slot, self._ledger)
+            _segments.add(segment)
+        return segment
+
+    def open(
+        self, number: int, use: int, lengths: Sequence[int], limit: int, taken: Sized = TAKEN
+    ) -> list[memoryview]:
+        """The memory that a message names: buffers that are the receiver's own. For whoever reads messages.
+
+        Args:
+            number: the segment's.
+            use: the number of the use.
+            lengths: of the buffers.
+            limit: how many bytes a message may have.
+            taken: empty as long as the message is only looked at, which may be repeated, and by others.
+
+        Raises:
+            ProtocolError: there is no such memory, or it is still in use.
+        """
+        segment = self._segments.get(number)
+        if segment is None:
+            raise ProtocolError("a message names no segment that was introduced")
+        if segment.taken:
+            raise ProtocolError("a message names a segment whose memory is still in use here")
+        offsets, size = places(lengths)
+        if not (0 < use < REFUSED and size <= min(segment.mapping.size, limit)):
+            raise ProtocolError(f"a message names {size} bytes of a segment of {segment.mapping.size}")
+        whole: Any = np.asarray(_Memory(segment, size, use, taken))
+        if len(lengths) == 1:
+            return [memoryview(whole)]
+        return [_piece(whole, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
+
+    def drop(self, numbers: object) -> None:
+        """The peer will not use these segments again.
+
+        Raises:
+            ProtocolError: that is no list of numbers.
+        """
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            raise ProtocolError("a malformed list of segments")
+        for number in numbers:
+            segment = self._segments.pop(number, None)
+            if segment is not None:
+                self._size -= segment.mapping.size
+
+    def close(self) -> None:
+        """The peer is gone. What was received stays as it is; everything else is unmapped."""
+        self._segments.clear()
+        self._size = 0
+
+
+def _piece(whole: Any, offset: int, length: int) -> memoryview:
+    """One buffer. A view of ``whole`` is taken for a small part of something large, and will be copied."""
+    end = offset + length
+    if length < _LARGE_BYTES and length * _SMALL_SHARE < len(whole):
+        return memoryview(whole)[offset:end]
+    return memoryview(whole[offset:end])
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    for segment in list(_segments):
+        if not segment.retired:
+            try:
+                segment.retire()
+            except OSError as error:
+                logger.error("tensors in shared memory will be shared with a forked child: %s", error)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_forking.release, after_in_child=_forking.release)

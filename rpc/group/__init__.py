@@ -1,0 +1,1 @@
+"""Who is in the group, and the connections to them."""

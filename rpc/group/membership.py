@@ -1,0 +1,135 @@
+"""Who is in the group, who was, and what a callee's name means: plain data, no I/O.
+
+A worker is *present* from the moment its description is known until it is lost (it died, or was cut off)
+or left. An incarnation that is gone stays gone: nothing brings it back, and what still comes from it is
+refused. A worker that returns under its old name is a new incarnation and takes the name over.
+"""
+
+from __future__ import annotations
+
+from rpc.errors import GroupMismatchError, UnknownWorkerError, WorkerLostError
+from rpc.group.workers import Member, WorkerInfo
+
+__all__ = ["Membership", "WorkerReference"]
+
+WorkerReference = str | int | WorkerInfo
+"""How a callee may be named: by name, by id (rank), or by ``WorkerInfo``."""
+
+
+class Membership:
+    """One worker's view of the group. For one thread at a time; reads by others see a consistent state.
+
+    Args:
+        me: this worker.
+        static: whether the group was complete when it was formed; nobody joins it later.
+    """
+
+    def __init__(self, me: Member, *, static: bool) -> None:
+        self.me = me
+        self.static = static
+        self._by_name: dict[str, Member] = {}
+        self._by_id: dict[int, Member] = {}
+        self._by_incarnation: dict[int, Member] = {}
+        self._gone: dict[int, str] = {}
+        self._add(me)
+
+    def join(self, member: Member) -> bool:
+        """Take note of a member.
+
+        Returns:
+            Whether it is new.
+
+        Raises:
+            WorkerLostError: this incarnation is gone already.
+            GroupMismatchError: a present worker has its name or id.
+        """
+        if member.incarnation in self._by_incarnation:
+            return False
+        if member.incarnation in self._gone:
+            raise WorkerLostError(
+                f"worker '{member.name}' (incarnation {member.incarnation:x}) was given up: "
+                f"{self._gone[member.incarnation]}. It must start again to take part.",
+                member.name,
+                self._gone[member.incarnation],
+            )
+        for other, what in (
+            (self._by_name.get(member.name), f"name '{member.name}'"),
+            (self._by_id.get(member.id), f"id {member.id}"),
+        ):
+            if other is not None and other.incarnation in self._by_incarnation:
+                raise GroupMismatchError(f"the {what} is taken by worker '{other.name}' (id {other.id})")
+        self._add(member)
+        return True
+
+    def _add(self, member: Member) -> None:
+        self._by_name[member.name] = member
+        self._by_id[member.id] = member
+        self._by_incarnation[member.incarnation] = member
+
+    def leave(self, incarnation: int, reason: str) -> Member | None:
+        """Take note that a member is gone; returns it, or None if it was not present."""
+        self._gone.setdefault(incarnation, reason)
+        return self._by_incarnation.pop(incarnation, None)
+
+    def is_present(self, incarnation: int) -> bool:
+        return incarnation in self._by_incarnation
+
+    def gone_reason(self, incarnation: int) -> str | None:
+        """Why an incarnation is gone; None if it never was here or still is."""
+        return self._gone.get(incarnation)
+
+    def find(self, incarnation: int) -> Member | None:
+        """The present member of this incarnation."""
+        return self._by_incarnation.get(incarnation)
+
+    def present(self) -> list[Member]:
+        """All present members, this one included, by id."""
+        return sorted(self._by_incarnation.values(), key=lambda member: member.id)
+
+    def present_infos(self) -> list[WorkerInfo]:
+        """Name and id of all present members, this one included, by id."""
+        return [member.info for member in self.present()]
+
+    def infos(self) -> list[WorkerInfo]:
+        """Who takes part: in a static group all that formed it, gone or not; else all that are present."""
+        if self.static:
+            return [member.info for _, member in sorted(self._by_id.items())]
+        return self.present_infos()
+
+    def resolve(self, callee: WorkerReference) -> Member:
+        """The member that a callee names, present or gone.
+
+        Raises:
+            UnknownWorkerError: nobody of that name or id was ever in the group.
+            ValueError: ``callee`` is neither str, int nor ``WorkerInfo``.
+        """
+        member: Member | None
+        match callee:
+            case str():
+                member = self._by_name.get(callee)
+            case WorkerInfo(name, worker_id):
+                member = self._by_name.get(name)
+                if member is not None and member.id != worker_id:
+                    member = None
+            case int() if type(callee) is not bool:
+                member = self._by_id.get(callee)
+            case _:
+                raise ValueError(f"a callee is a name, an id or a WorkerInfo, not {type(callee).__name__}")
+        if member is None:
+            raise UnknownWorkerError(
+                f"Unknown destination worker: could not find destination {callee!r}. "
+                f"The group of '{self.me.name}' has "
+                + ", ".join(f"'{info.name}' (id {info.id})" for info in self.infos())
+                + "."
+            )
+        return member
+
+    def lost_error(self, member: Member, doing: str) -> WorkerLostError:
+        """The error for something that was asked of a member that is gone."""
+        reason = self._gone.get(member.incarnation, "its connection is closed")
+        return WorkerLostError(f"worker '{member.name}' is gone ({reason}): {doing}", member.name, reason)
+
+    def check_present(self, member: Member, doing: str) -> None:
+        """Raise ``WorkerLostError`` if the member is gone."""
+        if member.incarnation not in self._by_incarnation:
+            raise self.lost_error(member, doing)

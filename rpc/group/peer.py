@@ -1,0 +1,213 @@
+"""One other worker, as seen from this one: where its frames go out, and whether it is still there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+from rpc.agent.idle_reader import Standby
+from rpc.errors import WorkerLostError
+from rpc.group.workers import Member
+from rpc.transport import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
+
+if TYPE_CHECKING:
+    from rpc.agent.agent import Agent
+
+__all__ = ["Peer"]
+
+_SLICE_SECONDS: Final = 0.5
+"""A signal right before a wait does not end it: no wait is longer than this."""
+
+
+class Peer:
+    """Sends frames to one worker, connecting when there is something to send.
+
+    ``send`` may be called from any thread, everything else on the loop's thread. Attributes may be read
+    anywhere, and only the methods change them.
+
+    Args:
+        member: the worker.
+        agent: of this worker.
+        connect: called on the sender's thread when the first frame waits for a connection; it must not
+            block, and calling it twice must do no harm.
+        send_queue_bytes: callers of ``send`` wait while more than this waits for the connection.
+        near: it is on this host.
+        stir: called before something is sent, if anything is to be.
+    """
+
+    is_self = False
+    """Whether it is this worker."""
+
+    __slots__ = (
+        "_connect",
+        "_lock",
+        "_near",
+        "_queue_limit",
+        "_requested",
+        "_room",
+        "_stir",
+        "_waiting",
+        "_waiting_bytes",
+        "agent",
+        "connecting",
+        "connection",
+        "incarnation",
+        "lost",
+        "main",
+        "member",
+        "name",
+        "standby",
+    )
+
+    def __init__(
+        self,
+        member: Member,
+        agent: Agent,
+        connect: Callable[[Peer], None],
+        *,
+        send_queue_bytes: int = 64 << 20,
+        near: bool = True,
+        stir: Callable[[], object] | None = None,
+    ) -> None:
+        self.member = member
+        self.name = member.name
+        self.incarnation = member.incarnation
+        self.agent = agent
+        self.main = member.main
+        self.connecting = False
+        """An attempt of ours is under way; read and set on the loop's thread."""
+        self._connect = connect
+        self.connection: Connection | None = None
+        """Once it is established and until the worker is gone."""
+        self.lost: str | None = None
+        """Why the worker is gone; None while it is not."""
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may send
+        self._waiting: list[tuple[list[Any], int]] = []
+        self._waiting_bytes = 0
+        self._queue_limit = send_queue_bytes
+        self._near = near
+        self._room = threading.Condition(self._lock)
+        self._stir = stir
+        self._requested = False
+        self.standby: Standby | None = None
+        """Where idle threads may wait for its requests, while there is a connection."""
+
+    def __repr__(self) -> str:
+        return f"<Peer '{self.member.name}' (id {self.member.id})>"
+
+    @property
+    def connected(self) -> bool:
+        return self.connection is not None
+
+    def lost_error(self, consequence: str = "") -> WorkerLostError:
+        """The error for whatever was asked of this worker and will not happen; a new one each time.
+
+        Args:
+            consequence: what will not happen.
+        """
+        reason = self.lost or "the connection to it was closed"
+        gone = f"worker '{self.name}' (id {self.member.id}) is gone: {reason}"
+        return WorkerLostError(f"{gone}. {consequence}" if consequence else gone, self.name, reason)
+
+    def send(
+        self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
+    ) -> None:
+        """Send one frame, or keep it until there is a connection.
+
+        Args:
+            buffers, size, aliased, wait: see ``Connection.send``.
+
+        Raises:
+            WorkerLostError: the worker is gone.
+            QueueFull: too much is queued for it already.
+        """
+        if self._stir is not None:
+            self._stir()
+        connection = self.connection
+        if connection is None:
+            connection = self._keep(buffers, size, aliased, wait)
+            if connection is None:
+                return
+        try:
+            connection.send(buffers, size, aliased=aliased, wait=wait)
+        except ConnectionClosed:
+            raise self.lost_error() from None
+
+    def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
+        """As ``send``, for a frame in one piece: the way of most calls. See ``Connection.send_small``."""
+        connection = self.connection
+        if connection is None:
+            self.send((frame,), len(frame), wait=wait)
+            return
+        if self._stir is not None:
+            self._stir()
+        try:
+            connection.send_small(frame, wait, gather=gather)
+        except ConnectionClosed:
+            raise self.lost_error() from None
+
+    def flush(self) -> None:
+        """Send what was gathered."""
+        connection = self.connection
+        if connection is not None:
+            connection.flush()
+
+    def _keep(self, buffers: Sequence[Any], size: int, aliased: bool, wait: float) -> Connection | None:
+        """Queue the frame until there is a connection; returns the connection if there is one by now."""
+        pieces = [self._capture(buffer) for buffer in buffers] if aliased else list(buffers)
+        deadline = monotonic() + wait
+        with self._lock:
+            while wait and self._is_full():
+                left = deadline - monotonic()
+                if left <= 0:
+                    raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
+                self._room.wait(min(left, _SLICE_SECONDS))
+            if self.connection is not None:
+                return self.connection
+            if self.lost is not None:
+                raise self.lost_error()
+            self._waiting.append((pieces, size))
+            self._waiting_bytes += size
+            if not self._requested:
+                self._connect(self)
+                self._requested = True
+        return None
+
+    def _is_full(self) -> bool:
+        waits = self.connection is None and self.lost is None
+        return waits and self._waiting_bytes > self._queue_limit
+
+    def _capture(self, buffer: Any) -> Any:
+        """As a transport would, once there is a connection: see ``Connection.send``."""
+        if type(buffer) is bytes:
+            return buffer
+        large = memoryview(buffer).nbytes > CAPTURED_BYTES
+        return buffer if large and not self._near else bytes(buffer)
+
+    def established(self, connection: Connection) -> None:
+        """There is a connection: send what waits for it, in order, before anything else."""
+        with self._lock:
+            self._requested = True
+            for buffers, size in self._waiting:
+                connection.send(buffers, size, wait=False)
+            self._forget_waiting()
+            self.connection = connection
+            if connection.direct is not None:
+                self.standby = Standby(self, connection.direct)
+
+    def gone(self, reason: str) -> Connection | None:
+        """The worker is gone for good; returns the connection, to be closed."""
+        with self._lock:
+            if self.lost is None:
+                self.lost = reason
+            self._forget_waiting()
+            connection, self.connection = self.connection, None
+            self.standby = None
+        return connection
+
+    def _forget_waiting(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self._room.notify_all()

@@ -1,0 +1,1 @@
+"""From ``init_rpc`` to ``shutdown``."""

@@ -1,0 +1,386 @@
+"""The threads that run user code: as many as are needed, never so few that a call waits for ever.
+
+A task goes straight to an idle thread where there is one, and else into a backlog. Up to ``workers``
+threads are started as tasks come. They may all be blocked — in locks, in ``Future.wait``, in calls that
+wait for calls — where nobody can see it, so a monitor looks at the backlog once a tick: if tasks wait and
+none was begun or finished since the last look, it starts more threads, doubling what is above the base
+number each time: calls that nest 200 deep, each waiting for the next, get there in a few ticks. Threads
+above the base number retire when they have been idle for a while. Beyond ``ceiling`` threads, which nesting
+hardly ever needs but thousands of blocking calls take at once, one more is started every few ticks: tasks
+that wait for tasks that wait still get on, however deep they nest.
+
+Waking a thread costs two switches of the interpreter, so at most one thread is being woken at any time;
+when it runs, and tasks still wait, it wakes the next. Quick tasks are thus all done by the first thread
+before the second has the interpreter, slow or blocking ones spread at once. So while there is a backlog,
+some thread that was woken or started is about to look at it, or the monitor ticks.
+
+A thread takes tasks from the backlog without the lock, and keeps account of what it has finished by itself:
+when many quick tasks wait, each costs little more than its call. The lock is taken to go idle, and to wake.
+
+A thread with nothing to do may *stand by* at a ``Station``, which gives it its next task without a hand-over.
+It is idle all the same: where tasks find no other idle thread, and no more are to be started, it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from rpc.runtime.tasks import Station, Task
+
+__all__ = ["Executor", "Station", "Task"]
+
+logger = logging.getLogger(__name__)
+
+_TICK: Final = 0.005
+_IDLE_SECONDS: Final = 10.0
+_TICKS_BEYOND_CEILING: Final = 10
+"""Beyond the ceiling, one thread per so many ticks without progress: 20 a second."""
+
+
+class _Worker:
+    """What the executor knows of one thread.
+
+    Attributes:
+        finished: tasks that the thread has done; nobody else writes it.
+        brought: tasks that it has got at a station; nobody else writes it.
+        station: where it stands by, or will if there is nothing to do after its task.
+        wake: released when an idle thread is to look at the backlog.
+    """
+
+    __slots__ = ("brought", "finished", "station", "thread", "wake")
+
+    def __init__(self, executor: Executor, name: str) -> None:
+        self.finished = 0
+        self.brought = 0
+        self.station: Station | None = None
+        self.wake = threading.Lock()
+        self.wake.acquire()
+        self.thread = threading.Thread(target=executor._run, args=(self,), name=name, daemon=True)
+
+
+class Executor:
+    """Runs tasks on daemon threads. All methods may be called from any thread.
+
+    Args:
+        workers: threads that are started without hesitation; more only when these make no progress.
+        name: prefix of the threads' names.
+        ceiling: beyond this number, threads are added slowly.
+
+    Example::
+
+        executor = Executor(workers=16, name="farcall")
+        executor.submit((print, "on another thread"))
+        executor.stop()
+    """
+
+    def __init__(self, workers: int, name: str, ceiling: int = 512) -> None:
+        if workers < 1:
+            raise ValueError(f"an executor needs at least one thread, not {workers}")
+        self._workers = workers
+        self._ceiling = max(workers, ceiling)
+        self._ticks_beyond = 0
+        self._ceiling_told = False
+        self._name = name
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may submit something
+        self._idle: list[_Worker] = []
+        self._standing_by: list[_Worker] = []
+        self._current = threading.local()
+        self._backlog: deque[Task] = deque()
+        self._threads: dict[threading.Thread, _Worker] = {}
+        self._started = 0
+        self._submitted = 0
+        self._ended = 0
+        """Tasks that were dropped, or done by threads that have retired."""
+        self._waking = False
+        self._stopped = False
+        self._starved = threading.Event()
+        self._on_idle: Callable[[], None] | None = None
+        self._monitor = threading.Thread(target=self._watch, name=f"{name}-monitor", daemon=True)
+        self._monitor.start()
+
+    def submit(self, task: Task) -> bool:
+        """Run one task soon; false after ``stop``, when tasks are dropped."""
+        return self.submit_batch((task,))
+
+    def submit_batch(self, tasks: Sequence[Task]) -> bool:
+        """Run several tasks soon, waking one thread, which wakes others as needed; false after ``stop``."""
+        with self._lock:
+            if self._stopped:
+                return False
+            if not tasks:
+                return True
+            try:
+                self._submitted += len(tasks)
+                self._backlog.extend(tasks)
+                self._wake_another()
+            except BaseException:
+                # Ctrl-C: whether a thread was woken is not known, so the monitor shall look after the tasks.
+                self._waking = False
+                self._starved.set()
+                raise
+        return True
+
+    def stand_by(self, station: Station, *, at_once: bool = True) -> None:
+        """For a task that is about to end: have its thread wait for its next one at a station.
+
+        The place is claimed now if ``at_once``, and given up if there is anything else to do; or else later.
+        """
+        worker: _Worker | None = getattr(self._current, "worker", None)
+        free = not self._backlog and not self._stopped
+        if worker is not None and free and (not at_once or station.claim()):
+            worker.station = station
+
+    def active(self) -> int:
+        """Tasks submitted and not yet finished."""
+        with self._lock:
+            return self._submitted - self._finished()
+
+    def counts(self) -> dict[str, int]:
+        """Threads and tasks right now, for debug information."""
+        with self._lock:
+            return {
+                "threads": len(self._threads),
+                "idle_threads": len(self._idle) + len(self._standing_by),
+                "active_tasks": self._submitted - self._finished(),
+                "queued_tasks": len(self._backlog),
+            }
+
+    def when_idle(self, callback: Callable[[], None] | None) -> None:
+        """Have ``callback`` called, on a worker thread, each time that no task is left."""
+        self._on_idle = callback
+
+    def owns_current_thread(self) -> bool:
+        """Whether the caller runs on one of the executor's threads."""
+        return threading.current_thread() in self._threads
+
+    def drop_backlog(self) -> list[Task]:
+        """Take away the tasks that no thread has begun, and return them."""
+        with self._lock:
+            dropped: list[Task] = []
+            with contextlib.suppress(IndexError):
+                while True:
+                    dropped.append(self._backlog.popleft())
+            self._ended += len(dropped)
+        return dropped
+
+    def stop(self, timeout: float | None = 5.0) -> bool:
+        """Take no more tasks, drop those that wait, and join the threads.
+
+        Args:
+            timeout: seconds to wait for tasks that still run; their threads are daemons and are left
+                behind after that.
+
+        Returns:
+            Whether all threads have ended.
+        """
+        with self._lock:
+            self._stopped = True
+            self.drop_backlog()
+            idle, self._idle = self._idle, []
+            standing_by, self._standing_by = self._standing_by, []
+        for worker in idle:
+            worker.wake.release()
+        for worker in standing_by:
+            worker.wake.release()
+            if worker.station is not None:
+                worker.station.release()
+        self._starved.set()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        current = threading.current_thread()
+        ended = True
+        for thread in [*self._threads, self._monitor]:
+            if thread is current:
+                continue
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            ended = ended and not thread.is_alive()
+        return ended
+
+    def _finished(self) -> int:
+        """With the lock held: tasks done or dropped so far, less those begun that were never submitted."""
+        return self._ended + sum(worker.finished - worker.brought for worker in self._threads.values())
+
+    def _wake_another(self) -> None:
+        """With the lock held and a backlog: let one more thread take from it, or the monitor see to it."""
+        if self._waking:
+            return  # that thread will look at the backlog
+        if self._idle:
+            worker = self._idle[-1]
+            del self._idle[-1]
+            self._waking = True
+            worker.wake.release()
+        elif len(self._threads) < self._workers and self._start_thread():
+            return
+        elif self._standing_by:
+            worker = self._standing_by[-1]
+            del self._standing_by[-1]
+            self._waking = True
+            worker.wake.release()
+            if worker.station is not None:
+                worker.station.release()
+        elif not self._starved.is_set():
+            self._starved.set()
+
+    def _start_thread(self) -> bool:
+        """With the lock held; returns whether the system gave a thread."""
+        worker = _Worker(self, f"{self._name}-{self._started + 1}")
+        self._threads[worker.thread] = worker
+        try:
+            worker.thread.start()
+        except RuntimeError:
+            del self._threads[worker.thread]
+            return False
+        self._started += 1
+        return True
+
+    def _run(self, worker: _Worker) -> None:
+        self._current.worker = worker
+        backlog = self._backlog
+        while True:
+            try:
+                function, argument = backlog.popleft()
+            except IndexError:
+                task = self._task_at_station(worker)
+                if task is None:
+                    if not self._wait(worker):
+                        return
+                    continue
+                function, argument = task
+                del task
+            if worker.station is not None:
+                worker.station.leave()
+                worker.station = None
+            if backlog and not self._waking:
+                self._spread()
+            try:
+                function(argument)
+            except BaseException:
+                # A task answers its caller itself: what escapes is a defect, and must not end the thread.
+                logger.exception("an internal task failed")
+            del function, argument  # an idle thread keeps nothing alive
+            worker.finished += 1
+            if not backlog and self._on_idle is not None:
+                self._tell_if_idle(self._on_idle)
+
+    def _task_at_station(self, worker: _Worker) -> Task | None:
+        """Where the thread is to stand by: wait there for a task, or to be called."""
+        station = worker.station
+        if station is None:
+            return None
+        if not station.claim():
+            worker.station = None
+            return None
+        self._standing_by.append(worker)  # whoever calls it from here on wakes nobody else at the station
+        if self._backlog or self._stopped:
+            task = None
+            station.leave()
+        else:
+            task = station.next_task(self._patience())
+        worker.station = None
+        try:
+            self._standing_by.remove(worker)
+        except ValueError:  # it was called
+            worker.wake.acquire()
+            self._waking = False
+        if task is not None:
+            worker.brought += 1
+        return task
+
+    def _patience(self) -> float | None:
+        """How many seconds a thread may be idle: too many retire."""
+        return _IDLE_SECONDS if len(self._threads) > self._workers else None
+
+    def _spread(self) -> None:
+        """Let another thread take from the backlog, too: the task at hand may take long."""
+        with self._lock:
+            if self._backlog:
+                self._wake_another()
+
+    def _tell_if_idle(self, callback: Callable[[], None]) -> None:
+        if self.active():
+            return
+        try:
+            callback()
+        except Exception:
+            logger.exception("what was to be told that no task is left failed")
+
+    def _wait(self, worker: _Worker) -> bool:
+        """Wait until there may be a task; false when the thread is to end. Too many idle threads retire."""
+        with self._lock:
+            if self._stopped:
+                self._retire(worker)
+                return False
+            if self._backlog:
+                return True
+            self._idle.append(worker)
+        while True:
+            patience = self._patience()
+            if worker.wake.acquire(timeout=-1.0 if patience is None else patience):
+                self._waking = False
+                return True
+            with self._lock:
+                if worker in self._idle and len(self._threads) > self._workers:
+                    self._idle.remove(worker)
+                    self._retire(worker)
+                    return False
+
+    def _retire(self, worker: _Worker) -> None:
+        """With the lock held: the thread ends."""
+        self._ended += worker.finished - worker.brought
+        del self._threads[worker.thread]
+
+    def _watch(self) -> None:
+        """The monitor: sleeps until a task finds no thread, then ticks until there is no backlog."""
+        while True:
+            self._starved.wait()
+            progress = self._progress()
+            warned = False
+            while not self._stopped:
+                time.sleep(_TICK)
+                with self._lock:
+                    if not self._backlog:
+                        self._starved.clear()
+                        break
+                    before, progress = progress, self._progress()
+                if before == progress and not self._grow() and not warned:
+                    warned = True
+                    logger.warning("%d tasks wait, but the system gives no more threads", len(self._backlog))
+            if self._stopped:
+                return
+
+    def _progress(self) -> int:
+        """Grows whenever a task is begun or finished."""
+        with self._lock:
+            return self._submitted - len(self._backlog) + self._finished()
+
+    def _grow(self) -> bool:
+        """Double the threads above the base number; returns false if the system gives none.
+
+        Beyond the ceiling, add one now and then.
+        """
+        grown = False
+        threads = len(self._threads)
+        wanted = min(max(1, threads - self._workers), self._ceiling - threads)
+        if wanted <= 0:
+            self._tell_of_ceiling(threads)
+            self._ticks_beyond += 1
+            if self._ticks_beyond % _TICKS_BEYOND_CEILING:
+                return True
+            wanted = 1
+        for _ in range(wanted):
+            with self._lock:
+                if self._stopped or not self._start_thread():
+                    break
+                grown = True
+        return grown
+
+    def _tell_of_ceiling(self, threads: int) -> None:
+        if not self._ceiling_told:
+            self._ceiling_told = True
+            text = "%d threads are blocked, %d tasks wait: threads are added slowly now (max_worker_threads)"
+            logger.warning(text, threads, len(self._backlog))

@@ -1,0 +1,135 @@
+"""A daemon thread that runs an asyncio loop: uvloop's where it can be had, the standard one elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from rpc.errors import BlockingCallError
+from rpc.runtime.blocking import forbid_blocking
+
+__all__ = ["LoopThread"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class LoopThread:
+    """Runs a loop until stopped. Methods may be called from any other thread.
+
+    Args:
+        name: the thread's name.
+        no_blocking: what ``BlockingCallError`` says to code on this thread that makes a blocking call.
+    """
+
+    def __init__(self, name: str, no_blocking: str) -> None:
+        self.loop = _new_loop()
+        self._no_blocking = no_blocking
+        self._stopping = False
+        self._ended = False
+        self._last_task: asyncio.Task[None] | None = None
+        self._waited_for: set[concurrent.futures.Future[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        forbid_blocking(self._no_blocking)
+        asyncio.set_event_loop(self.loop)
+        try:
+            while not self._stopping:
+                try:
+                    self.loop.run_forever()
+                except (KeyboardInterrupt, SystemExit):
+                    # Asyncio lets these through from any task or callback, but they are about a thread of
+                    # the user's, and others still need this loop.
+                    logger.exception("code on the thread %s wanted to end it", self._thread.name)
+        finally:
+            self.loop.close()
+            self._ended = True
+            for future in list(self._waited_for):
+                future.cancel()
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop's thread."""
+        return threading.current_thread() is self._thread
+
+    def call(self, function: Callable[..., T], *args: object) -> T:
+        """Run a function on the loop's thread and return its result, or raise what it raised."""
+
+        async def run() -> T:
+            return function(*args)
+
+        return self.wait_for(run())
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            TimeoutError: it took more than ``timeout`` seconds; it is cancelled.
+            BlockingCallError: the caller runs on this very loop.
+            RuntimeError: the loop has ended before the coroutine.
+        """
+        if self.is_current():
+            coroutine.close()
+            raise BlockingCallError(self._no_blocking)
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:
+            coroutine.close()
+            raise
+        self._waited_for.add(future)
+        try:
+            if self._ended:
+                future.cancel()
+            return future.result(timeout)
+        except concurrent.futures.CancelledError:
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()
+            raise RuntimeError(f"the thread {self._thread.name} has ended") from None
+        except BaseException:
+            future.cancel()
+            raise
+        finally:
+            self._waited_for.discard(future)
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Cancel what runs on the loop, end the thread, and say whether it has ended."""
+        if not self._thread.is_alive():
+            return True
+
+        with contextlib.suppress(RuntimeError):  # it has just ended
+            self.loop.call_soon_threadsafe(self._begin_to_stop, timeout)
+        if not self.is_current():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _begin_to_stop(self, timeout: float) -> None:
+        if self._last_task is None:
+            self._last_task = self.loop.create_task(self._wind_up(timeout / 2))
+
+    async def _wind_up(self, patience: float) -> None:
+        try:
+            others = asyncio.all_tasks() - {self._last_task}
+            for task in others:
+                task.cancel()
+            if others:
+                await asyncio.wait(others, timeout=patience)
+            await self.loop.shutdown_asyncgens()
+        finally:
+            self._stopping = True
+            self.loop.stop()

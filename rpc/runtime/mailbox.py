@@ -1,0 +1,110 @@
+"""Work that threads leave for the loop, and a count of what they leave under way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from rpc.runtime.executor import Task
+
+__all__ = ["Counter", "Mailbox"]
+
+logger = logging.getLogger(__name__)
+
+_GATHER_SECONDS: Final = 0.005
+
+
+class Mailbox:
+    """Runs functions on the loop's thread soon. Safe to use anywhere, in finalizers too.
+
+    A finalizer may run in the middle of a locked section of ours, on any thread, so nothing here takes a
+    lock: what is deferred goes into a ``SimpleQueue``, and the loop is woken once for all of it.
+
+    Args:
+        loop: the agent's.
+        done: called on the loop's thread each time that the queue has been emptied.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, done: Callable[[], object]) -> None:
+        self._loop = loop
+        self._done = done
+        self._queue: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._woken = False
+        self._timed = False
+        self._closed = False
+
+    def soon(self, function: Callable[[Any], object], argument: Any) -> None:
+        """Run ``function(argument)`` as soon as the loop can."""
+        if self._closed:
+            return
+        try:
+            self._queue.put((function, argument))
+            if not self._woken:
+                self._woken = True
+                self.call(self._run)
+        except BaseException:  # Ctrl-C: whether the loop was woken is not known
+            self._woken = False
+            self.call(self._run)
+            raise
+
+    def gathered(self, function: Callable[[Any], object], argument: Any) -> None:
+        """As ``soon``, for what is in no hurry: it is done together with what follows in the next moments."""
+        if self._closed:
+            return
+        try:
+            self._queue.put((function, argument))
+            if not self._timed:
+                self._timed = True
+                self.call(self._loop.call_later, _GATHER_SECONDS, self._run)
+        except BaseException:  # Ctrl-C: whether the timer is set is not known
+            self._timed = False
+            self.call(self._run)
+            raise
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        """``call_soon_threadsafe``, and nothing once the loop has ended."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self._closed:
+                raise
+
+    def pending(self) -> bool:
+        """Whether anything waits."""
+        return not self._queue.empty()
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._closed = True
+
+    def _run(self) -> None:
+        self._woken = self._timed = False
+        while not self._queue.empty():
+            function, argument = self._queue.get_nowait()
+            try:
+                function(argument)
+            except Exception:
+                logger.exception("a deferred action failed")
+        self._done()
+
+
+class Counter:
+    """How many things are under way, begun and ended on several threads."""
+
+    __slots__ = ("_lock", "value")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may begin or end something
+        self.value = 0
+
+    def begin(self) -> None:
+        with self._lock:
+            self.value += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self.value -= 1

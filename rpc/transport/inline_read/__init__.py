@@ -1,0 +1,1 @@
+"""Threads that read the connection that they wait for."""

@@ -1,0 +1,1 @@
+"""The wire format, without I/O: frames, their decoder, and large messages in chunks."""

@@ -1,0 +1,27 @@
+"""Gradients are exact: random programs over real workers, beside the same in one process.
+
+``make test`` runs a few; ``python -m tests.fuzz.autograd.programs`` runs a thousand, or as many as one likes.
+"""
+
+from __future__ import annotations
+
+from tests.fuzz.autograd.programs import outcomes
+from tests.fuzz.autograd.session import QUICK_SEEDS
+from tests.support.workers import RunWorkers
+
+AT_ONCE = range(60, 100)
+
+
+def test_programs_at_once_do_not_disturb_each_other(run_workers: RunWorkers) -> None:
+    done = list(outcomes(run_workers, AT_ONCE, at_once=4))
+    problems = [problem for outcome in done for problem in outcome.problems]
+    assert not problems, "\n".join(problems)
+    assert len(done) == len(AT_ONCE)
+
+
+def test_random_programs_match_the_same_in_one_process(run_workers: RunWorkers) -> None:
+    done = list(outcomes(run_workers, QUICK_SEEDS))
+    problems = [problem for outcome in done for problem in outcome.problems]
+    assert not problems, "\n".join(problems)
+    assert sorted(outcome.seed for outcome in done) == list(QUICK_SEEDS)
+    assert sum(outcome.arrivals for outcome in done) > 100

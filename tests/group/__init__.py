@@ -1,0 +1,1 @@
+"""Tests of real workers, each in a process of its own."""

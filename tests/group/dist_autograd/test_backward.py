@@ -1,0 +1,291 @@
+"""Gradients through calls: of each way to call, and of each shape that a spread graph can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dist_autograd
+import rpc
+from dist_autograd.contexts import Context
+from dist_autograd.installation import autograd
+from dist_autograd.passes import Pass
+from rpc.errors import AutogradError
+from tests.support.serving import first_of
+from tests.support.workers import RunWorkers, Worker
+
+OTHER = "worker1"
+
+
+class Scale(torch.nn.Module):
+    """A module with a parameter, to live on another worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def gradient(self, context_id: int) -> Tensor | None:
+        return dist_autograd.get_gradients(context_id).get(self.factor)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
+def several(a: Tensor) -> dict[str, Any]:
+    return {"twice": a * 2, "index": a.argmax(), "nested": [a.exp(), "text"]}
+
+
+def pass_on(worker: str, function: Callable[..., Any], *args: Any) -> Any:
+    return rpc.rpc_sync(worker, function, args=args)
+
+
+def there_and_back(a: Tensor, depth: int) -> Tensor:
+    if depth == 0:
+        return a * a
+    to = f"worker{1 - rpc.get_worker_info().id}"
+    returned: Tensor = rpc.rpc_sync(to, there_and_back, args=(a * 1.5, depth - 1))
+    return returned + a
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+
+
+def check(run: Callable[..., Tensor], local: Callable[..., Tensor]) -> None:
+    """The gradients of two leaves are those of the same computation done here."""
+    a, b = leaves()
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [run(a, b)])
+        found = dist_autograd.get_gradients(context_id)
+    wanted = torch.autograd.grad(local(a, b), (a, b), allow_unused=True)
+    pairs: list[tuple[Tensor, Tensor | None]] = list(zip((a, b), wanted, strict=True))
+    assert set(found) == {x for x, gradient in pairs if gradient is not None}
+    for x, gradient in pairs:
+        if gradient is not None:
+            torch.testing.assert_close(found[x], gradient)
+    assert a.grad is None
+    assert b.grad is None
+
+
+def call_each_way(_: Worker) -> None:
+    scale = rpc.remote(OTHER, Scale)
+    calls: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda a, b: rpc.rpc_sync(OTHER, multiply, (a, b)),
+        lambda a, b: rpc.rpc_sync(OTHER, torch.mul, (a,), {"other": b}),
+        lambda a, b: rpc.rpc_async(OTHER, multiply, (a, b)).wait(),
+        lambda a, b: rpc.remote(OTHER, multiply, (a, b)).to_here(),
+        lambda a, b: rpc.rpc_sync("worker0", multiply, (a, b)),
+        lambda a, b: rpc.remote("worker0", multiply, (a, b)).to_here(),
+        lambda a, b: rpc.rpc_sync(OTHER, pass_on, (OTHER, multiply, a, b)),
+        lambda a, b: scale.rpc_sync().forward(a) * b / 2,
+        lambda a, b: scale.rpc_async().forward(a).wait() * b / 2,
+        lambda a, b: scale.remote().forward(a).to_here() * b / 2,
+    ]
+    for call in calls:
+        check(lambda a, b, call=call: call(a * 2, b).sum(), lambda a, b: (a * 2 * b).sum())
+
+
+def test_gradients_go_through_every_kind_of_call(run_workers: RunWorkers) -> None:
+    first_of(run_workers, call_each_way)
+
+
+def use_a_module(_: Worker) -> None:
+    x = torch.randn(3, requires_grad=True)
+    scale = rpc.remote(OTHER, Scale)
+    with dist_autograd.context() as context_id:
+        loss = (scale.rpc_sync().forward(x) + scale.rpc_sync().forward(x * 3)).sum()
+        dist_autograd.backward(context_id, [loss])
+        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], torch.full((3,), 8.0))
+        torch.testing.assert_close(scale.rpc_sync().gradient(context_id), (4 * x).detach())
+
+
+def test_parameters_get_their_gradients_where_they_live(run_workers: RunWorkers) -> None:
+    first_of(run_workers, use_a_module)
+
+
+def leave_outputs_unused(_: Worker) -> None:
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        unused = rpc.rpc_sync(OTHER, multiply, (a, b))
+        results = rpc.rpc_sync(OTHER, several, (a,))
+        assert unused.requires_grad
+        assert not results["index"].requires_grad
+        return torch.as_tensor(results["nested"][0].sum())
+
+    check(run, lambda a, b: a.exp().sum())
+
+
+def test_unused_outputs_cost_nothing_and_hinder_nobody(run_workers: RunWorkers) -> None:
+    first_of(run_workers, leave_outputs_unused)
+
+
+@pytest.mark.parametrize("depth", [1, 6])
+def test_gradients_go_there_and_back(run_workers: RunWorkers, depth: int) -> None:
+    def local(a: Tensor, left: int) -> Tensor:
+        return a * a if left == 0 else local(a * 1.5, left - 1) + a
+
+    def play(_: Worker) -> None:
+        check(lambda a, b: (there_and_back(a, depth) * b).sum(), lambda a, b: (local(a, depth) * b).sum())
+
+    first_of(run_workers, play)
+
+
+def use_three_workers(_: Worker) -> None:
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        there: Tensor = rpc.rpc_sync("worker1", pass_on, ("worker2", multiply, a, b))
+        also: Tensor = rpc.rpc_sync("worker2", pass_on, ("worker0", multiply, there, a))
+        return (there + also + a).sum()
+
+    check(run, lambda a, b: (a * b + a * b * a + a).sum())
+
+
+def test_a_tensor_may_be_used_here_and_on_several_workers(run_workers: RunWorkers) -> None:
+    first_of(run_workers, use_three_workers, world_size=3)
+
+
+def run_twice(_: Worker) -> None:
+    a, b = leaves()
+    with dist_autograd.context() as context_id:
+        product = rpc.rpc_sync(OTHER, multiply, (a, b))
+        loss = product.sum()
+        dist_autograd.backward(context_id, [loss, product[0]], retain_graph=True)
+        dist_autograd.backward(context_id, [loss])
+        found = dist_autograd.get_gradients(context_id)
+        torch.testing.assert_close(found[a], b.detach() * torch.tensor([3.0, 2.0, 2.0]))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            dist_autograd.backward(context_id, [loss])
+
+
+def test_gradients_of_several_roots_and_backwards_add_up(run_workers: RunWorkers) -> None:
+    first_of(run_workers, run_twice)
+
+
+def begin_at_a_reference(_: Worker) -> None:
+    a, b = leaves()
+    with dist_autograd.context() as context_id:
+        product = rpc.remote(OTHER, multiply, (a, b))
+        rpc.remote(OTHER, sum_of, (product,)).backward(context_id)
+        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[a], b.detach())
+
+
+def sum_of(rref: rpc.RRef[Tensor]) -> Tensor:
+    return rref.to_here().sum()
+
+
+def test_a_backward_may_begin_at_a_reference(run_workers: RunWorkers) -> None:
+    first_of(run_workers, begin_at_a_reference)
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def call_under_no_grad(_: Worker) -> None:
+    a, b = leaves()
+    calls: list[Callable[..., Any]] = [
+        lambda function, *args: rpc.rpc_sync(OTHER, function, args),
+        lambda function, *args: rpc.rpc_async(OTHER, function, args).wait(),
+        lambda function, *args: rpc.remote(OTHER, function, args).to_here(),
+    ]
+    with dist_autograd.context() as context_id:
+        scale = rpc.remote(OTHER, Scale)
+        for call in calls:
+            with torch.no_grad():
+                assert call(requires_grad, a * 2) is False
+                product = call(multiply, a, b)
+                scaled = scale.rpc_sync().forward(a)
+            assert not product.requires_grad
+            assert not scaled.requires_grad
+        assert rpc.rpc_sync(OTHER, dist_autograd.has_context, (context_id,))
+
+
+def test_calls_under_no_grad_are_without_history(run_workers: RunWorkers) -> None:
+    first_of(run_workers, call_under_no_grad)
+
+
+def hold_gradients(_: Worker) -> None:
+    a, b = leaves()
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync(OTHER, multiply, (a, b)).sum() + a.sum()
+        dist_autograd.backward(context_id, [loss], retain_graph=True)
+        held = dist_autograd.get_gradients(context_id)
+        before = {x: gradient.clone() for x, gradient in held.items()}
+        dist_autograd.backward(context_id, [loss])
+        for x, gradient in dist_autograd.get_gradients(context_id).items():
+            torch.testing.assert_close(gradient, 2 * before[x])
+            torch.testing.assert_close(held[x], before[x])
+
+
+def test_gradients_that_were_got_do_not_change_any_more(run_workers: RunWorkers) -> None:
+    first_of(run_workers, hold_gradients)
+
+
+def sum_of_both(a: Tensor, b: Tensor) -> Tensor:
+    return (a + b).sum()
+
+
+def change_gradients_in_place(_: Worker) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(1000, dtype=dtype, requires_grad=True) for _ in range(2))
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [rpc.rpc_sync(OTHER, sum_of_both, (a, b))])
+            found = dist_autograd.get_gradients(context_id)
+            found[a].mul_(2)
+            torch.testing.assert_close(found[a], torch.full_like(a, 2.0))
+            torch.testing.assert_close(found[b], torch.ones_like(b))
+
+
+def test_each_gradient_of_leaves_that_were_sent_can_be_changed_alone(run_workers: RunWorkers) -> None:
+    first_of(run_workers, change_gradients_in_place)
+
+
+def twice(a: Tensor) -> Tensor:
+    return a * 2
+
+
+def thrice(a: Tensor) -> Tensor:
+    return a * 3
+
+
+def send_large_gradients_first(_: Worker, elements: int) -> None:
+    x = torch.ones(elements, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        few, many = rpc.rpc_sync(OTHER, thrice, args=(x[:2],)), rpc.rpc_sync(OTHER, twice, args=(x,))
+        dist_autograd.backward(context_id, [(few * 2).sum() + (many * 3).sum()])
+        gradient = dist_autograd.get_gradients(context_id)[x]
+    assert gradient[:3].tolist() == [12.0, 12.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"transports": ["tcp"], "shared_memory_bytes": 0}], ids=["near", "far"]
+)
+@pytest.mark.parametrize("elements", [1_000, 20_000, 3_000_000])
+def test_gradients_may_overtake_larger_ones_of_the_same_worker(
+    run_workers: RunWorkers, elements: int, options: dict[str, Any]
+) -> None:
+    first_of(run_workers, send_large_gradients_first, elements, **options)
+
+
+def leave_as_it_begins(_: Worker) -> None:
+    contexts, backwards = autograd().contexts, autograd().backwards
+    new_pass = backwards._new_pass
+
+    def leave_and_make(key: Any, context: Context, *rest: Any) -> Pass:
+        contexts.release(context)
+        return new_pass(key, context, *rest)
+
+    backwards._new_pass = leave_and_make  # type: ignore[assignment]
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id, pytest.raises(AutogradError, match="was left during its"):
+        dist_autograd.backward(context_id, [(x * 2).sum()])
+
+
+def test_a_backward_whose_context_is_left_as_it_begins_ends(run_workers: RunWorkers) -> None:
+    first_of(run_workers, leave_as_it_begins, world_size=1)

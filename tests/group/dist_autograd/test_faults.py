@@ -1,0 +1,313 @@
+"""What can go wrong in a context or a backward: bad input, errors on any worker, deaths, and what is left."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dist_autograd
+import rpc
+from rpc.errors import AutogradError, BackwardError, NotInitializedError, WorkerLostError
+from tests.fuzz.autograd.guarded import apply_guarded
+from tests.support.serving import WAIT_SECONDS, first_of, in_group, open_gate, serve
+from tests.support.workers import RunWorkers, Task, Worker, current_worker
+
+OTHER = "worker1"
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise LookupError("no gradient today")
+
+
+apply_failing: Callable[[Tensor], Tensor] = Failing.apply
+
+
+def guarded(x: Tensor) -> Tensor:
+    return apply_guarded(x)
+
+
+def failing(x: Tensor) -> Tensor:
+    return apply_failing(x)
+
+
+def through(worker: str, function: Any, x: Tensor) -> Any:
+    return rpc.rpc_sync(worker, function, args=(x,))
+
+
+def die(x: Tensor) -> Tensor:
+    """The worker dies in the backward of this."""
+    result: Any = x * 1
+    result.register_hook(lambda _: current_worker().die())
+    return torch.as_tensor(result)
+
+
+def counts() -> dict[str, int]:
+    return dist_autograd.debug_info()
+
+
+def wait_until_nothing_is_left(worker: str) -> None:
+    """Waits until a worker knows no context and takes part in no backward."""
+    for _ in range(2000):
+        if not any(rpc.rpc_sync(worker, counts).values()):
+            return
+    raise AssertionError(f"left on {worker}: {rpc.rpc_sync(worker, counts)}")
+
+
+# ---- bad input
+
+
+def give_bad_input(_: Worker) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(AutogradError, match="Could not find autograd context with id: 7 on worker 'worker0'"):
+        dist_autograd.backward(7, [x.sum()])
+    with pytest.raises(AutogradError, match="Could not find autograd context"):
+        dist_autograd.get_gradients(7)
+    with dist_autograd.context() as context_id:
+        assert dist_autograd.has_context(context_id)
+        for roots, text in (
+            ([], "No tensors provided"),
+            ([x.detach().sum()], "requires_grad not set on root 0"),
+            ([x.sum(), x * 2], "root 1, of shape .3,., is not a scalar"),
+            ([torch.ones(1, requires_grad=True)], "does not have a valid gradient function"),
+        ):
+            with pytest.raises(AutogradError, match=text):
+                dist_autograd.backward(context_id, roots)
+        for wrong in (None, x.sum(), ["text"]):
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                dist_autograd.backward(context_id, wrong)  # type: ignore[arg-type]
+        with pytest.raises(AutogradError, match="Already have an autograd context id for this thread"):
+            dist_autograd.context().__enter__()
+    assert not dist_autograd.has_context(context_id)
+    with pytest.raises(AutogradError, match=f"Could not find autograd context with id: {context_id}"):
+        dist_autograd.backward(context_id, [x.sum()])
+
+
+def test_bad_input_is_refused_with_what_to_do(run_workers: RunWorkers) -> None:
+    first_of(run_workers, give_bad_input, world_size=1)
+
+
+def test_there_is_no_context_without_an_agent() -> None:
+    with pytest.raises(NotInitializedError), dist_autograd.context():
+        pass
+
+
+def use_a_tensor_of_another_context(_: Worker) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as first:
+        y = rpc.rpc_sync(OTHER, torch.mul, args=(x, 2))
+    with dist_autograd.context() as second:
+        with pytest.raises(AutogradError, match=f"received from worker 'worker1' in context {first}"):
+            dist_autograd.backward(second, [y.sum()])
+        with pytest.raises(AutogradError, match=r"goes on at worker 'worker1'.*dist_autograd.backward"):
+            y.sum().backward()
+
+
+def test_a_graph_of_another_context_or_a_local_backward_is_refused(run_workers: RunWorkers) -> None:
+    first_of(run_workers, use_a_tensor_of_another_context)
+
+
+# ---- errors
+
+
+def fail_at(worker: str, x: Tensor) -> Any:
+    if worker == "worker0":
+        return rpc.rpc_sync(OTHER, torch.mul, args=(failing(x), 2))
+    return rpc.rpc_sync(OTHER, through, args=("worker2", failing, x))
+
+
+def fail_in_backward(_: Worker) -> None:
+    x = torch.ones(3, requires_grad=True)
+    for worker in ("worker0", "worker2"):
+        with dist_autograd.context() as context_id:
+            loss = fail_at(worker, x).sum()
+            with pytest.raises(BackwardError, match=f"no gradient today.*\n.*worker '{worker}'") as caught:
+                dist_autograd.backward(context_id, [loss])
+            assert caught.value.worker == worker
+            cause = caught.value.__cause__
+            assert isinstance(cause, LookupError)
+            if worker != "worker0":
+                assert "in backward" in "".join(traceback.format_exception(cause))  # the remote traceback
+            again = rpc.rpc_sync(OTHER, torch.mul, args=(x, 3))
+            dist_autograd.backward(context_id, [again.sum()])
+            torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], torch.full((3,), 3.0))
+    for worker in ("worker0", "worker1", "worker2"):
+        wait_until_nothing_is_left(worker)
+
+
+def test_an_error_on_any_worker_is_raised_at_the_root_and_names_it(run_workers: RunWorkers) -> None:
+    first_of(run_workers, fail_in_backward, world_size=3)
+
+
+# ---- deaths
+
+
+def lose_a_worker(worker: Worker) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync(OTHER, through, args=("worker2", die, x)).sum()
+        with pytest.raises(WorkerLostError, match="worker2"):
+            dist_autograd.backward(context_id, [loss])
+    wait_until_nothing_is_left("worker0")
+    wait_until_nothing_is_left(OTHER)
+    worker.report("seen")
+
+
+def test_a_death_during_backward_ends_it_and_frees_the_living(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([_leaving(lose_a_worker), _leaving(wait_for_end), _leaving(wait_for_end)], 3)
+    workers[0].wait_for("seen")
+    workers[1].tell("end")
+    workers[0].result()
+    workers[1].result()
+
+
+def wait_for_end(worker: Worker) -> None:
+    worker.wait_for("end")
+
+
+def _leaving(task: Any) -> Any:
+    """``task`` in the group, which is left at once."""
+
+    def run(worker: Worker) -> None:
+        from rpc.options import AgentOptions
+
+        options = AgentOptions(init_method=worker.init_method)
+        rpc.init_rpc(worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options)
+        try:
+            task(worker)
+        finally:
+            rpc.shutdown(graceful=False)
+
+    return run
+
+
+def make_a_context_and_die(worker: Worker) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with dist_autograd.context():
+        rpc.rpc_sync(OTHER, through, args=("worker2", torch.exp, x))
+        worker.die()
+
+
+def know_no_context_once_its_maker_is_dead(worker: Worker) -> None:
+    worker.wait_for("dead")
+    while any(counts().values()):  # the time limit of the test ends it
+        rpc.rpc_sync(worker.name, counts)
+
+
+def test_contexts_of_a_dead_worker_are_released_everywhere(run_workers: RunWorkers) -> None:
+    others = [_leaving(know_no_context_once_its_maker_is_dead)] * 2
+    workers = run_workers.start([_leaving(make_a_context_and_die), *others], 3)
+    workers[0].result()
+    for worker in (workers[1], workers[2]):
+        worker.tell("dead")
+        worker.result()
+
+
+# ---- many at once
+
+
+def run_three_at_once(worker: Worker) -> None:
+    """Three contexts, whose backwards are all at the gate of the other worker before one may end."""
+    results: dict[int, Tensor] = {}
+
+    def train(number: int) -> None:
+        x = torch.full((3,), float(number), requires_grad=True)
+        with dist_autograd.context() as context_id:
+            loss = (rpc.rpc_sync(OTHER, guarded, args=(x * x,)) * number).sum()
+            dist_autograd.backward(context_id, [loss])
+            results[number] = dist_autograd.get_gradients(context_id)[x]
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    worker.wait_for("open")
+    assert rpc.rpc_sync(OTHER, counts)["num_current_backward_passes"] == 3
+    rpc.rpc_sync(OTHER, open_gate, args=("backward",))
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    for number in (1, 2, 3):
+        torch.testing.assert_close(results[number], torch.full((3,), 2.0 * number * number))
+
+
+def test_three_backwards_of_different_contexts_run_side_by_side(run_workers: RunWorkers) -> None:
+    tasks: list[Task] = [in_group(run_three_at_once), functools.partial(serve, num_worker_threads=1)]
+    workers = run_workers.start(tasks, 2)
+    for _ in range(3):
+        workers[1].wait_for("at the gate")
+    workers[0].tell("open")
+    workers.results()
+
+
+def run_two_in_one_context(_: Worker) -> None:
+    x = torch.arange(1.0, 4.0, requires_grad=True)
+    for _round in range(10):
+        with dist_autograd.context() as context_id:
+            shared = rpc.rpc_sync(OTHER, torch.mul, args=(x, x))
+            losses = [shared.sum(), (shared * 2).sum()]
+            threads = [
+                threading.Thread(target=dist_autograd.backward, args=(context_id, [loss], True))
+                for loss in losses
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(WAIT_SECONDS)
+            torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], 6 * x.detach())
+
+
+def test_two_backwards_at_once_in_one_context_add_up(run_workers: RunWorkers) -> None:
+    first_of(run_workers, run_two_in_one_context)
+
+
+def leave_during_backward(worker: Worker) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync(OTHER, guarded, args=(x,)).sum()
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                dist_autograd.backward(context_id, [loss])
+            except AutogradError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        worker.wait_for("leave")
+    thread.join(WAIT_SECONDS)
+    assert "was left during its backward" in str(errors[0])
+    rpc.rpc_sync(OTHER, open_gate, args=("backward",))
+    wait_until_nothing_is_left(OTHER)
+
+
+def test_leaving_a_context_ends_its_backwards(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([in_group(leave_during_backward), serve], 2)
+    workers[1].wait_for("at the gate")
+    workers[0].tell("leave")
+    workers.results()
+
+
+def make_many_contexts(_: Worker) -> None:
+    x = torch.ones(3, requires_grad=True)
+    for _round in range(300):
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync(OTHER, torch.mul, args=(x, 2)).sum()
+            dist_autograd.backward(context_id, [loss])
+    wait_until_nothing_is_left(OTHER)
+    assert counts() == {"num_autograd_contexts": 0, "num_current_backward_passes": 0}
+
+
+def test_nothing_is_left_of_many_contexts(run_workers: RunWorkers) -> None:
+    first_of(run_workers, make_many_contexts)

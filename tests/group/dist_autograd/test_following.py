@@ -1,0 +1,189 @@
+"""The context goes wherever calls made inside it go; answers are recorded in the context of their call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dist_autograd
+import rpc
+from rpc.errors import AutogradError, ProtocolError
+from rpc.group.peer import Peer
+from rpc.runtime.current import current_agent
+from rref.requests import FETCH, fetch
+from tests.support.serving import WAIT_SECONDS, first_of, open_gate, wait_at_gate
+from tests.support.workers import RunWorkers, Worker
+
+OTHER = "worker1"
+
+
+def known_context() -> int | None:
+    try:
+        return dist_autograd.current_context().id
+    except AutogradError:
+        return None
+
+
+@rpc.functions.async_execution
+def answer_on_another_thread(x: Tensor) -> torch.futures.Future[Tensor]:
+    """The future is completed by a thread that is in no context, or in one of its own."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def complete() -> None:
+        with dist_autograd.context():
+            future.set_result(x * x)
+
+    threading.Thread(target=complete).start()
+    return future
+
+
+@rpc.functions.async_execution
+def answer_by_chain(x: Tensor, to: str) -> torch.futures.Future[Tensor]:
+    """A callback makes a call of its own, in the context of the first."""
+    return rpc.rpc_async(to, torch.mul, args=(x, x)).then(
+        lambda future: rpc.rpc_sync(to, torch.mul, args=(future.value(), 3)) / 3
+    )
+
+
+async def answer_by_coroutine(x: Tensor, to: str) -> Tensor:
+    product: Tensor = await rpc.rpc_async(to, torch.mul, args=(x, x))
+    return product
+
+
+async def contexts_seen(to: str) -> list[int | None]:
+    return [known_context(), await rpc.rpc_async(to, known_context), known_context()]
+
+
+def nested(to: str, function: Callable[..., Any], *args: Any) -> Any:
+    return rpc.rpc_sync(to, function, args=args)
+
+
+def answer_in_each_way(_: Worker) -> None:
+    x = torch.arange(1.0, 4.0, requires_grad=True)
+    calls: list[tuple[Any, ...]] = [
+        (answer_on_another_thread, (x,)),
+        (answer_by_chain, (x, "worker2")),
+        (answer_by_chain, (x, "worker0")),
+        (answer_by_coroutine, (x, "worker2")),
+        (nested, ("worker2", answer_by_coroutine, x, "worker0")),
+    ]
+    for function, args in calls:
+        for call in (rpc.rpc_sync, lambda *given: rpc.remote(*given).to_here()):
+            with dist_autograd.context() as context_id:
+                loss = call(OTHER, function, args).sum()
+                dist_autograd.backward(context_id, [loss])
+                torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], 2 * x.detach())
+
+
+def test_answers_are_recorded_in_the_context_of_their_call(run_workers: RunWorkers) -> None:
+    first_of(run_workers, answer_in_each_way, world_size=3)
+
+
+def look_for_contexts(_: Worker) -> None:
+    assert known_context() is None
+    assert rpc.rpc_sync(OTHER, known_context) is None
+    with dist_autograd.context() as context_id:
+        assert known_context() == context_id
+        assert rpc.rpc_sync(OTHER, known_context) == context_id
+        assert rpc.rpc_sync("worker0", known_context) == context_id
+        assert rpc.rpc_sync(OTHER, nested, args=("worker2", known_context)) == context_id
+        assert rpc.rpc_sync(OTHER, contexts_seen, args=("worker2",)) == [context_id] * 3
+        assert rpc.remote(OTHER, known_context).to_here() == context_id
+        with torch.no_grad():
+            assert rpc.rpc_sync(OTHER, known_context) == context_id
+    assert known_context() is None
+    assert rpc.rpc_sync(OTHER, known_context) is None
+
+
+def test_the_context_follows_calls_and_ends_with_its_block(run_workers: RunWorkers) -> None:
+    first_of(run_workers, look_for_contexts, world_size=3)
+
+
+def complete_elsewhere(_: Worker) -> None:
+    """Answers are read by threads in another context, and by threads in none."""
+    x = torch.arange(1.0, 4.0, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        future = rpc.rpc_async(OTHER, torch.mul, args=(x, x))
+        products: list[Tensor] = []
+
+        def read() -> None:
+            with dist_autograd.context():
+                products.append(future.wait())
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join(WAIT_SECONDS)
+        dist_autograd.backward(context_id, [products[0].sum()])
+        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], 2 * x.detach())
+
+
+def test_a_reply_belongs_to_the_context_of_its_call_whoever_reads_it(run_workers: RunWorkers) -> None:
+    first_of(run_workers, complete_elsewhere)
+
+
+def fetch_where_no_call_has_come(_: Worker) -> None:
+    rref = rpc.remote(OTHER, torch.ones, args=(3,), kwargs={"requires_grad": True})
+    rref.to_here()
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [(rref.to_here() * 5).sum()])
+        gradients = list(rpc.rpc_sync(OTHER, dist_autograd.get_gradients, args=(context_id,)).values())
+        torch.testing.assert_close(gradients, [torch.full((3,), 5.0)])
+
+
+def test_what_is_fetched_belongs_to_the_graph(run_workers: RunWorkers) -> None:
+    first_of(run_workers, fetch_where_no_call_has_come)
+
+
+class Refusing:
+    """An interceptor whose callee's end does not admit what its caller's end attaches."""
+
+    key = "refused"
+
+    def outgoing(self, to: Peer) -> Any:
+        return 7
+
+    def incoming(self, value: Any, source: Peer) -> AbstractContextManager[Any]:
+        raise ValueError("it is refused")
+
+
+def refuse() -> None:
+    current_agent().interceptors.append(Refusing())
+
+
+def call_refusing_worker(_: Worker) -> list[int | None]:
+    rpc.rpc_sync(OTHER, refuse)
+    refuse()
+    with dist_autograd.context():
+        for _times in range(3):
+            with pytest.raises(ValueError, match="it is refused"):
+                rpc.rpc_sync(OTHER, known_context)
+    current_agent().interceptors.clear()
+    return [rpc.rpc_sync(OTHER, known_context) for _ in range(3)]
+
+
+def test_call_that_an_interceptor_refuses_leaves_no_context_behind(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, call_refusing_worker) == [None] * 3
+
+
+def fetch_with_bad_context(_: Worker) -> list[int]:
+    """Two fetch an object that is still being made, one of whom says nonsense about its context."""
+    made = rpc.remote(OTHER, wait_at_gate, args=("making", [1, 2]))
+    bad = fetch(made._rref)
+    bad.header["context"] = "nonsense"
+    agent = current_agent()
+    call = agent.caller.request(made._owner, FETCH, bad, WAIT_SECONDS, "a fetch")
+    rpc.rpc_sync(OTHER, open_gate, args=("making",))
+    with pytest.raises(ProtocolError, match="says badly what it is recorded as"):
+        call.result()
+    found: list[int] = made.to_here(timeout=WAIT_SECONDS)
+    return found
+
+
+def test_fetch_with_a_bad_context_fails_alone(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, fetch_with_bad_context) == [1, 2]

@@ -1,0 +1,78 @@
+"""Contexts come and go by the thousand, from several threads: nothing of them stays on any worker."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import dist_autograd
+import rpc
+from tests.fuzz.autograd.distribution import leftovers
+from tests.support.serving import first_of
+from tests.support.workers import RunWorkers, Worker
+
+OTHER = "worker1"
+SIDE = 88
+CONTEXTS = 600
+"""Each records three tensors of 62 KB on either side: 110 MB in all, if nothing were freed."""
+
+_factor = torch.full((SIDE, SIDE), 2.0, dtype=torch.float64, requires_grad=True)
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * _factor
+
+
+def train(count: int, backward: bool = True) -> None:
+    x = torch.full((SIDE, SIDE), 3.0, dtype=torch.float64, requires_grad=True)
+    for _ in range(count):
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync(OTHER, scaled, args=(x * 1,)).sum()
+            if backward:
+                dist_autograd.backward(context_id, [loss])
+                assert dist_autograd.get_gradients(context_id)[x][0, 0] == 2
+
+
+def megabytes() -> float:
+    """What this process has in memory."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def growth(train_more: int, **options: bool) -> list[float]:
+    """By how many megabytes both workers grow."""
+    train(150, **options)
+    before = [megabytes(), rpc.rpc_sync(OTHER, megabytes)]
+    train(train_more, **options)
+    assert leftovers(range(2)) == []
+    after = [megabytes(), rpc.rpc_sync(OTHER, megabytes)]
+    return [late - early for late, early in zip(after, before, strict=True)]
+
+
+def test_memory_stays_where_it_is(run_workers: RunWorkers) -> None:
+    def first(_: Worker) -> list[float]:
+        return growth(CONTEXTS)
+
+    assert max(first_of(run_workers, first)) < 16
+
+
+def test_memory_stays_where_it_is_without_a_backward(run_workers: RunWorkers) -> None:
+    def first(_: Worker) -> list[float]:
+        return growth(CONTEXTS, backward=False)
+
+    assert max(first_of(run_workers, first)) < 16
+
+
+def test_threads_have_contexts_of_their_own(run_workers: RunWorkers) -> None:
+    def first(_: Worker) -> None:
+        with ThreadPoolExecutor(8) as threads:
+            for done in [threads.submit(train, 30) for _ in range(8)]:
+                done.result()
+        assert leftovers(range(2)) == []
+
+    first_of(run_workers, first)

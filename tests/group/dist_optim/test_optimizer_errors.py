@@ -1,0 +1,142 @@
+"""``DistributedOptimizer``: what goes wrong names the worker where it did, and what was done elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+import dist_autograd
+import rpc
+from dist_optim import DistributedOptimizer
+from rpc.errors import AutogradError, RRefError, WorkerLostError
+from tests.group.dist_optim.models import PLACES, Spread, batches, look_at_grad
+from tests.support.serving import first_of, in_group, open_gate, serve, wait_at_gate
+from tests.support.workers import RunWorkers, Worker
+
+
+class FailsToBegin(optim.SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        raise ArithmeticError("no beginning")
+
+
+class FailsOnWorker1(optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if rpc.get_worker_info().name == "worker1":
+            raise ArithmeticError("no step here")
+        super().step(closure)
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(error.__notes__)
+
+
+def fail_remotely(_: Worker) -> None:
+    model = Spread(*PLACES)
+    with pytest.raises(ArithmeticError, match="no beginning") as caught:
+        DistributedOptimizer(FailsToBegin, model.references())
+    assert "making a FailsToBegin failed on worker 'worker1': ArithmeticError" in notes_of(caught.value)
+    assert "Traceback on worker 'worker" in notes_of(caught.value)
+
+    optimizer = DistributedOptimizer(FailsOnWorker1, model.references(), lr=0.1)
+    before = model.values()
+    with pytest.raises(ArithmeticError, match="no step here") as caught:
+        model.train(optimizer, batches(1))
+    assert "step failed on worker 'worker1': ArithmeticError: no step here" in notes_of(caught.value)
+    assert "step was done on 'worker2'" in notes_of(caught.value)
+    assert "in step" in notes_of(caught.value)
+    changed = [not torch.equal(one, other) for one, other in zip(before, model.values(), strict=True)]
+    assert changed == [False, False, True, True, False, False]
+    first = model.remote[0].get_module_rref()
+    assert rpc.rpc_sync("worker1", look_at_grad, args=(first,)) == [None, None]
+
+
+def test_an_error_on_an_owner_is_raised_here_and_names_the_worker(run_workers: RunWorkers) -> None:
+    first_of(run_workers, fail_remotely, world_size=3)
+
+
+def fail_on_the_only_owner(_: Worker) -> None:
+    weight = rpc.remote("worker1", torch.ones, args=(2,))
+    optimizer = DistributedOptimizer(FailsOnWorker1, [weight], lr=0.1)
+    with (
+        dist_autograd.context() as context_id,
+        pytest.raises(ArithmeticError, match="no step here") as caught,
+    ):
+        optimizer.step(context_id)
+    assert "step failed on worker 'worker1': ArithmeticError: no step here" in notes_of(caught.value)
+    assert "in step" in notes_of(caught.value)
+
+
+def test_an_error_on_the_only_owner_names_the_worker_too(run_workers: RunWorkers) -> None:
+    first_of(run_workers, fail_on_the_only_owner)
+
+
+def give_badly(_: Worker) -> None:
+    tensor = rpc.remote("worker1", torch.ones, args=(2,))
+    text = rpc.remote("worker1", str, args=("hello",))
+    bad: list[tuple[Any, type[Exception], str]] = [
+        ([], ValueError, "got an empty list of parameters"),
+        ([tensor, torch.ones(2)], TypeError, r"params_rref\[1\] is a Tensor, not a reference: .* rpc\.RRef"),
+        ([tensor, text], TypeError, r"params_rref\[1\] refers to a str on worker 'worker1'"),
+        ([rpc.remote("worker1", [].pop)], IndexError, "pop from empty list"),
+        (tensor, TypeError, r"one reference, .*, not a list of them: pass \[params_rref\]"),
+    ]
+    for references, kind, message in bad:
+        with pytest.raises(kind, match=message):
+            DistributedOptimizer(optim.SGD, references, lr=0.1)
+    with pytest.raises(TypeError, match="each step of LBFGS needs a closure"):
+        DistributedOptimizer(optim.LBFGS, [tensor])
+    optimizer = DistributedOptimizer(optim.SGD, [tensor], lr=0.1)
+    over = -1
+    with dist_autograd.context() as context_id:
+        over = context_id
+    attempts: list[Callable[[int], Any]] = [
+        optimizer.step,
+        lambda unknown: optimizer.clip_grad_norm_(unknown, 1.0),
+    ]
+    for attempt in attempts:
+        for unknown in (over, 12345):
+            with pytest.raises(AutogradError, match=f"autograd context with id: {unknown}"):
+                attempt(unknown)
+
+
+def test_wrong_arguments_are_refused_with_what_is_wrong(run_workers: RunWorkers) -> None:
+    first_of(run_workers, give_badly)
+
+
+class Held(optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        wait_at_gate()
+
+
+def step_with_a_lost_owner(worker: Worker) -> None:
+    model = Spread(*PLACES)
+    optimizer = DistributedOptimizer(Held, model.references())
+    references = model.references()
+    with pytest.raises(WorkerLostError, match="'worker2'") as caught:
+        model.train(optimizer, batches(1))
+    worker.report("raised")
+    assert "step failed on worker 'worker2'" in notes_of(caught.value)
+    assert "step is under way on 'worker1'" in notes_of(caught.value)
+    attempts: list[Callable[[], Any]] = [
+        lambda: DistributedOptimizer(optim.SGD, references),
+        optimizer.state_dict,
+        lambda: optimizer.lr_scheduler(optim.lr_scheduler.StepLR, 1),
+    ]
+    rpc.rpc_sync("worker1", open_gate)
+    for attempt in attempts:
+        with pytest.raises((WorkerLostError, RRefError), match="'worker2'"):
+            attempt()
+
+
+def test_an_owner_that_dies_fails_the_step_at_once_and_is_named(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([in_group(step_with_a_lost_owner), serve, serve])
+    workers[1].wait_for("at the gate")
+    workers[2].wait_for("at the gate")
+    workers[2].kill()
+    workers[0].wait_for("raised")  # though worker1 is still at the gate
+    workers.results()

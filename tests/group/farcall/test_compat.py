@@ -1,0 +1,231 @@
+"""``farcall.compat``: ``torch.distributed.rpc`` means farcall, and can be given back."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import dist_optim
+import rref
+from tests.support.workers import RunWorkers, Worker
+
+
+def torch_rpc() -> Any:
+    """What a program gets that imports it now; typed as anything, since it is not what PyTorch declares."""
+    import torch.distributed.rpc
+
+    return torch.distributed.rpc
+
+
+def modules_mean_ours(worker: Worker) -> None:
+    import rpc as ours
+    from farcall import compat
+
+    before = {name for name in sys.modules if name.startswith("torch.distributed.rpc")}
+    data_parallel: Any = torch.nn.parallel.distributed
+    compat.install()
+    compat.install()
+
+    rpc = torch_rpc()
+    from torch.distributed.rpc.api import _all_gather, _use_rpc_pickler, _wait_all
+    from torch.distributed.rpc.functions import async_execution
+    from torch.distributed.rpc.internal import PythonUDF, RPCExecMode, _internal_rpc_pickler
+
+    assert rpc is sys.modules["torch.distributed.rpc"]
+    assert (rpc.RRef, rpc.rpc_async, rpc.init_rpc) == (ours.RRef, ours.rpc_async, ours.init_rpc)
+    assert (rpc.api._all_gather, rpc.api._wait_all) == (_all_gather, _wait_all)
+    assert rpc.functions.async_execution is async_execution
+    assert all((_use_rpc_pickler, PythonUDF, RPCExecMode, _internal_rpc_pickler))
+    assert importlib.import_module("torch.distributed.rpc.options") is rpc.options
+    assert "torch.distributed.rpc._utils" not in sys.modules
+    assert data_parallel.RRef is ours.RRef
+
+    compat.uninstall()
+    assert {name for name in sys.modules if name.startswith("torch.distributed.rpc")} == before
+    assert torch_rpc() is not rpc
+    assert data_parallel.RRef is not ours.RRef
+    assert torch.futures.wait_all.__module__ == "torch.futures"
+    compat.uninstall()
+
+
+def test_modules_mean_ours_until_it_is_uninstalled(run_workers: RunWorkers) -> None:
+    run_workers(modules_mean_ours, 1)
+
+
+@pytest.mark.parametrize("imported_before", [True, False])
+@pytest.mark.parametrize(
+    ("package", "module", "name", "ours"),
+    [
+        ("torch.distributed.nn", ".api.remote_module", "RemoteModule", rref.RemoteModule),
+        ("torch.distributed.optim", ".optimizer", "DistributedOptimizer", dist_optim.DistributedOptimizer),
+    ],
+    ids=["RemoteModule", "DistributedOptimizer"],
+)
+def test_what_other_packages_show_means_ours(
+    run_workers: RunWorkers, imported_before: bool, package: str, module: str, name: str, ours: type
+) -> None:
+    def look(_: Worker) -> None:
+        from farcall import compat
+
+        before = getattr(importlib.import_module(package), name) if imported_before else None
+        compat.install()
+        shown = getattr(importlib.import_module(package), name)
+        assert issubclass(shown, ours)
+        assert getattr(importlib.import_module(package + module), name) is shown
+        compat.uninstall()
+        after = getattr(importlib.import_module(package), name)
+        assert after.__module__ == package + module
+        assert before in (None, after)
+
+    run_workers(look, 1)
+
+
+def works_without_torchs(worker: Worker) -> None:
+    """As with a PyTorch that has dropped its RPC."""
+    for name in list(sys.modules):
+        if name.startswith("torch.distributed.rpc"):
+            del sys.modules[name]
+    del torch.distributed.rpc
+    from farcall import compat
+
+    compat.install()
+    rpc = torch_rpc()
+
+    assert rpc.__name__ == "farcall.compat.torch_rpc"
+    compat.uninstall()
+    assert "torch.distributed.rpc" not in sys.modules
+    assert not hasattr(torch.distributed, "rpc")
+
+
+def test_pytorch_need_not_have_imported_its_own(run_workers: RunWorkers) -> None:
+    run_workers(works_without_torchs, 1)
+
+
+def unknown_names(worker: Worker) -> None:
+    from farcall import compat
+
+    compat.install()
+    rpc = torch_rpc()
+
+    with pytest.raises(
+        AttributeError, match=r"no counterpart of torch\.distributed\.rpc\._invoke_rpc_builtin"
+    ):
+        rpc._invoke_rpc_builtin  # noqa: B018
+    with pytest.raises(ImportError):
+        importlib.import_module("torch.distributed.rpc._utils")
+
+
+def test_what_has_no_counterpart_is_named(run_workers: RunWorkers) -> None:
+    run_workers(unknown_names, 1)
+
+
+def refuses_beside_a_running_agent(worker: Worker) -> None:
+    from farcall import compat
+
+    sys.modules["torch.distributed.rpc"]._is_current_rpc_agent_set = lambda: True  # type: ignore[attr-defined]
+    with pytest.raises(compat.CompatError, match="is running in this process"):
+        compat.install()
+    assert not compat.is_installed()
+
+
+def test_install_refuses_beside_a_running_agent_of_pytorchs(run_workers: RunWorkers) -> None:
+    run_workers(refuses_beside_a_running_agent, 1)
+
+
+def refuses_to_leave_a_running_agent(worker: Worker) -> None:
+    from farcall import compat
+
+    compat.install()
+    with worker.group(), pytest.raises(compat.CompatError, match="shutdown"):
+        compat.uninstall()
+    compat.uninstall()
+
+
+def test_uninstall_refuses_while_an_agent_runs(run_workers: RunWorkers) -> None:
+    run_workers(refuses_to_leave_a_running_agent, 1)
+
+
+def warns_of_early_importers(worker: Worker) -> None:
+    from farcall import compat
+
+    early = ModuleType("users_program")
+    early.rpc_sync = torch.distributed.rpc.rpc_sync  # type: ignore[attr-defined]
+    sys.modules["users_program"] = early
+    with pytest.warns(UserWarning, match="users_program"):
+        compat.install()
+
+
+def test_modules_that_imported_it_before_are_named(run_workers: RunWorkers) -> None:
+    run_workers(warns_of_early_importers, 1)
+
+
+def does_not_warn(worker: Worker) -> None:
+    import torch.distributed.nn  # noqa: F401  brings generated modules along, which hold PyTorch's own RPC
+
+    from farcall import compat
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.install()
+
+
+def test_nobody_is_named_without_need(run_workers: RunWorkers) -> None:
+    run_workers(does_not_warn, 1)
+
+
+def first_error_ends_the_wait(worker: Worker) -> None:
+    import rpc
+    from farcall import compat
+
+    compat.install()
+    blocked: rpc.Future[int] = rpc.Future()
+    failing: rpc.Future[int] = rpc.Future()
+    collected = torch.futures.collect_all([blocked, failing])
+    assert not collected.done()
+    failing.set_exception(ValueError("no"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no"):
+        torch.futures.wait_all([blocked, failing])
+    with pytest.raises(ValueError, match="no"):
+        collected.wait()
+    blocked.set_result(1)
+
+    done: list[torch.futures.Future[int]] = [rpc.Future(), torch.futures.Future()]
+    collected = torch.futures.collect_all(done)
+    for number, future in enumerate(done):
+        future.set_result(number)
+    assert [future.wait() for future in collected.wait()] == torch.futures.wait_all(done) == [0, 1]
+
+
+def test_wait_all_and_collect_all_end_with_the_first_error(run_workers: RunWorkers) -> None:
+    run_workers(first_error_ends_the_wait, 1)
+
+
+def calls_through_torchs_names(worker: Worker) -> list[object]:
+    from farcall import compat
+
+    compat.install()
+    rpc = torch_rpc()
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=worker.init_method)
+    rpc.init_rpc(worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options)
+    other = f"worker{1 - worker.rank}"
+    results = [
+        rpc.rpc_sync(other, max, args=(1, 2)),
+        rpc.remote(other, min, args=(1, 2)).to_here(),
+        rpc.api._all_gather(worker.rank),
+    ]
+    rpc.api._barrier([worker.name, other])
+    assert rpc._is_current_rpc_agent_set()
+    assert rpc._get_debug_info().keys() > rpc._rref_context_get_debug_info().keys()
+    rpc.shutdown()
+    return results
+
+
+def test_a_program_written_for_pytorch_runs(run_workers: RunWorkers) -> None:
+    assert run_workers(calls_through_torchs_names, 2) == [[2, 1, {"worker0": 0, "worker1": 1}]] * 2

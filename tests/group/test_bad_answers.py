@@ -1,0 +1,239 @@
+"""Answers with bad content: results that cannot be sent, exceptions that cannot be raised as themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import threading
+import traceback
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import BlockingCallError, RemoteError, RpcError, SerializationError
+from tests.support.refusals import refused
+from tests.support.serving import first_of
+from tests.support.workers import RunWorkers, Worker
+
+
+def my_name() -> str:
+    return rpc.get_worker_info().name
+
+
+# ---- results that cannot be sent
+
+
+def make_locked() -> Any:
+    return {"locks": [1, threading.Lock()]}
+
+
+async def make_locked_slowly() -> Any:
+    return make_locked()
+
+
+@rpc.functions.async_execution
+def promise_locked() -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(make_locked())
+    return future
+
+
+class Maker:
+    def make(self) -> Any:
+        return threading.Lock()
+
+
+def ask_for_the_unsendable(_: Worker) -> None:
+    inside = r"because of \['locks'\]\[1\] in it, of type _thread.lock: cannot pickle '_thread.lock' object"
+    for function, name in (
+        (make_locked, f" of {__name__}.make_locked"),
+        (make_locked_slowly, ""),
+        (promise_locked, ""),
+    ):
+        text = f"^cannot send the result{name}, of type dict, to worker 'worker0', {inside}$"
+        for to in ("worker0", "worker1"):
+            refused(SerializationError, text, rpc.rpc_sync, to, function)
+            refused(SerializationError, text, rpc.rpc_async(to, function).wait)
+    maker = rpc.remote("worker1", Maker)
+    result = f"result of {__name__}.Maker.make, of type _thread.lock, to worker 'worker0': cannot pickle"
+    refused(SerializationError, f"^cannot send the {result}", maker.rpc_sync().make)
+    lock = maker.remote().make()
+    refused(
+        SerializationError, "^cannot send the object, of type _thread.lock, to worker 'worker0'", lock.to_here
+    )
+    assert lock.rpc_sync().acquire() is True  # it is there all the same
+
+
+def test_a_result_that_cannot_be_sent_is_named_and_stays(run_workers: RunWorkers) -> None:
+    first_of(run_workers, ask_for_the_unsendable)
+
+
+# ---- exceptions that cannot be raised as themselves
+
+
+class OddInit(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__("odd")
+
+
+class OddText(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+class OddPickle(Exception):
+    def __reduce__(self) -> Any:
+        raise SystemExit("no pickle")
+
+
+class OddUnpickling(Exception):
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+class OddState(Exception):
+    def __setstate__(self, state: Any) -> None:
+        raise SystemExit("no state")
+
+
+class OddAttribute(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.kept = 7
+        self.lock = threading.Lock()
+
+
+class OddNotes(Exception):
+    __notes__ = None  # type: ignore[assignment]  # which is what is odd
+
+
+def raise_odd(name: str) -> None:
+    if name == "OddInit":
+        raise OddInit(1, 2)
+    error = globals()[name]("what happened")
+    error.attribute = 1
+    raise error
+
+
+def raise_unknown() -> None:
+    module = sys.modules["only_there"] = types.ModuleType("only_there")
+    exec("class Unknown(ValueError): pass", module.__dict__)
+    raise module.Unknown("what happened")
+
+
+async def raise_odd_slowly(name: str) -> None:
+    raise_odd(name)
+
+
+@rpc.functions.async_execution
+def promise_odd(name: str) -> torch.futures.Future[Any]:
+    return rpc.rpc_async("worker1", my_name).then(lambda _: raise_odd(name))
+
+
+def catch_odd(_: Worker) -> None:
+    for function in (raise_odd, raise_odd_slowly):
+        for name, why in {
+            "OddInit": r"TypeError: OddInit.__init__\(\) missing 1 required",
+            "OddPickle": "",
+            "OddUnpickling": "ValueError: invalid literal for int",
+            "OddState": "SystemExit: no state",
+        }.items():
+            with pytest.raises(RemoteError) as caught:
+                rpc.rpc_sync("worker1", function, args=(name,))
+            lines = str(caught.value).splitlines()
+            assert lines[0].startswith(
+                f"Original exception on remote side was {__name__}.{name}, raised by worker 'worker1': "
+            )
+            assert len(lines) == (2 if why else 1)
+            if why:
+                assert re.match(f"It cannot be raised as itself here: {why}", lines[1])
+            assert caught.value.remote_type == f"{__name__}.{name}"
+            assert "in raise_odd" in caught.value.remote_traceback
+            printed = "".join(traceback.format_exception(caught.value))
+            assert printed.count("Traceback on worker 'worker1':") == 1
+            assert printed.count("in raise_odd\n") == 1
+        with pytest.raises(OddText):
+            rpc.rpc_sync("worker1", function, args=("OddText",))
+        with pytest.raises(OddAttribute, match="what happened") as kept:
+            rpc.rpc_sync("worker1", function, args=("OddAttribute",))
+        assert kept.value.kept == 7
+        assert "attribute 'lock' is missing: cannot send attribute 'lock'" in kept.value.__notes__[0]
+        with pytest.raises((OddNotes, RemoteError), match="what happened"):
+            rpc.rpc_sync("worker1", function, args=("OddNotes",))
+    with pytest.raises(
+        RemoteError, match=r"only_there.Unknown, .* 'worker1': what happened\n.*no module named"
+    ):
+        rpc.rpc_sync("worker1", raise_unknown)
+    with pytest.raises(RuntimeError, match="OddState: what happened"):
+        rpc.rpc_sync("worker1", promise_odd, args=("OddState",))
+
+
+def test_an_exception_that_cannot_be_raised_as_itself_still_tells_all(run_workers: RunWorkers) -> None:
+    first_of(run_workers, catch_odd)
+
+
+def end_thread(kind: str) -> None:
+    raise {"SystemExit": SystemExit(3), "KeyboardInterrupt": KeyboardInterrupt()}[kind]
+
+
+async def end_thread_slowly(kind: str) -> None:
+    end_thread(kind)
+
+
+async def end_thread_in_task(kind: str) -> str:
+    task = asyncio.create_task(end_thread_slowly(kind))
+    await asyncio.wait([task])
+    return type(task.exception()).__name__
+
+
+@rpc.functions.async_execution
+def end_thread_in_callback(kind: str) -> torch.futures.Future[Any]:
+    return rpc.rpc_async("worker1", my_name).then(lambda _: end_thread(kind))
+
+
+async def still_alive() -> str:
+    return "alive"
+
+
+def have_threads_ended(_: Worker) -> None:
+    for kind in ("SystemExit", "KeyboardInterrupt"):
+        for function in (end_thread, end_thread_slowly):
+            for to in ("worker0", "worker1"):
+                with pytest.raises(RemoteError, match=f"was {kind}, raised by worker '{to}'"):
+                    rpc.rpc_sync(to, function, args=(kind,))
+        assert rpc.rpc_sync("worker1", end_thread_in_task, args=(kind,)) == kind
+        with pytest.raises(RuntimeError, match=kind):
+            rpc.rpc_sync("worker1", end_thread_in_callback, args=(kind,))
+        with pytest.raises(RemoteError, match=kind):
+            rpc.remote("worker1", end_thread, args=(kind,)).to_here()
+        assert rpc.rpc_sync("worker1", still_alive) == "alive"
+        assert rpc.rpc_sync("worker1", my_name) == "worker1"
+
+
+def test_a_callee_cannot_end_its_worker_nor_its_caller(run_workers: RunWorkers) -> None:
+    first_of(run_workers, have_threads_ended)
+
+
+@rpc.functions.async_execution
+def promise_nothing() -> Any:
+    return 3
+
+
+async def block() -> Any:
+    return rpc.rpc_sync("worker0", my_name)
+
+
+def break_rules(_: Worker) -> None:
+    said = (
+        "must return a torch.futures.Future object, but promise_nothing on worker 'worker1' returned an int"
+    )
+    refused(RpcError, said, rpc.rpc_sync, "worker1", promise_nothing)
+    refused(BlockingCallError, r"use 'await rpc_async\(...\)'", rpc.rpc_sync, "worker1", block)
+
+
+def test_callees_that_break_the_rules_are_told_how_to_keep_them(run_workers: RunWorkers) -> None:
+    first_of(run_workers, break_rules)

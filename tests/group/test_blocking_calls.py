@@ -1,0 +1,183 @@
+"""Functions and callbacks that wait for other calls, however many and wherever they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import BlockingCallError
+from tests.support.serving import first_of, in_group, open_gate, wait_at_gate
+from tests.support.workers import RunWorkers, Worker
+
+Futures = list[torch.futures.Future[Any]]
+
+
+def add(x: int, y: int) -> int:
+    return x + y
+
+
+# ---- callbacks
+
+
+def call_in_callbacks(_: Worker) -> list[int]:
+    """Completed by whom: by an executor thread, by the one that waits, or done before."""
+
+    def ask_again(done: torch.futures.Future[int]) -> int:
+        return int(rpc.rpc_sync("worker1", add, args=(done.wait(), 10)))
+
+    def ask_through_another(done: torch.futures.Future[int]) -> int:
+        return rpc.rpc_async("worker1", add, args=(done.wait(), 20)).then(ask_again).wait()
+
+    unattended = (
+        rpc.rpc_async("worker1", wait_at_gate, args=("unattended", 1)).then(ask_again).then(ask_again)
+    )
+    rpc.rpc_sync("worker1", open_gate, args=("unattended",))
+    values = [unattended.wait()]
+    attended = rpc.rpc_async("worker1", wait_at_gate, args=("attended", 1))
+    chained = attended.then(ask_through_another)
+    rpc.rpc_async("worker1", open_gate, args=("attended",))
+    values += [attended.wait(), chained.wait(), attended.then(ask_through_another).wait()]
+    return values
+
+
+def test_callbacks_may_make_blocking_calls(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, call_in_callbacks) == [21, 1, 31, 31]
+
+
+def call_in_collected_callbacks(_: Worker) -> int:
+    def total(done: torch.futures.Future[Futures]) -> int:
+        return sum(rpc.rpc_sync("worker1", add, args=(each.wait(), 1)) for each in done.wait())
+
+    collected = []
+    for _round in range(20):
+        calls: Futures = [rpc.rpc_async("worker1", add, args=(number, 0)) for number in range(5)]
+        collected.append(torch.futures.collect_all(calls).then(total))
+    return sum(each.wait() for each in collected)
+
+
+def test_callbacks_of_collect_all_may_make_blocking_calls(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, call_in_collected_callbacks, num_worker_threads=1) == 20 * (10 + 5)
+
+
+def call_in_done_callbacks(_: Worker) -> int:
+    answers: list[int] = []
+    done = rpc.Future[None]()
+
+    def ask_again(future: torch.futures.Future[int]) -> None:
+        answers.append(rpc.rpc_sync("worker1", add, args=(future.value(), 1)))
+        if len(answers) == 10:
+            done.set_result(None)
+
+    for number in range(10):
+        rpc.rpc_async("worker1", add, args=(number, 0)).add_done_callback(ask_again)
+    done.wait()
+    return sum(answers)
+
+
+def test_done_callbacks_may_make_blocking_calls(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, call_in_done_callbacks) == sum(range(10)) + 10
+
+
+# ---- functions
+
+
+def other() -> str:
+    return f"worker{1 - rpc.get_worker_info().id}"
+
+
+def wait_for_value(depth: int) -> int:
+    return depth and 1 + int(rpc.rpc_sync(other(), wait_for_value, args=(depth - 1,)))
+
+
+def collect_value(depth: int) -> int:
+    """Waits where the agent cannot see it: in PyTorch's own C++."""
+    if depth == 0:
+        return 0
+    calls: Futures = [rpc.rpc_async(other(), collect_value, args=(depth - 1,))]
+    return 1 + int(torch.futures.collect_all(calls).wait()[0].value())
+
+
+def fetch_value(depth: int) -> int:
+    return depth and 1 + int(rpc.remote(other(), fetch_value, args=(depth - 1,)).to_here())
+
+
+@pytest.mark.parametrize("recurse", [wait_for_value, collect_value, fetch_value], ids=lambda f: f.__name__)
+def test_recursion_between_two_workers_ends_soon(
+    run_workers: RunWorkers, recurse: Callable[[int], int]
+) -> None:
+    """Depth 200, so that 100 functions wait on each of two workers with 16 threads."""
+
+    def measure(_: Worker) -> tuple[int, float]:
+        recurse(2)
+        before = time.perf_counter()
+        return recurse(200), time.perf_counter() - before
+
+    depth, seconds = first_of(run_workers, measure)
+    assert depth == 200
+    assert seconds < 2.0
+
+
+def fan_out(depth: int) -> int:
+    """A binary tree of calls between all workers."""
+    if depth == 0:
+        return 1
+    infos = rpc.get_worker_infos()
+    here = rpc.get_worker_info().id
+    callees = [infos[(here + step) % len(infos)] for step in (1, 2)]
+    calls: Futures = [rpc.rpc_async(callee, fan_out, args=(depth - 1,)) for callee in callees]
+    return sum(torch.futures.wait_all(calls))
+
+
+def test_a_tree_of_waiting_calls_is_computed(run_workers: RunWorkers) -> None:
+    assert run_workers(in_group(lambda _: fan_out(7), num_worker_threads=2), 3) == [2**7] * 3
+
+
+# ---- coroutines
+
+BLOCKING: dict[str, Callable[[], Any]] = {
+    "rpc_sync": lambda: rpc.rpc_sync("worker0", add, args=(1, 2)),
+    "wait": lambda: rpc.rpc_async("worker0", wait_at_gate).wait(),
+    "to_here": lambda: rpc.remote("worker0", wait_at_gate).to_here(),
+    "local_value": lambda: rpc.remote("worker1", wait_at_gate).local_value(),
+    "proxy": lambda: rpc.remote("worker0", list).rpc_sync().copy(),
+    "barrier": rpc.barrier,
+}
+
+
+async def block(how: str) -> str:
+    before = await rpc.rpc_async("worker0", add, args=(1, 2))
+    with pytest.raises(BlockingCallError, match=r"'await rpc_async\(\.\.\.\)'") as caught:
+        BLOCKING[how]()
+    after = await rpc.rpc_async("worker0", add, args=(1, 2))
+    return f"{type(caught.value).__name__} {before} {after}"
+
+
+async def block_in_wait_all() -> None:
+    with rpc.wait_all():
+        rpc.rpc_async("worker0", wait_at_gate)
+
+
+@pytest.mark.parametrize("how", BLOCKING)
+def test_a_blocking_call_in_a_coroutine_is_refused(run_workers: RunWorkers, how: str) -> None:
+    def ask(_: Worker) -> str:
+        answer: str = rpc.rpc_sync("worker1", block, args=(how,))
+        for rank in (0, 1):
+            rpc.rpc_sync(rank, open_gate)
+        return answer
+
+    assert first_of(run_workers, ask) == "BlockingCallError 3 3"
+
+
+def test_wait_all_in_a_coroutine_is_refused(run_workers: RunWorkers) -> None:
+    def ask(_: Worker) -> str:
+        with pytest.raises(BlockingCallError, match=r"'await rpc_async\(\.\.\.\)'") as caught:
+            rpc.rpc_sync("worker1", block_in_wait_all)
+        rpc.rpc_sync("worker0", open_gate)
+        return type(caught.value).__name__
+
+    assert first_of(run_workers, ask) == "BlockingCallError"

@@ -1,0 +1,316 @@
+"""``rpc_sync`` and ``rpc_async``: whom they call, with what, and the four ways in which a call ends."""
+
+from __future__ import annotations
+
+import re
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import RpcError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from tests.support.serving import first_of, in_group, open_gate, serve, wait_at_gate
+from tests.support.workers import RunWorkers, Worker
+
+# ---- whom
+
+
+def my_name() -> str:
+    return rpc.get_worker_info().name
+
+
+def call_by_name_rank_and_info(_: Worker) -> list[str]:
+    return [rpc.rpc_sync(to, my_name) for to in ("worker1", 1, rpc.get_worker_info("worker1"))]
+
+
+def test_a_callee_is_named_by_name_rank_or_info(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, call_by_name_rank_and_info) == ["worker1"] * 3
+
+
+def everybody_calls_everybody(worker: Worker) -> list[str]:
+    return [rpc.rpc_sync(rank, my_name) for rank in range(worker.world_size)]
+
+
+def test_every_worker_calls_every_other_and_itself(run_workers: RunWorkers) -> None:
+    names = [f"worker{rank}" for rank in range(3)]
+    assert run_workers(in_group(everybody_calls_everybody), 3) == [names] * 3
+
+
+# ---- with what
+
+
+def describe(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
+
+
+def test_positional_and_keyword_arguments_arrive(run_workers: RunWorkers) -> None:
+    value = first_of(
+        run_workers,
+        lambda _: rpc.rpc_sync("worker1", describe, args=(1, "two"), kwargs={"three": [3], "four": None}),
+    )
+    assert value == ((1, "two"), {"three": [3], "four": None})
+
+
+def fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    return tensor.fill_(value)
+
+
+def change_argument_after_the_call(worker: Worker) -> list[float]:
+    sums = []
+    for to in ("worker0", "worker1"):
+        tensor = torch.ones(1000)
+        returned = rpc.rpc_async(to, fill, args=(tensor, 3.0))
+        unchanged = float(tensor.sum())
+        future = rpc.rpc_async(to, torch.sum, args=(tensor,))
+        tensor.zero_()  # too late to be seen
+        sums += [unchanged, float(returned.wait().sum()), float(future.wait())]
+    return sums
+
+
+def test_arguments_are_captured_and_belong_to_the_callee(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, change_argument_after_the_call) == [1000.0, 3000.0, 1000.0] * 2
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def echo_sizes(_: Worker) -> list[bool]:
+    equal = []
+    for elements in (0, 1, 1 << 10, 1 << 16, (1 << 22) + 1):
+        tensor = torch.arange(elements, dtype=torch.float32)
+        equal.append(torch.equal(rpc.rpc_sync("worker1", echo, args=(tensor,)), tensor))
+    return equal
+
+
+def test_tensors_of_any_size_come_back_equal(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, echo_sizes) == [True] * 5
+
+
+# ---- many at once
+
+
+def thousand_in_flight(_: Worker) -> list[int]:
+    futures = [rpc.rpc_async("worker1", echo, args=(number,)) for number in range(1000)]
+    return [future.wait() for future in futures]
+
+
+def test_a_thousand_calls_in_flight_each_get_their_own_answer(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, thousand_in_flight) == list(range(1000))
+
+
+def call_from_many_threads(worker: Worker) -> int:
+    def caller(number: int) -> bool:
+        tensor = torch.full((100,), float(number))
+        return all(
+            torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(tensor,)), -tensor) for _ in range(20)
+        )
+
+    with ThreadPoolExecutor(24) as threads:
+        return sum(threads.map(caller, range(24)))
+
+
+def test_many_threads_call_at_once(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, call_from_many_threads) == 24
+
+
+def visit(route: list[str]) -> list[str]:
+    """Calls itself on the next worker of the route, before the others."""
+    here = my_name()
+    if not route:
+        return [here]
+    visited: list[str] = rpc.rpc_sync(route[0], visit, args=(route[1:],))
+    return [here, *visited]
+
+
+def test_calls_make_calls(run_workers: RunWorkers) -> None:
+    route = ["worker1", "worker2", "worker0", "worker2", "worker1", "worker1"]
+    assert first_of(run_workers, lambda _: visit(route), world_size=3) == ["worker0", *route]
+
+
+# ---- how it ends: an exception
+
+
+class Overdrawn(Exception):
+    def __init__(self, account: str, missing: int) -> None:
+        super().__init__(account, missing)
+        self.account = account
+        self.missing = missing
+
+
+def withdraw(account: str) -> None:
+    raise Overdrawn(account, 7)
+
+
+def catch_remote_error(_: Worker) -> list[tuple[str, int, str]]:
+    caught = []
+    future = rpc.rpc_async("worker1", withdraw, args=("mine",))
+    waits: list[Callable[[], Any]] = [
+        lambda: rpc.rpc_sync("worker1", withdraw, args=("mine",)),
+        future.wait,
+        future.value,
+    ]
+    for wait in waits:
+        with pytest.raises(Overdrawn) as raised:
+            wait()
+        error = raised.value
+        caught.append((error.account, error.missing, "".join(traceback.format_exception(error))))
+    return caught
+
+
+def test_an_exception_arrives_as_itself_with_the_remote_traceback(run_workers: RunWorkers) -> None:
+    caught = first_of(run_workers, catch_remote_error)
+    assert [(account, missing) for account, missing, _ in caught] == [("mine", 7)] * 3
+    for _, _, text in caught:
+        assert "in withdraw" in text
+        assert "worker1" in text
+
+
+def exit_the_callee() -> None:
+    raise SystemExit(3)
+
+
+def call_what_exits(_: Worker) -> str:
+    try:
+        rpc.rpc_sync("worker1", exit_the_callee)
+    except Exception as error:
+        return f"{error}, and {rpc.rpc_sync('worker1', my_name)} goes on"
+    return "nothing was raised"
+
+
+def test_a_callee_that_exits_ends_its_call_only(run_workers: RunWorkers) -> None:
+    assert re.search("SystemExit.*worker1 goes on", first_of(run_workers, call_what_exits), re.DOTALL)
+
+
+# ---- how it ends: a timeout
+
+
+def time_out(_: Worker) -> list[str]:
+    ended = []
+    calls: list[Callable[[], Any]] = [
+        lambda: rpc.rpc_sync("worker1", wait_at_gate, timeout=0.05),
+        lambda: rpc.rpc_async("worker1", wait_at_gate, timeout=0.05).wait(),
+    ]
+    for wait in calls:
+        with pytest.raises(
+            RpcTimeoutError, match=r"timeout of 50 ms: wait_at_gate on worker 'worker1'"
+        ) as caught:
+            wait()
+        assert isinstance(caught.value, TimeoutError)
+        ended.append(rpc.rpc_sync("worker1", my_name))
+    rpc.rpc_sync("worker1", open_gate)
+    return ended
+
+
+def test_a_call_that_takes_too_long_times_out_and_says_what_was_asked(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, time_out) == ["worker1"] * 2
+
+
+def time_out_by_default(_: Worker) -> tuple[float, str]:
+    rpc.set_rpc_timeout(0.05)
+    with pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync("worker1", wait_at_gate)
+    held = rpc.rpc_async("worker1", wait_at_gate, args=("", "unhurried"), timeout=0)
+    with pytest.raises(RpcTimeoutError):  # by now the default has passed for the other call too
+        rpc.rpc_sync("worker1", wait_at_gate)
+    timeout = rpc.get_rpc_timeout()
+    rpc.rpc_async("worker1", open_gate, timeout=0).wait()
+    return timeout, held.wait()
+
+
+def test_the_default_timeout_can_be_set_and_zero_means_none(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, time_out_by_default) == (0.05, "unhurried")
+
+
+def time_out_unwatched(_: Worker) -> str:
+    done = threading.Event()
+    future = rpc.rpc_async("worker1", wait_at_gate, timeout=0.05)
+    future.add_done_callback(lambda _: done.set())
+    assert done.wait(20)
+    rpc.rpc_sync("worker1", open_gate)
+    with pytest.raises(RpcTimeoutError) as caught:
+        future.value()
+    return type(caught.value).__name__
+
+
+def test_a_future_times_out_though_nobody_waits_for_it(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, time_out_unwatched) == "RpcTimeoutError"
+
+
+# ---- how it ends: the worker is gone
+
+
+def call_and_catch(worker: Worker) -> list[tuple[str, str]]:
+    with worker.group():
+        waiting = [rpc.rpc_async("worker1", wait_at_gate, args=(str(number),)) for number in range(3)]
+        waits: list[Callable[[], Any]] = [
+            lambda: rpc.rpc_sync("worker1", wait_at_gate, args=("last",)),
+            *(future.wait for future in waiting),
+            lambda: rpc.rpc_sync("worker1", my_name),
+        ]
+        lost = []
+        for wait in waits:
+            with pytest.raises(WorkerLostError, match=r"worker 'worker1' \(id 1\) is gone") as caught:
+                wait()
+            assert isinstance(caught.value, ConnectionError)
+            lost.append((caught.value.worker, rpc.rpc_sync("worker2", my_name)))
+    return lost
+
+
+def test_calls_to_a_killed_worker_fail_at_once_and_others_go_on(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([call_and_catch, serve, serve])
+    assert {workers[1].wait_for("at the gate") for _ in range(4)} == {"0", "1", "2", "last"}
+    workers[1].kill()
+    assert workers[0].result() == [("worker1", "worker2")] * 5
+    workers.results()
+
+
+# ---- how it does not begin
+
+
+def call_nobody(_: Worker) -> list[str]:
+    messages = []
+    for to in ("worker7", 7, rpc.WorkerInfo("worker1", 7), rpc.WorkerInfo("worker7", 1)):
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            with pytest.raises(UnknownWorkerError) as caught:
+                call(to, my_name)
+            messages.append(str(caught.value))
+    with pytest.raises(TypeError, match="callable"):
+        rpc.rpc_sync("worker1", 3)  # type: ignore[arg-type]
+    return messages
+
+
+def test_an_unknown_callee_is_named_and_the_known_are_listed(run_workers: RunWorkers) -> None:
+    messages = first_of(run_workers, call_nobody)
+    assert len(messages) == 12
+    assert all("7" in message and "'worker0' (id 0), 'worker1' (id 1)" in message for message in messages)
+
+
+def send_what_cannot_be_sent(_: Worker) -> str:
+    for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        with pytest.raises(RpcError, match="lock") as caught:
+            call("worker1", echo, args=([1, threading.Lock()],))
+        assert isinstance(caught.value, TypeError)
+    return str(rpc.rpc_sync("worker1", my_name))
+
+
+def test_an_argument_that_cannot_be_sent_raises_where_the_call_is_made(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, send_what_cannot_be_sent) == "worker1"
+
+
+def make_lock() -> Any:
+    return threading.Lock()
+
+
+def test_a_value_that_cannot_be_sent_is_the_callers_error(run_workers: RunWorkers) -> None:
+    def ask(_: Worker) -> str:
+        with pytest.raises(RpcError, match="lock") as caught:
+            rpc.rpc_sync("worker1", make_lock)
+        return type(caught.value).__name__
+
+    assert first_of(run_workers, ask) == "SerializationError"

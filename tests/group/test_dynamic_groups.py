@@ -1,0 +1,199 @@
+"""Groups without a fixed size: workers join, leave, die and come back while others work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import GroupMismatchError, RRefError, WorkerLostError
+from rpc.options import AgentOptions
+from tests.support.orders import add_follower, ask, dismiss, start_followers
+from tests.support.tracked import Tracked
+from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers
+
+
+def join(worker: Worker, name: str = "", rank: int | None = None) -> None:
+    options = AgentOptions(init_method=worker.init_method, rendezvous_timeout=15.0, dynamic=True)
+    rank = worker.rank if rank is None else rank
+    rpc.init_rpc(name or worker.name, rank=rank, rpc_backend_options=options)
+
+
+def start(run_workers: RunWorkers, size: int) -> Workers:
+    return start_followers(run_workers, size, dynamic=True)
+
+
+def add(workers: Workers, **place: Any) -> WorkerProcess:
+    return add_follower(workers, dynamic=True, **place)
+
+
+def let_leave(worker: WorkerProcess) -> None:
+    worker.tell("order", None)
+    worker.result()
+
+
+def present() -> list[tuple[str, int]]:
+    return [(info.name, info.id) for info in rpc.get_worker_infos()]
+
+
+def call_all() -> list[str]:
+    return [rpc.rpc_sync(info, rpc.get_worker_info).name for info in rpc.get_worker_infos()]
+
+
+# ---- joining
+
+
+def test_workers_join_one_after_another(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 1)
+    for size in (2, 3, 4):
+        add(workers)
+        names = [f"worker{number}" for number in range(size)]
+        assert [ask(worker, present) for worker in workers] == [
+            list(zip(names, range(size), strict=True))
+        ] * size
+        assert [ask(worker, call_all) for worker in workers] == [names] * size
+    dismiss(workers)
+
+
+def test_workers_join_all_at_once(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 4)
+    assert [ask(worker, present) for worker in workers] == [[(f"worker{n}", n) for n in range(4)]] * 4
+    assert [ask(worker, call_all) for worker in workers] == [[f"worker{n}" for n in range(4)]] * 4
+    dismiss(workers)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("worker0", 5), ("other", 0)])
+def test_a_name_or_rank_that_a_living_worker_has_is_refused(
+    run_workers: RunWorkers, name: str, rank: int
+) -> None:
+    def intrude(worker: Worker) -> str:
+        with pytest.raises(GroupMismatchError) as caught:
+            join(worker, name, rank)
+        assert not rpc.is_initialized()
+        return str(caught.value)
+
+    workers = start(run_workers, 1)
+    message = workers.add(intrude).result()
+    assert "not unique" in message
+    assert "'worker0'" in message
+    assert ask(workers[0], present) == [("worker0", 0)]
+    dismiss(workers)
+
+
+# ---- leaving
+
+
+def fail_to_call(name: str) -> str:
+    with pytest.raises(WorkerLostError, match=name) as caught:
+        rpc.rpc_sync(name, int)
+    return caught.value.reason
+
+
+def test_who_leaves_is_gone_for_the_others(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 3)
+    let_leave(workers[1])
+    for rank in (0, 2):
+        assert ask(workers[rank], fail_to_call, "worker1") == "it has shut down"
+        assert ask(workers[rank], present) == [("worker0", 0), ("worker2", 2)]
+        assert ask(workers[rank], call_all) == ["worker0", "worker2"]
+    dismiss(workers)
+
+
+def test_the_first_worker_leaves_and_the_others_go_on(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 3)
+    let_leave(workers[0])
+    assert ask(workers[1], fail_to_call, "worker0") == "it has shut down"
+    assert ask(workers[1], call_all) == ["worker1", "worker2"]
+    add(workers)
+    assert ask(workers[3], call_all) == ["worker1", "worker2", "worker3"]
+    dismiss(workers)
+
+
+def test_who_leaves_waits_for_its_own_work_only(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 3)
+    workers[2].stop()
+    let_leave(workers[1])
+    assert ask(workers[0], fail_to_call, "worker1") == "it has shut down"
+    workers[2].resume()
+    dismiss(workers)
+
+
+# ---- dying and coming back
+
+
+def test_a_killed_worker_is_gone_and_others_can_still_join(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 3)
+    workers[1].kill()
+    assert ask(workers[0], fail_to_call, "worker1")
+    joined = add(workers)
+    assert ask(joined, present) == [("worker0", 0), ("worker2", 2), ("worker3", 3)]
+    assert ask(workers[2], call_all) == ["worker0", "worker2", "worker3"]
+    dismiss(workers)
+
+
+kept: list[rpc.RRef[Tracked]] = []
+
+
+def keep_reference() -> str:
+    kept.append(rpc.remote("worker1", Tracked))
+    return str(kept[-1].rpc_sync().say_name())
+
+
+def use_old_and_new() -> str:
+    with pytest.raises((RRefError, WorkerLostError), match=r"'worker1'.* gone"):
+        kept[0].to_here()
+    return keep_reference()
+
+
+def test_a_killed_worker_comes_back_under_its_name(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 2)
+    assert ask(workers[0], keep_reference) == "object"
+    workers[1].kill()
+    workers[1].result()
+    back = add(workers, name="worker1", rank=1)
+    assert ask(back, present) == [("worker0", 0), ("worker1", 1)]
+    assert ask(workers[0], use_old_and_new) == "object"
+    assert ask(back, call_all) == ["worker0", "worker1"]
+    dismiss(workers)
+
+
+def leave_and_rejoin(worker: Worker) -> list[str]:
+    seen = []
+    for number in range(5):
+        join(worker)
+        seen += call_all()
+        assert torch.equal(rpc.rpc_sync("worker0", torch.full, args=((2,), number)), torch.full((2,), number))
+        rpc.shutdown()
+    return seen
+
+
+def test_a_worker_leaves_and_rejoins_many_times(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 1)
+    again = workers.add(leave_and_rejoin)
+    assert again.result() == ["worker0", "worker1"] * 5
+    assert ask(workers[0], present) == [("worker0", 0)]
+    dismiss(workers)
+
+
+# ---- references
+
+
+def receive(rref: rpc.RRef[Tracked]) -> str:
+    kept.append(rref)
+    return str(rref.rpc_sync().say_name())
+
+
+def make_and_pass_on() -> str:
+    rref = rpc.remote("worker1", Tracked, args=("shared",))
+    return str(rpc.rpc_sync("worker2", receive, args=(rref,)))
+
+
+def test_objects_are_freed_when_their_holders_leave(run_workers: RunWorkers) -> None:
+    workers = start(run_workers, 2)
+    add(workers)
+    assert ask(workers[0], make_and_pass_on) == "shared"
+    let_leave(workers[2])
+    assert workers[1].wait_for("freed") == "shared"
+    dismiss(workers)

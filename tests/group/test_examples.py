@@ -1,0 +1,156 @@
+"""The examples, in short: each reaches what it is to show, or ends with an error that says what is missing.
+
+Their workers are forked from a process that has PyTorch loaded, except where it is about starting them.
+``parameter_server.py``, which shows everything about starting and ending, has tests of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support import leftovers
+from tests.support.workers import RunWorkers, Worker
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+
+
+class Example(NamedTuple):
+    """How an example is run.
+
+    Attributes:
+        workers: how many it has.
+        short: arguments with which it succeeds soon.
+        shows: a line that it then prints.
+        too_short: arguments with which it misses what it is to show.
+        misses: what it then says.
+    """
+
+    workers: int
+    short: list[str]
+    shows: str
+    too_short: list[str]
+    misses: str
+
+
+LIST = {
+    "batching": Example(
+        3,
+        ["--requests", "400", "--rounds", "2", "--target", "1"],
+        r"^speed-up +\d+\.\d\d",
+        ["--requests", "40", "--rounds", "1", "--steps", "1"],
+        r"The accuracy is 0\.\d+; it should be 0\.9 at least",
+    ),
+    "reinforcement": Example(
+        3,
+        [],
+        r"^poles stand for +1[89]\d of 200 steps",
+        ["--rounds", "1"],
+        r"The poles stand for \d+ steps; it should be 180 at least",
+    ),
+    "pipeline": Example(
+        3,
+        ["--passes", "12", "--width", "256", "--batch", "320"],
+        r"^micro-batches +0\.9\d+ accuracy in",
+        ["--passes", "1", "--width", "32"],
+        r"The accuracy with whole batches is 0\.\d+; it should be 0\.93 at least",
+    ),
+    "rnn": Example(
+        2,
+        ["--steps", "100", "--vocabulary", "1000"],
+        r"^perplexity +\d+ on text held out",
+        ["--steps", "1", "--vocabulary", "100"],
+        r"The perplexity is \d+; it should be \d+ at most",
+    ),
+    "hybrid": Example(
+        3,
+        [],
+        r"^dense parts +equal on both trainers",
+        ["--passes", "1", "--learning-rate", "0.0001"],
+        r"The accuracy is 0\.\d+; it should be 0\.9 at least",
+    ),
+}
+
+
+def take_part(worker: Worker, name: str, arguments: list[str]) -> tuple[str | int | None, str]:
+    """One worker of an example: how it ends, and what it prints."""
+    sys.path.insert(0, str(EXAMPLES))
+    place = ["--rank", worker.rank, "--world-size", worker.world_size, "--init-method", worker.init_method]
+    sys.argv = [name, *arguments, *map(str, place)]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            importlib.import_module(name).main()
+        except SystemExit as end:
+            return end.code, output.getvalue()
+    return None, output.getvalue()
+
+
+@pytest.mark.parametrize("name", LIST)
+def test_it_reaches_what_it_is_to_show(run_workers: RunWorkers, name: str) -> None:
+    example = LIST[name]
+    results = run_workers(take_part, example.workers, args=(name, example.short), time_limit=80)
+    assert [status for status, _ in results] == [None] * example.workers
+    assert re.search(example.shows, results[0][1], re.MULTILINE), results[0][1]
+    assert [output for _, output in results[1:]] == [""] * (example.workers - 1)
+
+
+@pytest.mark.parametrize("name", LIST)
+def test_missing_it_is_a_failure_that_says_so(run_workers: RunWorkers, name: str) -> None:
+    example = LIST[name]
+    results = run_workers(take_part, example.workers, args=(name, example.too_short))
+    complaint = results[0][0]
+    assert isinstance(complaint, str)  # with which the process ends, with status 1
+    assert re.search(example.misses, complaint)
+    assert [status for status, _ in results[1:]] == [None] * (example.workers - 1)
+
+
+def test_every_example_is_tested() -> None:
+    scripts = {path.stem for path in EXAMPLES.glob("*.py") if os.access(path, os.X_OK)}
+    assert scripts == {*LIST, "parameter_server"}
+
+
+# ---- started by one command, as a user does
+
+
+def start(name: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",  # they run from anywhere
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path])},
+        start_new_session=True,
+    )
+
+
+@pytest.mark.processes
+def test_a_worker_that_dies_ends_the_example_and_is_named() -> None:
+    with leftovers.nothing_left():
+        process = start("reinforcement", "--carts", "1", "--learning-rate", "0", "--rounds", "100000")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "Starting agent, observer0, observer1 on this machine.\n"
+        assert "rounds: 1 of" in process.stdout.readline()
+        [observer] = [each for each in leftovers.descendants() if "--rank 1 " in each.command]
+        os.kill(observer.pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert f"observer0 (process {observer.pid}) was killed by SIGKILL" in errors
+
+
+@pytest.mark.processes
+def test_help_shows_how_to_run_it() -> None:
+    output, errors = start("batching", "--help").communicate(timeout=60)
+    assert errors == ""
+    assert "python examples/batching.py" in output
+    assert "--rank" in output

@@ -1,0 +1,198 @@
+"""``to_here`` before and after the object is made: each fetch is answered once, whatever the object is."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import RpcTimeoutError, SerializationError
+from rpc.group.peer import Peer
+from rpc.runtime.current import current_agent
+from rref.owed import OwedAnswers
+from tests.support.serving import first_of, open_gate, wait_at_gate
+from tests.support.workers import RunWorkers, Worker
+
+MADE: dict[str, Any] = {
+    "number": 42,
+    "text": "x" * 100_000,
+    "tensor": torch.arange(4.0),
+    "large tensor": torch.ones(300_000),
+    "list": [1, torch.ones(2)],
+}
+
+
+def make(kind: str) -> Any:
+    """What is made once the gate is open."""
+    wait_at_gate(kind)
+    if kind == "nothing":
+        raise LookupError("not today")
+    return threading.Lock() if kind == "lock" else MADE[kind]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return all(map(same, one, other))
+    return bool(one == other)
+
+
+def fetch_before_it_is_made(_: Worker, kind: str) -> list[Any]:
+    """What two fetches get that wait at the owner, and one that comes when the object is there."""
+    rref = rpc.remote("worker1", make, args=(kind,))
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(rref.to_here) for _ in range(2)]
+        while rpc.rpc_sync("worker1", postponed) < 2:
+            pass
+        rpc.rpc_sync("worker1", open_gate, args=(kind,))
+        outcomes = [each.exception() or each.result() for each in waiting]
+    rref._get_future().wait() if kind != "nothing" else None
+    try:
+        outcomes.append(rref.to_here())
+    except Exception as error:
+        outcomes.append(error)
+    assert current_agent().calls.unanswered() == 0
+    while rpc.rpc_sync("worker1", postponed):  # the answer leaves before it is accounted for
+        pass
+    return outcomes
+
+
+def postponed() -> int:
+    return int(current_agent().postponed.value)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_fetches_that_come_before_the_object_get_it(run_workers: RunWorkers, kind: str) -> None:
+    outcomes = first_of(run_workers, fetch_before_it_is_made, kind)
+    assert len(outcomes) == 3
+    assert all(same(outcome, MADE[kind]) for outcome in outcomes)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("nothing", LookupError), ("lock", SerializationError)])
+def test_fetches_that_come_before_it_fails_are_told(
+    run_workers: RunWorkers, kind: str, error: type[Exception]
+) -> None:
+    assert [type(each) for each in first_of(run_workers, fetch_before_it_is_made, kind)] == [error] * 3
+
+
+def give_a_fetch_up(_: Worker) -> tuple[int, bool, int]:
+    """What becomes of an object whose fetch was given up before it was made."""
+    rref = rpc.remote("worker1", wait_at_gate, args=("", 3))
+    with pytest.raises(RpcTimeoutError):
+        rref.to_here(timeout=0.02)
+    rpc.rpc_sync("worker1", open_gate)
+    rref._get_future().wait()
+    while current_agent().calls.unanswered():  # the late answer to the fetch
+        pass
+    return rref.to_here(), rref.confirmed_by_owner(), rref.to_here()
+
+
+def test_an_object_whose_fetch_was_given_up_is_confirmed_all_the_same(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, give_a_fetch_up) == (3, True, 3)
+
+
+def create_many(_: Worker) -> tuple[list[int], int]:
+    """Objects that nobody fetches for a while: their creations are answered without a fetch."""
+    rrefs = [rpc.remote("worker1", int, args=(number,)) for number in range(50)]
+    for rref in rrefs:
+        rref._get_future().wait()
+    unanswered = current_agent().calls.unanswered()
+    return [rref.to_here() for rref in rrefs], unanswered
+
+
+def test_creations_are_answered_though_nobody_fetches(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, create_many) == (list(range(50)), 0)
+
+
+def create_and_drop(_: Worker) -> tuple[int, int]:
+    """How many objects the owner still has, and references the user, after many short lives."""
+    for number in range(300):
+        assert rpc.remote("worker1", int, args=(number,)).to_here() == number
+    references = current_agent().extensions["rref"]
+    while references._do(references._protocol.counts)["users"]:
+        pass
+    while left := rpc.rpc_sync("worker1", objects_here):
+        assert left <= 300
+    return left, len(references._later)
+
+
+def objects_here() -> int:
+    return len(current_agent().extensions["rref"]._values)
+
+
+def test_short_lived_references_leave_nothing(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, create_and_drop) == (0, 0)
+
+
+promises: dict[int, torch.futures.Future[int]] = {}
+
+
+@rpc.functions.async_execution
+def promise(number: int) -> torch.futures.Future[int]:
+    promises[number] = torch.futures.Future()
+    return promises[number]
+
+
+def keep_and_stay(number: int) -> None:
+    """Makes an object by a future of which others know, and goes on with other things."""
+    while number not in promises:
+        pass
+    promises[number].set_result(number)
+    wait_at_gate(str(number))
+
+
+def fetch_meanwhile(_: Worker) -> list[int]:
+    fetched = []
+    for number in range(4):
+        for _warm_up in range(20):
+            rpc.rpc_sync("worker1", int)
+        rref = rpc.remote("worker1", promise, args=(number,))
+        staying = rpc.rpc_async("worker1", keep_and_stay, args=(number,))
+        rref._get_future().wait()
+        fetched.append(rref.to_here(timeout=10))
+        rpc.rpc_sync("worker1", open_gate, args=(str(number),))
+        staying.wait()
+    return fetched
+
+
+def test_requests_are_read_though_who_made_an_object_goes_on(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, fetch_meanwhile) == list(range(4))
+
+
+def make_once_fetched(number: int) -> int:
+    while not postponed():
+        pass
+    return number
+
+
+def have_no_room_for(name: str) -> None:
+    """From now on, who answers a fetch of that worker waits at the gate."""
+    send = OwedAnswers.send
+
+    def wait_and_send(self: OwedAnswers, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
+        if frame and peer.name == name:
+            wait_at_gate("room")
+        send(self, peer, frame, wait)
+
+    OwedAnswers.send = wait_and_send  # type: ignore[method-assign]  # in a process that ends with the test
+
+
+def call_while_another_is_answered(_: Worker) -> tuple[int, int]:
+    for _warm_up in range(20):
+        rpc.rpc_sync("worker1", int)
+    rpc.rpc_sync("worker1", have_no_room_for, args=("worker2",))
+    rref = rpc.remote("worker1", make_once_fetched, args=(3,))
+    fetched = rpc.rpc_async("worker2", rpc.RRef.to_here, args=(rref,))
+    rref._get_future().wait()
+    called = rpc.rpc_sync("worker1", int, args=(4,), timeout=10)
+    rpc.rpc_sync("worker1", open_gate, args=("room",))
+    return called, fetched.wait()
+
+
+def test_a_creator_is_heard_while_the_answer_to_another_waits_for_room(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, call_while_another_is_answered, world_size=3) == (4, 3)

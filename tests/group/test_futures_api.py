@@ -1,0 +1,328 @@
+"""The futures of calls: PyTorch's own, that can also be awaited and collected."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import RpcTimeoutError
+from tests.support.serving import first_of, in_group, open_gate, wait_at_gate
+from tests.support.workers import RunWorkers, Worker
+
+Futures = list[torch.futures.Future[Any]]
+
+
+def add(x: int, y: int) -> int:
+    return x + y
+
+
+def fail(message: str) -> None:
+    raise LookupError(message)
+
+
+def call(x: int, y: int = 1, to: str = "worker1") -> rpc.Future[int]:
+    return rpc.rpc_async(to, add, args=(x, y))
+
+
+# ---- as PyTorch's
+
+
+def look_at_a_future(_: Worker) -> None:
+    future = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
+    assert isinstance(future, torch.futures.Future)
+    assert isinstance(future, torch._C.Future)
+    assert isinstance(future, rpc.Future)
+    assert not future.done()
+    rpc.rpc_sync("worker1", open_gate)
+    assert future.wait() == 3
+    assert future.done()
+    assert future.value() == 3
+    assert future.wait() == 3
+
+
+def test_a_future_is_one_of_pytorchs(run_workers: RunWorkers) -> None:
+    first_of(run_workers, look_at_a_future)
+
+
+def chain(_: Worker) -> list[Any]:
+    def plus_one(future: torch.futures.Future[int]) -> int:
+        return future.wait() + 1
+
+    future = call(1)
+    early = future.then(plus_one).then(plus_one)
+    first = early.wait()
+    late = future.then(plus_one)
+    assert isinstance(early, rpc.Future)
+    return [first, late.wait(), future.wait()]
+
+
+def test_callbacks_chain_before_and_after_completion(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, chain) == [4, 3, 2]
+
+
+def fail_in_chain(_: Worker) -> list[str]:
+    ended = []
+    failing = rpc.rpc_async("worker1", fail, args=("first",))
+    for future in (
+        failing.then(lambda done: done.value()),
+        call(1).then(lambda _: fail("second")),
+        torch.futures.collect_all([call(1), failing]).then(
+            lambda done: [each.wait() for each in done.wait()]
+        ),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            future.wait()
+        ended.append(str(caught.value))
+    return ended
+
+
+def test_an_error_in_a_chain_is_the_error_of_its_end(run_workers: RunWorkers) -> None:
+    messages = first_of(run_workers, fail_in_chain)
+    assert ["first" in messages[0], "second" in messages[1], "first" in messages[2]] == [True] * 3
+
+
+def note_when_done(_: Worker) -> list[int]:
+    noted: list[int] = []
+    twice = threading.Semaphore(0)
+
+    def note(future: torch.futures.Future[int]) -> None:
+        noted.append(future.value())
+        twice.release()
+
+    future = call(1)
+    future.add_done_callback(note)
+    future.wait()
+    assert twice.acquire(timeout=20)
+    future.add_done_callback(note)
+    return noted
+
+
+def test_done_callbacks_run_once_each(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, note_when_done) == [2, 2]
+
+
+def collect(_: Worker) -> list[list[int]]:
+    calls: Futures = [call(number) for number in range(20)]
+    collected = [each.value() for each in torch.futures.collect_all(calls).wait()]
+    calls = [call(number, to=f"worker{number % 2}") for number in range(20)]
+    return [collected, torch.futures.wait_all(calls)]
+
+
+def test_collect_all_and_wait_all_of_pytorch(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, collect) == [list(range(1, 21))] * 2
+
+
+def wait_on_many_threads(_: Worker) -> list[int]:
+    future = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
+    together = threading.Barrier(9)
+
+    def wait() -> int:
+        together.wait(20)
+        return int(future.wait())
+
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(wait) for _ in range(8)]
+        together.wait(20)
+        rpc.rpc_sync("worker1", open_gate)
+        return [each.result(20) for each in waiting]
+
+
+def test_many_threads_wait_for_one_future(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, wait_on_many_threads) == [3] * 8
+
+
+def complete_by_hand(_: Worker) -> list[int]:
+    future: rpc.Future[int] = rpc.Future()
+    following = future.then(lambda done: done.value() + 1)
+    threading.Thread(target=future.set_result, args=(1,)).start()
+    return [future.wait(), following.wait()]
+
+
+def test_a_future_can_be_made_and_completed_by_hand(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, complete_by_hand) == [1, 2]
+
+
+received = threading.Semaphore(0)
+
+
+def receive() -> None:
+    received.release()
+
+
+def forget(worker: Worker) -> None:
+    with worker.group():
+        if worker.rank == 0:
+            for _ in range(10):
+                rpc.rpc_async("worker1", receive)
+        else:
+            for _ in range(10):
+                assert received.acquire(timeout=20)
+
+
+def test_a_call_is_made_though_its_future_is_forgotten(run_workers: RunWorkers) -> None:
+    run_workers(forget, 2)
+
+
+# ---- awaited
+
+
+async def await_several() -> list[int]:
+    future = call(1)
+    first = await future
+    again = await future
+    both = await asyncio.gather(*(_awaited(call(number)) for number in range(20)))
+    following = await call(1).then(lambda done: done.value() * 10)
+    return [first, again, sum(both), following]
+
+
+async def _awaited(future: rpc.Future[int]) -> int:
+    return await future
+
+
+def test_a_future_can_be_awaited_on_any_loop(run_workers: RunWorkers) -> None:
+    def on_loops(_: Worker) -> list[list[int]]:
+        def on_a_loop(_: int) -> list[int]:
+            return asyncio.run(await_several())
+
+        with ThreadPoolExecutor(3) as threads:
+            return [on_a_loop(0), *threads.map(on_a_loop, range(3))]
+
+    assert first_of(run_workers, on_loops) == [[2, 2, sum(range(1, 21)), 20]] * 4
+
+
+async def await_a_failure() -> None:
+    with pytest.raises(LookupError, match="awaited"):
+        await rpc.rpc_async("worker1", fail, args=("awaited",))
+    with pytest.raises(RpcTimeoutError):
+        await rpc.rpc_async("worker1", wait_at_gate, timeout=0.05)
+    held = rpc.rpc_async("worker1", wait_at_gate, args=("", "held"))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(_awaited(held), 0.05)
+    await rpc.rpc_async("worker1", open_gate)
+    assert await held == "held"  # who gives up waiting does not give up the call
+
+
+def test_an_awaited_future_raises(run_workers: RunWorkers) -> None:
+    first_of(run_workers, lambda _: asyncio.run(await_a_failure()))
+
+
+def await_on_a_loop_that_ends(_: Worker) -> int:
+    held = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
+
+    async def give_up() -> None:
+        task = asyncio.ensure_future(_awaited(held))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(give_up())
+    rpc.rpc_sync("worker1", open_gate)
+    return int(held.wait())
+
+
+def test_a_future_outlives_the_loop_that_awaited_it(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, await_on_a_loop_that_ends) == 3
+
+
+async def add_all(numbers: list[int], to: str) -> int:
+    """An ``async def`` callee that awaits calls of its own."""
+    total = 0
+    for number in numbers:
+        total = await rpc.rpc_async(to, add, args=(total, number))
+    return total
+
+
+def test_an_async_def_callee_awaits_calls(run_workers: RunWorkers) -> None:
+    def ask(_: Worker) -> list[int]:
+        futures = [rpc.rpc_async("worker1", add_all, args=([n] * 5, "worker0")) for n in range(50)]
+        return [future.wait() for future in futures]
+
+    assert first_of(run_workers, ask, num_worker_threads=1) == [5 * number for number in range(50)]
+
+
+# ---- collected
+
+
+def collect_in_block(_: Worker) -> None:
+    rref = rpc.remote("worker1", list, args=([1, 2],))
+    with rpc.wait_all():
+        futures: list[rpc.Future[Any]] = [call(number) for number in range(10)]
+        futures.append(rref.rpc_async().copy())
+    assert all(future.done() for future in futures)
+    future = rpc.rpc_async("worker1", wait_at_gate)
+    assert not future.done()
+    rpc.rpc_sync("worker1", open_gate)
+
+
+def test_wait_all_waits_for_the_calls_in_its_block_only(run_workers: RunWorkers) -> None:
+    first_of(run_workers, collect_in_block)
+
+
+def collect_in_blocks(_: Worker) -> None:
+    with rpc.wait_all():
+        outer = [rpc.rpc_async("worker1", wait_at_gate)]
+        with rpc.wait_all():
+            inner = call(1)
+        assert inner.done()
+        assert not outer[0].done()
+        outer.append(call(2))
+        rpc.rpc_async("worker1", open_gate)
+    assert all(future.done() for future in outer)
+
+
+def test_wait_all_blocks_may_be_nested(run_workers: RunWorkers) -> None:
+    first_of(run_workers, collect_in_blocks)
+
+
+def collect_failures(_: Worker) -> None:
+    held = []
+
+    def fail_among_others() -> None:
+        with rpc.wait_all():
+            held.append(rpc.rpc_async("worker1", wait_at_gate))
+            rpc.rpc_async("worker1", fail, args=("the first to fail",))
+
+    def fail_in_the_block() -> None:
+        with rpc.wait_all():
+            held.append(rpc.rpc_async("worker1", wait_at_gate))
+            raise ZeroDivisionError
+
+    with pytest.raises(LookupError, match="the first to fail"):
+        fail_among_others()
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_block()
+    assert not any(future.done() for future in held)
+    rpc.rpc_sync("worker1", open_gate)
+
+
+def test_wait_all_raises_without_waiting_for_the_others(run_workers: RunWorkers) -> None:
+    first_of(run_workers, collect_failures)
+
+
+def collect_on_two_threads(_: Worker) -> bool:
+    def elsewhere() -> rpc.Future[Any]:
+        return rpc.rpc_async("worker1", wait_at_gate)
+
+    with ThreadPoolExecutor(1) as threads:
+        with rpc.wait_all():
+            future = threads.submit(elsewhere).result(20)
+        waited = future.done()
+        rpc.rpc_sync("worker1", open_gate)
+    return waited
+
+
+def test_wait_all_waits_for_its_own_threads_calls(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, collect_on_two_threads) is False
+
+
+def test_futures_of_both_sides_are_independent(run_workers: RunWorkers) -> None:
+    def cross(worker: Worker) -> list[int]:
+        calls = [call(number, to=f"worker{1 - worker.rank}") for number in range(50)]
+        return [each.wait() for each in calls]
+
+    assert run_workers(in_group(cross), 2) == [list(range(1, 51))] * 2

@@ -1,0 +1,310 @@
+"""What concerns a group as a whole: gathering, barriers, who is in it, defaults, and what an agent tells."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import (
+    AlreadyInitializedError,
+    NotInitializedError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
+from rpc.runtime.current import current_agent
+from tests.support.serving import first_of, in_group, open_gate, wait_at_gate
+from tests.support.workers import RunWorkers, Worker
+
+# ---- its size
+
+
+def call_all_with_few_files(worker: Worker) -> list[int]:
+    """Where a process may open no more files than it has, unless it asks for more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 24, hard))
+    with worker.group():
+        futures = [
+            rpc.rpc_async(f"worker{rank}", divmod, args=(rank, 2)) for rank in range(worker.world_size)
+        ]
+        return [sum(future.wait()) for future in futures]
+
+
+def test_a_group_may_need_more_files_than_a_process_may_open_at_first(run_workers: RunWorkers) -> None:
+    sums = [sum(divmod(rank, 2)) for rank in range(12)]
+    assert run_workers(call_all_with_few_files, 12) == [sums] * 12
+
+
+# ---- gathering
+
+
+def gather_often(worker: Worker) -> list[dict[str, Any]]:
+    return [rpc.all_gather((worker.rank, number)) for number in range(10)]
+
+
+def test_each_worker_gets_what_each_gives(run_workers: RunWorkers) -> None:
+    rounds = [{f"worker{rank}": (rank, number) for rank in range(3)} for number in range(10)]
+    assert run_workers(in_group(gather_often), 3) == [rounds] * 3
+
+
+def gather_tensors(worker: Worker) -> float:
+    gathered = rpc.all_gather(torch.full((100_000,), float(worker.rank)))
+    return float(sum(tensor.sum() for tensor in gathered.values()))
+
+
+def test_tensors_are_gathered(run_workers: RunWorkers) -> None:
+    assert run_workers(in_group(gather_tensors), 3) == [300_000.0] * 3
+
+
+def gather_in_pairs(worker: Worker) -> list[dict[str, int]]:
+    """Each worker gathers with each other one, beginning with itself, and none of the others takes part."""
+    gathered = []
+    for distance in range(worker.world_size):
+        names = {worker.name, f"worker{(distance - worker.rank) % worker.world_size}"}
+        gathered.append(rpc.all_gather(worker.rank, names))
+    return gathered
+
+
+def test_some_workers_gather_without_the_others(run_workers: RunWorkers) -> None:
+    for rank, gathered in enumerate(run_workers(in_group(gather_in_pairs), 4)):
+        partners = [(distance - rank) % 4 for distance in range(4)]
+        assert gathered == [{f"worker{each}": each for each in {rank, partner}} for partner in partners]
+
+
+def gather_among_others(_: Worker) -> None:
+    with pytest.raises(ValueError, match=r"'worker0' gathers among \['worker1'\]"):
+        rpc.all_gather(1, ["worker1"])
+    with pytest.raises(UnknownWorkerError, match="worker9"):
+        rpc.all_gather(1, ["worker0", "worker9"])
+
+
+def test_a_worker_gathers_only_where_it_takes_part(run_workers: RunWorkers) -> None:
+    first_of(run_workers, gather_among_others)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_who_gathers_alone_times_out_and_says_who_is_missing(run_workers: RunWorkers, alone: int) -> None:
+    def gather_alone(worker: Worker) -> None:
+        if worker.rank == alone:
+            with pytest.raises(RpcTimeoutError, match=rf"waiting for \['worker{1 - alone}'\]"):
+                rpc.all_gather(1, timeout=0.1)
+
+    run_workers(in_group(gather_alone), 2)
+
+
+def gather_without_the_last(worker: Worker) -> str:
+    with worker.group():
+        if worker.rank == 2:
+            worker.wait_for("go")
+        with pytest.raises(RpcError, match="_all_gather") as caught:
+            rpc.all_gather(worker.rank, timeout=0.3 if worker.rank == 0 else 0)
+        worker.report("failed")
+        return str(caught.value)
+
+
+def test_when_the_leader_gives_up_it_tells_the_others(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(gather_without_the_last, 3)
+    for rank in (0, 1):
+        workers[rank].wait_for("failed")
+    workers[2].tell("go")
+    assert all("waiting for ['worker2']" in message for message in workers.results())
+
+
+def gather_with_the_dead(worker: Worker) -> list[str]:
+    with worker.group():
+        lost = []
+        worker.report("gathering")
+        for _ in range(2):  # the second time it is known from the start
+            with pytest.raises(WorkerLostError, match="'worker1'") as caught:
+                rpc.all_gather(worker.rank)
+            lost.append(caught.value.worker)
+        assert rpc.all_gather(worker.rank, ["worker0", "worker2"]) == {"worker0": 0, "worker2": 2}
+    return lost
+
+
+def be_idle(worker: Worker) -> None:
+    with worker.group():
+        worker.report("gathering")
+        worker.wait_for("never")
+
+
+def test_gathering_fails_everywhere_when_a_worker_is_killed(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([gather_with_the_dead, be_idle, gather_with_the_dead])
+    workers.wait_for("gathering")
+    workers[1].kill()
+    assert workers.results() == [["worker1"] * 2, None, ["worker1"] * 2]
+
+
+class Interruption:
+    """Ctrl-C at a moment at which a worker begins to gather."""
+
+    def __init__(self, moment: str) -> None:
+        self._gathering = current_agent().extensions["gather"]
+        if moment == "it is numbered":
+            self._gathering._next = self
+        else:
+            self._gathering._lock, self._lock = self, self._gathering._lock
+
+    def get(self, *_: object) -> int:
+        return 0
+
+    def __setitem__(self, *_: object) -> None:
+        self._gathering._next = {}
+        raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._gathering._lock = self._lock
+        self._lock.release()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("moment", ["it is numbered", "its number is known"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_is_interrupted_as_it_begins_to_gather_tells_the_others(
+    run_workers: RunWorkers, victim: int, moment: str
+) -> None:
+    def gather_interrupted(worker: Worker) -> None:
+        if worker.rank == victim:
+            Interruption(moment)
+            with pytest.raises(KeyboardInterrupt):
+                rpc.barrier()
+        else:
+            with pytest.raises(RpcError, match=f"worker 'worker{victim}' gave up _all_gather"):
+                rpc.barrier()
+        assert rpc.all_gather(worker.rank) == {f"worker{rank}": rank for rank in range(3)}
+
+    run_workers(in_group(gather_interrupted), 3)
+
+
+# ---- barriers
+
+
+def pass_barriers(worker: Worker, names: list[str] | None) -> list[tuple[float, float]]:
+    """When this worker came to each barrier and when it had passed it."""
+    passed = []
+    for number in range(6):
+        if number % 3 == worker.rank:
+            worker.wait_for("go")  # each is the last one twice
+        came = time.monotonic()
+        rpc.barrier(names)
+        passed.append((came, time.monotonic()))
+        worker.report("passed")
+    return passed
+
+
+@pytest.mark.parametrize("names", [None, ["worker0", "worker1", "worker2"]])
+def test_nobody_passes_a_barrier_before_all_have_come(
+    run_workers: RunWorkers, names: list[str] | None
+) -> None:
+    def take_part(worker: Worker) -> list[tuple[float, float]]:
+        with worker.group():
+            return pass_barriers(worker, names) if names is None or worker.name in names else []
+
+    workers = run_workers.start(take_part, 3 if names is None else 4)
+    for number in range(6):
+        workers[number % 3].tell("go")
+        for rank in range(3):
+            workers[rank].wait_for("passed")
+    times = workers.results()[:3]
+    for at_barrier in zip(*times, strict=True):
+        assert min(passed for _, passed in at_barrier) >= max(came for came, _ in at_barrier)
+
+
+# ---- who is there
+
+
+def look_at_the_group(worker: Worker) -> tuple[Any, ...]:
+    with pytest.raises(UnknownWorkerError, match=r"'worker9'.*'worker0'.*'worker1'"):
+        rpc.get_worker_info("worker9")
+    me = rpc.get_worker_info()
+    assert rpc.get_worker_info(worker.name) == me
+    return me.name, me.id, [(info.name, info.id) for info in rpc.get_worker_infos()]
+
+
+def test_worker_infos(run_workers: RunWorkers) -> None:
+    infos = [("worker0", 0), ("worker1", 1), ("worker2", 2)]
+    assert run_workers(in_group(look_at_the_group), 3) == [(*info, infos) for info in infos]
+
+
+def start_twice(worker: Worker) -> list[bool]:
+    seen = [rpc.is_initialized()]
+    for use in (
+        rpc.get_worker_info,
+        rpc.shutdown,
+        lambda: rpc.rpc_sync("worker0", int),
+        lambda: rpc.RRef(1),
+    ):
+        with pytest.raises(NotInitializedError, match="init_rpc"):
+            use()
+    with worker.group():
+        seen.append(rpc.is_initialized())
+        with pytest.raises(AlreadyInitializedError, match=r"'worker0'.*shutdown"):
+            rpc.init_rpc("other", rank=0, world_size=1)
+        assert rpc.rpc_sync("worker0", rpc.get_worker_info).name == "worker0"
+    seen.append(rpc.is_initialized())
+    for use in (rpc.get_worker_info, rpc.shutdown, lambda: rpc.rpc_sync("worker0", int)):
+        with pytest.raises(NotInitializedError, match="init_rpc"):
+            use()
+    return seen
+
+
+def test_there_is_one_agent_at_a_time_and_nothing_works_without(run_workers: RunWorkers) -> None:
+    assert run_workers(start_twice, 1) == [[False, True, False]]
+
+
+# ---- defaults
+
+
+def set_timeouts(_: Worker) -> list[float]:
+    seen = [rpc.get_rpc_timeout()]
+    for seconds in (0.5, 0, 7):
+        rpc.set_rpc_timeout(seconds)
+        seen.append(rpc.get_rpc_timeout())
+    with pytest.raises(ValueError, match="-1"):
+        rpc.set_rpc_timeout(-1)
+    return [*seen, rpc.rpc_sync("worker1", rpc.get_rpc_timeout)]
+
+
+def test_the_default_timeout_is_each_workers_own(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, set_timeouts, rpc_timeout=33.0) == [33.0, 0.5, 0.0, 7.0, 33.0]
+
+
+# ---- what an agent tells
+
+
+def debug_info(*names: str) -> list[int]:
+    info = rpc.get_debug_info()
+    return [info[name] for name in names]
+
+
+def look_inside(_: Worker) -> None:
+    references = ("num_owner_rrefs", "num_forks", "num_pending_users", "num_pending_futures")
+    assert debug_info(*references) == [0, 0, 0, 0]
+    rref = rpc.remote("worker1", list)
+    rref._get_future().wait()
+    assert rpc.rpc_sync("worker1", debug_info, args=references[:2]) == [1, 1]
+
+    held = [rpc.rpc_async("worker1", wait_at_gate) for _ in range(3)]
+    making = rpc.remote("worker1", wait_at_gate)
+    assert debug_info("agent.pending_calls", "num_pending_futures") == [4, 1]
+    assert rpc.rpc_sync("worker1", debug_info, args=("agent.active_tasks",))[0] >= 5
+    rpc.rpc_sync("worker1", open_gate)
+    for future in (*held, making._get_future()):
+        future.wait()
+    assert debug_info("agent.pending_calls", "num_pending_futures") == [0, 0]
+    assert debug_info("agent.thread_pool_size", "agent.connected_peers") == [16, 1]
+    assert all(isinstance(value, int) for value in rpc.get_debug_info().values())
+
+
+def test_debug_info_counts_calls_threads_and_references(run_workers: RunWorkers) -> None:
+    first_of(run_workers, look_inside)

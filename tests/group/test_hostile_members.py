@@ -1,0 +1,332 @@
+"""Members who do not play by the rules: what is malformed ends that one's connection, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import resource
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import rpc
+from rpc import serialization
+from rpc.bulk.shared_memory.packing import Message, pack
+from rpc.runtime.current import current_agent
+from rpc.wire.frames import Kind
+from rref.requests import CREATE, name_creation
+from tests.support.hostile import Hostile, Target, frame, target
+from tests.support.serving import open_gate, wait_at_gate
+from tests.support.tracked import Tracked
+from tests.support.workers import RunWorkers, Worker, WorkerProcess
+from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
+
+PREFIX = struct.Struct("<QQIIB3x")
+"""Of a frame: body length, call id, header length, segment count, kind."""
+
+
+def my_name() -> str:
+    return rpc.get_worker_info().name
+
+
+def log_lines(worker: WorkerProcess) -> list[str]:
+    return worker.log.read_text().splitlines()
+
+
+def follow(worker: Worker) -> Any:
+    """In a dynamic group, runs what the test tells it to, until that is ``None``."""
+    with worker.group(dynamic=True):
+        worker.report("ready")
+        while (order := worker.wait_for("order")) is not None:
+            worker.report("done", order())
+
+
+def order(worker: WorkerProcess, function: Callable[[], Any]) -> Any:
+    worker.tell("order", function)
+    return worker.wait_for("done")
+
+
+def opening(kind: int, size: int, segments: int, number: int = 5) -> bytes:
+    """The opening of a message that shall come in chunks."""
+    table = struct.pack("<Q", size // 2) if segments == 2 else b""
+    head = PREFIX.pack(size, 1, 0, segments, kind) + table
+    return PREFIX.pack(len(head), number, 0, 0, Kind.OPENING) + head
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "an unknown kind": (frame(200, {}), "a frame of kind 200, which means nothing to this worker"),
+    "a hello": (frame(Kind.HELLO, {}), "a frame of kind 1, which means nothing"),
+    "a welcome": (frame(Kind.WELCOME, {}), "a frame of kind 2, which means nothing"),
+    "a huge frame": (
+        PREFIX.pack(1 << 62, 0, 0, 1, Kind.CALL),
+        f"a frame of {1 << 62} bytes is over the limit",
+    ),
+    "segments beyond the frame": (
+        PREFIX.pack(16, 0, 0, 2, Kind.CALL) + struct.pack("<Q", 100) + bytes(8),
+        "segment 0 of 2 ends beyond its frame",
+    ),
+    "a header that is none": (
+        PREFIX.pack(1, 0, 1, 0, Kind.CALL) + b"\xc1",
+        "a frame's header is not msgpack",
+    ),
+    "references that are none": (frame(Kind.CALL, {"rref": 3}, [b""]), "has a malformed 'rref' header"),
+    "a reference that is none": (frame(Kind.CALL, {"rref": [3]}, [b""]), "a reference is described by 3"),
+    "a reference of nobody": (
+        frame(Kind.CALL, {"rref": [[5, [5, 1], [6, 1]]]}, [b""]),
+        "a reference names incarnation 5, which is not in this group",
+    ),
+    "a creation of nothing": (frame(32, {}), "does not say which object"),
+    "a fetch of nothing": (frame(33, {}), "does not say which object"),
+    "a method of nothing": (frame(34, {"object": "x"}), "names an object by x"),
+    "no batch": (frame(Kind.CONTROL, {}), "a batch of control messages that cannot be: None"),
+    "an unknown topic": (frame(Kind.CONTROL, {"batch": [0, [], 1, [["gossip", 1]]]}), "on topic 'gossip'"),
+    "no control message": (
+        frame(Kind.CONTROL, {"batch": [0, [], 1, [7]]}),
+        "a control message that cannot be: 7",
+    ),
+    "no reference message": (
+        frame(Kind.CONTROL, {"batch": [0, [], 1, [["rref", ["nonsense", 1]]]]}),
+        "a reference message that cannot be",
+    ),
+    "a chunk of nothing": (
+        PREFIX.pack(8, 5, 0, 0, Kind.CHUNK) + bytes(8),
+        "a chunk belongs to message 5, which is not open",
+    ),
+    "a chunk with segments": (PREFIX.pack(8, 5, 0, 2, Kind.CHUNK) + bytes(8), "claims to have a header"),
+    "the end of nothing": (
+        PREFIX.pack(0, 6, 0, 0, Kind.CANCELLED),
+        "message 6 was cancelled, but is not open",
+    ),
+    "half an opening": (
+        PREFIX.pack(8, 5, 0, 0, Kind.OPENING) + bytes(8),
+        "an opening of 8 bytes is too short",
+    ),
+    "an opening of a chunk": (opening(Kind.CHUNK, 1 << 20, 2), "a malformed opening of a message of kind 11"),
+    "an opening without segments": (opening(Kind.CALL, 1 << 20, 0), "a malformed opening of a message"),
+    "a huge opening": (opening(Kind.CALL, 1 << 62, 1), f"a message of {1 << 62} bytes, where 0 are open"),
+    "too many openings": (
+        b"".join(opening(Kind.CALL, 1 << 20, 1, number) for number in range(65)),
+        "more than 64",
+    ),
+    "the same opening twice": (2 * opening(Kind.CALL, 1 << 20, 1), "message 5"),
+    "a chunk that is too long": (
+        opening(Kind.CALL, 1 << 20, 1) + PREFIX.pack((1 << 20) + 1, 5, 0, 0, Kind.CHUNK) + bytes(100),
+        f"a chunk of {(1 << 20) + 1} bytes where {1 << 20} are left",
+    ),
+    "memory that was never shared": (
+        frame(Kind.IN_SEGMENT, {}, [pack(Message(Kind.CALL, {}, 1, 1, (5,), b""))]),
+        "a malformed message in a segment",
+    ),
+    "a return of nothing": (frame(Kind.SEGMENTS, {"return": [1]}), "an unknown message about segments"),
+    "a proof of nothing": (frame(Kind.SEGMENTS, {"proof": bytes(32)}), "it proves what was not asked"),
+    "an invitation unasked": (
+        frame(Kind.SEGMENTS, {"come": ["name", bytes(16), 1, 1]}),
+        "it says where to come, and was not asked",
+    ),
+    "a shutdown": (
+        frame(Kind.SHUTDOWN, {"message": [0, "entered"]}),
+        "a shutdown message in a dynamic group",
+    ),
+}
+
+
+def break_rules(at: Target) -> None:
+    for number, (name, (data, _)) in enumerate(BROKEN.items()):
+        with Hostile(at) as peer:
+            peer.join(peer.newcomer(number))
+            peer.say(data, frame(Kind.CALL, {}, [b"not even looked at"]))
+            assert peer.is_hung_up(), name
+
+
+def say_goodbye(at: Target) -> None:
+    with Hostile(at) as peer:
+        peer.join(peer.newcomer(500))
+        peer.say(frame(Kind.GOODBYE, {"reason": "\x1b[31m\n" * 1000}))
+        assert peer.is_hung_up()
+
+
+def start_group(run_workers: RunWorkers) -> Any:
+    workers = run_workers.start(follow, 1)
+    workers[0].wait_for("ready")
+    workers.add(follow)
+    workers[1].wait_for("ready")
+    return workers
+
+
+def dismiss(workers: Any) -> None:
+    for worker in workers:
+        worker.tell("order", None)
+    workers.results()
+
+
+def test_malformed_messages_close_that_connection_and_no_other(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = order(workers[1], target)
+    before = order(workers[1], open_descriptors)
+    order(workers[0], lambda: break_rules(at))
+    order(workers[0], lambda: say_goodbye(at))
+    assert order(workers[0], lambda: rpc.rpc_sync("worker1", rpc.get_worker_infos)) == [
+        rpc.WorkerInfo("worker0", 0),
+        rpc.WorkerInfo("worker1", 1),
+    ]
+    more = order(workers[1], open_descriptors) - before  # the connection with worker0 may have got some
+    assert len(more) < len(BROKEN) // 4
+    dismiss(workers)
+    lines = log_lines(workers[1])
+    for number, (line, (name, (_, text))) in enumerate(zip(lines, BROKEN.items(), strict=True)):
+        assert re.match(rf"worker 'evil{number}' \(id {1000 + number}\) is gone: .*{text}", line), (
+            f"{name}: {line}"
+        )
+    assert log_lines(workers[0]) == []
+
+
+def junk(chance: random.Random, depth: int = 0) -> Any:
+    """Anything that msgpack can carry."""
+    leaves = [None, True, -1, chance.getrandbits(63), 0.5, "x" * chance.randrange(4), b"y"]
+    if depth > 3 or chance.random() < 0.4:
+        return chance.choice(leaves)
+    parts = [junk(chance, depth + 1) for _ in range(chance.randrange(5))]
+    return dict.fromkeys(range(len(parts)), parts) if chance.random() < 0.2 else parts
+
+
+HEADER_KEYS = ("create", "object", "method", "type", "rref", "batch", "message", "!", "reason", "member")
+REFERENCE_MESSAGES = (
+    *("confirm", "delete", "abandon", "confirmed", "refused", "accepted"),
+    *("withdraw", "bereaved", "fence", "fenced", "cleared"),
+)
+
+
+def random_frame(chance: random.Random, me: int, victim: int) -> bytes:
+    """A frame that is nearly right: real ids, invented contents, perhaps a few bytes changed."""
+    ids = [[me, chance.randrange(4)], [victim, chance.randrange(4)]]
+    said = chance.choices([*ids, me, victim, "why"], k=chance.randrange(4))
+    plausible: dict[str, Any] = {
+        "rref": [[chance.choice([me, victim]), chance.choice(ids), [me, chance.randrange(4)]]],
+        "object": chance.choice(ids),
+        "create": [chance.choice(ids), [me, chance.randrange(4)]],
+        "method": "append",
+        "batch": [0, [], 1, [["rref", [chance.choice(REFERENCE_MESSAGES), *said]]]],
+    }
+    header: dict[Any, Any] = {key: junk(chance) for key in chance.sample(HEADER_KEYS, chance.randrange(3))}
+    header |= {key: plausible[key] for key in chance.sample(list(plausible), chance.randrange(4))}
+    kind = chance.choice([*range(1, 10), 32, 33, 34])
+    segments = [chance.randbytes(chance.randrange(30)) for _ in range(chance.randrange(3))]
+    data = bytearray(frame(kind, header, segments, call_id=chance.randrange(100)))
+    for _ in range(chance.choice([0, 0, 1, 3])):
+        data[chance.randrange(len(data))] = chance.randrange(256)
+    return bytes(data)
+
+
+def fuzz(at: Target, seed: int, connections: int) -> None:
+    chance = random.Random(seed)
+    for number in range(connections):
+        with Hostile(at) as peer:
+            member = peer.newcomer(seed * 10_000 + number)
+            peer.join(member)
+            for _ in range(chance.randrange(1, 8)):
+                peer.say(random_frame(chance, member.incarnation, at.member.incarnation))
+            peer.socket.shutdown(1)
+            peer.hear_all()
+
+
+def memory() -> int:
+    """The most that this process has ever had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def work_on_each_other() -> bool:
+    rref = rpc.remote("worker0", list)
+    rref.rpc_sync().append(3)
+    return bool(rref.to_here() == [3] and rpc.rpc_sync("worker1", my_name) == "worker1")
+
+
+def test_random_messages_of_members_are_survived_and_take_no_memory(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = order(workers[1], target)
+    order(workers[0], lambda: fuzz(at, 0, 50))
+    before = order(workers[1], memory)
+    for seed in range(1, 6):
+        order(workers[0], functools.partial(fuzz, at, seed, 100))
+        assert order(workers[1], work_on_each_other)
+    assert order(workers[1], memory) - before < 30
+    dismiss(workers)
+    surprises = ("deferred action", "Exception in callback", "Task exception")
+    assert not [line for line in log_lines(workers[1]) if any(each in line for each in surprises)]
+
+
+def announce_much(at: Target) -> None:
+    for number, kind in enumerate((Kind.CALL, Kind.REPLY, Kind.CONTROL)):
+        with Hostile(at) as peer:
+            peer.join(peer.newcomer(number))
+            peer.say(PREFIX.pack(8 << 30, 1, 0, 1, kind), bytes(1 << 20))  # and no more
+
+
+def test_what_is_announced_and_never_sent_takes_no_memory(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = order(workers[1], target)
+    before = order(workers[1], memory)
+    order(workers[0], lambda: announce_much(at))
+    assert order(workers[1], work_on_each_other)
+    assert order(workers[1], memory) - before < 30
+    dismiss(workers)
+
+
+# ---- a member that only some have met
+
+
+def leave_something(at: Target) -> None:
+    call = serialization.dump_call(Tracked, ("left",), {}, current_agent().own_peer)
+    with Hostile(at) as peer:
+        member = peer.newcomer(1)
+        peer.join(member)
+        name_creation(call, (member.incarnation, 1), (member.incarnation, 2))
+        peer.say(frame(CREATE, {}, call.segments))
+        answer = peer.hear()
+        assert answer is not None
+        assert answer.kind == Kind.REPLY
+
+
+def test_what_a_member_left_is_freed_though_not_all_have_met_it(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = order(workers[1], target)
+    order(workers[0], lambda: leave_something(at))
+    assert workers[1].wait_for("freed") == "left"
+    dismiss(workers)
+
+
+# ---- an answer to somebody else's call
+
+
+def answer_for_others(at: Target) -> None:
+    with Hostile(at) as peer:
+        peer.join(peer.newcomer(1))
+        for call_id in range(1, 200):
+            peer.say(frame(Kind.REPLY, {}, serialization.dumps("forged", None).segments, call_id))
+        peer.hear_all()
+
+
+def call_and_wait() -> None:
+    waiting.append(rpc.rpc_async("worker0", wait_at_gate, args=("", "genuine")))
+
+
+waiting: list[rpc.Future[Any]] = []
+
+
+def wait_for_answer() -> Any:
+    return waiting.pop().wait()
+
+
+def test_only_who_was_called_can_answer(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = order(workers[1], target)
+    order(workers[1], call_and_wait)
+    workers[0].wait_for("at the gate")
+    order(workers[0], lambda: answer_for_others(at))
+    order(workers[0], open_gate)
+    assert order(workers[1], wait_for_answer) == "genuine"
+    dismiss(workers)
+    assert re.search(
+        r"worker 'evil1' .* malformed message: an answer to a call that worker 'worker0' got",
+        workers[1].log.read_text(),
+    )

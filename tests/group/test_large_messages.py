@@ -1,0 +1,270 @@
+"""Large tensors over TCP, as between hosts: small calls go between, limits and deaths are errors of calls."""
+
+from __future__ import annotations
+
+import functools
+import re
+import resource
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
+from tests.support.orders import ask, dismiss, start_followers
+from tests.support.serving import WAIT_SECONDS, first_of, in_group, serve
+from tests.support.workers import RunWorkers, Worker
+
+MIB = 1 << 20
+ACROSS: dict[str, Any] = {"transports": ["tcp"], "shared_memory_bytes": 0}
+"""Options of workers that are to behave as if they were on different hosts."""
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def total(*tensors: torch.Tensor) -> float:
+    return sum(float(tensor.sum()) for tensor in tensors)
+
+
+def test_tensors_of_all_sizes_arrive_both_ways_at_once(run_workers: RunWorkers) -> None:
+    def task(_: Worker) -> None:
+        sizes = [1, 1000, 16_384, 65_536, 65_537, 300_001, MIB, 5 * MIB]
+        sent = [torch.full((size,), index, dtype=torch.int32) for index, size in enumerate(sizes * 2)]
+        sent.append(torch.arange(3 * MIB).view(1024, -1).T)
+        futures = [rpc.rpc_async("worker1", echo, args=(tensor,)) for tensor in sent]
+        for future, tensor in zip(futures, sent, strict=True):
+            assert torch.equal(future.wait(), tensor)
+
+    first_of(run_workers, task, **ACROSS)
+
+
+def test_many_tensors_in_one_message_have_memory_of_their_own(run_workers: RunWorkers) -> None:
+    def task(_: Worker) -> None:
+        sent = {str(index): torch.full((MIB // 8,), index) for index in range(8)}
+        back = rpc.rpc_sync("worker1", echo, args=(sent,))
+        back["0"].fill_(-1)
+        assert all(torch.equal(back[str(index)], sent[str(index)]) for index in range(1, 8))
+
+    first_of(run_workers, task, **ACROSS)
+
+
+def test_a_reference_can_be_used_before_its_large_arguments_are_there(run_workers: RunWorkers) -> None:
+    def task(_: Worker) -> None:
+        for _round in range(5):
+            made = rpc.remote("worker1", echo, args=(torch.ones(4 * MIB),))
+            size = rpc.rpc_async("worker1", torch.numel, args=(torch.ones(2 * MIB),))
+            assert rpc.rpc_sync("worker1", _numel, args=(made,)) == 4 * MIB
+            assert made.to_here().sum() == 4 * MIB
+            assert size.wait() == 2 * MIB
+            del made
+
+    first_of(run_workers, task, **ACROSS)
+
+
+def _numel(reference: rpc.RRef[torch.Tensor]) -> int:
+    return reference.to_here().numel()
+
+
+# ---- limits
+
+
+def small_limit_is_respected(_: Worker) -> None:
+    with pytest.raises(SerializationError, match=r"4194\d+ bytes to worker 'worker1' is over .* max_message"):
+        rpc.rpc_sync("worker1", total, args=(torch.ones(MIB),))
+    assert rpc.rpc_sync("worker1", total, args=(torch.ones(1000),)) == 1000
+    assert rpc.rpc_sync("worker1", total, args=(torch.ones(15_000),)) == 15_000
+
+
+def limited_worker_cannot_be_sent_more(_: Worker) -> None:
+    with pytest.raises(SerializationError, match="to worker 'worker1' is over"):
+        rpc.rpc_sync("worker0", torch.ones, args=(MIB,))
+    assert rpc.rpc_sync("worker0", torch.ones, args=(1000,)).sum() == 1000
+
+
+def test_a_message_over_the_receivers_limit_is_an_error_of_that_call(run_workers: RunWorkers) -> None:
+    limited = {**ACROSS, "max_message_bytes": MIB}
+    run_workers([in_group(small_limit_is_respected, **ACROSS), functools.partial(serve, **limited)])
+
+
+def test_an_answer_over_the_callers_limit_is_an_error_of_that_call(run_workers: RunWorkers) -> None:
+    limited = {**ACROSS, "max_message_bytes": MIB}
+    run_workers([functools.partial(serve, **ACROSS), in_group(limited_worker_cannot_be_sent_more, **limited)])
+
+
+def test_small_messages_are_accepted_whatever_the_limit(run_workers: RunWorkers) -> None:
+    def task(_: Worker) -> None:
+        assert rpc.rpc_sync("worker1", echo, args=("x" * 60_000,)) == "x" * 60_000
+
+    first_of(run_workers, task, **ACROSS, max_message_bytes=1)
+
+
+class BulkyError(Exception):
+    content: Any = None
+
+
+def raise_long_text() -> None:
+    raise BulkyError("x" * 2 * MIB)
+
+
+def raise_with_tensor() -> None:
+    error = BulkyError("bulky")
+    error.content = torch.ones(MIB)
+    raise error
+
+
+def raise_long_text_beside_what_cannot_be_sent() -> None:
+    raise BulkyError("x" * 2 * MIB, threading.Lock())
+
+
+def errors_are_described(_: Worker) -> None:
+    for function in (raise_long_text, raise_with_tensor, raise_long_text_beside_what_cannot_be_sent):
+        with pytest.raises(
+            RemoteError, match=r"BulkyError, raised by worker 'worker1': .*(bulky|xx)"
+        ) as caught:
+            rpc.rpc_sync("worker1", function, timeout=WAIT_SECONDS)
+        assert len(str(caught.value)) + len(caught.value.remote_traceback) < MIB
+        if function is raise_with_tensor:
+            assert re.search(r"too large to be sent: .* 419\d+ bytes .* max_message_bytes", str(caught.value))
+            assert "in raise_with_tensor" in caught.value.remote_traceback
+
+
+@pytest.mark.parametrize("limit", [MIB, 1])
+def test_an_error_over_the_callers_limit_is_described(run_workers: RunWorkers, limit: int) -> None:
+    first_of(run_workers, errors_are_described, **ACROSS, max_message_bytes=limit)
+
+
+# ---- peers that stop and die
+
+waiting: list[rpc.Future[Any]] = []
+
+
+def begin_to_send(count: int) -> None:
+    tensor = torch.ones(16 * MIB)
+    waiting.extend(rpc.rpc_async("worker1", total, args=(tensor,)) for _ in range(count))
+
+
+def all_are_lost() -> int:
+    for future in waiting:
+        with pytest.raises(WorkerLostError, match="'worker1'"):
+            future.wait()
+    return len(waiting)
+
+
+def small_call(to: str) -> int:
+    return int(rpc.rpc_sync(to, torch.add, args=(1, 0)))
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_transfer(run_workers: RunWorkers) -> None:
+    workers = start_followers(run_workers, 3, **ACROSS, send_queue_bytes=1024 * MIB)
+    assert ask(workers[0], small_call, "worker1") == 1
+    workers[1].stop()
+    ask(workers[0], begin_to_send, 3)
+    workers[1].kill()
+    assert ask(workers[0], all_are_lost) == 3
+    assert ask(workers[0], small_call, "worker2") == 1
+    dismiss(workers)
+
+
+def memory() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def test_a_sender_that_dies_in_the_middle_of_a_transfer_leaves_nothing(run_workers: RunWorkers) -> None:
+    """The receiver lets go of the memory that it has received to."""
+    workers = start_followers(run_workers, 3, **ACROSS, send_queue_bytes=1024 * MIB)
+    assert ask(workers[0], small_call, "worker1") == 1
+    assert ask(workers[2], small_call, "worker1") == 1
+    before = ask(workers[1], memory)
+    workers[1].stop()
+    ask(workers[0], begin_to_send, 8)
+    workers[1].resume()
+    workers[0].kill()
+    assert ask(workers[2], small_call, "worker1") == 1
+    assert ask(workers[1], shrinks_to, before + 100 * MIB)
+    dismiss(workers)
+
+
+def shrinks_to(limit: int) -> bool:
+    deadline = time.monotonic() + 15
+    while memory() > limit and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    return memory() <= limit
+
+
+def times_out_in_time(count: int) -> bool:
+    """Fill the queue to a worker that does not read, and call it once more."""
+    tensor = torch.ones(MIB)
+    waiting.extend(rpc.rpc_async("worker1", total, args=(tensor,), timeout=0) for _ in range(count))
+    begin = time.monotonic()
+    with pytest.raises(RpcTimeoutError, match="total on worker 'worker1'"):
+        rpc.rpc_sync("worker1", total, args=(tensor,), timeout=0.3)
+    return time.monotonic() - begin < 10
+
+
+def all_arrive() -> bool:
+    return all(future.wait() == MIB for future in waiting)
+
+
+def test_a_timeout_ends_the_wait_for_room_in_the_queue(run_workers: RunWorkers) -> None:
+    workers = start_followers(run_workers, 2, **ACROSS, send_queue_bytes=2 * MIB)
+    assert ask(workers[0], small_call, "worker1") == 1
+    workers[1].stop()
+    assert ask(workers[0], times_out_in_time, 1)
+    workers[1].resume()
+    assert ask(workers[0], all_arrive)
+    assert ask(workers[0], small_call, "worker1") == 1
+    dismiss(workers)
+
+
+# ---- speed and memory
+
+
+def test_small_calls_do_not_wait_for_large_transfers(run_workers: RunWorkers) -> None:
+    """While tensors of 64 MB stream both ways; the bound is generous, and `make bench` measures it."""
+
+    def task(_: Worker) -> float:
+        tensor = torch.ones(16 * MIB)
+        stop = threading.Event()
+
+        def stream() -> None:
+            while not stop.is_set():
+                rpc.rpc_sync("worker1", echo, args=(tensor,))
+
+        rpc.rpc_sync("worker1", echo, args=(tensor,))
+        streams = [threading.Thread(target=stream) for _ in range(2)]
+        for each in streams:
+            each.start()
+        times = []
+        for _round in range(100):
+            begin = time.perf_counter()
+            rpc.rpc_sync("worker1", echo, args=(1,))
+            times.append(time.perf_counter() - begin)
+        stop.set()
+        for each in streams:
+            each.join()
+        return sorted(times)[50]
+
+    assert first_of(run_workers, task, **ACROSS) < 0.02  # two such tensors take five times as long, at least
+
+
+def test_sending_takes_no_memory_and_receiving_takes_it_once(run_workers: RunWorkers) -> None:
+    size = 128 * MIB
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def task(_: Worker) -> None:
+        tensor = torch.ones(size // 4)
+        rpc.rpc_sync("worker1", echo, args=(1,))
+        here, there = peak(), rpc.rpc_sync("worker1", peak)
+        rpc.rpc_sync("worker1", torch.numel, args=(tensor,))
+        assert peak() - here < size // 8
+        assert rpc.rpc_sync("worker1", peak) - there < size + size // 8
+
+    first_of(run_workers, task, **ACROSS)

@@ -1,0 +1,311 @@
+"""``RemoteModule``: modules that live on other workers, as those see them who use them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rpc
+from rpc.errors import NotInitializedError, RRefError, UnknownWorkerError, WorkerLostError
+from rref import RemoteModule
+from rref.remote_module.unavailable import WithoutLocalState
+from tests.support.serving import first_of, report, serve, wait_at_gate
+from tests.support.tracked import Tracked
+from tests.support.workers import RunWorkers, Worker
+
+INPUT = torch.tensor([[1.0, 2.0]])
+
+
+class Scale(nn.Module):
+    """Multiplies by a factor; adds one where it is evaluated instead of trained."""
+
+    def __init__(self, factor: float, parts: int = 0) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+        self.parts = nn.ModuleList(Scale(factor) for _ in range(parts))
+
+    def forward(self, x: Tensor, *, negative: bool = False) -> Tensor:
+        scaled = x * self.factor
+        scaled = -scaled if negative else scaled
+        return scaled if self.training else scaled + 1
+
+
+def worker_of(_: nn.Module, args: tuple[Tensor], output: Tensor) -> str:
+    """A forward hook: in place of the output, which worker computed it."""
+    return rpc.get_worker_info().name
+
+
+class Located(Scale):
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.register_forward_hook(worker_of)
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ArithmeticError("no forward here")
+
+
+# ---- calling
+
+
+@pytest.mark.parametrize("place", ["worker1/cpu", "worker1", "rank:1/cpu", "worker0/cpu"])
+def test_it_is_called_like_a_local_module(run_workers: RunWorkers, place: str) -> None:
+    def use(_: Worker) -> list[Tensor]:
+        module = RemoteModule(place, Scale, args=(3.0,), kwargs={"parts": 1})
+        outputs = [
+            module(INPUT),
+            module.forward(INPUT, negative=True),
+            module.forward_async(INPUT).wait(),
+            nn.Sequential(module, nn.Flatten())(INPUT),
+        ]
+        return [output.detach() for output in outputs]
+
+    assert [output.tolist() for output in first_of(run_workers, use)] == [
+        [[3, 6]],
+        [[-3, -6]],
+        [[3, 6]],
+        [[3, 6]],
+    ]
+
+
+def test_it_computes_where_it_lives_with_the_hooks_registered_there(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, lambda _: RemoteModule("worker1", Located)(INPUT)) == "worker1"
+
+
+def switch_modes(_: Worker) -> list[Any]:
+    module = RemoteModule("worker1", Scale, args=(2.0,))
+    seen: list[Any] = []
+    for mode in (False, True, False):
+        returned = module.train(mode)
+        seen += [returned is module, module.training, module(INPUT).tolist()]
+    model = nn.Sequential(module).train()
+    assert model.eval() is model
+    return [*seen, module(INPUT).tolist()]
+
+
+def test_training_and_evaluation_mode_are_those_of_the_remote_module(run_workers: RunWorkers) -> None:
+    trained, evaluated = [[2.0, 4.0]], [[3.0, 5.0]]
+    assert first_of(run_workers, switch_modes) == [
+        *(True, False, evaluated),
+        *(True, True, trained),
+        *(True, False, evaluated),
+        evaluated,
+    ]
+
+
+def list_parameters(_: Worker) -> list[Any]:
+    module = RemoteModule("worker1", Scale, args=(2.0,), kwargs={"parts": 2})
+    every, own = module.remote_parameters(), module.remote_parameters(recurse=False)
+    return [
+        [parameter.owner_name() for parameter in every],
+        [type(parameter.to_here()) for parameter in every],
+        len(own),
+        module.get_module_rref() is module.module_rref,
+    ]
+
+
+def test_its_parameters_are_references(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, list_parameters) == [["worker1"] * 3, [nn.Parameter] * 3, 1, True]
+
+
+# ---- sending it
+
+
+def use_elsewhere(module: RemoteModule) -> list[Any]:
+    module.eval()
+    return [module(INPUT).tolist(), nn.Sequential(module)(INPUT).tolist(), module.on, module.training]
+
+
+def send(_: Worker) -> list[Any]:
+    module = RemoteModule("worker1", Scale, args=(2.0,))
+    seen = rpc.rpc_sync("worker2", use_elsewhere, args=(module,))
+    back = rpc.rpc_sync("worker2", torch.nn.Identity().forward, args=(module,))
+    shared = RemoteModule.init_from_module_rref("worker1/cpu", module.get_module_rref())
+    return [seen, back(INPUT).tolist(), shared(INPUT).tolist(), shared.device]
+
+
+def test_it_is_the_same_module_for_everybody_it_is_sent_to(run_workers: RunWorkers) -> None:
+    evaluated = [[3.0, 5.0]]
+    assert first_of(run_workers, send, world_size=3) == [
+        [evaluated, evaluated, "worker1", False],
+        evaluated,
+        evaluated,
+        "cpu",
+    ]
+
+
+def refuse_to_be_copied(_: Worker) -> None:
+    module = RemoteModule("worker1", Scale, args=(2.0,))
+    for attempt in (lambda: torch.save(module, io.BytesIO()), lambda: copy.deepcopy(module)):
+        with pytest.raises(RuntimeError, match="RemoteModule can only be pickled when using RPC"):
+            attempt()
+
+
+def test_it_cannot_be_saved_or_copied(run_workers: RunWorkers) -> None:
+    first_of(run_workers, refuse_to_be_copied)
+
+
+class TrackedModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracked = Tracked("module")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def use_and_drop(worker: Worker) -> None:
+    with worker.group():
+        module = RemoteModule("worker1", TrackedModule)
+        module(INPUT)
+        rpc.rpc_sync("worker1", report, args=("used",))
+        del module
+        worker.wait_for("freed")
+
+
+def test_it_is_freed_when_nobody_has_it_any_more(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([use_and_drop, serve])
+    workers[1].wait_for("used")
+    assert workers[1].wait_for("freed") == "module"
+    workers[0].tell("freed")
+    workers.results()
+
+
+# ---- what cannot be
+
+
+def test_every_method_of_a_module_either_works_remotely_or_raises() -> None:
+    works = {"forward", "train", "eval"}
+    of_the_class = {"T_destination", "call_super_init", "dump_patches"}
+    for_subclasses = {"get_extra_state", "set_extra_state"}
+    decided = works | of_the_class | for_subclasses | set(vars(WithoutLocalState))
+    assert not [name for name in dir(nn.Module) if not name.startswith("_") and name not in decided]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(WithoutLocalState) if not name.startswith("_")))
+def test_what_needs_local_state_raises_and_says_what_to_use(name: str) -> None:
+    module = WithoutLocalState()
+    with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule. [A-Z].+"):
+        getattr(module, name)(1, some=2)
+
+
+def test_it_needs_an_agent() -> None:
+    with pytest.raises(NotInitializedError, match=r"RemoteModule only works in RPC: call rpc\.init_rpc"):
+        RemoteModule("worker1/cpu", Scale, args=(1.0,))
+
+
+def make_badly(_: Worker) -> None:
+    with pytest.raises(UnknownWorkerError, match="nobody"):
+        RemoteModule("nobody/cpu", Scale, args=(1.0,))
+    with pytest.raises(ValueError, match="names a device but no worker"):
+        RemoteModule("cpu", Scale, args=(1.0,))
+    with pytest.raises(ValueError, match=r"decorated by @torch\.jit\.interface"):
+        RemoteModule("worker1", Scale, (1.0,), _module_interface_cls=Scale)
+    with pytest.raises(TypeError, match="module_rref is a Scale, not a reference to a module"):
+        RemoteModule.init_from_module_rref("worker1", Scale(1.0))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="without _module_interface_cls: it cannot be scripted"):
+        torch.jit.script(RemoteModule("worker1", Scale, args=(1.0,)))
+
+
+def test_mistakes_in_making_one_are_raised_at_once(run_workers: RunWorkers) -> None:
+    first_of(run_workers, make_badly)
+
+
+@pytest.mark.parametrize(
+    ("place", "module_cls", "kind", "text"),
+    [
+        ("worker1", Scale, TypeError, "missing 1 required positional argument: 'factor'"),
+        ("worker1", dict, ValueError, r"returns an instance of <class nn.Module>, but .* <class 'dict'>"),
+        ("worker1", Broken, ArithmeticError, "no forward here"),
+        ("worker1/cuda:99", Broken, RuntimeError, "'worker1' has no cuda:99, since it sees .* CUDA devices"),
+    ],
+    ids=["arguments", "no module", "forward", "device"],
+)
+def test_what_goes_wrong_over_there_is_raised_by_its_use(
+    run_workers: RunWorkers, place: str, module_cls: Any, kind: type[Exception], text: str
+) -> None:
+    def use(_: Worker) -> None:
+        module = RemoteModule(place, module_cls)
+        attempts: list[Callable[[], Any]] = [lambda: module(INPUT), module.forward_async(INPUT).wait]
+        for attempt in attempts:
+            with pytest.raises(kind, match=text) as caught:
+                attempt()
+            assert "Traceback on worker 'worker1'" in "".join(caught.value.__notes__)
+
+    first_of(run_workers, use)
+
+
+class Waiting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        wait_at_gate()
+        return x
+
+
+def use_after_loss(worker: Worker) -> None:
+    with worker.group():
+        module = RemoteModule("worker1", Waiting)
+        pending = module.forward_async(INPUT)
+        with pytest.raises(WorkerLostError, match="worker1"):
+            pending.wait()
+        for attempt in (module.forward, lambda _: module.remote_parameters(), lambda _: module.train()):
+            with pytest.raises((WorkerLostError, RRefError), match="'worker1'"):
+                attempt(INPUT)
+
+
+def test_a_module_whose_worker_died_raises_at_once_and_names_it(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([use_after_loss, serve])
+    workers[1].wait_for("at the gate")
+    workers[1].kill()
+    workers.results()
+
+
+# ---- TorchScript
+
+
+with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+
+    @torch.jit.interface
+    class RepeatInterface:
+        def forward(self, x: Tensor, times: int = 2) -> dict[str, Tensor]:  # type: ignore[empty-body]
+            pass
+
+    @torch.jit.interface
+    class RepeatLaterInterface:
+        def forward_async(  # type: ignore[empty-body]
+            self, x: Tensor, times: int = 2
+        ) -> torch.futures.Future[dict[str, Tensor]]:
+            pass
+
+
+class Repeat(nn.Module):
+    def forward(self, x: Tensor, times: int = 2) -> dict[str, Tensor]:
+        return {"repeated": x.repeat(times)}
+
+
+def use_from_script(_: Worker) -> list[Any]:
+    @torch.jit.script
+    def use(module: RepeatInterface, later: RepeatLaterInterface, x: Tensor) -> list[Tensor]:
+        futures = [later.forward_async(x, times) for times in range(1, 9)]
+        waited = [future.wait()["repeated"] for future in futures]
+        return waited + [module.forward(x, 9)["repeated"]]  # noqa: RUF005  # as TorchScript wants it
+
+    module = RemoteModule("worker1", Repeat, _module_interface_cls=RepeatInterface)
+    assert module(torch.ones(1))["repeated"].tolist() == [1, 1]
+    scripted = torch.jit.script(module)
+    del module
+    outputs = use(scripted, scripted, torch.ones(1))
+    with pytest.raises(RuntimeError, match="Passing a script RemoteModule over RPC is not supported"):
+        rpc.rpc_sync("worker1", id, args=(scripted,))
+    return [int(output.sum()) for output in outputs]
+
+
+def test_torchscript_calls_it_through_its_interface(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, use_from_script) == list(range(1, 10))

@@ -1,0 +1,334 @@
+"""``remote`` and ``RRef``: objects that stay where they are made, and how others use them."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import RpcTimeoutError, RRefError, SerializationError, WorkerLostError
+from tests.support.serving import first_of, open_gate, serve, wait_at_gate
+from tests.support.workers import RunWorkers, Worker
+
+
+class Account:
+    def __init__(self, balance: int = 0) -> None:
+        self.balance = balance
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"balance": self.balance}  # a copy has no lock
+
+    def deposit(self, amount: int) -> int:
+        self.balance += amount
+        return self.balance
+
+    def look(self) -> int:
+        return self.balance
+
+    def withdraw(self, amount: int) -> int:
+        if amount > self.balance:
+            raise LookupError(f"{amount} is more than {self.balance}")
+        return self.deposit(-amount)
+
+    def has_lock(self) -> bool:
+        return hasattr(self, "lock")
+
+    def hold(self) -> int:
+        """Returns the balance once the gate is open."""
+        return int(wait_at_gate(value=self.balance))
+
+
+# ---- whose it is
+
+
+def look_at_references(worker: Worker) -> None:
+    theirs = rpc.remote("worker1", Account, args=(3,))
+    assert isinstance(theirs, rpc.RRef)
+    assert not theirs.is_owner()
+    assert theirs.owner() == rpc.get_worker_info("worker1")
+    assert theirs.owner_name() == "worker1"
+    assert theirs.to_here().balance == 3
+    theirs._get_future().wait()
+    assert theirs.confirmed_by_owner()
+    with pytest.raises(RRefError, match=r"can't call localValue\(\) on user.*worker0.*owner.*worker1"):
+        theirs.local_value()
+    for mine in (
+        rpc.RRef(Account(4)),
+        rpc.remote("worker0", Account, args=(4,)),
+        rpc.remote(0, Account, (4,)),
+    ):
+        assert mine.is_owner()
+        assert mine.owner_name() == "worker0"
+        assert mine.local_value() is mine.to_here()
+        assert mine.local_value().balance == 4
+        assert mine.confirmed_by_owner()
+
+
+def test_a_reference_knows_its_owner(run_workers: RunWorkers) -> None:
+    first_of(run_workers, look_at_references)
+
+
+def use_copy_and_object(_: Worker) -> list[Any]:
+    rref = rpc.remote("worker1", Account)
+    rref.to_here().deposit(100)  # on a copy
+    seen = [rref.rpc_sync().deposit(1), rref.rpc_sync().deposit(1), rref.to_here().balance]
+    return [*seen, rref.to_here().has_lock(), rref.rpc_sync().has_lock()]
+
+
+def test_to_here_copies_and_proxies_use_the_object_itself(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, use_copy_and_object) == [1, 2, 2, False, True]
+
+
+def make_module(_: Worker) -> list[list[float]]:
+    layer = rpc.remote("worker1", torch.nn.Linear, args=(2, 2))
+    with torch.no_grad():
+        weight = layer.rpc_sync().state_dict()["weight"]
+        output = layer.rpc_sync().forward(torch.eye(2)) - layer.to_here().bias
+    return [weight.t().tolist(), output.tolist()]
+
+
+def test_a_module_lives_on_its_owner(run_workers: RunWorkers) -> None:
+    weight, output = first_of(run_workers, make_module)
+    assert output == [pytest.approx(row, abs=1e-6) for row in weight]
+
+
+# ---- proxies
+
+
+@pytest.mark.parametrize("owner", ["worker0", "worker1"])
+def test_proxies_call_methods(run_workers: RunWorkers, owner: str) -> None:
+    def use(_: Worker) -> list[Any]:
+        rref = rpc.remote(owner, Account)
+        values = [
+            rref.rpc_sync().deposit(1),
+            rref.rpc_async().deposit(amount=2).wait(),
+            rref.remote().deposit(3).to_here(),
+        ]
+        overdrawing: list[Callable[[], Any]] = [
+            lambda: rref.rpc_sync().withdraw(100),
+            lambda: rref.rpc_async().withdraw(100).wait(),
+            lambda: rref.remote().withdraw(100).to_here(),
+        ]
+        for withdraw in overdrawing:
+            with pytest.raises(LookupError, match="100 is more than 6"):
+                withdraw()
+        missing: list[Callable[[], Any]] = [
+            lambda: rref.rpc_sync().nothing(),
+            lambda: rref.rpc_async().nothing().wait(),
+            lambda: rref.remote().nothing().to_here(),
+        ]
+        for call in missing:
+            with pytest.raises(AttributeError, match="nothing"):
+                call()
+        return values
+
+    assert first_of(run_workers, use) == [1, 3, 6]
+
+
+def use_up_time(_: Worker) -> list[int]:
+    rref = rpc.remote("worker1", Account, args=(5,))
+    with pytest.raises(RpcTimeoutError):
+        rref.remote(timeout=1e-6).look()  # not even the object's type is known in time
+    assert rref.remote().look().to_here() == 5
+    waits: list[Callable[[], Any]] = [
+        lambda: rref.rpc_sync(timeout=0.05).hold(),
+        lambda: rref.rpc_async(timeout=0.05).hold().wait(),
+        rref.remote(timeout=0.05).hold().to_here,
+        lambda: rref.remote().hold().to_here(timeout=0.05),
+        lambda: rpc.remote("worker1", wait_at_gate).to_here(timeout=0.05),
+        lambda: rpc.remote("worker0", wait_at_gate).to_here(timeout=0.05),
+    ]
+    for wait in waits:
+        with pytest.raises(RpcTimeoutError):
+            wait()
+    held = rref.rpc_async(timeout=0).hold()
+    for rank in (0, 1):
+        rpc.rpc_sync(rank, open_gate)
+    return [held.wait(), rref.rpc_sync(timeout=20).look()]
+
+
+def test_proxies_and_to_here_have_timeouts(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, use_up_time) == [5, 5]
+
+
+# ---- making fails
+
+
+def refuse() -> None:
+    raise LookupError("not today")
+
+
+def ask_for_it(rref: rpc.RRef[Any]) -> str:
+    with pytest.raises(LookupError, match="not today") as caught:
+        rref.local_value() if rref.is_owner() else rref.to_here()
+    return type(caught.value).__name__
+
+
+def use_what_was_not_made(_: Worker) -> list[str]:
+    rref = rpc.remote("worker1", refuse)
+    seen = [rpc.rpc_sync(to, ask_for_it, args=(rref,)) for to in ("worker0", "worker1", "worker2")]
+    with pytest.raises(LookupError, match="not today"):
+        rref.rpc_sync().anything()
+    return [*seen, ask_for_it(rref), ask_for_it(rpc.remote("worker0", refuse))]
+
+
+def test_whoever_asks_for_what_could_not_be_made_gets_the_error(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, use_what_was_not_made, world_size=3) == ["LookupError"] * 5
+
+
+def use_what_was_not_made_in_time(_: Worker) -> None:
+    rref = rpc.remote("worker1", wait_at_gate, timeout=0.05)
+    with pytest.raises(RpcTimeoutError):
+        rref._get_future().wait()
+    waits: list[Callable[[], Any]] = [
+        rref.to_here,
+        lambda: rref.rpc_sync().anything(),
+        lambda: rpc.rpc_sync("worker1", ask_for_it, args=(rref,)),
+    ]
+    of_no_use = r"creation via rpc\.remote on worker 'worker1' failed.*timeout of 50 ms.*wait_at_gate"
+    for wait in waits:
+        with pytest.raises(RpcTimeoutError, match=of_no_use):
+            wait()
+    rpc.rpc_sync("worker1", open_gate)
+    with pytest.raises(RpcTimeoutError, match=of_no_use):
+        rref.to_here()  # it may be made by now, but late is too late
+
+
+def test_a_creation_that_timed_out_stays_of_no_use(run_workers: RunWorkers) -> None:
+    first_of(run_workers, use_what_was_not_made_in_time)
+
+
+# ---- passed on
+
+
+def owned_here(rref: rpc.RRef[Any]) -> tuple[str, bool, int]:
+    value = rref.local_value() if rref.is_owner() else rref.to_here()
+    return rref.owner_name(), rref.is_owner(), value.balance
+
+
+def pass_on(rref: rpc.RRef[Any], route: list[str]) -> list[tuple[str, bool, int]]:
+    if not route:
+        return []
+    rref.rpc_sync().deposit(1)
+    seen = owned_here(rref)
+    rest: list[tuple[str, bool, int]] = rpc.rpc_sync(route[0], pass_on, args=(rref, route[1:]))
+    return [seen, *rest]
+
+
+def test_a_reference_is_passed_from_worker_to_worker(run_workers: RunWorkers) -> None:
+    route = ["worker2", "worker1", "worker3", "worker0", "worker2", "worker0"]
+
+    def start(_: Worker) -> list[tuple[str, bool, int]]:
+        return pass_on(rpc.remote("worker1", Account), route)
+
+    seen = first_of(run_workers, start, world_size=4)
+    here = ["worker0", *route[:-1]]
+    assert seen == [("worker1", worker == "worker1", 1 + step) for step, worker in enumerate(here)]
+
+
+def deposit_all(accounts: dict[str, Any], amount: int) -> int:
+    found = [*accounts["list"], accounts["only"], *accounts["tuple"][1]]
+    return sum(rref.rpc_sync().deposit(amount) for rref in found)
+
+
+def pass_in_containers(_: Worker) -> int:
+    rrefs = [rpc.remote(f"worker{number % 3}", Account, args=(number,)) for number in range(6)]
+    accounts = {"list": rrefs[:3], "only": rrefs[3], "tuple": (0, rrefs[4:])}
+    return int(rpc.rpc_sync("worker2", deposit_all, args=(accounts, 10)))
+
+
+def test_references_travel_in_containers(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, pass_in_containers, world_size=3) == sum(range(6)) + 60
+
+
+def open_account(owner: str, balance: int) -> rpc.RRef[Account]:
+    return rpc.RRef(Account(balance)) if owner == "here" else rpc.remote(owner, Account, args=(balance,))
+
+
+def take_from_results(_: Worker) -> list[tuple[str, bool, int]]:
+    owners = ["here", "worker0", "worker1", "worker2"]
+    returned = [rpc.rpc_sync("worker1", open_account, args=(owner, 7)) for owner in owners]
+    fetched = [rpc.remote("worker1", open_account, args=(owner, 8)).to_here() for owner in owners]
+    return [owned_here(rref) for rref in returned + fetched]
+
+
+def test_references_travel_in_results(run_workers: RunWorkers) -> None:
+    owners = [("worker1", False), ("worker0", True), ("worker1", False), ("worker2", False)]
+    seen = first_of(run_workers, take_from_results, world_size=3)
+    assert seen == [(*owner, 7) for owner in owners] + [(*owner, 8) for owner in owners]
+
+
+def pass_in_closure(_: Worker) -> int:
+    rref = rpc.remote("worker1", Account, args=(40,))
+    return int(rpc.rpc_sync("worker2", lambda amount: rref.rpc_sync().deposit(amount), args=(2,)))
+
+
+def test_a_reference_travels_in_a_closure(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, pass_in_closure, world_size=3) == 42
+
+
+def pass_and_forget(_: Worker) -> list[int]:
+    calls = [
+        rpc.rpc_async("worker2", open_and_deposit, args=(rpc.remote("worker1", Account, args=(number,)), 1))
+        for number in range(100)
+    ]
+    return [call.wait() for call in calls]
+
+
+def open_and_deposit(rref: rpc.RRef[Account], amount: int) -> int:
+    return int(rref.rpc_sync().deposit(amount))
+
+
+def test_a_reference_may_be_forgotten_as_soon_as_it_is_passed_on(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, pass_and_forget, world_size=3) == list(range(1, 101))
+
+
+def pickle_plainly(_: Worker) -> None:
+    with pytest.raises(RRefError, match="can only be sent in RPC messages"):
+        pickle.dumps(rpc.RRef(1))
+    with pytest.raises((RRefError, SerializationError)):
+        rpc.rpc_sync("worker1", pickle.loads, args=(pickle.dumps(rpc.RRef(1)),))
+
+
+def test_a_reference_cannot_be_pickled_outside_messages(run_workers: RunWorkers) -> None:
+    first_of(run_workers, pickle_plainly)
+
+
+# ---- the owner is gone
+
+
+def use_after_loss(worker: Worker) -> list[str]:
+    with worker.group():
+        rref = rpc.remote("worker1", Account, args=(3,))
+        assert rref.rpc_sync().look() == rref.to_here().balance == 3
+        held = [rref.rpc_async().hold(), rpc.remote("worker1", wait_at_gate)._get_future()]
+        worker.report("holding")
+        waits: list[Callable[[], Any]] = [
+            *(each.wait for each in held),
+            rref.to_here,
+            lambda: rref.rpc_sync().look(),
+            lambda: rref.rpc_async().look().wait(),
+            lambda: rref.remote().look(),
+            lambda: rpc.rpc_sync("worker2", owned_here, args=(rref,)),
+        ]
+        ended = []
+        for wait in waits:
+            with pytest.raises((WorkerLostError, RRefError), match=r"'worker1'.* is gone") as caught:
+                wait()
+            ended.append(type(caught.value).__name__)
+    return ended
+
+
+def test_references_to_a_killed_owner_fail_at_once(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([use_after_loss, serve, serve])
+    workers[0].wait_for("holding")
+    assert [workers[1].wait_for("at the gate") for _ in range(2)] == ["", ""]
+    workers[1].kill()
+    assert workers[0].result()[:3] == ["WorkerLostError"] * 3
+    workers.results()

@@ -1,0 +1,276 @@
+"""``deserialization="safe"`` between workers: what is allowed works, anything else is refused by name."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import RemoteError, SerializationError
+from rpc.group.workers import Member
+from rpc.wire.frames import Kind
+from tests.support.hostile import Hostile, Target, frame, target
+from tests.support.refusals import refused
+from tests.support.serving import in_group, serve
+from tests.support.workers import RunWorkers, Task, Worker
+
+SAFE: dict[str, Any] = {"deserialization": "safe"}
+
+ran: list[str] = []
+"""What hostile pickles have made this process run."""
+
+
+@rpc.allow_function
+def add(left: Any, right: Any = 1) -> Any:
+    return left + right
+
+
+@rpc.allow_function
+async def add_slowly(left: int) -> int:
+    return left + 1
+
+
+@rpc.allow_function
+@rpc.functions.async_execution
+def promise(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+class Secret:
+    """Of a class that nobody allows; its methods may be called where it lives."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def look(self) -> int:
+        return self.value
+
+    def _peek(self) -> int:
+        return self.value
+
+    def __call__(self) -> int:
+        return self.value
+
+
+@rpc.allow_class
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+@rpc.allow_function
+def make_secret(value: int) -> Secret:
+    return Secret(value)
+
+
+@rpc.allow_function
+def double(point: Point) -> Point:
+    return Point(2 * point.x)
+
+
+class SecretError(Exception):
+    pass
+
+
+@rpc.allow_function
+def fail(kind: str) -> None:
+    raise {"known": KeyError("key"), "unknown": SecretError("text")}[kind]
+
+
+@rpc.allow_function
+def look_through(rref: rpc.RRef[Secret]) -> int:
+    return int(rref.rpc_sync().look())
+
+
+def run(what: str) -> str:
+    ran.append(what)
+    return what
+
+
+@rpc.allow_function
+def what_ran() -> list[str]:
+    return ran
+
+
+class Hostility:
+    """Pickles as a call of ``run``."""
+
+    def __reduce__(self) -> Any:
+        return run, ("by a pickle",)
+
+
+@rpc.allow_function
+def answer_with_hostility() -> Any:
+    return Hostility()
+
+
+@rpc.allow_function
+def say_target() -> list[Any]:
+    at = target()
+    return [at.member.to_wire(), at.group]
+
+
+def serve_safely(worker: Worker) -> None:
+    """Of this module, so that it is imported where it runs: nothing is imported to answer a call."""
+    serve(worker, **SAFE)
+
+
+def first_of_safe(run_workers: RunWorkers, task: Task, world_size: int = 2) -> Any:
+    return run_workers([in_group(task, **SAFE), *[serve_safely] * (world_size - 1)])[0]
+
+
+# ---- what is allowed
+
+
+def use_what_is_allowed(_: Worker) -> list[Any]:
+    tensor = torch.arange(3.0)
+    secret = rpc.remote("worker1", make_secret, args=(7,))
+    return [
+        rpc.rpc_sync("worker1", add, args=(1,)),
+        rpc.rpc_async("worker1", add, args=([1, {"a": (2, None)}], [b"x"])).wait(),
+        rpc.rpc_sync("worker1", add, args=(tensor,), kwargs={"right": tensor}).tolist(),
+        rpc.rpc_sync("worker1", add_slowly, args=(1,)),
+        rpc.rpc_sync("worker1", promise, args=("kept",)),
+        rpc.rpc_sync("worker1", double, args=(Point(3),)).x,
+        rpc.rpc_sync("worker1", Point, args=(4,)).x,
+        secret.rpc_sync().look(),
+        secret.rpc_async().look().wait(),
+        secret.rpc_sync().__call__(),
+        rpc.rpc_sync("worker2", look_through, args=(secret,)),
+    ]
+
+
+def test_what_is_allowed_works(run_workers: RunWorkers) -> None:
+    values = first_of_safe(run_workers, use_what_is_allowed, world_size=3)
+    assert values == [2, [1, {"a": (2, None)}, b"x"], [0, 2, 4], 2, "kept", 6, 4, 7, 7, 7, 7]
+
+
+def gather(worker: Worker) -> Any:
+    with worker.group(**SAFE):
+        rpc.barrier()
+        return rpc.all_gather({worker.rank: torch.ones(2)})["worker1"][1].tolist()
+
+
+def test_gathering_works(run_workers: RunWorkers) -> None:
+    assert run_workers(gather, 2) == [[1, 1]] * 2
+
+
+def join_late(worker: Worker) -> Any:
+    with worker.group(dynamic=True, **SAFE):
+        worker.report("ready")
+        if worker.rank == 0:
+            worker.wait_for("leave")
+            return None
+        return rpc.rpc_sync("worker0", add, args=(1,))
+
+
+def test_dynamic_groups_work(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(join_late, 1)
+    workers[0].wait_for("ready")
+    assert workers.add(join_late).result() == 2
+    workers[0].tell("leave")
+    workers.results()
+
+
+# ---- what is not
+
+
+def use_what_is_not_allowed(_: Worker) -> list[str]:
+    cases: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
+        (run, ("by a call",), f"{__name__}.run"),
+        (os.system, ("touch ran",), "posix.system"),
+        (torch.add, (1, 1), "torch.add"),
+        (lambda: run("by a lambda"), (), "cloudpickle.cloudpickle."),
+        (Secret, (1,), f"{__name__}.Secret"),
+        (add, (Hostility(),), f"{__name__}.run"),
+        (add, ([1, {"a": Secret(1)}],), f"{__name__}.Secret"),
+        (add, (run,), f"{__name__}.run"),
+    ]
+    for function, args, name in cases:
+        text = rf"^'{name}\S*' is not on .* allow-list"
+        refused(SerializationError, text, rpc.rpc_sync, "worker1", function, args)
+        refused(SerializationError, text, rpc.rpc_async("worker1", function, args).wait)
+        refused(SerializationError, text, rpc.remote("worker1", function, args).to_here)
+    secret = rpc.remote("worker1", make_secret, args=(7,))
+    refused(SerializationError, f"'{__name__}.Secret' is not on", secret.to_here)
+    refused(SerializationError, f"'{__name__}.Secret' is not on", secret.remote().look)
+    refused(SerializationError, "does not admit calls of the private method '_peek'", secret.rpc_sync()._peek)
+    refused(SerializationError, f"'{__name__}.run' is not on", rpc.rpc_sync, "worker1", answer_with_hostility)
+    refused(KeyError, "key", rpc.rpc_sync, "worker1", fail, ("known",))
+    unknown = (
+        f"{__name__}.SecretError, raised by worker 'worker1': text\n.*'{__name__}.SecretError' is not on"
+    )
+    refused(RemoteError, unknown, rpc.rpc_sync, "worker1", fail, ("unknown",))
+    return [*ran, *rpc.rpc_sync("worker1", what_ran)]
+
+
+def test_what_is_not_allowed_is_named_and_nothing_runs(run_workers: RunWorkers) -> None:
+    assert first_of_safe(run_workers, use_what_is_not_allowed) == []
+
+
+HOSTILE_PICKLES = [
+    b"cos\nsystem\n(S'touch ran'\ntR.",
+    pickle.dumps((run, ("by hand",), {}), 5),
+    pickle.dumps((__name__, "run", ("by name",), {}), 5),
+    pickle.dumps(("builtins", "eval", ("ran.append(1)",), {}), 5),
+    pickle.dumps((__name__, "add", (Hostility(),), {}), 5),
+    pickle.dumps((add, (Hostility(),), {}), 4),
+    pickle.dumps((__name__, "ran.append", ("by attribute",), {}), 5),
+    pickle.dumps(("rpc.serialization.settings", "allow_function.__globals__", (), {}), 5),
+    b"\x80\x05]\x94(" + b"]" * 100_000 + b"e.",
+    b"\x80\x05\x8e" + (1 << 60).to_bytes(8, "little") + b".",
+    b"",
+    b"\x80",
+]
+"""As they come over the wire, from a member that does not use our pickler."""
+
+
+def attack(worker: Worker) -> list[str]:
+    with worker.group(dynamic=True, **SAFE):
+        wire, group = rpc.rpc_sync("worker0", say_target)
+        at = Target(Member.from_wire(wire), group)
+        with Hostile(at) as peer:
+            peer.join(peer.newcomer(1))
+            for number, data in enumerate(HOSTILE_PICKLES, 1):
+                peer.say(frame(Kind.CALL, {}, [data], number))
+                answer = peer.hear()
+                assert answer is not None
+                assert (answer.kind, answer.call_id) == (Kind.FAILURE, number)
+                assert answer.header["!"][0] == "rpc.errors.SerializationError", answer.header["!"]
+        assert rpc.rpc_sync("worker0", add, args=(1,)) == 2
+        return list(rpc.rpc_sync("worker0", what_ran))
+
+
+def test_hostile_pickles_do_not_run(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(join_late, 1)
+    workers[0].wait_for("ready")
+    assert workers.add(attack).result() == []
+    workers[0].tell("leave")
+    workers.results()
+    assert not workers[0].log.with_name("ran").exists()
+
+
+# ---- one who is not safe
+
+
+def call_one_who_is_safe(worker: Worker) -> list[Any]:
+    with worker.group():
+        refused(SerializationError, f"'{__name__}.run' is not on", rpc.rpc_sync, "worker1", run, ("x",))
+        secret = rpc.remote("worker1", make_secret, args=(7,)).to_here()  # this side may read it
+        return [secret.value, rpc.rpc_sync("worker1", what_ran)]
+
+
+def test_each_worker_has_its_own_caution(run_workers: RunWorkers) -> None:
+    assert run_workers([call_one_who_is_safe, serve_safely])[0] == [7, []]
+
+
+@pytest.mark.parametrize("value", ["json", "", None, True])
+def test_another_way_to_deserialize_is_refused(value: Any) -> None:
+    refused(ValueError, 'deserialization must be "pickle" or "safe"', rpc.AgentOptions, deserialization=value)

@@ -1,0 +1,310 @@
+"""``shutdown``: who waits for what, and what becomes of calls under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, RRefError, WorkerLostError
+from rpc.options import AgentOptions
+from tests.support.serving import Gate, in_group, open_gate, report, serve, wait_at_gate
+from tests.support.workers import RunWorkers, Worker, current_worker
+
+
+def join(worker: Worker) -> None:
+    options = AgentOptions(init_method=worker.init_method, rendezvous_timeout=15.0)
+    rpc.init_rpc(worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options)
+
+
+# ---- graceful: all work everywhere is done first
+
+
+def relay(hops: int) -> None:
+    """Passes on to the next worker without waiting; the last one reports."""
+    worker = current_worker()
+    if hops == 0:
+        worker.report("arrived")
+    else:
+        rpc.rpc_async((worker.rank + 1) % worker.world_size, relay, args=(hops - 1,))
+
+
+async def relay_in_coroutine(hops: int) -> None:
+    relay(hops)
+
+
+@rpc.functions.async_execution
+def relay_in_callback(hops: int) -> torch.futures.Future[None]:
+    return rpc.rpc_async(rpc.get_worker_info(), int).then(lambda _: relay(hops))
+
+
+def relay_through_reference(hops: int) -> None:
+    worker = current_worker()
+    rpc.remote((worker.rank + 1) % worker.world_size, relay, args=(hops - 1,))
+
+
+@pytest.mark.parametrize(
+    "begin", [relay, relay_in_coroutine, relay_in_callback, relay_through_reference], ids=lambda f: f.__name__
+)
+def test_nobody_leaves_while_calls_cause_calls(run_workers: RunWorkers, begin: Callable[[int], Any]) -> None:
+    def start_chains(worker: Worker) -> None:
+        if worker.rank == 0:
+            for _ in range(5):
+                rpc.rpc_async("worker1", begin, args=(30,))  # the 30th hop leads back to worker1
+
+    workers = run_workers.start(in_group(start_chains), 3)
+    for _ in range(5):
+        workers[1].wait_for("arrived")
+    workers.results()
+
+
+def call_again(worker: Worker) -> torch.futures.Future[Any]:
+    return rpc.rpc_async("worker1", wait_at_gate).then(
+        lambda _: rpc.rpc_sync("worker1", report, args=("called back",))
+    )
+
+
+def test_callbacks_that_make_calls_are_waited_for(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([in_group(call_again_and_forget), serve_until_told])
+    workers[1].wait_for("at the gate")
+    workers[1].tell("open")
+    workers[1].wait_for("called back")
+    workers.results()
+
+
+def call_again_and_forget(worker: Worker) -> None:
+    call_again(worker)
+
+
+def serve_until_told(worker: Worker) -> None:
+    with worker.group():
+        worker.wait_for("open")
+        open_gate()
+
+
+def shut_down_early(worker: Worker) -> None:
+    join(worker)
+    worker.report("joined")
+    if worker.rank == 1:
+        worker.wait_for("go")
+        for _ in range(3):
+            assert rpc.rpc_sync("worker0", torch.add, args=(1, 1)) == 2  # it is in shutdown, and serves
+    rpc.shutdown()
+    worker.report("left")
+
+
+def test_who_is_in_shutdown_serves_until_all_are(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(shut_down_early, 2)
+    workers.wait_for("joined")
+    workers[1].tell("go")
+    workers.wait_for("left")
+    workers.results()
+
+
+def test_a_worker_alone_leaves_at_once(run_workers: RunWorkers) -> None:
+    run_workers(serve, 1)
+
+
+# ---- graceful, with a limit
+
+
+def give_up_shutdown(worker: Worker) -> str:
+    join(worker)
+    with pytest.raises(RpcTimeoutError) as caught:
+        rpc.shutdown(timeout=0.3)
+    assert not rpc.is_initialized()
+    worker.report("gave up")
+    return str(caught.value)
+
+
+def stay(worker: Worker) -> None:
+    join(worker)
+    worker.wait_for("go")
+    rpc.shutdown(graceful=False)
+
+
+def test_a_timeout_names_who_has_not_come(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([give_up_shutdown, give_up_shutdown, stay])
+    for rank in (0, 1):
+        workers[rank].wait_for("gave up")
+    workers[2].tell("go")
+    for message in workers.results()[:2]:
+        assert "worker2" in message
+
+
+def be_busy(worker: Worker) -> str:
+    join(worker)
+    if worker.rank == 0:
+        rpc.rpc_async("worker1", wait_at_gate)
+    worker.wait_for("go")
+    with pytest.raises(RpcTimeoutError) as caught:
+        rpc.shutdown(timeout=0.3)
+    worker.report("gave up")
+    worker.wait_for("go")
+    open_gate()
+    return str(caught.value)
+
+
+def test_a_timeout_names_who_is_busy(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(be_busy, 2)
+    workers[1].wait_for("at the gate")
+    workers.tell("go")
+    workers.wait_for("gave up")
+    workers.tell("go")
+    assert any("worker1" in message or "worker0" in message for message in workers.results())
+
+
+# ---- with the dead
+
+
+def shut_down_with_the_dead(worker: Worker) -> str:
+    join(worker)
+    worker.report("joined")
+    rpc.shutdown()
+    return "left"
+
+
+def wait_to_be_killed(worker: Worker) -> None:
+    join(worker)
+    worker.report("joined")
+    worker.wait_for("never")
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_worker_killed_before_it_shuts_down_holds_nobody_up(run_workers: RunWorkers, victim: int) -> None:
+    tasks = [wait_to_be_killed if rank == victim else shut_down_with_the_dead for rank in range(3)]
+    workers = run_workers.start(tasks)
+    workers.wait_for("joined")
+    workers[victim].kill()
+    assert workers.results() == [None if rank == victim else "left" for rank in range(3)]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_worker_killed_in_shutdown_holds_nobody_up(run_workers: RunWorkers, victim: int) -> None:
+    def shut_down_unless_last(worker: Worker) -> str:
+        join(worker)
+        worker.report("joined")
+        if worker.rank == (victim + 1) % 3:
+            worker.wait_for("go")
+        rpc.shutdown()
+        return "left"
+
+    workers = run_workers.start(shut_down_unless_last, 3)
+    workers.wait_for("joined")
+    workers[victim].kill()
+    workers[(victim + 1) % 3].tell("go")
+    assert workers.results() == [None if rank == victim else "left" for rank in range(3)]
+
+
+# ---- ungraceful: now
+
+
+closed = Gate()
+
+
+def hold_until_closed() -> None:
+    current_worker().report("holding")
+    closed.wait()
+
+
+def leave_at_once(worker: Worker) -> list[str]:
+    join(worker)
+    future = rpc.rpc_async("worker1", wait_at_gate)
+    rref = rpc.remote("worker1", wait_at_gate)
+    worker.wait_for("go")
+    rpc.shutdown(graceful=False)
+    ended = []
+    for wait in (future.wait, rref.to_here):
+        with pytest.raises(RpcError, match="shut down") as caught:
+            wait()
+        ended.append(type(caught.value).__name__)
+    closed.open()
+    return ended
+
+
+def call_who_leaves(worker: Worker) -> list[str]:
+    join(worker)
+    held = rpc.rpc_async("worker0", hold_until_closed)
+    worker.report("called")
+    reasons = []
+    for wait in (held.wait, lambda: rpc.rpc_sync("worker0", int)):
+        with pytest.raises(WorkerLostError, match=r"'worker0'.*has shut down without waiting") as caught:
+            wait()
+        reasons.append(caught.value.worker)
+    open_gate()
+    rpc.shutdown(graceful=False)
+    return reasons
+
+
+def test_an_ungraceful_shutdown_leaves_at_once(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([leave_at_once, call_who_leaves])
+    workers[1].wait_for("called")
+    assert [workers[1].wait_for("at the gate") for _ in range(2)] == ["", ""]
+    workers[0].wait_for("holding")
+    workers[0].tell("go")
+    assert workers.results() == [["NotInitializedError", "RRefError"], ["worker0"] * 2]
+
+
+def end_without_shutdown(worker: Worker) -> None:
+    join(worker)
+    worker.wait_for("go")
+
+
+def wait_for_who_ends(worker: Worker) -> str:
+    join(worker)
+    held = rpc.rpc_async("worker0", hold_until_closed)
+    with pytest.raises(WorkerLostError) as caught:
+        held.wait()
+    rpc.shutdown()
+    return caught.value.reason
+
+
+def test_a_process_that_ends_says_goodbye(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([end_without_shutdown, wait_for_who_ends])
+    workers[0].wait_for("holding")
+    workers[0].tell("go")
+    assert workers.results()[1] == "its process ended without shutdown()"
+
+
+# ---- what is left
+
+
+def number_of_threads() -> int:
+    return len([thread for thread in threading.enumerate() if thread.name.startswith("farcall")])
+
+
+def count_threads(worker: Worker) -> list[int]:
+    counts = [number_of_threads()]
+    with worker.group():
+        rpc.rpc_sync("worker1", torch.add, args=(1, 1))
+        counts.append(number_of_threads())
+    return [*counts, number_of_threads()]
+
+
+def test_no_thread_is_left(run_workers: RunWorkers) -> None:
+    for before, during, after in run_workers(count_threads, 2):
+        assert (before, after) == (0, 0)
+        assert during > 0
+
+
+def leak(worker: Worker) -> str:
+    join(worker)
+    rref = rpc.remote("worker1", list) if worker.rank == 0 else None
+    rpc.barrier()
+    if worker.rank == 0:
+        rpc.shutdown(release_references=False)
+        assert rref is not None
+        return "left"
+    with pytest.raises(RRefError, match="other workers still refer to objects of 'worker1'"):
+        rpc.shutdown(raise_on_leaks=True)
+    with pytest.raises(NotInitializedError):
+        rpc.shutdown()
+    return "leaking"
+
+
+def test_leaks_are_reported_to_who_asks(run_workers: RunWorkers) -> None:
+    assert run_workers(leak, 2) == ["left", "leaking"]

@@ -1,1 +1,0 @@
-"""Tests of shared memory, mirroring the modules of ``rpc.segments``."""

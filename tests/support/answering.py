@@ -1,0 +1,84 @@
+"""An agent reduced to its part in calls: it answers them when a test says so, and decodes the answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sized
+from typing import Any
+
+from rpc.agent.futures import Future
+from rpc.agent.pending_call import PendingCall
+from rpc.errors import ProtocolError
+from rpc.group.peer import Peer
+from rpc.runtime.executor import Executor
+from rpc.wire.frames import Frame
+from tests.support.members import peer
+from tests.support.streams import until
+
+__all__ = ["Owner", "fail", "when_waiting"]
+
+
+class Owner:
+    """An agent's part: decodes replies, completes futures on an executor, keeps the table of calls."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.open: dict[int, PendingCall] = {}
+        self.decoded: list[int] = []
+        self.decoding_threads: list[threading.Thread] = []
+
+    def call(self, timeout: float = 0, what: object = "what") -> PendingCall:
+        call_id = len(self.open) + 1
+        call = self.open[call_id] = PendingCall(self, call_id, peer(), what, timeout)
+        return call
+
+    def future(self, timeout: float = 0) -> tuple[PendingCall, Future[Any]]:
+        call = self.call(timeout)
+        call.watched = True
+        return call, Future.for_call(call)
+
+    def answer(self, call: PendingCall, outcome: Any) -> None:
+        """What the loop does with a reply, whose value is ``outcome``, or which is the error ``outcome``."""
+        reply = (
+            outcome if isinstance(outcome, BaseException) else Frame(6, call.call_id, {"value": outcome}, [])
+        )
+        if call.settle(reply) and call.future is not None:
+            self.executor.submit((call.future.complete, None))
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        self.decoded.append(call.call_id)
+        self.decoding_threads.append(threading.current_thread())
+        value = frame.header["value"]
+        return value() if callable(value) else value
+
+    def answered(self, call: PendingCall) -> None:
+        self.open.pop(call.call_id, None)
+
+    def complete_soon(self, future: Future[Any]) -> None:
+        self.executor.submit((future.complete, None))
+
+    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+        return None
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        return call.timeout_error() if self.open.pop(call.call_id, None) else None
+
+    def unwrap(self, peer: Peer, frame: Frame, taken: Sized) -> Frame:
+        if not frame.segments:
+            raise ProtocolError("a malformed message")
+        wrapped: Frame = frame.segments[0]
+        return wrapped
+
+
+def when_waiting(call: PendingCall, function: Callable[..., object], *args: object) -> Callable[[], None]:
+    """Calls a function as soon as a thread waits for the call."""
+
+    def run() -> None:
+        until(lambda: call._waiters)
+        function(*args)
+
+    return run
+
+
+def fail(error: BaseException) -> Any:
+    raise error

@@ -1,0 +1,129 @@
+"""Who may work on which parameters at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dist_autograd import parameter_locks
+from dist_autograd.parameter_locks import ParameterLocks, check_none_held
+from rpc.errors import AutogradError
+from tests.support.stepping import Step
+
+SECONDS = 10.0
+
+
+def parameters(count: int) -> list[Tensor]:
+    return [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+
+
+def in_thread(function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def hold(locks: ParameterLocks, entered: threading.Event, leave: threading.Event) -> Callable[[], None]:
+    def run() -> None:
+        with locks.held():
+            entered.set()
+            assert leave.wait(SECONDS)
+
+    return run
+
+
+@pytest.mark.parametrize(("shared", "both_may"), [(True, False), (False, True)])
+def test_only_those_who_share_a_parameter_exclude_each_other(shared: bool, both_may: bool) -> None:
+    a, b, c, d = parameters(4)
+    one, other = ParameterLocks([a, b]), ParameterLocks([c, b] if shared else [c, d])
+    entered, leave, second = threading.Event(), threading.Event(), threading.Event()
+    first = in_thread(hold(one, entered, leave))
+    assert entered.wait(SECONDS)
+    another = in_thread(hold(other, second, leave))
+    if both_may:
+        assert second.wait(SECONDS)
+    else:
+        assert not other._locks[0].lock.acquire(blocking=False)
+    leave.set()
+    first.join(SECONDS)
+    another.join(SECONDS)
+    assert second.is_set()
+
+
+def test_overlapping_sets_named_in_any_order_do_not_deadlock() -> None:
+    pool = parameters(6)
+    sets = [ParameterLocks([each]) for each in pool]
+    for start in range(6):
+        ring = pool[start:] + pool[:start]
+        sets += [ParameterLocks(ring[:3]), ParameterLocks(ring[:3][::-1])]
+    done = []
+
+    def work(locks: ParameterLocks) -> None:
+        for _ in range(200):
+            with locks.held():
+                pass
+        done.append(locks)
+
+    threads = [in_thread(lambda locks=locks: work(locks)) for locks in sets]  # type: ignore[misc]
+    for thread in threads:
+        thread.join(SECONDS)
+    assert len(done) == len(sets)
+
+
+def test_who_holds_locks_is_refused_what_would_wait_for_them() -> None:
+    a, b, c = parameters(3)
+    outer, overlapping, apart = ParameterLocks([a, b]), ParameterLocks([b, c]), ParameterLocks([c])
+    with outer.held():
+        with pytest.raises(AutogradError, match="this was called by a hook"), overlapping.held():
+            pass
+        with pytest.raises(AutogradError, match="step was called by a hook"):
+            check_none_held("step")
+        with apart.held():
+            pass
+        with pytest.raises(AutogradError):
+            check_none_held("step")
+    check_none_held("step")
+    with overlapping.held():
+        pass
+
+
+def test_ctrl_c_at_any_instruction_leaves_no_lock_taken() -> None:
+    def take(locks: ParameterLocks) -> None:
+        with locks.held():
+            pass
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    files = {parameter_locks.__file__, contextlib.__file__}
+    for number in itertools.count(1):
+        locks = ParameterLocks(parameters(2))
+        step = Step(number, interrupt, files=files)
+        with contextlib.suppress(KeyboardInterrupt), step:
+            take(locks)
+        in_thread(lambda locks=locks: take(locks)).join(SECONDS)  # type: ignore[misc]
+        assert not any(each.is_mine() for each in locks._locks), f"instruction {number}"
+        if not step.taken:
+            break
+    assert number > 10
+
+
+def test_parameters_named_together_take_one_lock() -> None:
+    assert len(ParameterLocks(parameters(1000))._locks) == 1
+
+
+def test_locks_are_forgotten_with_their_parameters() -> None:
+    before = len(parameter_locks._table)
+    held = parameters(3)
+    locks = ParameterLocks(held)
+    assert len(parameter_locks._table) == before + 3
+    del held, locks
+    gc.collect()
+    assert len(parameter_locks._table) == before

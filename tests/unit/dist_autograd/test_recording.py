@@ -1,0 +1,98 @@
+"""What is kept of tensors that were sent: where gradients enter their graphs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from dist_autograd.graph import Leaf
+from dist_autograd.leaves import gradients_of_leaves
+from dist_autograd.recording import SEND_NODE, behind, receive, send
+from rpc.errors import AutogradError
+from rpc.group.peer import Peer
+
+SOMEBODY = cast("Peer", None)
+
+
+def test_gradients_enter_behind_the_send() -> None:
+    computed = torch.rand(2, requires_grad=True) * 2
+    sent = send([computed], SOMEBODY)
+    assert isinstance(sent.nodes[0], SEND_NODE)
+    assert computed.grad_fn is not None
+    assert sent.entry(0) == GradientEdge(computed.grad_fn, 0)
+
+
+def test_gradients_enter_at_the_node_of_a_leaf() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    node: Any = (leaf * 2).grad_fn
+    assert send([leaf], SOMEBODY).entry(0) == GradientEdge(node.next_functions[0][0], 0)
+
+
+def test_gradients_enter_at_the_node_of_a_leaf_without_grad_mode() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    sent = send([leaf], SOMEBODY)
+    with torch.no_grad():
+        node: Any = sent.entry(0).node
+    assert node.variable is leaf
+
+
+def test_nothing_lies_behind_leaves() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    assert behind(send([leaf, leaf * 2], SOMEBODY), 1) == [[], []]
+
+
+def test_gradients_of_leaves_that_were_sent_need_no_run() -> None:
+    first, second = torch.rand(2, requires_grad=True), torch.rand(3, requires_grad=True)
+    sent = send([first, second], SOMEBODY)
+    leaves = [Leaf(second, None, 1), Leaf(first, None, 1)]
+    gradients = [torch.ones(2), torch.ones(3)]
+    assert gradients_of_leaves(sent, [0, 1], gradients, leaves) == [gradients[1], gradients[0]]
+
+
+def test_a_leaf_with_a_hook_needs_a_run() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    leaf.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+    sent = send([leaf], SOMEBODY)
+    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [Leaf(leaf, None, 1)]) is None
+
+
+def test_what_is_computed_needs_a_run() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    sent = send([leaf * 2], SOMEBODY)
+    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [Leaf(leaf, None, 1)]) is None
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.ones(1),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to_sparse(),
+    ],
+    ids=["shape", "type", "device", "layout"],
+)
+def test_a_gradient_unlike_its_leaf_is_for_the_engine_to_judge(gradient: Tensor) -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    assert gradients_of_leaves(send([leaf], SOMEBODY), [0], [gradient], [Leaf(leaf, None, 1)]) is None
+
+
+def test_inside_a_transform_nothing_is_sent_or_received() -> None:
+    source = cast("Peer", SimpleNamespace(incarnation=1))
+    leaf = torch.rand(2, requires_grad=True)
+    computed = leaf * 2
+
+    def exchange(row: Tensor) -> Tensor:
+        for tensor in (leaf, computed):
+            with pytest.raises(AutogradError, match="outside of it"):
+                send([tensor], SOMEBODY)
+        with pytest.raises(AutogradError, match="outside of it"):
+            receive([torch.ones(2)], 1, source, 1)
+        return row
+
+    torch.func.vmap(exchange)(torch.ones(2, 2))

@@ -1,0 +1,205 @@
+"""Who is let in and who is not: both sides and the log learn why, and the listener lives on."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rpc.group import connections as module
+from rpc.group.handshake import parse_refusal
+from rpc.group.workers import Member
+from rpc.wire.frames import MAGIC, PREAMBLE, Kind
+from tests.support.members import member
+from tests.support.nodes import MESSAGE, MakeNode, Node, pair, refusals
+from tests.support.stranger import Stranger, frame, hello_to
+from tests.support.streams import SOON, until
+
+# ---- who comes in
+
+
+def test_a_newcomer_joins_a_dynamic_group_by_connecting(make_node: MakeNode) -> None:
+    here, newcomer = make_node("here"), make_node("newcomer")
+    here.form_group(static=False)
+    newcomer.form_group(here.member, static=False)
+    newcomer.send(here, 1)
+    here.wait_until(lambda: here.numbers_from(newcomer) == [1])
+    assert here.view.find(newcomer.member.incarnation) == newcomer.member
+    here.send(newcomer, 2)
+    newcomer.wait_until(lambda: newcomer.numbers_from(here) == [2])
+
+
+def test_a_hello_that_comes_before_the_group_is_formed_is_answered_then(make_node: MakeNode) -> None:
+    early, late = make_node("early"), make_node("late")
+    early.form_group(late.member)
+    early.send(late, 1)
+    until(lambda: late.connections._early)
+    late.form_group(early.member)
+    late.wait_until(lambda: late.numbers_from(early) == [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "is not among the workers that formed the group"),
+        ({"group": "another job"}, "in the name of another group"),
+        ({"wanted": 12345}, "wanted incarnation 3039, which is no longer at this address"),
+        ({"who": "gone"}, "which has given it up (it died)"),
+        ({"who": "itself"}, "claims to be that very worker"),
+    ],
+)
+def test_who_does_not_belong_here_is_told_why_naming_both_sides_and_it_is_logged(
+    make_node: MakeNode,
+    stranger: Callable[[Node], Stranger],
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    said: str,
+) -> None:
+    node, other = pair(make_node)
+    if options.get("who") == "gone":
+        options = {"who": other.member}
+        node.on_loop(node.connections.lose, node.peers[other.member.incarnation], "it died")
+    elif options.get("who") == "itself":
+        options = {"who": node.member}
+    caplog.clear()
+    hello = hello_to(node, **options)
+    visitor = stranger(node)
+    visitor.say_hello(hello)
+    (answer,) = visitor.hear()
+    assert answer.kind == Kind.REFUSED
+    reason = parse_refusal(answer.header).reason
+    assert f"worker '{hello.member.name}' asked worker 'left' (id 0, incarnation 64)" in reason
+    assert said in reason
+    (logged,) = refusals(caplog)
+    assert reason in logged
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        (
+            b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n",
+            "does not speak farcall's protocol (it began with b'GET / HT')",
+        ),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "does not speak farcall's protocol"),
+        (MAGIC + b"\x09", "the peer speaks version 9 of farcall's protocol, this worker version 1"),
+        (PREAMBLE + b"\xff" * 100, "over the limit of 65536"),
+        (PREAMBLE + frame(Kind.HELLO, {"member": "me"}), "a malformed hello"),
+        (PREAMBLE + frame(Kind.HELLO, {}, b"x" * 65537), "over the limit of 65536"),
+        (PREAMBLE + frame(Kind.CALL, {}, b"a pickle"), "expected one hello, got a frame of kind 5"),
+        (PREAMBLE + frame(Kind.WELCOME, {}), "expected one hello, got a frame of kind 2"),
+        (PREAMBLE + frame(MESSAGE, {}), "expected one hello, got a frame of kind 32"),
+    ],
+    ids=["http", "tls", "version", "garbage", "bad hello", "huge hello", "call", "welcome", "extension"],
+)
+def test_what_is_no_hello_is_cut_off_and_logged_and_the_listener_lives_on(
+    make_node: MakeNode,
+    stranger: Callable[[Node], Stranger],
+    caplog: pytest.LogCaptureFixture,
+    said: bytes,
+    complaint: str,
+) -> None:
+    node, other = pair(make_node)
+    visitor = stranger(node)
+    visitor.say(said)
+    assert visitor.is_cut_off()
+    until(lambda: refusals(caplog))
+    (logged,) = refusals(caplog)
+    assert complaint in logged
+    host, port = visitor.socket.getsockname()
+    assert f"refused {host}:{port}: " in logged
+    other.send(node, 1)
+    node.wait_until(lambda: node.numbers_from(other) == [1])
+
+
+def test_who_says_hello_twice_is_cut_off(make_node: MakeNode, stranger: Callable[[Node], Stranger]) -> None:
+    node = make_node("node")  # its group is not formed yet, so it does not answer
+    visitor = stranger(node)
+    visitor.say_hello(hello_to(node))
+    until(lambda: node.connections._early)
+    visitor.say(frame(Kind.HELLO, hello_to(node).header()))
+    assert visitor.is_cut_off()
+    node.form_group()  # answers nobody
+
+
+def test_who_says_nothing_is_cut_off_in_time(
+    make_node: MakeNode,
+    stranger: Callable[[Node], Stranger],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.05)
+    caplog.set_level(logging.DEBUG)
+    node, _ = pair(make_node)
+    visitor = stranger(node)
+    assert visitor.is_cut_off()
+    until(lambda: "no handshake within 0.05 s" in caplog.text)
+
+
+def test_who_only_looks_in_is_no_news(
+    make_node: MakeNode, stranger: Callable[[Node], Stranger], caplog: pytest.LogCaptureFixture
+) -> None:
+    node, _ = pair(make_node)
+    visitor = stranger(node)
+    until(lambda: node.connections._handshakes)
+    visitor.close()
+    until(lambda: not node.connections._handshakes)
+    assert refusals(caplog) == []
+
+
+def test_strangers_in_numbers_do_not_keep_members_out(
+    make_node: MakeNode, stranger: Callable[[Node], Stranger]
+) -> None:
+    node, other = pair(make_node, host="host")
+    for index in range(30):
+        stranger(node).say([b"", PREAMBLE, b"garbage", PREAMBLE + b"\0" * 20][index % 4])
+    other.send(node, 1)
+    node.wait_until(lambda: node.numbers_from(other) == [1])
+
+
+# ---- who is refused elsewhere
+
+
+def test_a_worker_that_refuses_us_is_gone_and_says_why(make_node: MakeNode) -> None:
+    node, other = make_node("node"), make_node("other")
+    replaced = Member(other.member.info, 666, "host", other.member.addresses)
+    node.form_group(replaced)  # what now listens there is another incarnation
+    other.form_group(node.member)
+    node.peers[666].send_small(b"whatever", False)
+    name, reason = node.wait_gone()
+    assert name == "other"
+    assert reason.startswith("it refused the connection: worker 'node' asked worker 'other'")
+    assert "wanted incarnation 29a, which is no longer at this address" in reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the peer does not speak farcall's protocol"),
+        (MAGIC + b"\x02", "the peer speaks version 2 of farcall's protocol, this worker version 1"),
+        (PREAMBLE + frame(Kind.REPLY, {}), "expected welcome or refused, got a frame of kind 6"),
+        (PREAMBLE + frame(Kind.REFUSED, {"reason": "no\nlines"}), "it refused the connection: 'no\\nlines'"),
+        (PREAMBLE + frame(Kind.REFUSED, {}), "it refused the connection: no reason given"),
+        (b"", "the connection was closed by the other side"),
+    ],
+    ids=["http", "version", "reply", "lines", "no reason", "nothing"],
+)
+def test_what_answers_wrongly_at_a_workers_address_makes_it_gone(
+    make_node: MakeNode, answer: bytes, reason: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(SOON)
+        node = make_node("node")
+        node.form_group(member("other", 7, 777, f"tcp:127.0.0.1:{server.getsockname()[1]}"))
+        node.peers[777].send_small(b"whatever", False)
+        accepted, _ = server.accept()
+        with accepted:
+            accepted.sendall(answer)
+            accepted.shutdown(socket.SHUT_WR)
+            name, why = node.wait_gone()
+    assert name == "other"
+    assert reason in why
+    assert why.isprintable()

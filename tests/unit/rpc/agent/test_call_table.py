@@ -1,0 +1,289 @@
+"""The table of calls: every reply finds its call, and every deadline is kept with one alarm."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Sized
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rpc.agent import call_table as module
+from rpc.agent.call_table import CallTable
+from rpc.agent.futures import Future
+from rpc.agent.pending_call import PendingCall
+from rpc.errors import RpcTimeoutError
+from rpc.group.peer import Peer
+from rpc.runtime.loop import LoopThread
+from rpc.wire.frames import Frame
+from tests.support import clockwork as clockwork_module
+from tests.support.clockwork import Clockwork
+from tests.support.ctrl_c import interrupted_at
+from tests.support.members import peer
+from tests.support.streams import SOON, until
+
+
+class Owner:
+    """Decodes nothing; notes the futures that it would have completed by an executor."""
+
+    def __init__(self) -> None:
+        self.settled: list[Future[Any]] = []
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        raise AssertionError("no reply was expected")
+
+    def answered(self, call: PendingCall) -> None:
+        raise AssertionError("no reply was expected")
+
+    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+        raise AssertionError("no reply was expected")
+
+    def complete_soon(self, future: Future[Any]) -> None:
+        raise AssertionError("no reply was expected")
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        raise AssertionError("the loop keeps the deadline")
+
+    def unwrap(self, peer: Peer, frame: Frame, taken: Sized) -> Frame:
+        raise AssertionError("no reply was expected")
+
+
+@pytest.fixture
+def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
+    made = Clockwork()
+    monkeypatch.setattr("rpc.agent.pending_call.monotonic", lambda: made.now)
+    monkeypatch.setattr("rpc.agent.call_table.monotonic", lambda: made.now)
+    return made
+
+
+@pytest.fixture
+def owner() -> Owner:
+    return Owner()
+
+
+@pytest.fixture
+def table(clockwork: Clockwork, owner: Owner) -> CallTable:
+    return CallTable(owner, clockwork, owner.settled.extend)  # type: ignore[arg-type]
+
+
+def watched(table: CallTable, timeout: float) -> PendingCall:
+    """A call with a future, as ``rpc_async`` makes it."""
+    call = table.open(peer(), "what", timeout)
+    Future.for_call(call)
+    table.watch(call)
+    return call
+
+
+def test_a_reply_finds_its_call_once(table: CallTable) -> None:
+    first, second = table.open(peer(), "first", 0), table.open(peer(), "second", 0)
+    assert first.call_id != second.call_id
+    assert len(table) == 2
+    assert table.take(second.call_id) is second
+    assert table.take(second.call_id) is None
+    assert list(table.waiting()) == [first]
+
+
+def test_all_calls_to_one_worker_can_be_taken_at_once(table: CallTable) -> None:
+    here, there = peer("here", 1), peer("there", 2)
+    calls = [table.open(to, "what", 0) for to in (here, there, here)]
+    assert table.take_all(here) == [calls[0], calls[2]]
+    assert table.take_all(here) == []
+    assert list(table.waiting()) == [calls[1]]
+
+
+def test_a_call_ends_when_its_deadline_passes_and_not_before(
+    table: CallTable, clockwork: Clockwork, owner: Owner
+) -> None:
+    call = watched(table, 2.0)
+    clockwork.advance(1.99)
+    assert not call.settled()
+    clockwork.advance(0.02)
+    assert isinstance(call.outcome, RpcTimeoutError)
+    assert str(call.outcome).startswith(
+        "RPC ran for more than its timeout of 2000 ms: what on worker 'callee'"
+    )
+    assert owner.settled == [call.future]
+    assert len(table) == 0
+
+
+def test_calls_end_in_the_order_of_their_deadlines(
+    table: CallTable, clockwork: Clockwork, owner: Owner
+) -> None:
+    calls = [watched(table, timeout) for timeout in (3.0, 1.0, 4.0, 1.5, 2.0)]
+    clockwork.advance(10)
+    assert owner.settled == [calls[index].future for index in (1, 3, 4, 0, 2)]
+    assert clockwork.ringing() == []
+
+
+def test_calls_that_end_together_are_settled_together(table: CallTable, clockwork: Clockwork) -> None:
+    batches: list[int] = []
+    table._settled = lambda futures: batches.append(len(futures))
+    for _ in range(100):
+        watched(table, 1.0)
+    clockwork.advance(1.5)
+    assert batches == [100]
+
+
+def test_no_timeout_means_no_deadline_and_no_alarm(table: CallTable, clockwork: Clockwork) -> None:
+    call = watched(table, 0)
+    clockwork.advance(1e9)
+    assert not call.settled()
+    assert clockwork.woken == 0
+
+
+def test_a_thousand_calls_in_flight_share_one_alarm(table: CallTable, clockwork: Clockwork) -> None:
+    for _ in range(1000):
+        watched(table, 60.0)
+        clockwork.advance(0.001)
+    assert clockwork.woken == 1
+    assert clockwork.ringing() == [60.0]
+
+
+def test_an_earlier_deadline_moves_the_alarm(table: CallTable, clockwork: Clockwork) -> None:
+    late, early = watched(table, 60.0), watched(table, 1.0)
+    clockwork.advance(0)
+    assert clockwork.ringing() == [1.0]
+    clockwork.advance(2.0)
+    assert early.settled()
+    assert not late.settled()
+    assert clockwork.ringing() == [60.0]
+
+
+def test_the_alarm_is_not_set_again_once_all_calls_were_answered(
+    table: CallTable, clockwork: Clockwork, owner: Owner
+) -> None:
+    for _ in range(10):
+        assert table.take(watched(table, 5.0).call_id) is not None
+    clockwork.advance(10.0)
+    assert clockwork.ringing() == []
+    assert owner.settled == []
+    call = watched(table, 5.0)
+    clockwork.advance(6.0)
+    assert call.settled()
+
+
+def test_a_blocking_call_is_left_to_the_thread_that_waits(table: CallTable, clockwork: Clockwork) -> None:
+    blocking = table.open(peer(), "blocking", 1.0)
+    watched(table, 2.0)
+    clockwork.advance(3.0)
+    assert not blocking.settled()
+    assert list(table.waiting()) == [blocking]
+
+
+def test_a_thread_that_waits_for_the_future_gets_the_timeout_itself(
+    table: CallTable, clockwork: Clockwork, owner: Owner
+) -> None:
+    call = watched(table, 2.0)
+    future = call.future
+    assert future is not None
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(future.wait)
+        until(lambda: call._waiters)
+        clockwork.advance(3.0)
+        with pytest.raises(RpcTimeoutError):
+            waiting.result(SOON)
+    assert owner.settled == []
+
+
+class Lasting(PendingCall):
+    keeps_place = True
+
+    def expired(self) -> bool:
+        self.deadline = float("inf")
+        return super().expired()
+
+
+def test_a_call_that_keeps_its_place_still_gets_its_late_reply(
+    table: CallTable, clockwork: Clockwork
+) -> None:
+    call = table.open(peer(), "what", 1.0, Lasting)
+    table.watch(call)
+    clockwork.advance(5.0)
+    assert isinstance(call.outcome, RpcTimeoutError)
+    assert table.take(call.call_id) is call
+    assert clockwork.ringing() == []
+
+
+def test_ctrl_c_at_any_line_of_setting_the_alarm_lets_no_deadline_pass(
+    clockwork: Clockwork, owner: Owner
+) -> None:
+    for line in itertools.count(1):
+        table = CallTable(owner, clockwork, owner.settled.extend)  # type: ignore[arg-type]
+        first = table.open(peer(), "what", 2.0)
+        files = (module.__file__, clockwork_module.__file__)
+        interrupted = interrupted_at(line, functools.partial(table.watch, first), files.__contains__)
+        clockwork.advance(2.5)
+        assert first.settled() == first.watched, line
+        second = watched(table, 1.0)
+        clockwork.advance(1.5)
+        assert second.settled(), line
+        if not interrupted:
+            break
+    assert line > 5
+
+
+# ---- calls that were given up
+
+
+def test_a_call_given_up_counts_as_under_way_until_its_answer_comes_late(
+    table: CallTable, clockwork: Clockwork
+) -> None:
+    timed_out, interrupted = watched(table, 1.0), table.open(peer(), "blocking", 0)
+    clockwork.advance(2.0)
+    assert table.give_up(interrupted)
+    assert len(table) == 0
+    assert table.unanswered() == 2
+    for call in (timed_out, interrupted):
+        assert table.take(call.call_id) is None
+        table.answered_late(call.call_id)
+    assert table.unanswered() == 0
+    table.answered_late(12345)  # never heard of
+
+
+def test_a_call_given_up_no_longer_counts_when_its_callee_is_gone(table: CallTable) -> None:
+    here, there = peer("here", 1), peer("there", 2)
+    for to in (here, there):
+        table.give_up(table.open(to, "what", 0))
+    assert table.take_all(here) == []
+    assert table.unanswered() == 1
+    there.gone("it died")
+    table.take_all(there)
+    late = table.open(there, "what", 0)
+    assert table.give_up(late)
+    assert table.unanswered() == 0
+
+
+def test_a_call_that_has_just_ended_cannot_be_given_up(table: CallTable) -> None:
+    call = table.open(peer(), "what", 0)
+    assert table.take(call.call_id) is call
+    assert not table.give_up(call)
+    assert table.unanswered() == 0
+
+
+def test_a_call_that_somebody_else_answered_is_still_waited_for(table: CallTable) -> None:
+    call = table.open(peer(), "what", 0)
+    taken = table.take(call.call_id)
+    assert taken is call
+    table.restore(call)
+    assert table.take(call.call_id) is call
+
+
+# ---- with a real loop
+
+
+def test_no_deadline_is_missed_when_many_threads_make_calls(loop: LoopThread, owner: Owner) -> None:
+    table = CallTable(owner, loop.loop, owner.settled.extend)
+    everybody = threading.Barrier(8)
+
+    def make(thread: int) -> None:
+        everybody.wait(SOON)
+        for index in range(100):
+            watched(table, 0.001 * (1 + (thread * 7 + index * 3) % 11))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(make, range(8))) == [None] * 8
+    until(lambda: len(owner.settled) == 800)
+    assert len(table) == 0

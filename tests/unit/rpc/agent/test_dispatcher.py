@@ -1,0 +1,55 @@
+"""What comes in: a request that waits for what travels with it is under way until it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rpc import serialization
+from rpc.agent.dispatcher import Dispatcher
+from rpc.agent.request_runner import Request
+from rpc.runtime.executor import Task
+from rpc.runtime.mailbox import Counter
+
+
+class Agent:
+    """An agent's part: it runs tasks at once, and notes how many requests are postponed when it is told."""
+
+    def __init__(self) -> None:
+        self.postponed = Counter()
+        self.executor = SimpleNamespace(submit=self.run)
+        self.told: list[int] = []
+
+    def run(self, task: Task) -> None:
+        function, argument = task
+        function(argument)
+        self.something_ended()
+
+    def something_ended(self) -> None:
+        self.told.append(self.postponed.value)
+
+
+def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request may have ended before: what is told then comes too early."""
+    agent = Agent()
+    confirmations: list[Callable[[], object]] = []
+
+    def ready(_: object, when_ready: Callable[[], object]) -> bool:
+        confirmations.append(when_ready)
+        return False
+
+    monkeypatch.setattr(serialization, "ready", ready)
+    ran: list[Request] = []
+    tasks: list[Task] = []
+    request: Any = Request(None, None, {"rref": []})  # type: ignore[arg-type]
+    Dispatcher(agent).accept(request, ran.append, tasks)  # type: ignore[arg-type]
+    assert (ran, tasks, agent.postponed.value) == ([], [], 1)
+    [confirm] = confirmations
+    confirm()
+    assert ran == [request]
+    assert agent.told[-1] == 0

@@ -1,0 +1,339 @@
+"""The caller's end of a call: exactly one completion, whoever waits, and Ctrl-C takes effect at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+from rpc.agent.futures import Future, wait_all
+from rpc.agent.pending_call import PendingCall
+from rpc.errors import RpcTimeoutError
+from tests.support.answering import Owner, fail, when_waiting
+from tests.support.streams import SOON, until
+
+# ---- waiting without a future, as rpc_sync does
+
+
+def test_result_waits_for_the_reply_and_decodes_it(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    call = owner.call()
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    assert call.result() == 42
+    assert owner.decoding_threads == [threading.current_thread()]
+
+
+def test_result_raises_what_the_call_ended_with(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    call = owner.call()
+    other_thread.submit(when_waiting(call, owner.answer, call, KeyError("remote")))
+    with pytest.raises(KeyError, match="remote"):
+        call.result()
+
+
+def test_result_raises_when_the_time_is_over(owner: Owner) -> None:
+    call = owner.call(timeout=0.01)
+    with pytest.raises(
+        RpcTimeoutError, match="more than its timeout of 10 ms: what on worker 'callee' has not"
+    ):
+        call.result()
+    assert not owner.open
+
+
+def test_a_reply_that_comes_with_the_timeout_still_counts(
+    owner: Owner, other_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = owner.call(timeout=0.001)
+
+    def too_late(_: PendingCall) -> None:  # the loop has just taken it out of the table
+        other_thread.submit(owner.answer, call, 42)
+
+    monkeypatch.setattr(owner, "expire", too_late)
+    assert call.result() == 42
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
+def test_any_timeout_may_be_asked_for(owner: Owner, other_thread: ThreadPoolExecutor, timeout: float) -> None:
+    call = owner.call(timeout)
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    assert call.result() == 42
+
+
+class Rude:
+    """A callable that must not be looked at on the agent's loop."""
+
+    def __call__(self) -> None: ...
+
+    def __repr__(self) -> str:
+        raise AssertionError("code of the user's was run")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError("code of the user's was run")
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("all_gather", "all_gather"),
+        (wait_all, "wait_all"),
+        (Owner, "Owner"),
+        (len, "len"),
+        (torch.nn.functional.relu, "relu"),
+        ([].append, "list.append"),
+    ],
+    ids=str,
+)
+def test_what_was_asked_is_named_without_running_code_of_the_users(
+    owner: Owner, what: object, text: str
+) -> None:
+    call = owner.call(timeout=1.5, what=what)
+    assert call.asked == text
+    assert str(call.timeout_error()).startswith(
+        f"RPC ran for more than its timeout of 1500 ms: {text} on worker"
+    )
+
+
+# ---- futures: who completes
+
+
+def test_a_waiting_thread_decodes_and_completes_itself(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    assert future.wait() == 42
+    assert owner.decoding_threads == [threading.current_thread()]
+    assert future.done()
+    assert future.value() == 42
+
+
+def test_where_nobody_waits_an_executor_thread_completes(owner: Owner) -> None:
+    call, future = owner.future()
+    owner.answer(call, 42)
+    until(future.done)
+    assert future.wait() == 42
+    assert owner.decoding_threads[0].name.startswith("futures-")
+
+
+def test_a_reply_that_was_there_before_the_future_completes_it(owner: Owner) -> None:
+    call = owner.call()
+    owner.answer(call, 42)
+    future = Future.for_call(call)
+    until(future.done)
+    assert future.value() == 42
+
+
+def test_all_threads_that_wait_for_one_future_get_the_value_and_it_is_decoded_once(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    for _ in range(20):
+        owner.decoded.clear()
+        call, future = owner.future()
+        waiting = [other_thread.submit(future.wait) for _ in range(8)]
+        until(lambda call=call: len(call._waiters) == 8)  # type: ignore[misc]
+        owner.answer(call, [42])
+        values = [each.result(SOON) for each in waiting]
+        assert all(value is values[0] == [42] for value in values)
+        assert owner.decoded == [call.call_id]
+
+
+def test_waiters_and_the_executor_may_race_for_the_reply(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    for _ in range(300):
+        owner.decoded.clear()
+        call, future = owner.future()
+        told: list[object] = []
+        future.add_done_callback(told.append)
+        answering = other_thread.submit(owner.answer, call, 42)
+        waiting = [other_thread.submit(future.wait) for _ in range(2)]
+        assert future.wait() == 42
+        assert [each.result(SOON) for each in waiting] == [42, 42]
+        answering.result(SOON)
+        assert owner.decoded == [call.call_id]
+        assert len(told) == 1
+
+
+def test_the_remote_error_is_raised_as_itself(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    call, future = owner.future()
+    other_thread.submit(when_waiting(call, owner.answer, call, lambda: fail(KeyError("remote"))))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="remote"):
+            future.wait()
+    with pytest.raises(KeyError, match="remote"):
+        future.value()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit("gone")])
+def test_errors_that_would_end_the_thread_arrive_as_runtime_errors(
+    owner: Owner, error: BaseException
+) -> None:
+    call, future = owner.future()
+    owner.answer(call, lambda: fail(error))
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: ") as caught:
+        future.wait()
+    assert caught.value.__cause__ is error
+
+
+def test_a_value_that_pytorch_refuses_fails_the_future(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, future = owner.future()
+
+    def refusing(self: Any, value: Any) -> None:
+        raise ValueError("tensors on a device that the future does not know")
+
+    monkeypatch.setattr("rpc.agent.futures._set_result", refusing)
+    owner.answer(call, "devices")
+    with pytest.raises(ValueError, match="tensors on a device"):
+        future.wait()
+
+
+def test_a_future_of_ones_own_can_be_completed_and_waited_for(other_thread: ThreadPoolExecutor) -> None:
+    future: Future[int] = Future()
+    waiting = [other_thread.submit(future.wait) for _ in range(3)]
+    future.set_result(42)
+    assert [each.result(SOON) for each in waiting] == [42] * 3
+
+
+def test_pytorchs_own_functions_take_our_futures(owner: Owner) -> None:
+    calls_and_futures = [owner.future() for _ in range(3)]
+    for index, (call, _) in enumerate(calls_and_futures):
+        owner.answer(call, index)
+    ours = [future for _, future in calls_and_futures]
+    assert torch.futures.wait_all([*ours]) == [0, 1, 2]
+    assert [each.value() for each in torch.futures.collect_all([*ours]).wait()] == [0, 1, 2]
+
+
+# ---- then
+
+
+def test_then_gives_a_future_of_what_the_callback_returns(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    chain = future.then(lambda done: done.value() + 1).then(lambda done: done.value() * 2)
+    assert isinstance(chain, Future)
+    waiting = other_thread.submit(chain.wait)
+    owner.answer(call, 20)
+    assert waiting.result(SOON) == 42
+    assert chain.then(lambda done: done.wait()).wait() == 42
+
+
+def test_an_error_in_a_callback_fails_the_future_of_then(owner: Owner) -> None:
+    call, future = owner.future()
+    following = future.then(lambda _: fail(KeyError("in the callback")))
+    owner.answer(call, 1)
+    with pytest.raises(RuntimeError, match="KeyError: 'in the callback'") as caught:
+        following.wait()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert future.wait() == 1
+
+
+def test_then_refuses_what_cannot_be_called(owner: Owner) -> None:
+    _, future = owner.future()
+    with pytest.raises(TypeError):
+        future.then("not callable")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("through", ["then", "collect_all"])
+def test_a_callback_that_makes_a_blocking_call_stops_nobody(owner: Owner, through: str) -> None:
+    first, first_future = owner.future()
+    second, second_future = owner.future()
+
+    def blocking(_: object) -> int:
+        value: int = second_future.wait() + 1
+        return value
+
+    if through == "then":
+        following: torch.futures.Future[int] = first_future.then(blocking)
+    else:
+        following = torch.futures.collect_all([first_future]).then(blocking)
+    owner.answer(first, 1)
+    until(lambda: second._waiters)  # the callback blocks
+    third, third_future = owner.future()
+    owner.answer(third, 3)
+    assert third_future.wait() == 3
+    owner.answer(second, 41)
+    assert following.wait() == 42
+
+
+def test_a_thread_that_waits_is_not_held_up_by_a_callback_that_another_waiter_runs(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    go_on = threading.Event()
+    future.add_done_callback(lambda _: go_on.wait(SOON))  # type: ignore[arg-type]
+    waiting = [other_thread.submit(future.wait) for _ in range(4)]
+    until(lambda: len(call._waiters) == 4)
+    owner.answer(call, 42)
+    until(lambda: sum(each.done() for each in waiting) == 3)
+    go_on.set()
+    assert [each.result(SOON) for each in waiting] == [42] * 4
+
+
+# ---- await
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_future_can_be_awaited_from_any_asyncio_loop(
+    owner: Owner, new_loop: Callable[[], asyncio.AbstractEventLoop], other_thread: ThreadPoolExecutor
+) -> None:
+    async def use() -> list[int]:
+        call, future = owner.future()
+        tasks = [asyncio.ensure_future(awaited(future)) for _ in range(3)]
+        await asyncio.sleep(0)
+        owner.answer(call, 41)
+        values = await asyncio.gather(*tasks)
+        assert await future == 41  # again, when it is done
+        return [*values, await future.then(lambda done: done.value() + 1)]
+
+    async def awaited(future: Future[int]) -> int:
+        return await future
+
+    def run() -> list[int]:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(use())
+
+    here = run()
+    there = other_thread.submit(run).result(SOON)
+    assert here == there == [41, 41, 41, 42]
+
+
+def test_awaiting_raises_the_remote_error(owner: Owner) -> None:
+    async def use() -> None:
+        call, future = owner.future()
+        owner.answer(call, lambda: fail(KeyError("remote")))
+        with pytest.raises(KeyError, match="remote"):
+            await future
+
+    asyncio.run(use())
+
+
+def test_a_cancelled_await_leaves_the_future_alone(owner: Owner) -> None:
+    async def use() -> int:
+        call, future = owner.future()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await future
+        owner.answer(call, 42)
+        value: int = await future
+        return value
+
+    assert asyncio.run(use()) == 42
+
+
+def test_a_loop_that_ended_meanwhile_is_no_error(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+    call, future = owner.future()
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await future
+
+    asyncio.run(give_up())
+    owner.answer(call, 42)
+    assert future.wait() == 42
+    assert not caplog.records

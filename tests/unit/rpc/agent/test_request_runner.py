@@ -1,0 +1,50 @@
+"""The callee's side of coroutines: what cannot begin is not counted as under way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rpc.agent.request_runner import Request, RequestRunner
+from rpc.errors import NotInitializedError
+from rpc.runtime.loop import LoopThread
+from rpc.runtime.mailbox import Counter
+
+
+class Answered(Exception):
+    """The call was answered, though it has raised."""
+
+
+def answer(value: Any, error: BaseException | None) -> None:
+    raise Answered
+
+
+async def function() -> None:
+    raise AssertionError("it must not run")
+
+
+def make() -> tuple[RequestRunner, Counter]:
+    postponed = Counter()
+    agent = SimpleNamespace(postponed=postponed, interceptors=[], something_ended=lambda: None)
+    return RequestRunner(agent), postponed  # type: ignore[arg-type]  # all that it asks of an agent here
+
+
+def test_after_stop_no_coroutine_begins() -> None:
+    callee, postponed = make()
+    callee.stop()
+    with pytest.raises(NotInitializedError, match="shutting down"):
+        callee.start(function, (), {}, Request(None, None), answer)  # type: ignore[arg-type]
+    assert postponed.value == 0
+    assert callee._coroutines is None
+
+
+def test_a_coroutine_whose_loop_has_just_ended_is_not_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    callee, postponed = make()
+    ended = LoopThread("ended", "it does not run")
+    assert ended.stop()
+    monkeypatch.setattr(callee, "_coroutine_loop", lambda: ended.loop)
+    with pytest.raises(RuntimeError):
+        callee.start(function, (), {}, Request(None, None), answer)  # type: ignore[arg-type]
+    assert postponed.value == 0

@@ -1,0 +1,1 @@
+"""Tests of shared memory, mirroring the modules of ``rpc.bulk.shared_memory``."""

@@ -1,0 +1,355 @@
+"""Connections between workers: who comes in, who is turned away and told why, who is noticed to be gone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rpc.errors import WorkerLostError
+from rpc.group import connections as module
+from rpc.group.connections import CRASHED
+from rpc.group.peer import Peer
+from rpc.group.workers import Member
+from rpc.transport import QueueFull, Transport
+from rpc.transport.tcp import TcpTransport
+from rpc.wire.frames import Kind
+from tests.support.members import member
+from tests.support.memory_transport import MemoryNetwork, MemoryTransport
+from tests.support.nodes import MakeNode, Node, pair, refusals
+from tests.support.stranger import Stranger, hello_to
+from tests.support.streams import SOON, until
+
+# ---- connecting
+
+
+@pytest.mark.parametrize(("host", "scheme"), [("host", "unix"), (None, "tcp")])
+def test_a_message_brings_about_the_connection(make_node: MakeNode, host: str | None, scheme: str) -> None:
+    left = make_node("left", host=host or "one host")
+    right = make_node("right", host=host or "another host")
+    left.form_group(right.member)
+    right.form_group(left.member)
+    assert left.open_connections() == []
+    left.send(right, 1)
+    right.wait_until(lambda: right.numbers_from(left) == [1])
+    right.send(left, 2)
+    left.wait_until(lambda: left.numbers_from(right) == [2])
+    (connection,) = left.open_connections()
+    family = socket.AF_UNIX if scheme == "unix" else socket.AF_INET
+    assert connection._socket.family == family  # type: ignore[attr-defined]
+    assert connection.description == "worker 'right'"  # type: ignore[attr-defined]
+
+
+def test_messages_of_many_threads_sent_while_connecting_arrive_once_and_in_each_threads_order(
+    make_node: MakeNode,
+) -> None:
+    left, right = pair(make_node)
+    start = threading.Barrier(4)
+
+    def talk(first: int) -> None:
+        start.wait(SOON)
+        for number in range(first, first + 200):
+            left.send(right, number)
+
+    talking = [threading.Thread(target=talk, args=(1000 * index,)) for index in range(4)]
+    for each in talking:
+        each.start()
+    for each in talking:
+        each.join(SOON)
+    right.wait_until(lambda: len(right.received) == 800)
+    for first in range(0, 4000, 1000):
+        mine = [number for number in right.numbers_from(left) if first <= number < first + 1000]
+        assert mine == list(range(first, first + 200))
+
+
+@pytest.mark.parametrize("host", ["host", None], ids=["unix", "tcp"])
+def test_two_that_connect_to_each_other_at_once_get_one_connection_and_lose_nothing(
+    make_node: MakeNode, host: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    chance = random.Random(5)
+    for _ in range(25):
+        incarnations = chance.sample(range(1, 1000), 2)
+        left = make_node("left", incarnations[0], host=host or "one host")
+        right = make_node("right", incarnations[1], host=host or "another host")
+        left.form_group(right.member)
+        right.form_group(left.member)
+        start = threading.Barrier(2)
+
+        def talk(here: Node, there: Node, delay: int, start: threading.Barrier = start) -> None:
+            start.wait(SOON)
+            for _ in range(delay):
+                pass
+            for number in range(5):
+                here.send(there, number)
+
+        talking = [
+            threading.Thread(target=talk, args=(here, there, chance.randrange(5000)))
+            for here, there in ((left, right), (right, left))
+        ]
+        for each in talking:
+            each.start()
+        for here, there in ((left, right), (right, left)):
+            here.wait_until(lambda here=here: len(here.received) == 5)  # type: ignore[misc]
+            assert here.numbers_from(there) == list(range(5))
+        for each in talking:
+            each.join(SOON)
+        for here in (left, right):
+            until(lambda here=here: len(here.open_connections()) == 1)  # type: ignore[misc]
+            assert here.gone == []
+        left.leave()
+        right.leave()
+    assert refusals(caplog) == []
+
+
+def test_a_worker_that_cannot_be_reached_is_gone_and_the_reason_says_where_it_was_looked_for(
+    make_node: MakeNode,
+) -> None:
+    left, right = pair(make_node)
+    address = right.member.addresses[1]
+    right.on_loop(right.connections.stop_listening)
+    left.send(right, 1)
+    name, reason = left.wait_gone()
+    assert name == "right"
+    assert reason.startswith("it cannot be reached at unix:@farcall-")
+    assert f"{address}: Connect" in reason
+    with pytest.raises(WorkerLostError, match=r"worker 'right' .* it cannot be reached"):
+        left.send(right, 2)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp:nowhere", "tcp::port", "tcp:127.0.0.1:99999999", "unix:@" + "x" * 200, "unix:@\udcff"]
+)
+def test_an_address_that_makes_no_sense_makes_a_worker_unreachable(make_node: MakeNode, address: str) -> None:
+    left = make_node("left")
+    there = member("elsewhere", 7, 777, address)
+    left.form_group(there)
+    left.peers[777].send_small(b"whatever", False)
+    name, reason = left.wait_gone()
+    assert name == "elsewhere"
+    assert reason.startswith("it cannot be reached at ")
+
+
+def test_a_worker_without_an_address_for_us_is_unreachable(make_node: MakeNode) -> None:
+    left, right = make_node("left", host="one host"), make_node("right", host="another host")
+    only_unix = Member(right.member.info, 55, "another host", right.member.addresses[:1])
+    left.form_group(only_unix)
+    left.peers[55].send_small(b"whatever", False)
+    assert left.wait_gone() == ("right", "it cannot be reached at any address known here")
+
+
+def test_a_worker_that_does_not_answer_is_given_up(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.05)
+    network = MemoryNetwork()
+    reach: dict[str, Transport] = {"memory": MemoryTransport(network)}
+    left, right = make_node("left", reach=reach), make_node("right", reach=reach)
+    left.form_group(right.member)
+    left.send(right, 1)
+    assert left.wait_gone() == ("right", "it cannot be reached at memory:127.0.0.1: no answer within 0.05 s")
+
+
+def test_listening_leaves_nothing_open_when_one_transport_fails(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make_node("node")
+
+    def fail(*_: object) -> None:
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(TcpTransport, "listen", fail)
+    node.on_loop(node.connections.stop_listening)
+    with pytest.raises(OSError, match="Address already in use"):
+        node.on_loop(node.connections.listen, "127.0.0.1", 0)
+    assert node.on_loop(node.connections.connections, []) == []
+
+
+# ---- leaving
+
+
+def test_who_leaves_says_so_after_everything_else(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, right = pair(make_node)
+    left.send(right, 0)
+    right.wait_until(lambda: right.received)
+    for number in range(1, 100):
+        left.send(right, number)
+    left.leave("it has done its work")
+    assert right.wait_gone() == ("left", "it has done its work")
+    assert right.numbers_from(left) == list(range(100))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    with pytest.raises(WorkerLostError, match=r"worker 'left' \(id 0\) is gone: it has done its work"):
+        right.send(left, 1)
+
+
+def test_whose_program_has_crashed_is_worth_a_warning(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    left.leave(f"{CRASHED}, ValueError: no")
+    right.wait_gone()
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.getMessage() == f"worker 'left' (id 0) is gone: {CRASHED}, ValueError: no"
+
+
+def test_who_dies_is_noticed(make_node: MakeNode) -> None:
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    (connection,) = left.open_connections()
+    left.on_loop(connection.close, "dead")  # type: ignore[attr-defined]
+    name, reason = right.wait_gone()
+    assert name == "left"
+    assert reason == (
+        "the connection was closed by the other side without a goodbye; its process has died, most likely"
+    )
+    assert len(right.gone) == 1
+
+
+def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make_node: MakeNode) -> None:
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    right.on_loop(right.connections.lose, right.peers[left.member.incarnation], "it was given up")
+    right.on_loop(right.connections.lose, right.peers[left.member.incarnation], "twice")
+    assert right.gone == [("left", "it was given up")]
+    assert right.open_connections() == []
+    assert left.wait_gone()[0] == "right"
+
+
+@contextlib.contextmanager
+def stuck(node: Node) -> Iterator[None]:
+    """A worker's loop does nothing meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        begun.set()
+        go_on.wait()
+
+    node.loop.call_soon_threadsafe(stick)
+    assert begun.wait(SOON)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FAREWELL_SECONDS", 0.05)
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    with stuck(right):
+        left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
+        left.leave()
+
+
+def test_leaving_that_is_cancelled_closes_what_its_peers_do_not_read(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FAREWELL_SECONDS", 1000.0)
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    with stuck(right):
+        left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
+        (connection,) = left.open_connections()
+        assert left.thread is not None
+        with pytest.raises(TimeoutError):
+            left.thread.wait_for(left.connections.close(list(left.peers.values()), "it ends"), timeout=0.05)
+        until(lambda: connection._socket.fileno() < 0)  # type: ignore[attr-defined]
+
+
+def test_leaving_while_connecting_says_nothing_wrong(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, right = make_node("left"), make_node("right")
+    left.form_group(right.member)
+    left.send(right, 1)
+    until(lambda: right.connections._early)
+    right.leave()
+    left.leave()
+    assert all("shutting down" not in record.getMessage() for record in caplog.records)
+
+
+# ---- fork
+
+
+def test_a_forked_child_can_let_go_of_everything_that_is_open(
+    make_node: MakeNode, stranger: Callable[[Node], Stranger]
+) -> None:
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    visitor = stranger(right)
+    until(lambda: right.connections._handshakes)
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        everything = right.connections.connections(right.peers.values())
+        for each in everything:
+            each.abandon()
+        os.write(tell, bytes([len(everything)]))
+        os._exit(0)
+    assert os.read(told, 1) == bytes([4])  # two listeners, a member, a visitor
+    os.waitpid(child, 0)
+    os.close(told)
+    os.close(tell)
+    left.send(right, 2)
+    right.wait_until(lambda: right.numbers_from(left) == [1, 2])
+    visitor.say_hello(hello_to(right))
+    assert visitor.hear(1)[0].kind == Kind.REFUSED
+
+
+# ---- before there is a connection
+
+
+def unconnected(to: Member, **options: Any) -> Peer:
+    """A peer that is not connected and never will be."""
+    return Peer(to, None, lambda _: None, **options)  # type: ignore[arg-type]  # it asks no agent
+
+
+def test_what_waits_for_a_connection_is_limited(make_node: MakeNode) -> None:
+    peer = unconnected(make_node("there").member, send_queue_bytes=1000)
+    peer.send([bytes(1001)], 1001)
+    with pytest.raises(QueueFull, match="no connection to worker 'there' yet"):
+        peer.send([b"x"], 1, wait=0.01)
+    peer.send([b"x"], 1, wait=0)  # the loop never waits
+    assert len(peer._waiting) == 2
+
+
+def test_who_waits_for_room_before_there_is_a_connection_hears_of_the_end(make_node: MakeNode) -> None:
+    peer = unconnected(make_node("there").member, send_queue_bytes=1000)
+    peer.send([bytes(1001)], 1001)
+    lost: list[WorkerLostError] = []
+
+    def wait_for_room() -> None:
+        with pytest.raises(WorkerLostError) as caught:
+            peer.send([b"x"], 1)
+        lost.append(caught.value)
+
+    waiting = threading.Thread(target=wait_for_room)
+    waiting.start()
+    peer.gone("it has died")
+    waiting.join(SOON)
+    assert "it has died" in str(lost[0])
+
+
+def test_only_what_is_large_and_far_away_is_not_captured(make_node: MakeNode) -> None:
+    there = make_node("there").member
+    for near, size, captured in ((True, 1 << 21, True), (False, 1 << 21, False), (False, 1 << 20, True)):
+        peer = unconnected(there, near=near)
+        memory = bytearray(size)
+        peer.send([memory], size, aliased=True)
+        (pieces, _), *_ = peer._waiting
+        assert (pieces[0] is not memory) is captured

@@ -1,0 +1,111 @@
+"""Two workers connect to each other at the same moment: whatever the order of events, one connection results.
+
+The two share a network without sockets, whose every step is chosen: which attempt gets through first, which
+message arrives first, when the group is formed and when something is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpc.transport import Transport
+from tests.support.effort import EFFORT, PROFILE
+from tests.support.memory_transport import MemoryNetwork, MemoryTransport
+from tests.support.nodes import Node
+
+MESSAGES = 3
+
+Choose = Callable[[int], int]
+"""Picks one of so many possible next steps."""
+
+
+async def cross(incarnations: tuple[int, int], late_group: bool, choose: Choose) -> tuple[Node, Node]:
+    """Let both send a few messages to each other, in the order that ``choose`` brings about."""
+    loop = asyncio.get_running_loop()
+    network = MemoryNetwork()
+    nodes = [
+        Node(
+            name,
+            index,
+            incarnation,
+            loop,
+            lambda function, *arguments: function(*arguments),
+            reach={"memory": _as_transport(MemoryTransport(network))},
+            listen_on=name,
+        )
+        for index, (name, incarnation) in enumerate(zip(("left", "right"), incarnations, strict=True))
+    ]
+    left, right = nodes
+    own_steps: list[list[Callable[[], None]]] = [
+        [
+            *([lambda here=here, there=there: here.form_group(there.member)] if late_group else []),
+            *(
+                lambda here=here, there=there, number=number: here.send(there, number)
+                for number in range(MESSAGES)
+            ),
+        ]
+        for here, there in ((left, right), (right, left))
+    ]
+    if not late_group:
+        left.form_group(right.member)
+        right.form_group(left.member)
+    while True:
+        for _ in range(4):
+            await asyncio.sleep(0)
+        steps = [*network.events(), *(steps[0] for steps in own_steps if steps)]
+        if not steps:
+            return left, right
+        step = steps[choose(len(steps))]
+        for own in own_steps:
+            if own and own[0] is step:
+                own.pop(0)
+        step()
+
+
+def _as_transport(transport: MemoryTransport) -> Transport:
+    return transport
+
+
+def check(left: Node, right: Node) -> None:
+    """Exactly one connection, no message lost, doubled or out of order, nobody given up, nothing left."""
+    for here, there in ((left, right), (right, left)):
+        assert here.numbers_from(there) == list(range(MESSAGES))
+        assert here.gone == []
+        assert len(here.open_connections()) == 1
+        assert not here.connections._handshakes
+        assert not here.peers[there.member.incarnation].connecting
+    (end,), (other_end,) = left.open_connections(), right.open_connections()
+    assert end.other is other_end  # type: ignore[attr-defined]
+
+
+@settings(PROFILE, max_examples=150 * EFFORT)
+@given(
+    incarnations=st.sampled_from([(1, 2), (2, 1)]),
+    late_group=st.booleans(),
+    choices=st.lists(st.integers(0, 5), max_size=40),
+)
+def test_one_connection_results_whatever_the_order_of_events(
+    incarnations: tuple[int, int], late_group: bool, choices: list[int]
+) -> None:
+    remaining = iter(choices)
+    check(*asyncio.run(cross(incarnations, late_group, lambda count: next(remaining, 0) % count)))
+
+
+@pytest.mark.parametrize("late_group", [False, True])
+@pytest.mark.parametrize("incarnations", [(1, 2), (2, 1)])
+def test_one_connection_results_in_many_random_orders(
+    incarnations: tuple[int, int], late_group: bool
+) -> None:
+    chance = random.Random(11)
+
+    async def many() -> None:
+        for _ in range(150):
+            check(*await cross(incarnations, late_group, chance.randrange))
+
+    asyncio.run(many())

@@ -1,0 +1,134 @@
+"""Who is in the group: names and ids lead to workers, and who is gone stays gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpc.errors import GroupMismatchError, UnknownWorkerError, WorkerLostError
+from rpc.group.membership import Membership
+from rpc.group.workers import Member, WorkerInfo
+from tests.support.members import member
+
+ME = member("me", 0)
+FIRST, SECOND = member("first", 1), member("second", 2)
+
+
+def view(*others: Member, static: bool = False) -> Membership:
+    made = Membership(ME, static=static)
+    for other in others:
+        assert made.join(other)
+    return made
+
+
+def test_a_worker_is_a_member_of_its_own_group() -> None:
+    alone = view()
+    assert alone.present() == [ME]
+    assert alone.find(ME.incarnation) == ME
+    assert alone.resolve("me") == ME
+
+
+def test_members_are_listed_by_id() -> None:
+    group = view(SECOND, FIRST)
+    assert group.present() == [ME, FIRST, SECOND]
+    assert (
+        group.present_infos()
+        == group.infos()
+        == [WorkerInfo("me", 0), WorkerInfo("first", 1), WorkerInfo("second", 2)]
+    )
+
+
+@pytest.mark.parametrize("callee", ["first", 1, WorkerInfo("first", 1)])
+def test_a_callee_is_named_by_name_id_or_worker_info(callee: str | int | WorkerInfo) -> None:
+    assert view(FIRST, SECOND).resolve(callee) == FIRST
+
+
+@pytest.mark.parametrize("callee", ["third", 3, -1, WorkerInfo("third", 3), WorkerInfo("first", 2)])
+def test_an_unknown_callee_is_refused_naming_who_is_there(callee: str | int | WorkerInfo) -> None:
+    with pytest.raises(UnknownWorkerError) as caught:
+        view(FIRST).resolve(callee)
+    assert repr(callee) in str(caught.value)
+    assert "The group of 'me' has 'me' (id 0), 'first' (id 1)." in str(caught.value)
+
+
+@pytest.mark.parametrize("callee", [None, 1.0, True, b"first", ["first"]])
+def test_a_callee_of_another_type_is_refused(callee: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"name|id|WorkerInfo"):
+        view(FIRST).resolve(callee)  # type: ignore[arg-type]
+
+
+def test_joining_twice_is_noticed() -> None:
+    group = view(FIRST)
+    assert not group.join(FIRST)
+    assert group.present() == [ME, FIRST]
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "complaint"),
+    [
+        (member("first", 7, 700), r"the name 'first' is taken by worker 'first' \(id 1\)"),
+        (member("other", 1, 700), r"the id 1 is taken by worker 'first' \(id 1\)"),
+        (member("me", 7, 700), r"the name 'me' is taken by worker 'me' \(id 0\)"),
+    ],
+)
+def test_a_name_or_id_belongs_to_one_present_worker(newcomer: Member, complaint: str) -> None:
+    group = view(FIRST)
+    with pytest.raises(GroupMismatchError, match=complaint):
+        group.join(newcomer)
+    assert group.present() == [ME, FIRST]
+
+
+def test_who_left_is_no_longer_present_but_still_known_by_name() -> None:
+    group = view(FIRST, SECOND)
+    assert group.leave(FIRST.incarnation, "it died") == FIRST
+    assert group.present() == [ME, SECOND]
+    assert not group.is_present(FIRST.incarnation)
+    assert group.find(FIRST.incarnation) is None
+    assert group.gone_reason(FIRST.incarnation) == "it died"
+    assert group.resolve("first") == group.resolve(1) == FIRST
+
+
+def test_leaving_twice_keeps_the_first_reason() -> None:
+    group = view(FIRST)
+    group.leave(FIRST.incarnation, "it died")
+    assert group.leave(FIRST.incarnation, "it died again") is None
+    assert group.gone_reason(FIRST.incarnation) == "it died"
+
+
+def test_what_is_asked_of_a_gone_worker_fails_with_the_reason() -> None:
+    group = view(FIRST)
+    group.check_present(FIRST, "nothing happens")
+    group.leave(FIRST.incarnation, "it died")
+    with pytest.raises(
+        WorkerLostError, match=r"worker 'first' is gone \(it died\): the call was not made"
+    ) as caught:
+        group.check_present(FIRST, "the call was not made")
+    assert (caught.value.worker, caught.value.reason) == ("first", "it died")
+
+
+def test_a_gone_incarnation_never_comes_back() -> None:
+    group = view(FIRST)
+    group.leave(FIRST.incarnation, "it died")
+    with pytest.raises(WorkerLostError, match=r"'first' \(incarnation 65\) was given up: it died"):
+        group.join(FIRST)
+    group.leave(SECOND.incarnation, "it died before it was known")
+    with pytest.raises(WorkerLostError):
+        group.join(SECOND)
+    assert group.present() == [ME]
+
+
+def test_a_worker_that_returns_is_a_new_incarnation_and_takes_its_name_over() -> None:
+    group = view(FIRST)
+    group.leave(FIRST.incarnation, "it died")
+    returned = member("first", 1, 999)
+    assert group.join(returned)
+    assert group.resolve("first") == group.resolve(1) == returned
+    assert group.gone_reason(FIRST.incarnation) == "it died"
+    assert group.gone_reason(returned.incarnation) is None
+
+
+def test_a_static_group_lists_all_that_formed_it_and_a_dynamic_one_who_is_present() -> None:
+    for static, expected in ((True, ["me", "first", "second"]), (False, ["me", "second"])):
+        group = view(FIRST, SECOND, static=static)
+        group.leave(FIRST.incarnation, "it died")
+        assert [info.name for info in group.infos()] == expected
+        assert [info.name for info in group.present_infos()] == ["me", "second"]

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from rpc.lifecycle import backend_registry
+from rpc.lifecycle.backend_registry import (
+    BackendType,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from rpc.options import RpcBackendOptions
+
+
+@pytest.fixture(autouse=True)
+def forget_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test registers is gone after it."""
+    monkeypatch.setattr(BackendType, "_members", dict(BackendType._members))
+
+
+def _options(**kwargs: Any) -> dict[str, Any]:
+    return kwargs
+
+
+def _agent(**kwargs: Any) -> tuple[str, dict[str, Any]]:
+    return "an agent", kwargs
+
+
+def test_registered_backend_is_a_member_for_all_who_hold_the_enumeration() -> None:
+    held = BackendType
+    backend = register_backend("STUB", _options, _agent)
+    assert held.STUB is held["STUB"] is backend
+    assert backend in held
+    assert backend in list(held)
+    assert isinstance(backend, backend_registry.BackendType)
+    assert held.__members__["STUB"] is backend
+    assert backend_registered("STUB")
+    assert not backend_registered("OTHER")
+
+
+def test_member_reads_as_one_of_an_enum() -> None:
+    backend = register_backend("STUB", _options, _agent)
+    assert repr(backend) == "BackendType.STUB"
+    assert backend.name == "STUB"
+    assert backend.value.init_backend_handler is _agent
+    assert len(BackendType) == len(list(BackendType))
+    assert "STUB" in dir(BackendType)
+
+
+def test_member_is_itself_after_copying_and_pickling() -> None:
+    backend = register_backend("STUB", _options, _agent)
+    assert copy.deepcopy(backend) is backend
+    assert pickle.loads(pickle.dumps(backend)) is backend
+
+
+def test_members_of_before_stay_members() -> None:
+    first = register_backend("FIRST", _options, _agent)
+    register_backend("SECOND", _options, _agent)
+    assert isinstance(first, BackendType)
+    assert BackendType["FIRST"] is first
+
+
+def test_name_is_registered_once() -> None:
+    register_backend("STUB", _options, _agent)
+    with pytest.raises(RuntimeError, match=r"^RPC backend STUB: already registered$"):
+        register_backend("STUB", _options, _agent)
+
+
+def test_unknown_backend_is_an_error_that_lists_the_known() -> None:
+    register_backend("STUB", _options, _agent)
+    with pytest.raises(AttributeError, match=r"'NOPE'.*STUB"):
+        _ = BackendType.NOPE
+    with pytest.raises(KeyError):
+        BackendType["NOPE"]
+    assert not hasattr(BackendType, "NOPE")
+
+
+def test_options_are_constructed_by_the_backend() -> None:
+    backend = register_backend("STUB", _options, _agent)
+    assert construct_rpc_backend_options(backend, init_method="tcp://a:1", colour="red") == {
+        "rpc_timeout": 60.0,
+        "init_method": "tcp://a:1",
+        "colour": "red",
+    }
+    backend = register_backend("PLAIN", RpcBackendOptions, _agent)
+    assert construct_rpc_backend_options(backend, rpc_timeout=5).rpc_timeout == 5
+
+
+def test_agent_is_started_by_the_backend() -> None:
+    backend = register_backend("STUB", _options, _agent)
+    assert init_backend(backend, name="a", rank=0) == ("an agent", {"name": "a", "rank": 0})

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from rpc.group.workers import Member, WorkerInfo
+from rpc.rendezvous.arrivals import Arrival, Complete, Conflict, Incomplete, examine
+
+
+def arrival(name: str, rank: int, world_size: int = 3, index: int = 0) -> Arrival:
+    index = index or rank + 1
+    return Arrival(
+        index, Member(WorkerInfo(name, rank), 100 + index, "host", ()), world_size, f"process {index}"
+    )
+
+
+def test_every_rank_once_is_complete_in_order_of_rank() -> None:
+    abc = [arrival("a", 0), arrival("b", 1), arrival("c", 2)]
+    assert examine(abc[::-1], 3) == Complete(tuple(abc))
+
+
+def test_missing_ranks_are_told() -> None:
+    assert examine([arrival("b", 1)], 3) == Incomplete((0, 2))
+    assert examine([], 2) == Incomplete((0, 1))
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "words"),
+    [
+        ([arrival("a", 0), arrival("a", 1)], ["name 'a' is not unique", "rank 0", "rank 1"]),
+        ([arrival("a", 0), arrival("b", 0, index=7)], ["rank 0 is not unique", "'a'", "'b'", "process 7"]),
+        ([arrival("a", 0), arrival("b", 3)], ["'b'", "outside the group of 3", "0 to 2"]),
+        ([arrival("a", 0), arrival("b", 1, 4)], ["'b'", "group of 4", "'a'", "one of 3"]),
+        ([arrival("b", 1, 4)], ["'b'", "group of 4", "one of 3"]),
+    ],
+)
+def test_conflict_names_who_is_involved(arrivals: list[Arrival], words: list[str]) -> None:
+    conflict = examine(arrivals, 3)
+    assert isinstance(conflict, Conflict)
+    assert all(word in conflict.reason for word in words), conflict.reason
+    assert set(conflict.involved) <= set(arrivals)
+
+
+def test_conflict_counts_before_what_is_missing() -> None:
+    assert isinstance(examine([arrival("a", 1), arrival("a", 2)], 3), Conflict)
+
+
+def test_record_is_read_as_it_was_written() -> None:
+    one = arrival("a", 1)
+    assert Arrival.unpack(one.index, one.pack()) == one
+
+
+@pytest.mark.parametrize("packed", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x01"])
+def test_other_bytes_are_no_arrival(packed: bytes) -> None:
+    with pytest.raises(ValueError, match="not an arrival"):
+        Arrival.unpack(1, packed)

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    TCPStore,
+)
+
+from rpc.errors import RendezvousError, RendezvousTimeoutError
+from rpc.rendezvous import SharedStore, join_static, open_store, opening, waiting
+from rpc.rendezvous.store import StoreLost
+from rpc.rendezvous.waiting import Abandoned, Waiting
+from tests.unit.rpc.rendezvous.conftest import Listening, in_thread, results
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def mute_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of somebody who accepts connections and says nothing."""
+    monkeypatch.setattr(opening, "_CONNECT_SECONDS", 1.0)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+    for thread in threading.enumerate():
+        if thread.name == "rpc-rendezvous":
+            thread.join(20)  # it was left behind, and ends now that nobody listens
+
+
+@pytest.fixture(autouse=True)
+def close_stores() -> Iterator[None]:
+    """The errors that a test has caught hold frames, and those hold stores: have them collected."""
+    yield
+    gc.collect()
+
+
+def serve(port: int = 0) -> TCPStore:
+    """Serve a store as another program does, not to be shared within this process."""
+    listener = socket.create_server(("127.0.0.1", port), backlog=64)
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _listening_on(port: int) -> str:
+    lines = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return " ".join(line.split()[3] for line in lines if line.split()[3].endswith(f":{port}"))
+
+
+# TCP
+
+
+def test_rank_0_serves_and_the_others_wait_for_it(free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    client = in_thread(open_store, url, 1, 2, timeout=20)
+    server = open_store(url, 0, 2, timeout=20)
+    server.set("key", b"\0value\xff")
+    assert client.result(20).get("key") == b"\0value\xff"
+    assert server.master == "127.0.0.1"
+
+
+def test_environment_names_the_address(free_port: int) -> None:
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    store = open_store("env://", 0, 1, timeout=20, environ=environ)
+    assert f"127.0.0.1:{free_port} (MASTER_ADDR and MASTER_PORT)" in store.description
+
+
+def test_store_on_loopback_listens_there_only(free_port: int) -> None:
+    store = open_store(f"tcp://localhost:{free_port}", 0, 1, timeout=20)
+    assert _listening_on(free_port) == f"127.0.0.1:{free_port}"
+    assert store.add("n", 2) == 2
+
+
+def test_store_of_this_process_is_shared(free_port: int) -> None:
+    first = open_store(f"tcp://127.0.0.1:{free_port}", 0, 1, timeout=20)
+    first.set("key", b"value")
+    again = open_store(f"tcp://127.0.0.1:{free_port}", 0, 1, timeout=20)
+    assert again.get("key") == b"value"
+    theirs = TCPStore("127.0.0.1", free_port, None, True, wait_for_workers=False, multi_tenant=True)
+    assert theirs.get("key") == b"value"
+
+
+def test_torchruns_store_is_not_served_again(free_port: int) -> None:
+    agents = serve(free_port)
+    agents.set("key", "from torchrun")
+    environ = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    assert open_store("env://", 0, 1, timeout=20, environ=environ).get("key") == b"from torchrun"
+
+
+def test_two_processes_of_rank_0_meet_in_one_store(free_port: int) -> None:
+    other = TCPStore(
+        "127.0.0.1", free_port, None, True, wait_for_workers=False
+    )  # not shared: as in another process
+    other.set("key", "of the other")
+    assert open_store(f"tcp://127.0.0.1:{free_port}", 0, 1, timeout=20).get("key") == b"of the other"
+
+
+def test_unreachable_store_gives_up_in_time_and_names_the_address(free_port: int) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError, match=rf"127\.0\.0\.1:{free_port} .*0\.3 s.*refused.*rank 0"):
+        open_store(f"tcp://127.0.0.1:{free_port}", 1, 2, timeout=0.3)
+    assert time.monotonic() - begin < 2
+
+
+def test_unknown_host_gives_up_in_time_and_names_it() -> None:
+    with pytest.raises(RendezvousTimeoutError, match=r"no\.such\.host\.invalid:1 "):
+        open_store("tcp://no.such.host.invalid:1", 1, 2, timeout=0.3)
+
+
+def test_server_that_does_not_answer_gives_up_in_time(
+    mute_server: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_GRACE_SECONDS", 0.1)
+    with pytest.raises(RendezvousTimeoutError, match="accepts connections but has not answered"):
+        open_store(f"tcp://127.0.0.1:{mute_server}", 1, 2, timeout=0.2)
+
+
+def test_ctrl_c_takes_effect_at_once(mute_server: int, free_port: int) -> None:
+    for port in (mute_server, free_port):
+        timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        begin = time.monotonic()
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            open_store(f"tcp://127.0.0.1:{port}", 1, 2, timeout=60)
+        assert time.monotonic() - begin < 2
+        timer.join()
+
+
+def test_server_that_is_replaced_is_found_again(
+    free_port: int, workers: Callable[[int], list[Listening]]
+) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    zero, one = workers(2)
+    leaving = serve(free_port)
+    joining = in_thread(join_static, open_store(url, 1, 2, timeout=20), one.member, 2, 20)
+    while leaving.add("farcall/default/arrivals", 0) == 0:
+        pass
+    del leaving  # as when rank 0 ends the last group, and worker 1 was quick to come for the next
+    next_store = open_store(url, 0, 2, timeout=20)
+    groups = results([in_thread(join_static, next_store, zero.member, 2, 20), joining])
+    assert [group.members for group in groups] == [(zero.member, one.member)] * 2
+
+
+def test_group_after_group_at_one_address(free_port: int, workers: Callable[[int], list[Listening]]) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    for _ in range(3):
+        pair = workers(2)
+        opened = [in_thread(open_store, url, rank, 2, timeout=20) for rank in (0, 1)]
+        stores = results(opened)
+        joining = [
+            in_thread(join_static, store, w.member, 2, 20) for store, w in zip(stores, pair, strict=True)
+        ]
+        assert results(joining)[1].members == tuple(worker.member for worker in pair)
+        for worker in pair:
+            worker.die()
+        del opened, stores, joining
+
+
+# Files and others
+
+
+def test_file_is_made_and_left(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/meet", None, None, timeout=5)
+    store.set("key", b"value")
+    del store
+    assert open_store(f"file://{tmp_path}/meet", None, None, timeout=5).get("key") == b"value"
+
+
+def test_file_that_is_replaced_is_noticed_and_opened_again(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/meet", 0, 1, timeout=5)
+    store.set("key", b"value" * 1000)
+    os.unlink(tmp_path / "meet")
+    with pytest.raises(StoreLost):
+        store.get("key")
+    open_store(f"file://{tmp_path}/meet", 0, 1, timeout=5).set("other", b"1")
+    with pytest.raises(StoreLost) as lost:
+        store.get("key")
+    store.reopen(Waiting(5), lost.value)
+    assert store.get("other") == b"1"
+
+
+class Recorder(Waiting):
+    """Notes the pauses instead of making them."""
+
+    def __init__(self) -> None:
+        super().__init__(60)
+        self.pauses: list[float] = []
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+def test_store_that_is_lost_again_and_again_is_opened_after_longer_and_longer_pauses() -> None:
+    recorder = Recorder()
+    opened: list[HashStore] = []
+
+    def work() -> str:
+        if len(opened) < 20:
+            raise StoreLost("no answer")
+        return "done"
+
+    def reopen(_: Waiting) -> HashStore:
+        opened.append(HashStore())
+        return opened[-1]
+
+    store = SharedStore(reopen, HashStore(), "the store", None)
+    assert store.outlast(recorder, work) == "done"
+    assert len(recorder.pauses) == 20
+    assert recorder.pauses == sorted(recorder.pauses)
+    assert recorder.pauses[-1] > 100 * recorder.pauses[0] > 0
+
+
+def test_store_is_not_opened_again_when_nobody_waits_any_longer() -> None:
+    nobody = Waiting(60)
+    nobody.abandon()
+
+    def work() -> None:
+        raise StoreLost("no answer")
+
+    with pytest.raises(Abandoned):
+        SharedStore(lambda _: HashStore(), HashStore(), "the store", None).outlast(nobody, work)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/no/such/directory/meet"])
+def test_path_that_cannot_be_a_file_is_refused_at_once(path: str) -> None:
+    with pytest.raises(RendezvousError, match="rendezvous file"):
+        open_store(f"file://{path}", 0, 1, timeout=60)
+
+
+def test_store_object_is_used_as_it_is() -> None:
+    shared = HashStore()
+    store = open_store(PrefixStore("mine", shared), 0, 1, timeout=5)
+    store.under("a").under("b").set("key", b"value")
+    assert shared.get("mine/a/b/key") == b"value"
+    assert store.master is None
+
+
+def test_host_of_a_store_object_is_known() -> None:
+    assert open_store(PrefixStore("mine", serve()), 0, 1, timeout=5).master == "127.0.0.1"
+
+
+def test_other_urls_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = HashStore()
+
+    def handler(url: str, **_: object) -> Iterator[tuple[HashStore, int, int]]:
+        assert "rank=0" in url
+        yield shared, 0, 1
+
+    monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {"own": handler})
+    open_store("own://somewhere", 0, 1, timeout=5).set("key", b"value")
+    assert shared.get("key") == b"value"
+    with pytest.raises(RendezvousError, match="unheard://somewhere"):
+        open_store("unheard://somewhere", 0, 1, timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("url", "environ", "text"),
+    [
+        ("env://", {}, "environment variable MASTER_ADDR expected, but not set"),
+        ("env://", {"MASTER_ADDR": "h"}, "environment variable MASTER_PORT expected"),
+        (
+            "env://",
+            {"MASTER_ADDR": "h", "MASTER_PORT": "99999"},
+            "MASTER_PORT must be a port number, is '99999'",
+        ),
+        ("tcp://host", {}, "tcp://HOST:PORT"),
+        ("tcp://:1", {}, "tcp://HOST:PORT"),
+        ("tcp://host:port", {}, "tcp://host:port"),
+    ],
+)
+def test_what_a_url_lacks_is_said_at_once(url: str, environ: Mapping[str, str], text: str) -> None:
+    with pytest.raises(RendezvousError, match=text):
+        open_store(url, 0, 1, timeout=60, environ=environ)
+
+
+# Using it
+
+
+def test_counters_and_values(connect: Callable[[], SharedStore]) -> None:
+    store = connect()
+    assert store.counter("n") == 0
+    assert store.add("n", 2) == 2
+    assert store.counter("n") == 2
+    assert store.get("key") is None
+    assert not store.has("key")
+    assert store.swap("key", b"", b"\xff1") == b"\xff1"
+    assert store.swap("key", b"", b"2") == b"\xff1"
+    assert store.swap("key", b"\xff1", b"2") == b"2"
+    assert store.get("key") == b"2"

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgpack
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.group.workers import Member
+from rpc.rendezvous import Group, SharedStore, join_dynamic, join_static, open_store
+from rpc.rendezvous.coordination import Pace
+from tests.unit.rpc.rendezvous.conftest import Listening, StartWorker, errors, in_thread, results
+
+Connect = Callable[[], SharedStore]
+Workers = Callable[[int], list[Listening]]
+
+QUICK = Pace(hole=0.05, settle=0.05, gather=0.2, latecomer=0.1, farewell=1.0)
+
+
+def join(store: SharedStore, member: Member, world_size: int, timeout: float = 10, **kwargs: object) -> Group:
+    return join_static(store, member, world_size, timeout, pace=QUICK, **kwargs)  # type: ignore[arg-type]
+
+
+def test_all_workers_get_the_same_group(connect: Connect, workers: Workers) -> None:
+    everybody = [worker.member for worker in workers(8)]
+    groups = results([in_thread(join, connect(), member, 8) for member in reversed(everybody)])
+    assert [group.me for group in reversed(groups)] == everybody
+    assert all(group.members == tuple(everybody) for group in groups)
+    assert len({group.key for group in groups}) == 1
+    assert all(group.static for group in groups)
+
+
+def test_group_of_one(connect: Connect, workers: Workers) -> None:
+    (worker,) = workers(1)
+    assert join(connect(), worker.member, 1).members == (worker.member,)
+
+
+def test_group_after_group_in_one_store(connect: Connect, workers: Workers) -> None:
+    stores = [connect() for _ in range(3)]
+    keys = set()
+    for _ in range(10):
+        trio = workers(3)
+        groups = results([in_thread(join, s, w.member, 3) for s, w in zip(stores, trio, strict=True)])
+        assert all(group.members == tuple(worker.member for worker in trio) for group in groups)
+        keys.add(groups[0].key)
+        for worker in trio:
+            worker.die()
+    assert len(keys) == 10
+
+
+def test_fast_worker_may_arrive_for_the_next_group_while_others_leave_the_last(
+    memory: SharedStore, workers: Workers, start_worker: StartWorker
+) -> None:
+    first = workers(2)
+    results([in_thread(join, memory, worker.member, 2) for worker in first])
+    first[1].die()
+    again = start_worker("worker1", 1)
+    early = in_thread(join, memory, again.member, 2)
+    first[0].die()
+    zero = start_worker("worker0", 0)
+    late = in_thread(join, memory, zero.member, 2)
+    assert [group.members for group in results([early, late])] == [(zero.member, again.member)] * 2
+
+
+def test_jobs_share_a_store(memory: SharedStore, workers: Workers) -> None:
+    blue, red = workers(2), workers(2)
+    futures = [in_thread(join, memory, worker.member, 2, job="blue") for worker in blue]
+    futures += [in_thread(join, memory, worker.member, 2, job="red") for worker in red]
+    groups = results(futures)
+    assert groups[0].members == tuple(worker.member for worker in blue)
+    assert groups[2].members == tuple(worker.member for worker in red)
+
+
+# What cannot be a group
+
+
+def test_duplicate_name_is_refused_for_everybody_by_name(connect: Connect, start_worker: StartWorker) -> None:
+    names = ["worker0", "worker1", "worker2", "worker0"]
+    futures = [
+        in_thread(join, connect(), start_worker(name, rank).member, 4) for rank, name in enumerate(names)
+    ]
+    for error in errors(futures):
+        assert isinstance(error, GroupMismatchError)
+        assert "'worker0' is not unique" in str(error)
+        assert "rank 0, process" in str(error)
+        assert "rank 3, process" in str(error)
+
+
+def test_duplicate_rank_is_refused_for_everybody(memory: SharedStore, start_worker: StartWorker) -> None:
+    arrivals = [("a", 0), ("b", 1), ("c", 1)]
+    futures = [in_thread(join, memory, start_worker(name, rank).member, 3) for name, rank in arrivals]
+    for error in errors(futures):
+        assert isinstance(error, GroupMismatchError)
+        assert "rank 1 is not unique" in str(error)
+        assert "'b'" in str(error)
+        assert "'c'" in str(error)
+
+
+def test_two_coordinators_are_refused_by_name_at_both(connect: Connect, start_worker: StartWorker) -> None:
+    futures = [in_thread(join, connect(), start_worker(name, 0).member, 2) for name in ("left", "right")]
+    for error in errors(futures):
+        assert isinstance(error, GroupMismatchError)
+        assert "'left'" in str(error)
+        assert "'right'" in str(error)
+
+
+def test_world_sizes_that_differ_are_refused(memory: SharedStore, start_worker: StartWorker) -> None:
+    futures = [
+        in_thread(join, memory, start_worker("a", 0).member, 2),
+        in_thread(join, memory, start_worker("b", 1).member, 3),
+    ]
+    for error in errors(futures):
+        assert isinstance(error, GroupMismatchError)
+        assert "'b' (rank 1" in str(error)
+        assert "group of 3" in str(error)
+        assert "one of 2" in str(error)
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_worker_whose_place_is_taken_is_refused_when_it_comes_late(
+    memory: SharedStore, workers: Workers, start_worker: StartWorker, rank: int
+) -> None:
+    results([in_thread(join, memory, worker.member, 2) for worker in workers(2)])
+    with pytest.raises(GroupMismatchError, match=f"rank {rank} is not unique.*'worker{rank}'.*running"):
+        join(memory, start_worker("late", rank).member, 2)
+
+
+def test_a_second_group_is_refused_while_the_first_is_running(
+    memory: SharedStore, workers: Workers, start_worker: StartWorker
+) -> None:
+    """Another job's, most likely: its workers would get mixed up with this one's."""
+    results([in_thread(join, memory, worker.member, 2) for worker in workers(2)])
+    others = [start_worker(f"other{rank}", rank) for rank in range(2)]
+    for error in errors([in_thread(join, memory, other.member, 2) for other in others]):
+        assert isinstance(error, GroupMismatchError)
+        assert "rank 0 is not unique. Worker 'worker0'" in str(error)
+        assert "choose another port or file" in str(error)
+
+
+def test_a_group_forms_anew_at_the_addresses_of_the_last(memory: SharedStore, workers: Workers) -> None:
+    """Where workers listen on fixed ports, whoever is there now is not who was there before."""
+    first = [worker.member for worker in workers(2)]
+    results([in_thread(join, memory, member, 2) for member in first])
+    again = [replace(member, incarnation=member.incarnation + 1000) for member in first]
+    groups = results([in_thread(join, memory, member, 2) for member in again])
+    assert [group.members for group in groups] == [tuple(again)] * 2
+
+
+def test_dynamic_group_in_the_same_store_is_refused(memory: SharedStore, start_worker: StartWorker) -> None:
+    dynamic = start_worker("dynamic", 7)
+    join_dynamic(memory, dynamic.member, 5)
+    with pytest.raises(GroupMismatchError, match="mixes statically and dynamically initialized members"):
+        join(memory, start_worker("static", 0).member, 1)
+    dynamic.die()
+    assert join(memory, start_worker("static", 0).member, 1).static
+
+
+# What died on the way
+
+
+def test_arrivals_of_a_killed_attempt_do_not_poison_the_next(connect: Connect, workers: Workers) -> None:
+    for worker in workers(2):  # rank 2 never came, and nobody lived to see it
+        abandoned = in_thread(join, connect(), worker.member, 3, 0.2)
+        worker.die()
+        assert isinstance(abandoned.exception(10), RendezvousTimeoutError)
+    everybody = workers(3)
+    groups = results([in_thread(join, connect(), worker.member, 3) for worker in everybody])
+    assert groups[0].members == tuple(worker.member for worker in everybody)
+
+
+def _leave_arrival(store: SharedStore, member: Member, world_size: int) -> None:
+    job = store.under("farcall/default")
+    index = job.add("arrivals", 1)
+    job.set(f"arrival/{index}", msgpack.packb([member.to_wire(), world_size, "process 1 on nowhere"]))
+
+
+def test_dead_claimants_of_every_rank_are_replaced(memory: SharedStore, workers: Workers) -> None:
+    for worker in workers(3):
+        _leave_arrival(memory, worker.member, 4)  # of another size, to make it worse
+        worker.die()
+    everybody = workers(3)
+    groups = results([in_thread(join, memory, worker.member, 3) for worker in everybody])
+    assert groups[0].members == tuple(worker.member for worker in everybody)
+
+
+def test_group_is_not_completed_by_the_dead(memory: SharedStore, workers: Workers) -> None:
+    zero, one = workers(2)
+    _leave_arrival(memory, one.member, 2)
+    one.die()
+    with pytest.raises(RendezvousTimeoutError, match="missing: 1"):
+        join(memory, zero.member, 2, timeout=0.3)
+
+
+def test_workers_wait_for_the_coordinator_that_replaces_a_dead_one(
+    memory: SharedStore, workers: Workers, start_worker: StartWorker
+) -> None:
+    dead, one = workers(2)
+    _leave_arrival(memory, dead.member, 2)
+    dead.die()
+    waiting = in_thread(join, memory, one.member, 2)
+    zero = start_worker("worker0", 0)
+    assert join(memory, zero.member, 2).members == (zero.member, one.member)
+    assert waiting.result(10).members == (zero.member, one.member)
+
+
+def test_second_claimant_of_rank_0_coordinates_once_the_first_is_dead(
+    memory: SharedStore, workers: Workers, start_worker: StartWorker
+) -> None:
+    first, one = workers(2)
+    _leave_arrival(memory, first.member, 2)
+    zero = start_worker("worker0", 0)
+    futures = [in_thread(join, memory, worker.member, 2) for worker in (zero, one)]
+    assert not futures[0].done()
+    first.die()
+    assert [group.members for group in results(futures)] == [(zero.member, one.member)] * 2
+
+
+def test_place_taken_but_never_written_is_passed_over(connect: Connect, workers: Workers) -> None:
+    connect().under("farcall/default").add("arrivals", 1)
+    pair = workers(2)
+    groups = results([in_thread(join, connect(), worker.member, 2) for worker in pair])
+    assert groups[0].members == tuple(worker.member for worker in pair)
+
+
+def test_record_of_another_version_is_passed_over(memory: SharedStore, workers: Workers) -> None:
+    job = memory.under("farcall/default")
+    job.set(f"arrival/{job.add('arrivals', 1)}", b"\xc1 what is this?")
+    (worker,) = workers(1)
+    assert join(memory, worker.member, 1).members == (worker.member,)
+
+
+# Time, and the store
+
+
+def test_timeout_says_who_is_missing_and_where_and_how_long(connect: Connect, workers: Workers) -> None:
+    trio = workers(4)[:3]
+    futures = [in_thread(join, connect(), worker.member, 4, 0.4) for worker in trio]
+    for error in errors(futures):
+        assert isinstance(error, RendezvousTimeoutError)
+        assert isinstance(error, TimeoutError)
+        assert "0.4 s" in str(error)
+        assert "arrived: 0, 1, 2; missing: 3" in str(error)
+        assert "the " in str(error)
+
+
+def test_workers_say_that_rank_0_is_missing(memory: SharedStore, workers: Workers) -> None:
+    with pytest.raises(RendezvousTimeoutError, match="arrived: 2; missing: 0, 1"):
+        join(memory, workers(3)[2].member, 3, timeout=0.2)
+
+
+def test_rank_0_stays_until_all_have_read_their_verdict(memory: SharedStore, workers: Workers) -> None:
+    zero, one = workers(2)
+    _leave_arrival(memory, one.member, 2)  # lives, but does not read for now
+    coordinator = in_thread(join_static, memory, zero.member, 2, 10)
+    reader = memory.under("farcall/default")
+    while not reader.has(f"verdict/{one.member.incarnation}"):
+        pass
+    assert not coordinator.done()
+    reader.set(f"ready/{one.member.incarnation}", b"1")
+    assert coordinator.result(10).members == (zero.member, one.member)
+
+
+def test_rank_0_does_not_wait_for_a_reader_that_died(memory: SharedStore, workers: Workers) -> None:
+    zero, one = workers(2)
+    _leave_arrival(memory, one.member, 2)
+    alive = [True, False]  # when asked before the verdict, and afterwards
+
+    def tell(member: Member) -> bool:
+        return alive.pop(0) if len(alive) > 1 else alive[0]
+
+    group = join_static(memory, zero.member, 2, 30, tell=tell, pace=Pace(farewell=20))
+    assert group.members == (zero.member, one.member)
+
+
+def test_store_that_fails_whenever_it_is_opened_is_named_with_its_error(
+    full: SharedStore, workers: Workers
+) -> None:
+    with pytest.raises(RendezvousTimeoutError, match=r"the full store .* 0\.1 s .* No space left on device"):
+        join(full, workers(1)[0].member, 1, timeout=0.1)
+
+
+def test_store_of_which_nothing_is_left_is_an_error(workers: Workers) -> None:
+    class Broken(HashStore):
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("no more\nat frame 1")
+
+    broken = open_store(Broken(), 0, 1, timeout=1)
+    with pytest.raises(RendezvousError, match="no more"):
+        join(broken, workers(1)[0].member, 1)

@@ -1,0 +1,345 @@
+"""Waiting for calls: for several at once, never where it must not be, and Ctrl-C takes effect at once."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from rpc.agent import futures
+from rpc.agent.futures import Future, collected_futures, wait_all, wait_futures
+from rpc.agent.pending_call import PendingCall
+from rpc.errors import BlockingCallError
+from rpc.group.peer import Peer
+from rpc.runtime.blocking import forbid_blocking
+from rpc.wire.frames import Frame, Kind
+from tests.support.answering import Owner, fail, when_waiting
+from tests.support.ctrl_c import CtrlC
+from tests.support.streams import SOON, until
+
+# ---- what the thread that waits may receive itself
+
+
+def test_a_reply_elsewhere_is_taken_by_the_thread_that_waits_and_nothing_else_is(owner: Owner) -> None:
+    call = owner.call()
+    reply, request = Frame(Kind.REPLY, 1, {}, [b"value"]), Frame(Kind.CALL, 1, {}, [b"function"])
+    assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, [reply]), []) is reply
+    assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, [request]), []) is None
+    assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, []), []) is None
+
+
+class Unattended(Owner):
+    """One of whose calls, the second, any thread may end."""
+
+    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+        return self.open.get(2) if frame.call_id == 2 else None
+
+
+def test_calls_that_any_thread_may_end_are_ended_by_the_thread_that_waits_for_another() -> None:
+    owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
+    mine, other = owner.call(), owner.call()
+    replies = [Frame(Kind.REPLY, 2, {}, [b"nothing"]), Frame(Kind.REPLY, 1, {}, [b"value"])]
+    assert mine.take_in(replies)
+    assert mine.outcome is replies[1]
+    assert other.outcome is replies[0]
+    assert not mine.take_in(replies)  # once more, after Ctrl-C: the loop knows what to do with late answers
+
+
+def test_a_thread_waits_on_after_it_has_ended_another_call() -> None:
+    owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
+    mine, other = owner.call(), owner.call()
+    assert mine.take_in([Frame(Kind.REPLY, 2, {}, [b"nothing"])])
+    assert not mine.settled()
+    assert other.settled()
+
+
+def test_a_future_is_completed_that_was_made_while_another_thread_ended_its_call(owner: Owner) -> None:
+    futures: list[Future[Any]] = []
+
+    class MadeMeanwhile(Unattended):
+        def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
+            call = super().unattended(peer, frame)
+            if call is not None:
+                futures.append(Future.for_call(call))
+            return call
+
+    two = MadeMeanwhile(owner.executor)
+    mine, _ = two.call(), two.call()
+    assert mine.take_in([Frame(Kind.REPLY, 2, {"value": 5}, [])])
+    until(futures[0].done)
+
+
+def test_nothing_is_taken_in_where_the_loop_must_have_something() -> None:
+    owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
+    mine, other = owner.call(), owner.call()
+    replies = [Frame(Kind.REPLY, 2, {}, [b"nothing"]), Frame(Kind.REPLY, 1, {}, [b"value"])]
+    assert not mine.take_in([*replies, Frame(Kind.CALL, 3, {}, [b"function"])])
+    assert not mine.settled()
+    assert not other.settled()
+
+
+# ---- wait_all and waiting for several
+
+
+def test_wait_all_waits_for_what_was_collected_on_this_thread(owner: Owner) -> None:
+    pairs = [owner.future() for _ in range(3)]
+    with wait_all():
+        collected_futures.future_list.extend(future for _, future in pairs)
+        for call, _ in pairs:
+            owner.answer(call, 1)
+    assert all(future.done() for _, future in pairs)
+    assert not hasattr(collected_futures, "future_list")
+
+
+def test_wait_all_can_be_nested(owner: Owner) -> None:
+    outer_call, outer_future = owner.future()
+    inner_call, inner_future = owner.future()
+    with wait_all():
+        collected_futures.future_list.append(outer_future)
+        with wait_all():
+            collected_futures.future_list.append(inner_future)
+            owner.answer(inner_call, 1)
+        assert inner_future.done()
+        assert collected_futures.future_list == [outer_future]
+        owner.answer(outer_call, 1)
+    assert outer_future.done()
+
+
+def test_wait_all_raises_the_first_error_without_waiting_for_the_others(owner: Owner) -> None:
+    failing, failing_future = owner.future()
+    _, endless = owner.future()
+
+    def use() -> None:
+        with wait_all():
+            collected_futures.future_list.extend([endless, failing_future])
+            owner.answer(failing, lambda: fail(KeyError("remote")))
+
+    with pytest.raises(KeyError, match="remote"):
+        use()
+    assert not hasattr(collected_futures, "future_list")
+
+
+def test_wait_all_does_not_wait_when_its_block_fails(owner: Owner) -> None:
+    _, endless = owner.future()
+
+    def use() -> None:
+        with wait_all():
+            collected_futures.future_list.append(endless)
+            raise KeyError("in the block")
+
+    with pytest.raises(KeyError, match="in the block"):
+        use()
+
+
+def test_wait_futures_returns_values_in_the_order_of_the_futures(owner: Owner) -> None:
+    pairs = [owner.future() for _ in range(5)]
+    for index, (call, _) in reversed(list(enumerate(pairs))):
+        owner.answer(call, index)
+    assert wait_futures([future for _, future in pairs]) == [0, 1, 2, 3, 4]
+    assert wait_futures([]) == []
+
+
+# ---- threads that must not block
+
+
+def test_a_thread_that_must_not_block_cannot_wait(owner: Owner) -> None:
+    call, future = owner.future()
+    done_call, done_future = owner.future()
+    owner.answer(done_call, 42)
+    until(done_future.done)
+    own: Future[int] = Future()
+
+    def run() -> None:
+        forbid_blocking("not here")
+        for blocking in (future.wait, own.wait, call.result, lambda: wait_futures([done_future, future])):
+            with pytest.raises(BlockingCallError, match="not here"):
+                blocking()
+        assert done_future.wait() == 42
+        assert wait_futures([done_future]) == [42]
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result(SOON)
+    assert not call._waiters
+
+
+# ---- Ctrl-C
+
+
+def test_ctrl_c_interrupts_result_and_gives_the_call_up(
+    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
+) -> None:
+    call = owner.call(timeout=60)
+    other_thread.submit(ctrl_c.press_when, lambda: call._waiters)
+    with pytest.raises(KeyboardInterrupt):
+        call.result()
+    assert not owner.open
+    assert not call._waiters
+
+
+def test_ctrl_c_interrupts_wait_and_the_future_is_completed_later(
+    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
+) -> None:
+    call, future = owner.future()
+    other_thread.submit(ctrl_c.press_when, lambda: call._waiters)
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    assert owner.open
+    owner.answer(call, 42)
+    assert future.wait() == 42
+
+
+def test_ctrl_c_interrupts_the_wait_for_a_future_of_then(
+    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
+) -> None:
+    call, future = owner.future()
+    following = future.then(lambda done: done.value() + 1)
+    other_thread.submit(ctrl_c.press_in, Future.wait)
+    with pytest.raises(KeyboardInterrupt):
+        following.wait()
+    owner.answer(call, 41)
+    assert following.wait() == 42
+
+
+def test_ctrl_c_interrupts_wait_all(owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC) -> None:
+    _, future = owner.future()
+
+    def use() -> None:
+        with wait_all():
+            collected_futures.future_list.append(future)
+            other_thread.submit(ctrl_c.press_in, wait_futures)
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    assert not hasattr(collected_futures, "future_list")
+
+
+def test_ctrl_c_interrupts_while_another_thread_decodes(
+    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
+) -> None:
+    call, future = owner.future()
+    decoding, go_on = threading.Event(), threading.Event()
+
+    def slow() -> int:
+        decoding.set()
+        go_on.wait(SOON)
+        return 42
+
+    owner.answer(call, slow)
+    assert decoding.wait(SOON)
+    other_thread.submit(ctrl_c.press_in, Future.wait)
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    go_on.set()
+    assert future.wait() == 42
+
+
+def test_ctrl_c_while_decoding_is_raised_and_fails_the_future(
+    owner: Owner, other_thread: ThreadPoolExecutor
+) -> None:
+    call, future = owner.future()
+    other_thread.submit(
+        when_waiting(call, owner.answer, call, lambda: fail(KeyboardInterrupt("in the decoder")))
+    )
+    with pytest.raises(KeyboardInterrupt, match="in the decoder"):
+        future.wait()
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt: in the decoder"):
+        future.wait()
+
+
+def test_ctrl_c_in_a_callback_that_a_waiting_thread_runs_is_raised_there(
+    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
+) -> None:
+    call, future = owner.future()
+    endless, endless_future = owner.future()
+    following = future.then(lambda _: endless_future.wait())
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    other_thread.submit(ctrl_c.press_when, lambda: endless._waiters)
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    assert future.wait() == 42
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        following.wait()
+
+
+@pytest.mark.parametrize("step", ["wait_settled", "complete", "_decoded", "_end"])
+def test_ctrl_c_between_any_two_steps_loses_no_completion(
+    owner: Owner, other_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    where: Any = {"wait_settled": PendingCall, "complete": Future}.get(step, futures)
+    function = getattr(where, step)
+
+    def interrupted(*args: Any) -> Any:
+        result = function(*args)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return result
+
+    call, future = owner.future()
+    other_thread.submit(when_waiting(call, owner.answer, call, 42))
+    with monkeypatch.context() as patch:
+        patch.setattr(where, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            future.wait()
+    until(future.done)
+    assert future.wait() == 42
+
+
+class _Storm(KeyboardInterrupt):
+    """Ctrl-C that only our own handler raises."""
+
+
+def test_ctrl_c_at_any_moment_loses_no_completion(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    armed = False
+    interruptions = 0
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise _Storm
+
+    chance = random.Random(7)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for index in range(300):
+            call, future = owner.future()
+            following = future.then(lambda done: done.value())
+            start = threading.Event()
+
+            def disturb(
+                call: PendingCall = call,
+                start: threading.Event = start,
+                index: int = index,
+                delay: int = chance.randrange(60),
+            ) -> None:
+                start.wait(SOON)
+                if index % 2:
+                    owner.answer(call, index)
+                for _ in range(delay):
+                    pass
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                if not index % 2:
+                    owner.answer(call, index)
+
+            disturbing = other_thread.submit(disturb)
+            try:
+                armed = True
+                start.set()
+                assert future.wait() == index
+                armed = False
+            except _Storm:
+                interruptions += 1
+            armed = False
+            disturbing.result(SOON)
+            until(following.done)
+            with contextlib.suppress(RuntimeError):  # it may have hit the decoding or the callback
+                assert following.value() == index
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interruptions

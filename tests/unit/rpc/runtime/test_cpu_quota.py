@@ -1,0 +1,127 @@
+"""How many cores a process can keep busy: those it may run on, as far as its control groups pay for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpc.runtime import cpu_quota
+from rpc.runtime.cpu_quota import usable_cores
+
+SEEN = 16
+
+
+@pytest.fixture(autouse=True)
+def _many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(SEEN)), raising=False)
+
+
+def usable(folder: Path, membership: str, files: dict[str, str]) -> int:
+    """What is found where ``files``, by path, are all that there is under the mount point."""
+    for path, text in files.items():
+        (folder / "groups" / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "groups" / path).write_text(text + "\n")
+    (folder / "membership").write_text(membership)
+    return usable_cores(folder / "groups", folder / "membership")
+
+
+VERSION_2 = "0::/a/b\n"
+VERSION_1 = "3:memory:/m\n2:cpu,cpuacct:/a/b\n1:name=systemd:/s\n0::/a/b\n"
+
+
+def version_1(path: str, quota: int, period: int = 100_000) -> dict[str, str]:
+    """A group's files."""
+    return {f"{path}/cpu.cfs_quota_us": str(quota), f"{path}/cpu.cfs_period_us": str(period)}
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        (VERSION_2, {}, SEEN),
+        (VERSION_2, {"a/b/cpu.max": "max 100000"}, SEEN),
+        (VERSION_2, {"a/b/cpu.max": "400000 100000"}, 4),
+        (VERSION_2, {"a/b/cpu.max": "250000 100000"}, 2),
+        (VERSION_2, {"a/b/cpu.max": "10000 100000"}, 1),
+        (VERSION_2, {"a/b/cpu.max": "3200000 100000"}, SEEN),
+        (VERSION_2, {"a/b/cpu.max": "400000 100000", "a/cpu.max": "300000 100000"}, 3),
+        (VERSION_2, {"a/b/cpu.max": "max 100000", "cpu.max": "200000 100000"}, 2),
+        (VERSION_2, {"other/cpu.max": "100000 100000"}, SEEN),
+        (VERSION_2, {"a/b/cpu.max": "nonsense"}, SEEN),
+        (VERSION_2, {"a/b/cpu.max": "100000 0"}, SEEN),
+        ("0::/\n", {"cpu.max": "500000 100000"}, 5),
+        (VERSION_1, version_1("cpu,cpuacct/a/b", 600_000), 6),
+        (VERSION_1, version_1("cpu,cpuacct/a/b", -1), SEEN),
+        (VERSION_1, version_1("cpu,cpuacct/a/b", 100_000, 50_000), 2),
+        (VERSION_1, version_1("cpu,cpuacct", 300_000), 3),
+        (VERSION_1, version_1("memory/m", 100_000), SEEN),
+        ("", {"cpu.max": "100000 100000"}, SEEN),
+        ("nonsense\n", {}, SEEN),
+    ],
+)
+def test_usable_cores(tmp_path: Path, membership: str, files: dict[str, str], expected: int) -> None:
+    assert usable(tmp_path, membership, files) == expected
+
+
+def test_where_there_are_no_groups_all_cores_count(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path, tmp_path / "missing") == SEEN
+
+
+def test_no_more_cores_count_than_the_process_may_run_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
+    assert usable(tmp_path, VERSION_2, {"a/b/cpu.max": "400000 100000"}) == 1
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group of this machine, with a quota of one core; skips the test where there can be none."""
+    name = f"farcall-test-{secrets.token_hex(3)}"
+    made: Path | None = None
+    for folder, files in (
+        (Path("/sys/fs/cgroup/cpu"), {"cpu.cfs_quota_us": "100000"}),
+        (Path("/sys/fs/cgroup"), {"cpu.max": "100000 100000"}),
+    ):
+        with contextlib.suppress(OSError):
+            (folder / name).mkdir()
+            made = folder / name
+            for file, text in files.items():
+                (made / file).write_text(text)
+            break
+        if made is not None:
+            made.rmdir()
+            made = None
+    if made is None:
+        pytest.skip("control groups cannot be made here")
+    try:
+        yield made
+    finally:
+        made.rmdir()
+
+
+COUNT_IN = """
+import os, sys
+open(sys.argv[1], "w").write(str(os.getpid()))
+from rpc.runtime.cpu_quota import usable_cores
+from rpc.transport import reading
+print(usable_cores(), reading._MAY_LOOK)
+"""
+
+
+@pytest.mark.processes
+def test_a_process_with_a_quota_of_one_core_looks_with_no_thread(group: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_IN, str(group / "cgroup.procs")],
+        cwd=Path(cpu_quota.__file__).parent.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["1", "0"], done.stderr

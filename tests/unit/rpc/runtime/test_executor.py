@@ -1,0 +1,406 @@
+"""The executor: every task runs, soon, on a thread of its own if it has to, and nothing is left of it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rpc.runtime import executor as module
+from rpc.runtime.executor import Executor, Task
+
+SOON = 20.0
+"""Seconds after which something that should happen at once is held not to happen."""
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[int], Executor]]:
+    """Makes executors that are stopped after the test."""
+    made: list[Executor] = []
+
+    def make_one(workers: int) -> Executor:
+        made.append(Executor(workers, f"executor{len(made)}"))
+        return made[-1]
+
+    yield make_one
+    for each in made:
+        assert each.stop()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Waits for something that no event tells."""
+    pause = threading.Event()
+    for _ in range(int(SOON / 0.002)):
+        if condition():
+            return
+        pause.wait(0.002)
+    raise AssertionError("it does not happen")
+
+
+def meeting(count: int) -> tuple[Task, threading.Event]:
+    """A task that ends only when ``count`` of it run at once, and the event of that moment."""
+    met = threading.Event()
+    barrier = threading.Barrier(count, action=met.set)
+    return (lambda _: barrier.wait(SOON), None), met
+
+
+def warmed_up(executor: Executor, threads: int) -> Executor:
+    """Leaves the executor with that many idle threads."""
+    task, met = meeting(threads)
+    executor.submit_batch([task] * threads)
+    assert met.wait(SOON)
+    until(lambda: executor.counts()["idle_threads"] == threads)
+    return executor
+
+
+def test_a_task_runs_with_its_argument_on_a_thread_of_the_executor(make: Callable[[int], Executor]) -> None:
+    executor = make(2)
+    seen: list[tuple[str, bool, str]] = []
+    done = threading.Event()
+
+    def task(argument: str) -> None:
+        thread = threading.current_thread()
+        seen.append((argument, executor.owns_current_thread() and thread.daemon, thread.name))
+        done.set()
+
+    executor.submit((task, "argument"))
+    assert done.wait(SOON)
+    assert seen == [("argument", True, "executor0-1")]
+    assert not executor.owns_current_thread()
+
+
+def test_an_executor_has_at_least_one_thread() -> None:
+    with pytest.raises(ValueError, match="at least one thread, not 0"):
+        Executor(0, "none")
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 1000])
+def test_all_tasks_of_a_batch_run(make: Callable[[int], Executor], size: int) -> None:
+    executor = make(4)
+    results: list[int] = []
+    done = threading.Event()
+    executor.submit_batch([(results.append, index) for index in range(size)])
+    executor.submit((lambda _: done.set(), None))
+    assert done.wait(SOON)
+    until(lambda: not executor.active())
+    assert sorted(results) == list(range(size))
+
+
+def test_tasks_begin_in_the_order_in_which_they_came(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Executor, "_grow", lambda _: True)  # one thread only, however long it takes
+    executor = make(1)
+    begun: list[int] = []
+    gate, done = threading.Event(), threading.Event()
+    executor.submit((lambda _: gate.wait(SOON), None))
+    for first in range(0, 60, 3):
+        executor.submit_batch([(begun.append, first), (begun.append, first + 1)])
+        executor.submit((begun.append, first + 2))
+    executor.submit((lambda _: done.set(), None))
+    gate.set()
+    assert done.wait(SOON)
+    assert begun == list(range(60))
+
+
+def test_quick_tasks_one_after_another_need_one_thread(make: Callable[[int], Executor]) -> None:
+    executor = warmed_up(make(8), 1)
+    for _ in range(50):
+        done = threading.Event()
+        executor.submit((lambda event: event.set(), done))
+        assert done.wait(SOON)
+        until(lambda: executor.counts()["idle_threads"] == 1)
+    assert executor.counts()["threads"] == 1
+
+
+def test_blocking_tasks_spread_over_the_threads_without_waiting_for_the_monitor(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Executor, "_grow", lambda _: True)
+    task, met = meeting(8)
+    make(8).submit_batch([task] * 8)
+    assert met.wait(SOON)
+
+
+@pytest.mark.parametrize("idle", [1, 2, 3])
+@pytest.mark.parametrize("workers", [3, 8])
+def test_a_batch_larger_than_the_idle_threads_is_begun_in_full(
+    make: Callable[[int], Executor], workers: int, idle: int
+) -> None:
+    executor = warmed_up(make(workers), idle)
+    task, met = meeting(idle + 1)
+    executor.submit_batch([task] * (idle + 1))
+    assert met.wait(SOON)
+
+
+def test_more_threads_are_started_when_all_are_blocked(make: Callable[[int], Executor]) -> None:
+    executor = make(2)
+    task, met = meeting(20)
+    for _ in range(20):
+        executor.submit(task)
+    assert met.wait(SOON)
+    assert executor.counts()["threads"] >= 20
+
+
+def test_calls_that_nest_200_deep_between_two_executors_end_after_few_ticks(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growths: list[Executor] = []
+    grow = Executor._grow
+
+    def noting(executor: Executor) -> bool:
+        growths.append(executor)
+        return grow(executor)
+
+    monkeypatch.setattr(Executor, "_grow", noting)
+    executors = [make(16), make(16)]
+
+    def call(argument: tuple[int, threading.Event]) -> None:
+        depth, done = argument
+        if depth:
+            inner = threading.Event()
+            executors[depth % 2].submit((call, (depth - 1, inner)))
+            assert inner.wait(SOON)
+        done.set()
+
+    outermost = threading.Event()
+    executors[0].submit((call, (200, outermost)))
+    assert outermost.wait(SOON)
+    assert len(growths) <= 2 * 9  # 1 + 1 + 2 + 4 ... + 128 threads are more than enough for 100
+    assert all(executor.counts()["threads"] < 512 for executor in executors)
+
+
+def test_threads_above_the_base_number_retire_when_idle_and_no_others_do(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.02)
+    executor = make(3)
+    for _ in range(2):
+        task, met = meeting(12)
+        executor.submit_batch([task] * 12)
+        assert met.wait(SOON)
+        until(lambda: executor.counts()["threads"] == 3)
+        assert executor.counts() == {
+            "threads": 3,
+            "idle_threads": 3,
+            "active_tasks": 0,
+            "queued_tasks": 0,
+        }
+
+
+def test_no_task_is_lost_with_eight_submitting_threads_and_retiring_workers(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.0005)
+    executor = make(2)
+    results: list[int] = []
+
+    def submit(base: int) -> None:
+        for index in range(base, base + 300, 3):
+            executor.submit((results.append, index))
+            executor.submit_batch([(results.append, index + 1), (results.append, index + 2)])
+
+    submitters = [threading.Thread(target=submit, args=(1000 * index,)) for index in range(8)]
+    for thread in submitters:
+        thread.start()
+    for thread in submitters:
+        thread.join()
+    until(lambda: not executor.active())
+    assert sorted(results) == [1000 * thread + index for thread in range(8) for index in range(300)]
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_task_that_raises_is_logged_and_its_thread_lives_on(
+    make: Callable[[int], Executor], caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
+    executor = make(1)
+    done = threading.Event()
+
+    def fail(_: Any) -> None:
+        raise error("on purpose")
+
+    executor.submit((fail, None))
+    executor.submit((lambda _: done.set(), None))
+    assert done.wait(SOON)
+    until(lambda: not executor.active())
+    assert executor.counts()["threads"] == 1
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[0] is error
+
+
+def test_it_tells_each_time_when_no_task_is_left(make: Callable[[int], Executor]) -> None:
+    executor = make(2)
+    told: list[bool] = []
+    event = threading.Event()
+
+    def idle() -> None:
+        told.append(executor.owns_current_thread() and not executor.active())
+        event.set()
+
+    executor.when_idle(idle)
+    for round_number in range(1, 4):
+        event.clear()
+        executor.submit((lambda _: None, None))
+        assert event.wait(SOON)
+        assert told == [True] * round_number
+    event.clear()
+    executor.when_idle(None)
+    executor.submit((lambda _: None, None))
+    until(lambda: not executor.active())
+    assert not event.is_set()
+
+
+def test_a_failure_of_who_is_told_leaves_the_threads_alone(
+    make: Callable[[int], Executor], caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = make(1)
+    executor.when_idle(lambda: 1 // 0)  # type: ignore[arg-type]
+    for _ in range(2):
+        done = threading.Event()
+        executor.submit((lambda event: event.set(), done))
+        assert done.wait(SOON)
+        until(lambda: executor.counts()["idle_threads"] == 1)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
+
+
+def test_an_idle_thread_keeps_nothing_of_its_last_task_alive(make: Callable[[int], Executor]) -> None:
+    class Argument:
+        pass
+
+    executor = make(1)
+    argument = Argument()
+    gone = weakref.ref(argument)
+    executor.submit((id, argument))
+    del argument
+    until(lambda: executor.counts()["idle_threads"] == 1)
+    gc.collect()
+    assert gone() is None
+
+
+def test_without_a_backlog_nothing_ticks(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks: list[float] = []
+    monkeypatch.setattr("time.sleep", ticks.append)
+    executor = warmed_up(make(4), 4)
+    ticks.clear()
+    done = threading.Event()
+    executor.submit_batch([(lambda event: event.set(), done)] * 4)
+    assert done.wait(SOON)
+    until(lambda: not executor.active())
+    assert ticks == []
+
+
+def test_tasks_wait_while_the_system_gives_no_threads(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = make(2)
+    refusals = iter(range(3))
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name.startswith("executor0-") and next(refusals, None) is not None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    done = threading.Event()
+    executor.submit((lambda _: done.set(), None))
+    assert done.wait(SOON)
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 tasks wait, but the system gives no more threads"
+    ]
+
+
+# ---- stopping
+
+
+def test_stop_ends_idle_threads(make: Callable[[int], Executor]) -> None:
+    executor = warmed_up(make(4), 4)
+    assert executor.stop()
+    assert executor.counts() == {"threads": 0, "idle_threads": 0, "active_tasks": 0, "queued_tasks": 0}
+    assert executor.stop()
+
+
+def test_stop_waits_for_running_tasks_and_drops_the_waiting_ones(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Executor, "_grow", lambda _: True)
+    executor = make(1)
+    begun, gate = threading.Event(), threading.Event()
+    finished: list[str] = []
+
+    def slow(_: Any) -> None:
+        begun.set()
+        gate.wait(SOON)
+        finished.append("running")
+
+    executor.submit((slow, None))
+    assert begun.wait(SOON)
+    executor.submit_batch([(finished.append, "waiting")] * 3)
+    assert executor.active() == 4
+    assert not executor.stop(timeout=0.01)
+    assert executor.active() == 1
+    gate.set()
+    assert executor.stop()
+    assert finished == ["running"]
+
+
+def test_after_stop_tasks_are_dropped(make: Callable[[int], Executor]) -> None:
+    executor = make(1)
+    assert executor.stop()
+    executor.submit((pytest.fail, "it ran"))
+    executor.submit_batch([(pytest.fail, "it ran")] * 2)
+    assert executor.active() == 0
+    assert executor.counts()["threads"] == 0
+
+
+def test_a_task_may_stop_the_executor(make: Callable[[int], Executor]) -> None:
+    executor = make(2)
+    results: list[bool] = []
+    executor.submit((lambda _: results.append(executor.stop()), None))
+    until(lambda: results)
+    assert results == [True]
+    until(lambda: executor.counts()["threads"] == 0)
+
+
+# ---- the ceiling
+
+
+def test_beyond_the_ceiling_threads_are_added_slowly_and_it_is_said_once(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = make(1)
+    monkeypatch.setattr(executor, "_ceiling", 6)
+    go_on, grown = threading.Event(), threading.Event()
+    beyond: list[int] = []
+    start_thread = Executor._start_thread
+
+    def noting(self: Executor) -> bool:
+        started = start_thread(self)
+        if len(self._threads) > 6:
+            beyond.append(self._ticks_beyond)
+        if len(beyond) == 2:
+            grown.set()
+        return started
+
+    monkeypatch.setattr(Executor, "_start_thread", noting)
+    executor.submit_batch([(lambda _: go_on.wait(SOON), None)] * 50)
+    assert grown.wait(SOON)
+    go_on.set()
+    assert beyond[1] - beyond[0] >= module._TICKS_BEYOND_CEILING
+    until(lambda: executor.active() == 0)
+    assert caplog.text.count("(max_worker_threads)") == 1
+
+
+def test_tasks_that_need_more_threads_than_the_ceiling_get_on(make: Callable[[int], Executor]) -> None:
+    executor = make(2)
+    executor._ceiling = 4
+    task, met = meeting(8)
+    executor.submit_batch([task] * 8)
+    assert met.wait(SOON)

@@ -1,0 +1,242 @@
+"""The thread that runs an asyncio loop: it serves other threads, never waits for them, and ends when told."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import uvloop
+
+from rpc.agent.futures import Future
+from rpc.errors import BlockingCallError
+from rpc.runtime import loop as module
+from rpc.runtime.loop import LoopThread
+from tests.support.ctrl_c import CtrlC
+from tests.support.streams import SOON, until
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopThread]:
+    """A running loop of either kind."""
+    if request.param == "asyncio":
+        monkeypatch.setattr(module, "_new_loop", asyncio.new_event_loop)
+    running = LoopThread("test-loop", "this thread must not block")
+    yield running
+    assert running.stop()
+
+
+async def endless(begun: threading.Event) -> None:
+    begun.set()
+    await asyncio.Event().wait()
+
+
+def test_uvloop_is_used_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_uvloop = module._new_loop()
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    without = module._new_loop()
+    assert isinstance(with_uvloop, uvloop.Loop)
+    assert isinstance(without, asyncio.SelectorEventLoop)
+    with_uvloop.close()
+    without.close()
+
+
+def test_functions_and_coroutines_run_on_the_thread_and_their_results_come_back(thread: LoopThread) -> None:
+    async def add(left: int, right: int) -> tuple[int, str]:
+        await asyncio.sleep(0)
+        return left + right, threading.current_thread().name
+
+    assert thread.call(threading.current_thread).name == "test-loop"
+    assert thread.wait_for(add(40, 2)) == (42, "test-loop")
+    assert thread.call(thread.is_current)
+    assert not thread.is_current()
+
+
+def test_what_they_raise_is_raised_here(thread: LoopThread) -> None:
+    async def fail() -> None:
+        raise TimeoutError("of its own")
+
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 // 0)
+    with pytest.raises(TimeoutError, match="of its own"):
+        thread.wait_for(fail())
+
+
+def test_what_takes_too_long_is_cancelled(thread: LoopThread) -> None:
+    cancelled = threading.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(TimeoutError):
+        thread.wait_for(wait(), timeout=0.01)
+    assert cancelled.wait(SOON)
+
+
+def test_ctrl_c_ends_the_waiting_and_cancels_what_was_waited_for(thread: LoopThread, ctrl_c: CtrlC) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        try:
+            await endless(begun)
+        finally:
+            cancelled.set()
+
+    with ThreadPoolExecutor(1) as other_thread:
+        other_thread.submit(ctrl_c.press_when, begun.is_set)
+        with pytest.raises(KeyboardInterrupt):
+            thread.wait_for(wait())
+    assert cancelled.wait(SOON)
+
+
+def test_no_blocking_call_is_made_on_the_thread_itself(thread: LoopThread) -> None:
+    never: Future[int] = Future()
+
+    def block_in_many_ways() -> None:
+        for block in (
+            never.wait,
+            lambda: thread.call(int),
+            lambda: thread.wait_for(endless(threading.Event())),
+        ):
+            with pytest.raises(BlockingCallError, match="this thread must not block"):
+                block()
+
+    thread.call(block_in_many_ways)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
+def test_nothing_that_a_callback_raises_ends_the_thread(
+    thread: LoopThread, error: type[BaseException]
+) -> None:
+    def fail() -> None:
+        raise error("on purpose")
+
+    async def fail_in_a_task() -> None:
+        fail()
+
+    thread.loop.call_soon_threadsafe(fail)
+    asyncio.run_coroutine_threadsafe(fail_in_a_task(), thread.loop)
+    assert thread.call(lambda: 42) == 42
+
+
+# ---- stopping
+
+
+def test_stop_cancels_what_still_runs_and_who_waits_for_it_is_told(thread: LoopThread) -> None:
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as other_thread:
+        waiting = other_thread.submit(thread.wait_for, endless(begun))
+        assert begun.wait(SOON)
+        assert thread.stop()
+        with pytest.raises(RuntimeError, match="the thread test-loop has ended"):
+            waiting.result(SOON)
+
+
+def test_stop_can_be_called_by_several_threads_and_again(thread: LoopThread) -> None:
+    everybody = threading.Barrier(4)
+
+    def stop(_: int) -> bool:
+        everybody.wait(SOON)
+        return thread.stop()
+
+    with ThreadPoolExecutor(4) as other_threads:
+        assert list(other_threads.map(stop, range(4))) == [True] * 4
+    assert thread.stop()
+
+
+def test_stop_may_be_called_on_the_thread_itself(thread: LoopThread) -> None:
+    assert thread.call(thread.stop) is False
+    until(lambda: not thread._thread.is_alive())
+
+
+def test_a_task_that_will_not_be_cancelled_does_not_keep_the_thread(thread: LoopThread) -> None:
+    begun = threading.Event()
+
+    async def stubborn() -> None:
+        begun.set()
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                continue
+
+    asyncio.run_coroutine_threadsafe(stubborn(), thread.loop)
+    assert begun.wait(SOON)
+    assert thread.stop(timeout=0.2)
+
+
+def test_stop_gives_up_on_a_thread_that_is_blocked(thread: LoopThread) -> None:
+    blocked, go_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        blocked.set()
+        go_on.wait(SOON)
+
+    thread.loop.call_soon_threadsafe(block)
+    assert blocked.wait(SOON)
+    assert thread.stop(timeout=0.01) is False
+    go_on.set()
+    assert thread.stop()
+
+
+def test_after_the_end_calls_are_refused_and_nothing_is_forgotten(thread: LoopThread) -> None:
+    thread.stop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="closed"):
+            thread.call(int)
+        gc.collect()
+
+
+def test_nobody_who_calls_while_it_stops_waits_for_ever(thread: LoopThread) -> None:
+    outcomes: list[Any] = []
+    everybody = threading.Barrier(5)
+
+    def call_on_and_on() -> None:
+        everybody.wait(SOON)
+        try:
+            while True:
+                thread.call(int)
+        except RuntimeError as error:
+            outcomes.append(str(error))
+
+    callers: list[Callable[[], None]] = [call_on_and_on] * 4
+    threads = [threading.Thread(target=caller) for caller in callers]
+    for each in threads:
+        each.start()
+    everybody.wait(SOON)
+    assert thread.stop()
+    for each in threads:
+        each.join(SOON)
+    assert len(outcomes) == 4
+
+
+def test_asynchronous_generators_are_closed(thread: LoopThread) -> None:
+    closed = threading.Event()
+
+    async def numbers() -> Any:
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.set()
+
+    kept: list[Any] = []
+
+    async def use() -> None:
+        generator = numbers()
+        kept.append(generator)
+        await generator.__anext__()
+
+    thread.wait_for(use())
+    assert thread.stop()
+    assert closed.is_set()

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from rpc import serialization
+from rpc.errors import RpcError, SerializationError
+from tests.unit.rpc.serialization.callees import DropsLock, FailsToLoad, Locked, Plain, null
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, deliver, send, send_call
+
+ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((1, "a", 2.5, None, True, b"x", 3j), {}),
+    (([1, 2], (3, "b")), {}),
+    ((), {"a": 1, "b": [None]}),
+    (([[1]], {"x": {1, 2}}), {"k": frozenset([1])}),
+    ((list(range(1000)),), {}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), ARGUMENTS)
+def test_arguments_arrive(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert send_call(null, args, kwargs) == (null, args, kwargs)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), ARGUMENTS)
+def test_arguments_of_a_function_by_value_arrive(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    func, received_args, received_kwargs = send_call(lambda *a, **k: (a, k), args, kwargs)
+
+    assert func(*received_args, **received_kwargs) == (args, kwargs)
+
+
+def test_tensors_keep_their_places() -> None:
+    one, two = torch.ones(2), torch.ones(100, 100)
+
+    _, args, kwargs = send_call(null, (1, one, "x", two), {"a": 2, "b": two + 1, "c": one + 1})
+
+    assert args[0] == 1
+    assert args[2] == "x"
+    assert torch.equal(args[1], one)
+    assert torch.equal(args[3], two)
+    assert list(kwargs) == ["a", "b", "c"]
+    assert torch.equal(kwargs["b"], two + 1)
+    assert torch.equal(kwargs["c"], one + 1)
+
+
+def test_callers_arguments_are_left_alone() -> None:
+    tensor = torch.ones(2)
+    args, kwargs = (tensor, 1), {"k": tensor + 1}
+    serialization.dump_call(null, args, kwargs, CALLEE)
+
+    assert args[0] is tensor
+    assert isinstance(kwargs["k"], torch.Tensor)
+
+
+def test_null_call_has_no_header_and_one_small_segment() -> None:
+    payload = serialization.dump_call(null, (), {}, CALLEE)
+
+    assert payload.header == {}
+    assert len(payload.segments) == 1
+    assert len(payload.segments[0]) < 80
+
+
+@pytest.mark.parametrize("value", [None, 1, "text", 2.5, [1], (1, 2), {"a": 1}, torch.float32], ids=repr)
+def test_results_arrive(value: Any) -> None:
+    arrived = send(value)
+
+    assert arrived == value
+    assert type(arrived) is type(value)
+
+
+def test_nested_list_of_a_million_elements() -> None:
+    numbers = list(range(1_000_000))
+
+    assert send(numbers) == numbers
+
+
+# ---- what cannot be sent
+
+
+def cannot_call(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(SerializationError) as caught:
+        serialization.dump_call(null, args, kwargs, CALLEE)
+    assert isinstance(caught.value, TypeError)
+    assert caught.value.__cause__ is not None
+    return str(caught.value)
+
+
+def test_error_names_function_worker_argument_type_and_reason() -> None:
+    text = cannot_call(1, threading.Lock())
+
+    assert "cannot call tests.unit.rpc.serialization.callees.null on worker 'callee'" in text
+    assert "argument 1, of type _thread.lock" in text
+    assert "cannot pickle '_thread.lock' object" in text
+
+
+def test_error_names_keyword_argument() -> None:
+    assert "argument 'guard', of type _thread.lock" in cannot_call(1, a=2, guard=threading.Lock())
+
+
+def test_error_names_the_place_inside_an_argument() -> None:
+    text = cannot_call({"models": [1, Plain(Locked())]})
+
+    assert "argument 0, of type dict" in text
+    assert "because of ['models'][1].value.lock in it, of type _thread.lock" in text
+
+
+def test_error_names_the_variable_of_a_closure() -> None:
+    lock = threading.Lock()
+
+    assert "because of its variable 'lock' in it" in cannot_call(lambda: lock)
+
+
+def test_error_names_the_global_that_a_function_by_value_uses() -> None:
+    scope: dict[str, Any] = {"lock": threading.Lock(), "__name__": "nowhere"}
+    exec("def function(): return lock", scope)
+
+    assert "because of its variable 'lock' in it" in cannot_call(scope["function"])
+
+
+def test_error_names_the_function_itself() -> None:
+    lock = threading.Lock()
+
+    with pytest.raises(SerializationError, match="the function, of type function"):
+        serialization.dump_call(lambda: lock, (), {}, CALLEE)
+
+
+def test_error_does_not_blame_what_getstate_leaves_out() -> None:
+    text = cannot_call([DropsLock(), threading.Lock()])
+
+    assert "because of [1] in it" in text
+
+
+def test_error_for_result_says_so() -> None:
+    with pytest.raises(
+        SerializationError, match=r"cannot send the result, of type generator, to worker 'callee'"
+    ):
+        serialization.dumps((i for i in range(3)), CALLEE)
+
+
+def test_future_cannot_be_sent_and_says_what_pytorch_says() -> None:
+    assert "Can not pickle torch.futures.Future" in cannot_call(torch.futures.Future())
+
+
+def test_open_file_cannot_be_sent() -> None:
+    with open(__file__) as file:
+        assert "TextIOWrapper" in cannot_call(file)
+
+
+def test_deep_nesting_is_a_clear_error() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+
+    assert "argument 0, of type list, cannot be sent: it is nested too deeply" in cannot_call(nested)
+
+
+def test_interrupt_while_pickling_is_not_taken_for_an_error() -> None:
+    class Interrupted:
+        def __reduce__(self) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serialization.dump_call(null, (Interrupted(),), {}, CALLEE)
+
+
+def test_failed_call_leaves_nothing_behind() -> None:
+    cannot_call(threading.Lock())
+
+    assert send_call(null, (1,)) == (null, (1,), {})
+
+
+# ---- what cannot be read
+
+
+def test_failure_in_unpickling_says_who_sent_it_and_why() -> None:
+    _, segments = deliver(serialization.dump_call(null, (FailsToLoad(),), {}, CALLEE))
+
+    with pytest.raises(SerializationError, match=r"worker 'caller'.*ValueError: cannot be rebuilt") as caught:
+        serialization.load_call({}, segments, None, CALLER)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"\x80\x05N.", b"\x80\x05]."])
+def test_malformed_pickle_is_an_rpc_error(data: bytes) -> None:
+    with pytest.raises(RpcError):
+        serialization.load_call({}, [data], None, CALLER)
+    with pytest.raises(RpcError):
+        serialization.loads({}, [data], None, CALLER)
+
+
+def test_missing_segment_is_an_rpc_error() -> None:
+    _, segments = deliver(serialization.dumps([torch.ones(100, 100)], CALLEE))
+
+    with pytest.raises(SerializationError):
+        serialization.loads({}, segments[:1], None, CALLER)

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rpc import serialization
+from rpc.errors import RRefError, SerializationError
+from rpc.serialization import carriers, pickler
+from tests.unit.rpc.serialization.callees import FailsToLoad, null
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, Worker, deliver, send, send_call
+
+
+class Ticket:
+    """Travels beside the pickle."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("must not be pickled")
+
+
+class Season(Ticket):
+    """So does what derives from it."""
+
+
+class TicketOffice:
+    """Keeps account of what travels."""
+
+    kind = "ticket"
+
+    def __init__(self) -> None:
+        self.departed: list[tuple[int, Any]] = []
+        self.returned: list[int] = []
+        self.arrived: list[int] = []
+        self.withdrawn = False
+        self.waiting: list[Callable[[], object]] = []
+
+    def depart(self, obj: Ticket, to: Worker | None) -> Any:
+        if self.withdrawn:
+            raise RRefError("this ticket is not valid any more")
+        self.departed.append((obj.number, to))
+        return [obj.number, "x"]
+
+    def take_back(self, descriptors: list[Any], to: Worker) -> None:
+        self.returned += [number for number, _ in descriptors]
+
+    def arrive(self, descriptors: list[Any], source: Worker) -> list[Ticket]:
+        self.arrived += [number for number, _ in descriptors]
+        return [Ticket(number) for number, _ in descriptors]
+
+    def ready(self, objects: list[Ticket], when_ready: Callable[[], object]) -> bool:
+        if any(ticket.number < 0 for ticket in objects):
+            self.waiting.append(when_ready)
+            return False
+        return True
+
+
+@pytest.fixture
+def office(monkeypatch: pytest.MonkeyPatch) -> Iterator[TicketOffice]:
+    monkeypatch.setattr(carriers, "_carriers", dict(carriers._carriers))
+    monkeypatch.setattr(pickler, "_reducers", dict(pickler._reducers))
+    pickler._found.clear()
+    office = TicketOffice()
+    serialization.register_carrier(Ticket, office)
+    yield office
+    pickler._found.clear()
+
+
+def test_object_travels_in_the_header(office: TicketOffice) -> None:
+    payload = serialization.dump_call(null, (Ticket(1), [Season(2)]), {"k": Ticket(3)}, CALLEE)
+
+    assert payload.header == {"ticket": [[1, "x"], [2, "x"], [3, "x"]]}
+    assert office.departed == [(1, CALLEE), (2, CALLEE), (3, CALLEE)]
+
+
+def test_object_arrives_at_its_places(office: TicketOffice) -> None:
+    ticket = Ticket(5)
+
+    first, second, other = send([ticket, ticket, Ticket(6)])
+
+    assert first is second
+    assert (first.number, other.number) == (5, 6)
+    assert office.arrived == [5, 6]
+
+
+def test_object_in_a_closure_travels_too(office: TicketOffice) -> None:
+    ticket = Ticket(7)
+
+    func, _, _ = send_call(lambda: ticket.number)
+
+    assert func() == 7
+    assert office.arrived == [7]
+
+
+def test_object_and_tensors_in_one_message(office: TicketOffice) -> None:
+    large, small = torch.rand(100, 100), torch.rand(2)
+
+    arrived = send([large, Ticket(1), small, Ticket(2), large])
+
+    assert torch.equal(arrived[0], large)
+    assert arrived[4] is arrived[0]
+    assert (arrived[1].number, arrived[3].number) == (1, 2)
+
+
+def test_failed_pickling_takes_back_what_departed(office: TicketOffice) -> None:
+    with pytest.raises(SerializationError, match="argument 1"):
+        serialization.dump_call(null, (Ticket(1), threading.Lock()), {}, CALLEE)
+
+    assert office.returned == [1]
+    assert len(office.departed) == 1  # looking for the culprit makes nothing depart
+
+
+def test_unsent_message_is_taken_back_by_its_header(office: TicketOffice) -> None:
+    payload = serialization.dumps([Ticket(1), Ticket(2)], CALLEE)
+
+    serialization.take_back({"trace": [1]} | payload.header, CALLEE)
+
+    assert office.returned == [1, 2]
+
+
+def test_description_of_an_error_that_is_not_sent_brings_nothing(office: TicketOffice) -> None:
+    payload = serialization.dump_exception(ValueError(Ticket(1)), CALLER, CALLEE)
+    assert "ticket" in payload.header
+
+    described = serialization.without_exception(payload.header, ValueError("over the limit"))
+
+    assert list(described.header) == ["!"]
+    assert not described.segments
+
+
+def test_error_of_a_carrier_keeps_its_class_and_names_the_call(office: TicketOffice) -> None:
+    office.withdrawn = True
+
+    with pytest.raises(RRefError, match="not valid any more") as caught:
+        serialization.dump_call(null, (Ticket(1),), {}, CALLEE)
+    assert "callees.null on worker 'callee'" in caught.value.__notes__[0]
+
+
+def test_adopting_does_not_need_the_pickle(office: TicketOffice) -> None:
+    header, _ = deliver(serialization.dumps([Ticket(1)], CALLEE))
+
+    arrivals = serialization.adopt(header, CALLER)
+
+    assert arrivals is not None
+    assert [ticket.number for ticket in arrivals["ticket"]] == [1]
+
+
+def test_failed_unpickling_has_adopted_already(office: TicketOffice) -> None:
+    header, segments = deliver(serialization.dumps([FailsToLoad(), Ticket(1)], CALLEE))
+    arrivals = serialization.adopt(header, CALLER)
+
+    with pytest.raises(SerializationError):
+        serialization.loads(header, segments, arrivals, CALLER)
+    assert office.arrived == [1]
+
+
+def test_message_without_objects_has_no_arrivals(office: TicketOffice) -> None:
+    assert serialization.adopt({}, CALLER) is None
+    assert serialization.adopt({"trace": 1}, CALLER) is None
+
+
+@pytest.mark.parametrize("descriptors", [1, "x", [1], [[1, 2, 3]]])
+def test_malformed_descriptors_are_an_error(office: TicketOffice, descriptors: Any) -> None:
+    with pytest.raises(SerializationError, match=r"worker 'caller'.*'ticket'"):
+        serialization.adopt({"ticket": descriptors}, CALLER)
+
+
+def test_pickle_that_refers_to_what_did_not_arrive_is_an_error(office: TicketOffice) -> None:
+    header, segments = deliver(serialization.dumps([Ticket(1)], CALLEE))
+
+    with pytest.raises(SerializationError, match="which it does not bring"):
+        serialization.loads(header, segments, None, CALLER)
+    with pytest.raises(SerializationError, match="which it does not bring"):
+        serialization.loads(header, segments, {"ticket": []}, CALLER)
+
+
+def test_arrivals_are_forgotten_after_loading(office: TicketOffice) -> None:
+    send([Ticket(1)])
+
+    assert carriers.receiving.arrivals is None
+
+
+def test_ready_at_once(office: TicketOffice) -> None:
+    assert serialization.ready({"ticket": [Ticket(1)]}, pytest.fail)
+
+
+def test_ready_later_calls_back_once(office: TicketOffice) -> None:
+    calls = itertools.count()
+
+    assert not serialization.ready({"ticket": [Ticket(-1)]}, lambda: next(calls))
+    assert len(office.waiting) == 1
+    office.waiting.pop()()
+
+    assert next(calls) == 1
+
+
+def test_ready_waits_for_each_carrier_in_turn(office: TicketOffice) -> None:
+    class Other(TicketOffice):
+        kind = "other"
+
+    other = Other()
+    serialization.register_carrier(Season, other)
+    calls = itertools.count()
+
+    arrivals: serialization.Arrivals = {"ticket": [Ticket(-1)], "other": [Season(-2)]}
+    assert not serialization.ready(arrivals, lambda: next(calls))
+    office.waiting.pop()()
+    other.waiting.pop()()
+
+    assert next(calls) == 1
+
+
+def test_kind_can_be_taken_only_once(office: TicketOffice) -> None:
+    with pytest.raises(ValueError, match="'ticket' is taken"):
+        serialization.register_carrier(Season, TicketOffice())
+    serialization.register_carrier(Season, office)
+
+
+def test_object_outside_of_messages_is_refused(office: TicketOffice) -> None:
+    with pytest.raises(SerializationError, match="in messages between workers only"):
+        serialization.PortablePickler().serialize(Ticket(1))
+
+
+def test_object_pickled_by_a_nested_pickler_travels_with_the_message(office: TicketOffice) -> None:
+    nested = Nested(Ticket(1))
+
+    arrived = send([Ticket(0), nested])
+
+    assert arrived[1].ticket.number == 1
+    assert office.arrived == [0, 1]
+
+
+class Nested:
+    """Pickles its content itself, as programs for torch.distributed.rpc do."""
+
+    def __init__(self, ticket: Any) -> None:
+        self.ticket = ticket
+
+    def __getstate__(self) -> Any:
+        return serialization.PortablePickler().serialize([self.ticket])
+
+    def __setstate__(self, state: Any) -> None:
+        (self.ticket,) = serialization.PortablePickler().deserialize(*state)
+
+
+def test_registered_reducer_applies_to_derived_classes(office: TicketOffice) -> None:
+    serialization.register_reducer(Custom, lambda obj: (Custom.rebuilt, (obj.value,)))
+
+    assert send(Custom(2)).value == "rebuilt 2"
+    assert send([DerivedCustom(3)])[0].value == "rebuilt 3"
+
+
+class Custom:
+    """Has a reducer of its own in messages."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @classmethod
+    def rebuilt(cls, value: Any) -> Custom:
+        """Rebuild it, visibly."""
+        return cls(f"rebuilt {value}")
+
+
+class DerivedCustom(Custom):
+    """Derived from it."""

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+import warnings
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from rpc import serialization
+from rpc.errors import FunctionNotFoundError, RemoteError, RpcTimeoutError, WorkerLostError
+from tests.unit.rpc.serialization import callees
+from tests.unit.rpc.serialization.callees import DetailedError, MutedError, OddError, RefusingError, trouble
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, deliver, raise_remotely
+
+
+def raised(function: Any, *args: Any) -> Exception:
+    """What a function raises, as it arrives at the caller."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # whatever it raises is what is wanted
+        function(*args)
+    header, segments = deliver(serialization.dump_exception(caught.value, CALLEE, CALLER))
+    return serialization.load_exception(header, segments, None, CALLEE)
+
+
+def printed(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("Expected error"),
+        ValueError("\nFirst line \n next line"),
+        KeyError("k"),
+        OSError(2, "No such file", "f"),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+        StopIteration(3),
+        ZeroDivisionError(),
+        DetailedError("text", detail={"a": 1}),
+        RpcTimeoutError("too slow"),
+        WorkerLostError("gone", "w", "why"),
+        RemoteError("text", "kind", "trace"),
+        ExceptionGroup("several", [ValueError("a"), TypeError("b")]),
+        torch.OutOfMemoryError("oom"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_type_text_arguments_and_attributes_are_kept(error: Exception) -> None:
+    arrived = raise_remotely(error)
+
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert len(arrived.args) == len(error.args)
+    assert getattr(arrived, "detail", None) == getattr(error, "detail", None)
+
+
+def test_remote_traceback_is_printed_with_the_exception() -> None:
+    text = printed(raised(trouble, 2))
+
+    assert "Traceback on worker 'callee':" in text
+    assert text.count("in trouble") == 3
+    assert "ValueError: trouble" in text
+
+
+def test_text_of_the_exception_is_left_as_it_was() -> None:
+    assert str(raised(trouble, 1)) == "trouble"
+
+
+def test_causes_are_part_of_the_remote_traceback() -> None:
+    def chained() -> None:
+        try:
+            trouble(0)
+        except ValueError as error:
+            raise RuntimeError("outer") from error
+
+    text = printed(raised(chained))
+
+    assert "ValueError: trouble" in text
+    assert "direct cause" in text
+
+
+def test_notes_travel_and_are_printed_once() -> None:
+    def noted() -> None:
+        error = ValueError("x")
+        error.add_note("mind the gap")
+        raise error
+
+    assert printed(raised(noted)).count("mind the gap") == 1
+
+
+def test_exception_that_passes_two_workers_shows_both_tracebacks_once() -> None:
+    def middle() -> None:
+        raise raised(trouble, 0)
+
+    text = printed(raised(middle))
+
+    assert text.count("Traceback on worker 'callee':") == 2
+    assert text.count("in trouble") == 1
+    assert text.count("in middle") == 1
+
+
+def test_tensor_attribute_travels() -> None:
+    arrived = raise_remotely(DetailedError("x", detail=torch.ones(100, 100)))
+
+    assert isinstance(arrived, DetailedError)
+    assert torch.equal(arrived.detail, torch.ones(100, 100))
+
+
+def test_attribute_that_cannot_be_sent_is_left_out() -> None:
+    error = DetailedError("x", detail=threading.Lock())
+    error.code = 3  # type: ignore[attr-defined]
+
+    arrived = raise_remotely(error)
+
+    assert type(arrived) is DetailedError
+    assert not hasattr(arrived, "detail") or arrived.detail is None
+    assert arrived.code == 3  # type: ignore[attr-defined]
+    assert "attribute 'detail' is missing" in printed(arrived)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OddError(True, "foo"), "foo"),
+        (RefusingError("bar"), "bar"),
+        (MutedError("baz"), "(its text cannot be had)"),
+        (ValueError(threading.Lock()), "lock"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_exception_that_cannot_be_rebuilt_is_a_remote_error(error: Exception, text: str) -> None:
+    arrived = raise_remotely(error)
+
+    if isinstance(error, MutedError):
+        assert type(arrived) is MutedError
+        return
+    assert type(arrived) is RemoteError
+    assert "Original exception on remote side was" in str(arrived)
+    assert type(error).__name__ in str(arrived)
+    assert text in str(arrived)
+    assert "\\" not in str(arrived)
+    assert arrived.remote_type.endswith(type(error).__name__)
+    assert "test_exceptions.py" not in str(arrived)
+    assert "journey.py" in arrived.remote_traceback
+    assert "Traceback on worker 'callee':" in printed(arrived)
+
+
+def test_exception_of_a_class_missing_here_is_a_remote_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    header, segments = deliver(serialization.dump_exception(DetailedError("gone"), CALLEE, CALLER))
+    monkeypatch.delattr(callees, "DetailedError")
+
+    arrived = serialization.load_exception(header, segments, None, CALLEE)
+
+    assert type(arrived) is RemoteError
+    assert arrived.remote_type == "tests.unit.rpc.serialization.callees.DetailedError"
+    assert "has no 'DetailedError'" in str(arrived)
+
+
+def test_local_exception_class_travels_by_value() -> None:
+    class LocalError(Exception):
+        pass
+
+    assert type(raise_remotely(LocalError("x"))).__name__ == "LocalError"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_no_exception_arrives_as_remote_error(error: BaseException) -> None:
+    arrived = raise_remotely(error)
+
+    assert type(arrived) is RemoteError
+    assert type(error).__name__ in str(arrived)
+
+
+def test_torchscript_error_is_a_runtime_error() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+
+        @torch.jit.script
+        def failing(text: str) -> torch.Tensor:
+            raise ValueError(text)
+
+    arrived = raised(failing, "Expected error")
+
+    assert isinstance(arrived, RuntimeError)
+    assert "Expected error" in str(arrived)
+
+
+def test_function_not_found_arrives_as_itself() -> None:
+    assert type(raise_remotely(FunctionNotFoundError("no such thing"))) is FunctionNotFoundError
+
+
+def test_lone_surrogates_and_long_tracebacks_can_be_sent() -> None:
+    error = ValueError("x\udc80" + "y" * 2_000_000)
+
+    payload = serialization.dump_exception(error, CALLEE, CALLER)
+
+    assert len(msgpack.packb(payload.header)) < 5_000_000
+    header, segments = deliver(payload)
+    assert type(serialization.load_exception(header, segments, None, CALLEE)) is ValueError
+
+
+def test_text_that_the_header_has_is_cut() -> None:
+    text = serialization.text_of(ValueError("a" + "y" * 2_000_000 + "z"))
+
+    assert text.startswith("ayyy")
+    assert text.endswith("yyyz")
+    assert len(text) < 20_000
+
+
+def test_exception_too_large_to_be_sent_is_described_in_few_bytes() -> None:
+    kind = type("\U0001f422" * 10_000, (Exception,), {})
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # its class has no name here
+        raise kind("\U0001f422" * 1_000_000)
+    payload = serialization.dump_exception(caught.value, CALLEE, CALLER)
+
+    described = serialization.without_exception(payload.header | {"done": 7}, ValueError("over the limit"))
+
+    assert len(msgpack.packb(described.header)) < 64 << 10
+    assert described.header["done"] == 7
+    header, segments = deliver(described)
+    arrived = serialization.load_exception(header, segments, None, CALLEE)
+    assert type(arrived) is RemoteError
+    assert "It was too large to be sent: over the limit" in str(arrived)
+    assert arrived.remote_traceback.endswith("\U0001f422")
+
+
+def test_leading_frames_of_the_agent_are_left_out() -> None:
+    module: dict[str, Any] = {"__name__": "rpc.agent.request_runner", "trouble": trouble}
+    exec("def run():\n    try:\n        trouble(0)\n    except ValueError as e:\n        return e", module)
+
+    header, _ = deliver(serialization.dump_exception(module["run"](), CALLEE, CALLER))
+
+    assert "in trouble" in header["!"][2]
+    assert "in run" not in header["!"][2]
+
+
+@pytest.mark.parametrize(
+    "header", [{}, {"!": 1}, {"!": []}, {"!": ["a", "b", "c"]}, {"!": ["a", "b", "c", "d", "e"]}]
+)
+def test_malformed_failure_is_a_remote_error(header: dict[str, Any]) -> None:
+    assert type(serialization.load_exception(header, [b"x"], None, CALLEE)) is RemoteError
+
+
+def test_pickle_of_something_else_is_a_remote_error() -> None:
+    header, _ = deliver(serialization.dump_exception(ValueError("x"), CALLEE, CALLER))
+    for other in (3, KeyboardInterrupt(), ValueError):
+        segments = serialization.dumps(other, CALLER).segments
+        assert type(serialization.load_exception(header, segments, None, CALLEE)) is RemoteError
+
+
+def test_exception_in_safe_mode() -> None:
+    allow = serialization.AllowList()
+
+    assert type(raise_remotely(ValueError("x"), allow=allow)) is ValueError
+    assert type(raise_remotely(WorkerLostError("x", "w", "r"), allow=allow)) is WorkerLostError
+    refused = raise_remotely(DetailedError("x"), allow=allow)
+    assert type(refused) is RemoteError
+    assert "allow-list" in str(refused)

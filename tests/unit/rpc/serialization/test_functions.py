@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from rpc import serialization
+from rpc.errors import FunctionNotFoundError
+from rpc.serialization import functions
+from rpc.serialization.functions import main_identity
+from tests.unit.rpc.serialization import callees
+from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, Worker, deliver, send, send_call
+
+BY_NAME: list[Any] = [
+    callees.null,
+    callees.decorated,
+    callees.scripted,
+    Plain,
+    Plain.Inner,
+    Plain.triple,
+    Color,
+    Color.RED,
+    Pair,
+    dict,
+    type(None),
+    len,
+    operator.add,
+    str.upper,
+    np.add,
+    np.sum,
+    torch.add,
+    torch.ones,
+    torch.nn.functional.relu,
+    torch.nn.functional.gelu,
+    torch.Tensor,
+    torch.Tensor.add,
+    torch.Tensor.add_,
+    torch.Tensor.__add__,
+    torch.ops.aten.add,
+    torch.ops.aten.add.Tensor,
+    torch.nn.Linear,
+]
+
+
+@pytest.mark.parametrize("callee", BY_NAME, ids=repr)
+def test_what_can_be_imported_goes_by_name(callee: Any) -> None:
+    assert send([callee])[0] is callee
+    if callable(callee):
+        assert send_call(callee)[0] is callee
+        payload = serialization.dump_call(callee, (), {}, CALLEE)
+        assert len(payload.segments[0]) < 250
+
+
+@pytest.mark.parametrize(
+    ("callee", "args", "result"),
+    [
+        (Plain(2).get, (), 2),
+        (Plain.make(3).get, (), 3),
+        ("a".upper, (), "A"),
+        (functools.partial(callees.add, 1), (2,), 3),
+        (functools.partial(callees.add, b=torch.ones(2)), (1,), torch.full((2,), 2.0)),
+        (torch.arange(3).sum, (), torch.tensor(3)),
+        (callees.double, (4,), 8),
+        (callees.make_adder(torch.ones(2)), (1,), torch.full((2,), 2.0)),
+        (callees.undecorated, (1,), 2),
+        (lambda *a, scale=3: scale * sum(a), (1, 2), 9),
+    ],
+    ids=repr,
+)
+def test_callable_gives_the_same_result(callee: Any, args: Any, result: Any) -> None:
+    func, received, kwargs = send_call(callee, args)
+
+    returned = func(*received, **kwargs)
+    if isinstance(result, torch.Tensor):
+        assert torch.equal(returned, result)
+    else:
+        assert returned == result
+
+
+def test_classmethod_stays_bound_to_its_class() -> None:
+    func, args, _ = send_call(Plain.make, (3,))
+
+    assert getattr(func, "__self__", None) is Plain
+    assert func(*args).value == 3
+
+
+def test_method_that_its_object_does_not_have_under_its_name() -> None:
+    plain = Plain(3)
+    plain.value = types.MethodType(lambda self: type(self).__name__, plain)
+
+    assert send(plain).value() == "Plain"
+
+
+def test_objects_of_importable_classes() -> None:
+    point = Point(1, torch.ones(2), ["a"])
+    slotted = callees.Slotted(Color.BLUE)
+
+    arrived = send({"point": point, "pair": Pair(1, point), "slotted": slotted})
+
+    assert type(arrived["point"]) is Point
+    assert arrived["pair"].right is arrived["point"]
+    assert arrived["slotted"].value is Color.BLUE
+
+
+def test_recursive_structure() -> None:
+    loop: dict[str, Any] = {"list": []}
+    loop["list"].append(loop)
+    plain = Plain(None)
+    plain.value = plain
+
+    assert send(loop)["list"][0]["list"][0]["list"] is not None
+    arrived = send(plain)
+    assert arrived.value is arrived
+
+
+# ---- by value
+
+
+def test_local_class_goes_by_value_and_keeps_its_identity_in_one_process() -> None:
+    class Local:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+        def twice(self) -> Any:
+            return super().__getattribute__("x") * 2
+
+    arrived = send([Local(torch.ones(2)), Local])
+
+    assert torch.equal(arrived[0].twice(), torch.full((2,), 2.0))
+    assert type(arrived[0]) is arrived[1] is Local  # cloudpickle remembers where it came from
+
+
+def test_local_recursive_function() -> None:
+    def factorial(n: int) -> int:
+        return 1 if n == 0 else n * factorial(n - 1)
+
+    assert send(factorial)(5) == 120
+
+
+def test_closures_of_one_message_share_their_variable() -> None:
+    count = [0]
+
+    def increment() -> None:
+        count[0] += 1
+
+    def read() -> int:
+        return count[0]
+
+    remote_increment, remote_read = send((increment, read))
+    remote_increment()
+
+    assert remote_read() == 1
+    assert read() == 0
+
+
+def test_tensor_in_a_closure_travels_as_a_segment() -> None:
+    large = torch.arange(100_000.0)
+
+    payload = serialization.dump_call(lambda x: large.sum() + x, (), {}, CALLEE)
+
+    assert [len(segment) for segment in payload.segments[1:]] == [400_000]
+
+
+def test_module_registered_with_cloudpickle_goes_by_value() -> None:
+    cloudpickle.register_pickle_by_value(callees)
+    try:
+        func, args, _ = send_call(callees.add, (1, 2))
+        assert func is not callees.add
+        assert func(*args) == 3
+    finally:
+        cloudpickle.unregister_pickle_by_value(callees)
+
+
+def test_function_by_value_works_in_another_process(tmp_path: Path) -> None:
+    offset = torch.ones(2)
+
+    class Shifted:
+        def apply(self, x: torch.Tensor) -> torch.Tensor:
+            return x + offset
+
+    payload = serialization.dump_call(lambda x: Shifted().apply(x), (torch.ones(2),), {}, CALLEE)
+    (tmp_path / "payload").write_bytes(pickle.dumps(payload.segments))
+    script = """
+        import pickle, sys
+        from rpc import serialization
+        from tests.unit.rpc.serialization.journey import CALLER
+        segments = pickle.loads(open(sys.argv[1], "rb").read())
+        func, args, kwargs = serialization.load_call({}, segments, None, CALLER)
+        print(func(*args, **kwargs).tolist())
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "payload")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[4],
+    )
+
+    assert ran.stdout == "[2.0, 2.0]\n", ran.stderr
+
+
+# ---- TorchScript
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_script_function_that_its_module_does_not_hold_goes_by_value() -> None:
+    @torch.jit.script
+    def local(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    func, args, _ = send_call(local, (torch.ones(2),))
+
+    assert func is not local
+    assert torch.equal(func(*args), torch.full((2,), 3.0))
+
+
+# ---- what is missing on the receiver
+
+
+def test_function_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, segments = deliver(serialization.dump_call(callees.null, (), {}, CALLEE))
+    monkeypatch.delattr(callees, "null")
+
+    with pytest.raises(FunctionNotFoundError, match="RPC pickler does not serialize") as caught:
+        serialization.load_call({}, segments, None, CALLER)
+    assert "'tests.unit.rpc.serialization.callees.null'" in str(caught.value)
+    assert isinstance(caught.value, AttributeError)
+
+
+def test_class_of_an_argument_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, segments = deliver(serialization.dump_call(callees.null, (Plain(1),), {}, CALLEE))
+    monkeypatch.delattr(callees, "Plain")
+
+    with pytest.raises(FunctionNotFoundError, match=r"'tests\.rpc\.serialization\.callees\.Plain'"):
+        serialization.load_call({}, segments, None, CALLER)
+
+
+@pytest.mark.parametrize("as_argument", [False, True])
+def test_module_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch, as_argument: bool) -> None:
+    module = types.ModuleType("only_here")
+    exec("def func(): pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    func, args = (callees.null, (module.func,)) if as_argument else (module.func, ())
+    _, segments = deliver(serialization.dump_call(func, args, {}, CALLEE))
+    monkeypatch.delitem(sys.modules, "only_here")
+
+    with pytest.raises(FunctionNotFoundError, match="no module named 'only_here'"):
+        serialization.load_call({}, segments, None, CALLER)
+
+
+def test_module_that_fails_to_import_is_no_missing_function(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "imports_in_vain.py").write_text("import no_such_module_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
+        functions.resolve("imports_in_vain", "func")
+
+
+# ---- __main__
+
+
+@pytest.fixture
+def run_as_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Makes this process run a script as its ``__main__``, or an interactive session."""
+
+    def run(source: str, *, interactive: bool = False, name: str = "__main__") -> Any:
+        module = types.ModuleType(name)
+        if not interactive:
+            path = tmp_path / "train.py"
+            path.write_text(source)
+            module.__file__ = str(path)
+        exec(textwrap.dedent(source), module.__dict__)
+        for alias in {"__main__", name}:
+            monkeypatch.setitem(sys.modules, alias, module)
+        monkeypatch.setattr(functions, "_identity", (0, ""))
+        return module
+
+    yield run
+    functions._identity = (0, "")
+
+
+SCRIPT = """
+STATE = []
+
+class Model:
+    def forward(self):
+        return helper()
+
+def helper():
+    STATE.append(1)
+    return len(STATE)
+"""
+
+
+def test_main_goes_by_name_to_a_worker_that_runs_the_same_script(run_as_main: Any) -> None:
+    main = run_as_main(SCRIPT)
+    peer = Worker(main=main_identity())
+
+    assert send_call(main.helper, to=peer)[0] is main.helper
+    assert type(send(main.Model(), to=peer)) is main.Model
+    assert send([main.helper], to=peer)[0] is main.helper
+
+
+@pytest.mark.parametrize("peer_main", ["", "script:train.py:0123", "other"])
+def test_main_goes_by_value_to_any_other_worker(run_as_main: Any, peer_main: str) -> None:
+    main = run_as_main(SCRIPT)
+    peer = Worker(main=peer_main)
+
+    func, _, _ = send_call(main.helper, to=peer)
+    assert func is not main.helper
+    assert func() == 1
+    assert main.STATE == []
+    assert send([main.Model()], to=peer)[0].forward() == 1
+
+
+def test_lambda_of_a_shared_main_refers_to_the_receivers_main(run_as_main: Any) -> None:
+    main = run_as_main(SCRIPT + "\ncall = lambda: helper()\n")
+
+    func, _, _ = send_call(main.call, to=Worker(main=main_identity()))
+    func()
+
+    assert main.STATE == [1]
+
+
+def test_what_only_the_callers_main_has_is_not_found(run_as_main: Any) -> None:
+    main = run_as_main(SCRIPT)
+    _, segments = deliver(serialization.dump_call(main.helper, (), {}, Worker(main=main_identity())))
+    del main.helper
+
+    with pytest.raises(FunctionNotFoundError, match="if __name__ =="):
+        serialization.load_call({}, segments, None, CALLER)
+
+
+def test_spawned_child_calls_its_main_by_the_parents_name(run_as_main: Any) -> None:
+    main = run_as_main(SCRIPT, name="__mp_main__")
+    peer = Worker(main=main_identity())
+
+    for value in (main.helper, main.Model, [main.helper], main.Model()):
+        payload = serialization.dump_call(callees.null, (value,), {}, peer)
+        assert b"__mp_main__" not in bytes(payload.segments[0])
+    assert b"__mp_main__" not in bytes(serialization.dump_call(main.helper, (), {}, peer).segments[0])
+    assert send_call(main.helper, to=peer)[0] is main.helper
+
+
+def test_identity_is_the_scripts_name_and_content(run_as_main: Any) -> None:
+    run_as_main(SCRIPT)
+    first = main_identity()
+    run_as_main(SCRIPT)
+    assert main_identity() == first
+    run_as_main(SCRIPT + "\nMORE = 1\n")
+    assert main_identity() != first
+    assert first.startswith("script:train.py:")
+
+
+def test_interactive_main_is_shared_with_nobody_but_oneself(run_as_main: Any) -> None:
+    main = run_as_main(SCRIPT, interactive=True)
+    first = main_identity()
+
+    assert first == main_identity()
+    assert send_call(main.helper, to=Worker(main=first))[0] is main.helper
+    run_as_main(SCRIPT, interactive=True)
+    assert main_identity() != first
+
+
+def test_forked_child_of_an_interactive_session_has_another_identity(
+    run_as_main: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_as_main(SCRIPT, interactive=True)
+    parent = main_identity()
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+
+    assert main_identity() != parent
+
+
+def test_forked_child_of_a_script_keeps_the_identity(
+    run_as_main: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_as_main(SCRIPT)
+    parent = main_identity()
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+
+    assert main_identity() == parent

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from pickle import PickleBuffer
+
+import numpy as np
+import pytest
+import torch
+
+from rpc import serialization
+from rpc.serialization.memory import INLINE_BYTES, inline_limit, layout_of, memory_at, settle
+from tests.unit.rpc.serialization.journey import CALLEE, deliver
+
+SMALL_FRAME_BYTES = 64 << 10
+
+Dump = Callable[[list[torch.Tensor]], serialization.Payload]
+
+
+def as_arguments(tensors: list[torch.Tensor]) -> serialization.Payload:
+    return serialization.dump_call(torch.stack, tuple(tensors), {}, CALLEE)
+
+
+def as_gradients(tensors: list[torch.Tensor]) -> serialization.Payload:
+    return serialization.dump_tensors(tensors, CALLEE, "gradients")
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "span", "dense", "overlapping"),
+    [
+        ((), (), 1, True, False),
+        ((0, 3), (3, 1), 0, True, False),
+        ((2, 3), (3, 1), 6, True, False),
+        ((2, 3), (1, 2), 6, True, False),
+        ((2, 3), (0, 1), 3, True, False),
+        ((5, 2), (5, 1), 22, False, False),
+        ((3, 2), (1, 1), 4, False, True),
+        ((1, 4), (99, 1), 4, True, False),
+    ],
+)
+def test_layout_of_known_cases(
+    shape: tuple[int, ...], stride: tuple[int, ...], span: int, dense: bool, overlapping: bool
+) -> None:
+    layout = layout_of(shape, stride)
+
+    assert (layout.span, layout.dense, layout.overlapping) == (span, dense, overlapping)
+
+
+def test_layout_agrees_with_enumerated_addresses() -> None:
+    for shape in itertools.product((1, 2, 3), repeat=2):
+        for stride in itertools.product((0, 1, 2, 3, 5), repeat=2):
+            addresses = [
+                sum(i * s for i, s in zip(index, stride, strict=True)) for index in np.ndindex(*shape)
+            ]
+            layout = layout_of(shape, stride)
+            assert layout.span == max(addresses) + 1
+            if not layout.overlapping:
+                assert layout.distinct == len(set(addresses))
+            if layout.dense:
+                assert len(set(addresses)) == layout.span
+
+
+def test_large_tensor_leaves_as_the_callers_own_memory() -> None:
+    tensor = torch.zeros(inline_limit(1))
+    payload = serialization.dumps(tensor, CALLEE)
+
+    assert list(payload.borrowed) == [1]
+    tensor[0] = 7
+    assert np.frombuffer(payload.segments[1], "f")[0] == 7
+
+
+def test_captured_payload_does_not_follow_the_tensor() -> None:
+    tensor = torch.zeros(INLINE_BYTES)
+    payload = serialization.dumps([tensor, np.zeros(INLINE_BYTES)], CALLEE)
+    assert list(payload.borrowed) == [1, 2]
+
+    payload.capture()
+    tensor[0] = 7
+
+    assert list(payload.borrowed) == []
+    assert np.frombuffer(payload.segments[1], "f")[0] == 0
+
+
+def test_segments_keep_the_tensors_memory_alive() -> None:
+    payload = serialization.dumps(torch.arange(100_000.0), CALLEE)
+    torch.full((100_000,), -1.0)  # would reuse the memory
+
+    assert np.array_equal(np.frombuffer(payload.segments[1], "f"), np.arange(100_000, dtype="f"))
+
+
+def test_copies_made_for_sending_are_not_called_borrowed() -> None:
+    payload = serialization.dumps(torch.zeros(4000, 4000)[:, :2], CALLEE)
+
+    assert len(payload.segments) == 2
+    assert list(payload.borrowed) == []
+
+
+def test_small_tensor_stays_in_the_pickle() -> None:
+    payload = serialization.dumps(torch.zeros(INLINE_BYTES // 4), CALLEE)
+
+    assert len(payload.segments) == 1
+    assert isinstance(payload.segments[0], bytes)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 11, 12])
+@pytest.mark.parametrize("dump", [as_arguments, as_gradients])
+def test_what_few_tensors_hold_stays_in_the_pickle_as_long_as_the_frame_stays_small(
+    dump: Dump, count: int
+) -> None:
+    elements = inline_limit(count) // 4
+
+    small = dump([torch.zeros(elements) for _ in range(count)])
+    assert [len(each) <= SMALL_FRAME_BYTES for each in small.segments] == [True]
+
+    larger = dump([torch.zeros(elements + 1) for _ in range(count)])
+    assert len(larger.segments) == 1 + count
+
+
+def test_where_tensors_are_many_only_small_ones_stay_in_the_pickle() -> None:
+    tensors = [torch.zeros(INLINE_BYTES // 4) for _ in range(100)]
+
+    assert len(as_gradients(tensors).segments) == 1
+    assert len(as_gradients([each.repeat(2) for each in tensors]).segments) == 101
+
+
+def test_sending_does_not_forbid_resizing() -> None:
+    for tensor in (torch.ones(3), torch.ones(INLINE_BYTES)):
+        serialization.dumps(tensor, CALLEE)
+        serialization.dumps([tensor], CALLEE)
+        tensor.resize_(100_000)
+
+
+def test_small_part_of_a_frame_is_copied_out_of_it() -> None:
+    frame = bytearray(64 << 20)
+
+    small = settle(memoryview(frame)[:100_000])
+
+    assert type(small) is bytearray
+    assert len(small) == 100_000
+
+
+def test_large_part_of_a_frame_is_used_as_it_is() -> None:
+    frame = bytearray(1 << 20)
+    part = memoryview(frame)[16:]
+
+    assert settle(part).obj is frame
+
+
+@pytest.mark.parametrize("offset", [1, 4, 8])
+def test_misaligned_memory_is_copied(offset: int) -> None:
+    assert type(settle(memoryview(bytearray(1 << 20))[offset:])) is bytearray
+
+
+def test_readonly_memory_is_copied() -> None:
+    assert type(settle(memoryview(bytes(1 << 20)))) is bytearray
+
+
+def test_received_large_tensor_is_the_frames_memory() -> None:
+    _, segments = deliver(serialization.dumps(torch.zeros(1 << 18), CALLEE))
+
+    tensor = serialization.loads({}, segments, None, CALLEE)
+    tensor[0] = 1
+
+    assert bytes(segments[1][:4]) != bytes(4)
+
+
+@pytest.mark.parametrize("size", [16, INLINE_BYTES, 1 << 16])
+def test_numpy_array_arrives_writable(size: int) -> None:
+    array = np.arange(size, dtype=np.int64).reshape(2, -1)
+    _, segments = deliver(serialization.dumps({"a": array}, CALLEE))
+
+    arrived = serialization.loads({}, segments, None, CALLEE)["a"]
+
+    assert np.array_equal(arrived, array)
+    assert arrived.flags.writeable
+    arrived += 1
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_memory_in_a_cycle_is_collected(raw: bool) -> None:
+    """Where one buffer is exported by another, CPython up to 3.12.3 crashes."""
+    tensor = torch.zeros(INLINE_BYTES)
+    buffer = memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
+    assert isinstance(buffer, PickleBuffer)
+    gone = weakref.ref(tensor)
+    cycle: list[object] = [buffer, buffer.raw()] if raw else [buffer]
+    cycle.append(cycle)
+    del tensor, buffer, cycle
+    gc.collect()
+    assert gone() is None

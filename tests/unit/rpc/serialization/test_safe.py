@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import datetime as dt
+from collections import OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rpc import serialization
+from rpc.errors import SerializationError
+from rpc.serialization import AllowList
+from tests.unit.rpc.serialization import callees
+from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point, Slotted
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, send, send_call
+from tests.unit.rpc.serialization.test_tensor_kinds import COMPRESSED, SPARSE_COO
+from tests.unit.rpc.serialization.test_tensors import STRIDED
+
+
+@pytest.fixture
+def allow() -> AllowList:
+    return AllowList()
+
+
+# ---- what is admitted
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [
+            1,
+            -1,
+            300,
+            70_000,
+            2**40,
+            -(2**2000),
+            2.5,
+            True,
+            None,
+            "é\udc80",
+            b"x" * 300,
+            bytearray(b"y"),
+            3 + 4j,
+        ],
+        {"a": (1, (2, ())), 3: {4: {5, 6}}, (1, 2): frozenset([7])},
+        [["x" * 70_000], ("y",) * 5, list(range(3000)), {i: i for i in range(3000)}],
+        OrderedDict([("b", 1), ("a", 2)]),
+        deque([1, 2, 3], maxlen=3),
+        [dt.date(2020, 1, 2), dt.datetime(2020, 1, 2, 3, tzinfo=dt.UTC), dt.timedelta(3)],
+        [torch.float32, torch.device("cuda:1"), torch.Size([2, 3]), torch.strided],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_plain_values(allow: AllowList, value: Any) -> None:
+    arrived = send(value, allow=allow)
+
+    assert arrived == value
+    assert type(arrived) is type(value)
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_tensors(allow: AllowList, name: str) -> None:
+    for tensor in (STRIDED[name], torch.nn.Parameter(torch.ones(100, 100))):
+        arrived = send([tensor], allow=allow)[0]
+        assert torch.equal(arrived.to(torch.complex64), tensor.to(torch.complex64))
+        assert type(arrived) is type(tensor)
+        assert arrived.requires_grad == tensor.requires_grad
+
+
+@pytest.mark.parametrize("tensor", [*SPARSE_COO.values(), *COMPRESSED.values()], ids=str)
+def test_sparse_tensors(allow: AllowList, tensor: torch.Tensor) -> None:
+    arrived = send(tensor, allow=allow)
+
+    assert arrived.layout is tensor.layout
+    assert torch.equal(arrived.to_dense(), tensor.to_dense())
+
+
+def test_recursive_containers(allow: AllowList) -> None:
+    loop: list[Any] = []
+    loop.append((loop, {"loop": loop}))
+
+    arrived = send(loop, allow=allow)
+
+    assert arrived[0][0] is arrived
+    assert arrived[0][1]["loop"] is arrived
+
+
+def test_deep_lists(allow: AllowList) -> None:
+    nested: list[Any] = []
+    for _ in range(200):
+        nested = [nested]
+
+    assert send(nested, allow=allow) == nested
+
+
+def test_instances_of_admitted_classes(allow: AllowList) -> None:
+    for kind in (Plain, Point, Slotted, Color, Pair):
+        allow.cls(kind)
+
+    arrived = send(
+        [Plain(torch.ones(2)), Point(1, tags=["a"]), Slotted(3), Color.RED, Pair(1, 2)], allow=allow
+    )
+
+    assert torch.equal(arrived[0].value, torch.ones(2))
+    assert arrived[1] == Point(1, tags=["a"])
+    assert arrived[2].value == 3
+    assert arrived[3] is Color.RED
+    assert arrived[4] == Pair(1, 2)
+
+
+@pytest.mark.parametrize("args", [(), (1, "a"), (torch.ones(3),), ([torch.ones(3)],), ({"k": 1},)], ids=repr)
+def test_admitted_function_can_be_called(allow: AllowList, args: Any) -> None:
+    allow.function(callees.null)
+
+    func, received, kwargs = send_call(callees.null, args, {"k": 1}, allow=allow)
+
+    assert func is callees.null
+    assert len(received) == len(args)
+    assert kwargs == {"k": 1}
+
+
+def test_admitted_operator_can_be_called(allow: AllowList) -> None:
+    allow.function(torch.add)
+
+    assert send_call(torch.add, (torch.ones(2), 1), allow=allow)[0] is torch.add
+
+
+def test_admitted_class_can_be_called(allow: AllowList) -> None:
+    allow.cls(Plain)
+
+    assert send_call(Plain, (1,), allow=allow)[0] is Plain
+
+
+def test_admitted_function_can_be_an_argument(allow: AllowList) -> None:
+    allow.function(callees.null)
+
+    assert send_call(callees.null, ([callees.null],), allow=allow)[1] == ([callees.null],)
+
+
+def test_decorators_admit_to_the_lists_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rpc.serialization import safe
+
+    monkeypatch.setattr(safe, "allowed", AllowList())
+    assert serialization.allow_function(callees.null) is callees.null
+    assert serialization.allow_class(Plain) is Plain
+
+    assert send_call(callees.null, ([Plain(1)],), allow=safe.allowed)[1][0][0].value == 1
+
+
+def test_what_has_no_name_cannot_be_admitted(allow: AllowList) -> None:
+    with pytest.raises(ValueError, match="no name"):
+        allow.function(lambda: 0)
+    with pytest.raises(ValueError, match=r"use cls\(\)"):
+        allow.function(Plain)
+
+
+# ---- what is refused, though its sender means no harm
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Plain(1),
+        callees.null,
+        lambda: 0,
+        Plain,
+        len,
+        Plain(1).get,
+        np.ones(3),
+        np.float32(3),
+        torch.nn.Linear(2, 2),
+        torch.ones(2).as_subclass(callees.Tagged),
+        torch.nn.Buffer(torch.ones(2)),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        torch.ones(2).untyped_storage(),
+        type,
+        range,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_everything_else_is_refused_by_name(allow: AllowList, value: Any) -> None:
+    with pytest.raises(SerializationError, match=r"'[\w.]+' is not on this worker's allow-list"):
+        send([value], allow=allow)
+
+
+def test_call_of_another_function_is_refused_by_name(allow: AllowList) -> None:
+    allow.function(callees.add)
+
+    with pytest.raises(SerializationError, match=r"'tests\.rpc\.serialization\.callees\.null' is not on"):
+        send_call(callees.null, allow=allow)
+    with pytest.raises(SerializationError, match="not on this worker's allow-list"):
+        send_call(lambda: 0, allow=allow)
+
+
+def test_call_by_a_replacement_pickler_is_refused(allow: AllowList) -> None:
+    allow.function(callees.null)
+    pickler = serialization.PortablePickler()
+    payload = serialization.dump_call(callees.null, (), {}, CALLEE, pickler=pickler)
+
+    with pytest.raises(SerializationError, match="does not read"):
+        serialization.load_call({}, payload.segments, None, CALLER, allow=allow)
+
+
+def test_rebuilding_function_is_no_callee(allow: AllowList) -> None:
+    from rpc.serialization.tensors import dense
+
+    with pytest.raises(SerializationError, match="is not a function"):
+        send_call(dense, ("f", (1,), b"1234"), allow=allow)

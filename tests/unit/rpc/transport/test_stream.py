@@ -1,0 +1,372 @@
+"""A stream connection: whole frames, in order, from any thread, until it ends, and nothing after that."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rpc.runtime.loop import LoopThread
+from rpc.transport import ConnectionClosed, stream, syscalls
+from rpc.transport.stream import StreamConnection
+from rpc.wire.frames import PREAMBLE, Frame
+from tests.support.ctrl_c import CtrlC
+from tests.support.streams import (
+    SOON,
+    TINY_BUFFER,
+    Pair,
+    Recorder,
+    Sockets,
+    frame_bytes,
+    headers,
+    open_connection,
+    read_all,
+    send,
+    skip_preamble,
+    until,
+)
+
+FAMILIES = ["unix", "tcp"]
+
+
+def in_threads(*functions: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+# ---- order and wholeness
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("gil", ["kept", "released"])
+def test_frames_of_several_threads_never_interleave_and_each_threads_stay_in_order(
+    loop: LoopThread, sockets: Sockets, family: str, gil: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(syscalls, "AVAILABLE", gil == "kept")
+    pair = Pair(loop, sockets(family, TINY_BUFFER))
+    sizes = [0, 10, 3000, 70_000, 5, 200_000, 1, 65_000, 66_000]  # several times the socket's buffer
+
+    def talk(connection: StreamConnection, thread: int) -> Callable[[], None]:
+        def run() -> None:
+            for index, size in enumerate(sizes):
+                payload = bytearray([(thread * 50 + index) % 256]) * size
+                send(connection, {"thread": thread, "index": index}, payload, aliased=index % 2 == 0)
+
+        return run
+
+    in_threads(*(talk(pair.here, thread) for thread in range(4)), talk(pair.there, 4))
+    for owner, threads in ((pair.there_owner, range(4)), (pair.here_owner, [4])):
+        frames = owner.wait_for(len(threads) * len(sizes))
+        for thread in threads:
+            mine = [frame for frame in frames if frame.header["thread"] == thread]
+            assert [frame.header["index"] for frame in mine] == list(range(len(sizes)))
+            for frame, size in zip(mine, sizes, strict=True):
+                expected = bytes([(thread * 50 + frame.header["index"]) % 256]) * size
+                assert frame.segments == [expected]
+    pair.close()
+
+
+def test_a_frame_from_another_thread_sent_after_ours_arrives_after_ours(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    pair = Pair(loop, sockets(buffer_bytes=TINY_BUFFER))
+    for index in range(20):
+        send(pair.here, {"index": 2 * index}, b"x" * 20_000)
+        in_threads(functools.partial(send, pair.here, {"index": 2 * index + 1}, b"x"))
+    assert [header["index"] for header in headers(pair.there_owner.wait_for(40))] == list(range(40))
+    pair.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reader_that_takes_a_few_bytes_at_a_time_gets_whole_frames(
+    loop: LoopThread, sockets: Sockets, family: str
+) -> None:
+    here, there = sockets(family, TINY_BUFFER)
+    connection = open_connection(loop, here, Recorder())
+    payloads = [b"small", b"m" * 50_000, b"l" * 250_000, b"", b"c" * 900_000]
+    for payload in payloads:
+        send(connection, {}, payload)
+    loop.call(lambda: connection.close("done", flush=True))
+    assert [bytes(frame.segments[0]) for frame in read_all(there, chunk=999)] == payloads
+
+
+def test_many_segments_and_empty_ones_are_written_in_full(loop: LoopThread, sockets: Sockets) -> None:
+    pair = Pair(loop, sockets(buffer_bytes=TINY_BUFFER))
+    segments = [bytes([index % 256]) * (index % 2 * 900) for index in range(400)]
+    buffers, size = stream_frame(segments)
+    pair.here.send(buffers, size)
+    (frame,) = pair.there_owner.wait_for(1)
+    assert [bytes(segment) for segment in frame.segments] == segments
+    pair.close()
+
+
+def stream_frame(segments: list[bytes]) -> tuple[list[Any], int]:
+    from rpc.wire.frames import encode
+
+    return encode(5, 0, {}, [memoryview(segment) for segment in segments])
+
+
+# ---- the send queue
+
+
+def test_callers_wait_while_the_queue_is_full_and_the_loop_does_not(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    here, there = sockets(buffer_bytes=TINY_BUFFER)
+    connection = open_connection(loop, here, Recorder(), send_queue_bytes=100_000)
+
+    def talk(first: int) -> Callable[[], None]:
+        def run() -> None:
+            for index in range(first, first + 20):
+                send(connection, {"index": index}, b"x" * 20_000)
+
+        return run
+
+    callers = [threading.Thread(target=talk(100 * number)) for number in range(3)]
+    for caller in callers:
+        caller.start()
+    until(lambda: connection._waiting_for_room == 3)
+    assert 100_000 < connection._queued_bytes < 200_000
+    loop.call(lambda: send(connection, {"index": 1000}, b"x" * 20_000, wait=False))
+    assert connection._waiting_for_room == 3
+    received: list[Frame] = []
+    reader = threading.Thread(target=lambda: received.extend(read_all(there)))
+    reader.start()
+    for caller in callers:
+        caller.join(SOON)
+    loop.call(lambda: connection.close("done", flush=True))
+    reader.join(SOON)
+    assert sorted(header["index"] for header in headers(received)) == sorted(
+        [1000, *(100 * number + index for number in range(3) for index in range(20))]
+    )
+
+
+def test_callers_that_wait_are_told_when_the_connection_closes(loop: LoopThread, sockets: Sockets) -> None:
+    here, _ = sockets(buffer_bytes=TINY_BUFFER)
+    connection = open_connection(loop, here, Recorder(), send_queue_bytes=1000)
+    send(connection, {}, b"x" * 100_000)
+    outcomes: list[str] = []
+
+    def talk() -> None:
+        with pytest.raises(ConnectionClosed) as caught:
+            send(connection, {}, b"x")
+        outcomes.append(str(caught.value))
+
+    callers = [threading.Thread(target=talk) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    until(lambda: connection._waiting_for_room == 2)
+    loop.call(connection.close, "enough")
+    for caller in callers:
+        caller.join(SOON)
+    assert outcomes == ["the connection to the peer is closed"] * 2
+
+
+def test_ctrl_c_while_waiting_for_room_leaves_the_frame_unsent(
+    loop: LoopThread, sockets: Sockets, ctrl_c: CtrlC
+) -> None:
+    here, there = sockets(buffer_bytes=TINY_BUFFER)
+    connection = open_connection(loop, here, Recorder(), send_queue_bytes=1000)
+    send(connection, {"index": 0}, b"x" * 100_000)
+
+    helper = threading.Thread(target=ctrl_c.press_when, args=(lambda: connection._waiting_for_room,))
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        send(connection, {"index": 1}, b"x")
+    helper.join()
+    assert not connection._waiting_for_room
+    send(connection, {"index": 2}, b"x", wait=False)
+    loop.call(lambda: connection.close("done", flush=True))
+    assert headers(read_all(there)) == [{"index": 0}, {"index": 2}]
+
+
+def test_aliased_memory_is_captured_when_send_returns(loop: LoopThread, sockets: Sockets) -> None:
+    here, there = sockets(buffer_bytes=TINY_BUFFER)
+    connection = open_connection(loop, here, Recorder())
+    memory = bytearray(b"a" * 300_000)
+    send(connection, {}, memory, aliased=True)  # not all of it fits the socket
+    memory[:] = b"b" * 300_000
+    send(connection, {}, memory, aliased=True)  # waits behind the first
+    memory[:] = b"c" * 300_000
+    loop.call(lambda: connection.close("done", flush=True))
+    assert [bytes(frame.segments[0]) for frame in read_all(there)] == [b"a" * 300_000, b"b" * 300_000]
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_end_of_the_stream_is_told_once_and_does_not_keep_the_poller_spinning(
+    loop: LoopThread, sockets: Sockets, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wake_ups: list[StreamConnection] = []
+    readable = StreamConnection._readable
+
+    def noting(connection: StreamConnection) -> bool:
+        wake_ups.append(connection)
+        return readable(connection)
+
+    monkeypatch.setattr(StreamConnection, "_readable", noting)
+    here, there = sockets(family)
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    skip_preamble(there)
+    there.sendall(PREAMBLE + frame_bytes({"last": 1}))
+    there.close()
+    assert owner.reason() == "the connection was closed by the other side"
+    assert headers(owner.frames) == [{"last": 1}]
+    for _ in range(5):
+        loop.call(lambda: None)
+    assert len(wake_ups) <= 3
+    with pytest.raises(ConnectionClosed, match="the connection to the peer is closed"):
+        send(connection, {})
+
+
+def test_an_end_in_the_middle_of_a_large_frame_is_told(loop: LoopThread, sockets: Sockets) -> None:
+    here, there = sockets()
+    owner = Recorder()
+    open_connection(loop, here, owner)
+    skip_preamble(there)
+    there.sendall(PREAMBLE + frame_bytes({}, b"x" * 2_000_000)[:1000])
+    there.close()
+    assert owner.reason() == "the connection was closed by the other side"
+    assert owner.frames == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_peer_sent_before_it_broke_off_is_delivered_even_if_a_write_fails_first(
+    loop: LoopThread, sockets: Sockets, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_READS_PER_WAKE_UP", 1)
+    here, there = sockets(family)
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    send(connection, {}, b"never read")
+    busy, go_on = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        busy.set()
+        go_on.wait(SOON)
+
+    loop.loop.call_soon_threadsafe(occupy)
+    assert busy.wait(SOON)
+    there.sendall(PREAMBLE + b"".join(frame_bytes({"index": index}, b"x" * 9000) for index in range(10)))
+    there.close()
+
+    def write_fails() -> bool:
+        send(connection, {}, b"x")
+        return connection._write_error is not None
+
+    until(write_fails)
+    send(connection, {}, b"x" * 1_000_000)  # dropped quietly: the peer is about to be declared gone
+    assert not owner.lost.is_set()
+    go_on.set()
+    assert owner.reason()
+    assert headers(owner.frames) == [{"index": index} for index in range(10)]
+
+
+def test_a_write_that_fails_keeps_nothing_that_its_callers_have_in_hand(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    here, there = sockets()
+    connection = open_connection(loop, here, Recorder())
+    go_on = threading.Event()
+    loop.loop.call_soon_threadsafe(go_on.wait, SOON)  # else it might close the connection first
+    there.close()
+
+    def send_with_something_in_hand() -> weakref.ref[Any]:
+        something = threading.Event()
+        send(connection, {}, b"x")
+        return weakref.ref(something)
+
+    def write_fails() -> bool:
+        assert send_with_something_in_hand()() is None
+        return connection._write_error is not None
+
+    gc.disable()
+    try:
+        until(write_fails)
+    finally:
+        gc.enable()
+        go_on.set()
+
+
+def test_garbage_closes_the_connection_saying_what_came(loop: LoopThread, sockets: Sockets) -> None:
+    here, there = sockets()
+    owner = Recorder()
+    open_connection(loop, here, owner)
+    there.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert "does not speak farcall's protocol" in owner.reason()
+    skip_preamble(there)
+    assert there.recv(1) == b""
+
+
+def test_frames_are_small_until_the_limit_is_raised(loop: LoopThread, sockets: Sockets) -> None:
+    here, there = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    loop.call(connection.set_frame_limits, 1000, 1000)
+    there.sendall(PREAMBLE + frame_bytes({}, b"x" * 900) + frame_bytes({}, b"x" * 1001))
+    assert owner.reason() == "a frame of 1001 bytes is over the limit of 1000"
+
+
+def test_closing_twice_is_told_once(loop: LoopThread, sockets: Sockets) -> None:
+    here, _ = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    loop.call(connection.close, "first")
+    loop.call(connection.close, "second")
+    assert owner.reason() == "first"
+
+
+def test_close_with_flush_sends_what_is_queued_first(loop: LoopThread, sockets: Sockets) -> None:
+    here, there = sockets(buffer_bytes=TINY_BUFFER)
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    for index in range(5):
+        send(connection, {"index": index}, b"x" * 100_000)
+    loop.call(lambda: connection.close("done", flush=True))
+    assert not owner.lost.is_set()
+    assert headers(read_all(there)) == [{"index": index} for index in range(5)]
+    assert owner.reason() == "done"
+
+
+def test_close_with_flush_closes_at_once_when_nothing_is_queued(loop: LoopThread, sockets: Sockets) -> None:
+    here, _ = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    loop.call(lambda: connection.close("done", flush=True))
+    assert owner.lost.is_set()
+
+
+def test_close_with_flush_closes_also_if_another_thread_empties_the_queue(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    here, there = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    with connection._send_lock:  # another thread is writing
+        send(connection, {"index": 0})
+        loop.call(lambda: connection.close("done", flush=True))
+    connection._drain()
+    assert headers(read_all(there)) == [{"index": 0}]
+    assert owner.reason() == "done"
+
+
+def test_close_with_flush_gives_up_when_the_peer_is_gone(loop: LoopThread, sockets: Sockets) -> None:
+    here, there = sockets(buffer_bytes=TINY_BUFFER)
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    send(connection, {}, b"x" * 1_000_000)
+    loop.call(lambda: connection.close("done", flush=True))
+    there.close()
+    assert owner.reason()

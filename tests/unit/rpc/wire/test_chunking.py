@@ -1,0 +1,351 @@
+"""Large messages in chunks: they arrive whole in any order and any pieces; no peer gets more than it may."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rpc.errors import ProtocolError
+from rpc.wire import chunking, decoder, frames
+from rpc.wire.chunking import CHUNK_BYTES, MAX_OPEN, SHORT_CHUNK_BYTES, Outgoing, Reassembly, Room
+from rpc.wire.frames import Kind, chunk_prefix, chunked, encode
+from tests.support.frames import (
+    LIMIT,
+    Message,
+    as_messages,
+    encoded,
+    endless,
+    feed,
+    greeted,
+    headers,
+    prefix,
+    small_messages,
+    u64,
+)
+from tests.support.stepping import Step
+
+PROFILE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+lengths = st.sampled_from(
+    [
+        *(0, 1, 15, 16, 17, 5000, 300_000),
+        *(SHORT_CHUNK_BYTES - 1, SHORT_CHUNK_BYTES, SHORT_CHUNK_BYTES + 1),
+        *(CHUNK_BYTES - 1, CHUNK_BYTES + 1),
+    ]
+)
+segments = st.lists(
+    lengths.map(lambda length: bytes([length % 251]) * length), min_size=1, max_size=5
+).filter(any)
+large = st.tuples(st.sampled_from([Kind.CALL, Kind.REPLY]), u64, headers, segments)
+reads = st.lists(st.sampled_from([1, 100, 4096, 70_000]), max_size=9).map(lambda sizes: [*sizes, 1 << 20])
+
+
+def outgoing(max_bytes: int = LIMIT) -> Outgoing:
+    return Outgoing(chunk_prefix, max_bytes)
+
+
+def in_chunks(message: Message, number: int) -> bytes:
+    """A message in chunks of which nothing else comes between."""
+    sender = outgoing()
+    sender.add(chunked(*encode(*message), number))
+    return drained(sender)
+
+
+def drained(sender: Outgoing) -> bytes:
+    pieces: list[Any] = []
+    while sender:
+        pieces += sender.next()
+    return b"".join(pieces)
+
+
+def call(*segments: bytes, call_id: int = 1) -> Message:
+    return (Kind.CALL, call_id, {}, list(segments))
+
+
+# ---- there and back
+
+
+@PROFILE
+@given(messages=st.lists(large, min_size=1, max_size=10), small=st.lists(small_messages), sizes=reads)
+def test_messages_whose_chunks_alternate_arrive_whole(
+    messages: list[Message], small: list[Message], sizes: list[int]
+) -> None:
+    sender = outgoing()
+    for number, message in enumerate(messages):
+        sender.add(chunked(*encode(*message), number))
+    rest = deque(small)
+    stream = bytearray()
+    while sender:
+        stream += b"".join(sender.next())
+        if rest:
+            stream += encoded(rest.popleft())
+    frames = as_messages(feed(greeted(), bytes(stream), endless(sizes)))
+    sent = small[: len(small) - len(rest)]
+    assert sorted(map(repr, frames)) == sorted(map(repr, messages + sent))
+    assert [frame for frame in frames if frame in sent] == [frame for frame in sent if frame in frames]
+
+
+@PROFILE
+@given(segments=segments, header=headers)
+def test_segments_of_many_bytes_have_memory_of_their_own(
+    segments: list[bytes], header: dict[str, Any]
+) -> None:
+    (frame,) = feed(greeted(), in_chunks((5, 1, header, segments), 7))
+    for segment, sent in zip(frame.segments, segments, strict=True):
+        assert segment == sent
+        assert not segment.readonly
+        if len(sent) >= SHORT_CHUNK_BYTES:
+            assert memoryview(segment.obj).nbytes < len(sent) + 32
+
+
+def sizes_of_chunks(sender: Outgoing) -> list[int]:
+    """The numbers of bytes that go out at a time, in units of 128 KiB."""
+    sizes: list[int] = []
+    while sender:
+        sizes.append(sum(map(len, sender.next())) // SHORT_CHUNK_BYTES)
+    return sizes
+
+
+def test_a_small_message_waits_for_one_chunk_at_most() -> None:
+    sender = outgoing()
+    sender.add(chunked(*encode(*call(bytes(8 * CHUNK_BYTES))), 1))
+    assert sizes_of_chunks(sender) == [CHUNK_BYTES // SHORT_CHUNK_BYTES] * 8
+
+
+def test_chunks_are_short_for_a_while_after_a_small_message() -> None:
+    sender = outgoing()
+    sender.add(chunked(*encode(*call(bytes(80 << 20))), 1))
+    long = CHUNK_BYTES // SHORT_CHUNK_BYTES
+    assert len(sender.next()[-1]) == CHUNK_BYTES
+    sender.shorten()
+    sizes = sizes_of_chunks(sender)
+    assert sizes[:512] == [1] * 512
+    assert set(sizes[512:]) == {long}
+    assert sum(sizes) * SHORT_CHUNK_BYTES == (80 << 20) - CHUNK_BYTES
+
+
+def test_no_word_of_a_small_message_is_lost_however_it_falls_together_with_a_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunking, "_SHORT_FOR_BYTES", 2 * SHORT_CHUNK_BYTES)
+    for number in itertools.count(1):
+        sender = outgoing()
+        sender.add(chunked(*encode(*call(bytes(4 * CHUNK_BYTES))), 1))
+        sender.shorten()
+        sender.next()
+        with Step(number, sender.shorten, files=[chunking.__file__]) as step:
+            sender.next()
+        if not step.taken:
+            break
+        assert len(sender.next()[-1]) == SHORT_CHUNK_BYTES
+    assert number > 20
+
+
+def test_messages_take_turns() -> None:
+    sender = outgoing()
+    for number in range(3):
+        sender.add(chunked(*encode(*call(bytes(3 * CHUNK_BYTES))), number))
+    numbers = [bytes(sender.next()[0][-frames.PREFIX_BYTES :])[8] for _ in range(9)]
+    assert [sorted(numbers[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
+
+
+def test_what_is_to_come_last_comes_last() -> None:
+    sender = outgoing()
+    sender.finish_with(encoded(call(b"last", call_id=9)))
+    for number in range(20):
+        sender.add(chunked(*encode(*call(bytes(2 * CHUNK_BYTES), call_id=number)), number))
+    frames = feed(greeted(), drained(sender))
+    assert len(frames) == 21
+    assert frames[-1].segments == [b"last"]
+
+
+def test_no_more_is_opened_than_the_peer_accepts_but_one_message_always_is() -> None:
+    each = 3_000_000
+    sender = outgoing(2 * each + 100)
+    for number in range(70):
+        sender.add(chunked(*encode(*call(bytes(each), call_id=number)), number))
+    assert len(feed(greeted(2 * each + 100), drained(sender))) == 70
+
+
+def test_what_is_captured_does_not_change_any_more() -> None:
+    memory = bytearray(b"a" * 800_000)
+    message = chunked(*encode(5, 1, {}, [memoryview(memory)]), 1)
+    sender = outgoing()
+    first = b"".join(sender.chunk(message))
+    message.replace(bytes)
+    sender.resume(message)
+    memory[:] = b"b" * 800_000
+    (frame,) = feed(greeted(), first + drained(sender))
+    assert frame.segments == [b"a" * 800_000]
+
+
+def test_a_cancelled_message_never_arrives_and_makes_room() -> None:
+    sender = outgoing()
+    message = chunked(*encode(*call(bytes(LIMIT // 2 + 100))), 1)
+    begun = b"".join(sender.chunk(message))
+    decoder = greeted()
+    assert feed(decoder, begun + prefix(kind=Kind.CANCELLED, call_id=1)) == []
+    (frame,) = feed(decoder, in_chunks(call(bytes(LIMIT // 2 + 100), call_id=3), 2))
+    assert frame.call_id == 3
+
+
+def test_memory_of_what_will_not_come_is_let_go() -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def allocate(length: int) -> memoryview:
+        block = np.empty(length, np.uint8)
+        made.append(weakref.ref(block))
+        return block.data
+
+    arriving = Reassembly(allocate)
+    for cancelled in (True, False):
+        arriving.open(1, None, [Room(CHUNK_BYTES, CHUNK_BYTES)])
+        arriving.begin(1, 10)
+        assert arriving.filled(len(arriving.target())) is None
+        arriving.cancel(1) if cancelled else arriving.clear()
+        assert made.pop()() is None
+        assert not arriving.promised
+
+
+# ---- what a peer may not do
+
+
+def opening(
+    number: int, *, body: int, header: int = 0, segments: int = 1, kind: int = 5, rest: bytes = b""
+) -> bytes:
+    inner = prefix(body, header=header, segments=segments, kind=kind) + rest
+    return prefix(len(inner), call_id=number, kind=Kind.OPENING) + inner
+
+
+def chunk(number: int, data: bytes) -> bytes:
+    return chunk_prefix(number, len(data)) + data
+
+
+MALFORMED = {
+    "a chunk of nothing": (chunk(1, b"data"), "which is not open"),
+    "opened twice": (opening(1, body=10) * 2, "opened twice"),
+    "too short an opening": (prefix(5, call_id=1, kind=Kind.OPENING) + b"short", "too short"),
+    "over the limit": (opening(1, body=LIMIT + 1), "over the limit"),
+    "over the limit together": (opening(1, body=LIMIT - 5) + opening(2, body=6), "are open"),
+    "too many": (b"".join(opening(n, body=1) for n in range(MAX_OPEN + 1)), f"more than {MAX_OPEN} messages"),
+    "nothing to follow": (opening(1, body=0), "has nothing"),
+    "no segments": (opening(1, body=10, segments=0), "malformed opening"),
+    "an opening within": (opening(1, body=10, kind=Kind.OPENING), "malformed opening"),
+    "a header that is missing": (opening(1, body=10, header=4), "malformed opening"),
+    "a header that is none": (opening(1, body=10, header=4, rest=b"\xc1\xc1\xc1\xc1"), "not msgpack"),
+    "segments beyond the end": (
+        opening(1, body=20, segments=2, rest=(50).to_bytes(8, "little")),
+        "segment 0 of 2 ends beyond",
+    ),
+    "a chunk too long": (opening(1, body=10) + chunk(1, bytes(11)), "11 bytes where 10 are left"),
+    "an empty chunk": (opening(1, body=10) + chunk(1, b""), "0 bytes where 10 are left"),
+    "a chunk with segments": (
+        opening(1, body=10) + prefix(10, call_id=1, segments=2, kind=Kind.CHUNK) + bytes(10),
+        "claims to have",
+    ),
+    "a chunk after the end": (opening(1, body=4) + chunk(1, b"done") + chunk(1, b"more"), "not open"),
+    "cancelled though not open": (prefix(call_id=1, kind=Kind.CANCELLED), "not open"),
+}
+
+
+@pytest.mark.parametrize(("data", "complaint"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_what_a_peer_must_not_send_is_refused(data: bytes, complaint: str) -> None:
+    with pytest.raises(ProtocolError, match=complaint):
+        feed(greeted(), data)
+
+
+few = st.integers(0, 3)
+bodies = st.integers(0, 60) | st.just(LIMIT)
+kinds = st.integers(0, 13)
+openings = st.builds(opening, few, body=bodies, header=few, segments=few, kind=kinds, rest=st.binary())
+chunk_frames = st.builds(chunk, few, st.binary(max_size=60))
+cancellations = few.map(lambda number: prefix(call_id=number, kind=Kind.CANCELLED))
+
+
+@settings(PROFILE, max_examples=300)
+@given(
+    frames=st.lists(openings | chunk_frames | cancellations | small_messages.map(encoded), max_size=12),
+    cut=st.integers(0, 200),
+    sizes=reads,
+)
+def test_whatever_a_peer_says_about_chunks_does_no_harm(
+    frames: list[bytes], cut: int, sizes: list[int]
+) -> None:
+    stream = b"".join(frames)
+    for data in (stream, stream[cut:]):
+        with contextlib.suppress(ProtocolError):
+            for frame in feed(greeted(), data, endless(sizes)):
+                assert sum(map(len, frame.segments)) <= LIMIT
+
+
+UNCLEARED = 0xA5
+"""What memory is full of here that nobody has cleared; a peer sends it nowhere else than in lengths."""
+
+sent_bytes = st.integers(0, 80).map(bytes)
+cut_off = st.binary(max_size=20).filter(lambda data: UNCLEARED not in data)
+mostly_valid = st.builds(
+    opening, few, body=st.integers(1, 80), segments=st.integers(1, 3), rest=sent_bytes | cut_off
+) | st.builds(chunk, few, sent_bytes)
+in_order = st.lists(segments.filter(lambda each: all(len(part) < CHUNK_BYTES for part in each)), max_size=2)
+
+
+@settings(PROFILE, max_examples=300)
+@given(
+    frames=st.lists(mostly_valid | cancellations, max_size=12),
+    messages=in_order,
+    keep=st.integers(0, 1 << 20),
+    sizes=reads,
+)
+def test_no_stream_shows_memory_that_nobody_has_cleared(
+    frames: list[bytes], messages: list[list[bytes]], keep: int, sizes: list[int]
+) -> None:
+    """However it is cut off, and whatever it opens and never fills."""
+    stream = b"".join(
+        [*frames, *(in_chunks(call(*each), 10 + number) for number, each in enumerate(messages))]
+    )
+
+    def allocate(length: int) -> memoryview:
+        return memoryview(bytearray([UNCLEARED]) * length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "allocate", allocate)
+        for data in (stream, stream[:keep]):
+            with contextlib.suppress(ProtocolError):
+                for frame in feed(greeted(), data, endless(sizes)):
+                    for segment in frame.segments:
+                        assert UNCLEARED not in bytes(segment)
+
+
+def test_memory_for_what_arrives_is_writable_and_aligned_for_every_type() -> None:
+    for length in (0, 1, 5000, SHORT_CHUNK_BYTES, (4 << 20) - 1, 4 << 20, (4 << 20) + 1):
+        memory = decoder.allocate(length)
+        assert not memory.readonly
+        assert len(memory) == length
+        assert np.frombuffer(memory, np.uint8).__array_interface__["data"][0] % frames.ALIGNMENT == 0
+
+
+def test_segments_of_all_open_messages_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunking, "MAX_SEGMENTS", 1001)
+    arriving = Reassembly(lambda length: memoryview(bytearray(length)))
+    arriving.open(1, None, [Room(1, 1)] + [Room(0, 0)] * 999)
+    with pytest.raises(ProtocolError, match="segments"):
+        arriving.open(2, None, [Room(1, 1)] * 2)
+
+
+def test_a_message_over_the_limit_may_follow_what_raises_the_limit() -> None:
+    decoder = greeted(100)
+    (welcome,) = feed(decoder, encoded(call(b"welcome")) + in_chunks(call(bytes(500)), 1)[:200])
+    assert welcome.segments == [b"welcome"]
+    assert decoder.postponed
+    decoder.max_frame_bytes = LIMIT
+    assert decoder.received(0) == []
+    (frame,) = feed(decoder, in_chunks(call(bytes(500)), 1)[200:])
+    assert frame.segments == [bytes(500)]

@@ -1,0 +1,200 @@
+"""The dependency rule: arrows between the packages point down only, and importing one does nothing.
+
+``spmd`` and ``dist_optim`` stand on ``dist_autograd``, that on ``rref``, that on ``rpc``; ``farcall`` is the
+front door and may import them all. Only the face ``rpc/__init__.py`` looks up, to offer ``remote`` and
+``RRef`` where PyTorch does. And nobody imports what PyTorch may drop: its own RPC.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+MAY_IMPORT = {
+    "rpc": set[str](),
+    "rref": {"rpc"},
+    "dist_autograd": {"rpc", "rref"},
+    "dist_optim": {"rpc", "rref", "dist_autograd"},
+    "spmd": {"rpc", "rref", "dist_autograd"},
+    "farcall": {"rpc", "rref", "dist_autograd", "dist_optim", "spmd"},
+}
+"""For each package, the others that it may import."""
+
+FACES = {"rpc/__init__.py": {"rref", "dist_autograd"}}
+"""Files that may look up, and where to."""
+
+REPLACED = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_rpc")
+"""PyTorch's own, which must not be needed."""
+
+HEAVY_AT_IMPORT = ("sklearn", "scipy", "torch._dynamo", "torch._inductor")
+"""What importing the packages must not bring along, beyond what ``import torch`` does."""
+
+PACKAGES = [package for package in MAY_IMPORT if (ROOT / package / "__init__.py").exists()]
+FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def module_of(path: Path) -> list[str]:
+    """The package that relative imports in a file start from, as its parts."""
+    return list(path.relative_to(ROOT).parent.parts)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file names in an import, at any depth: line and full name.
+
+    For ``from a import b`` that is both ``a`` and ``a.b``, since ``b`` may be a module.
+    """
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            parts = module_of(path)[: len(module_of(path)) - node.level + 1] if node.level else []
+            module = ".".join([*parts, *([node.module] if node.module else [])])
+            yield node.lineno, module
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+        elif is_dynamic_import(node):
+            assert isinstance(node, ast.Call)
+            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def is_dynamic_import(node: ast.AST) -> bool:
+    """Whether this calls ``import_module`` or ``__import__``."""
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return called in ("import_module", "__import__")
+
+
+def uses_of_torch(path: Path) -> Iterator[tuple[int, str]]:
+    """Dotted names that begin with ``torch``, where a file uses them without an import."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            name = ast.unparse(node)
+            if name.startswith("torch."):
+                yield node.lineno, name
+
+
+def is_within(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_arrows_point_down(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    allowed = MAY_IMPORT[package] | FACES.get(str(path.relative_to(ROOT)), set()) | {package}
+    upward = [
+        f"line {line} imports {name}"
+        for line, name in imports(path)
+        if name.partition(".")[0] in MAY_IMPORT and name.partition(".")[0] not in allowed
+    ]
+    assert not upward, f"{package} must not import that"
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_no_file_needs_what_it_replaces(path: Path) -> None:
+    found = [
+        f"line {line}: {name}"
+        for line, name in [*imports(path), *uses_of_torch(path)]
+        if any(is_within(name, module) for module in REPLACED)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_no_file_imports_tests_examples_or_benchmarks(path: Path) -> None:
+    outside = {"tests", "examples", "benchmarks"}
+    assert not [name for _, name in imports(path) if name.partition(".")[0] in outside]
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_what_a_file_imports_is_installed_with_the_distribution(path: Path) -> None:
+    """Else it is missing wherever nothing else happens to have brought it along."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
+    known = {*sys.stdlib_module_names, *MAY_IMPORT, *installed}
+    assert not [
+        f"line {line} imports {name}" for line, name in imports(path) if name.partition(".")[0] not in known
+    ]
+
+
+IMPORT_AND_LOOK = """
+import os, signal, sys, threading
+import torch, torch.distributed
+before = set(sys.modules)
+state = signal.getsignal(signal.SIGINT), sys.getswitchinterval(), sys.excepthook, torch.get_num_threads()
+descriptors = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()
+import {package}
+after = signal.getsignal(signal.SIGINT), sys.getswitchinterval(), sys.excepthook, torch.get_num_threads()
+assert threading.active_count() == 1, threading.enumerate()
+assert state == after, (state, after)
+if descriptors:
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_a_package_does_nothing(package: str) -> None:
+    """No thread, no descriptor, no setting changed, and nothing heavy or replaced imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_AND_LOOK.format(package=package)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    unwanted = [
+        module
+        for module in done.stdout.split()
+        if any(is_within(module, other) for other in (*HEAVY_AT_IMPORT, *REPLACED))
+    ]
+    assert not unwanted
+
+
+def test_the_rule_is_read_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports of every form are seen: absolute, relative, nested, dynamic."""
+    (tmp_path / "rref").mkdir()
+    path = tmp_path / "rref" / "sample.py"
+    path.write_text(
+        "import a.b as c\n"
+        "from . import d\n"
+        "from .e import f\n"
+        "def g():\n"
+        "    from torch.distributed import rpc\n"
+        "    importlib.import_module('h.i')\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert [name for _, name in imports(path)] == [
+        "a.b",
+        "rref",
+        "rref.d",
+        "rref.e",
+        "rref.e.f",
+        "torch.distributed",
+        "torch.distributed.rpc",
+        "h.i",
+    ]
+
+
+def test_every_package_of_the_distribution_is_held_to_the_rule() -> None:
+    not_packages = {"tests", "examples", "benchmarks", "docs", "build"}
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")} - not_packages
+    assert found == set(PACKAGES)
+    assert all((ROOT / package / "py.typed").exists() for package in PACKAGES)
