@@ -235,13 +235,6 @@ class AgentOptions(RpcBackendOptions):
             process may be larger by that much, and by up to 64 MiB for each further thread that computes. 0
             leaves the allocator alone, and so does an agent that finds ``MALLOC_TRIM_THRESHOLD_``,
             ``MALLOC_MMAP_THRESHOLD_`` or the like in the environment, or another C library.
-        keep_awake: on a virtual machine from which its host steals time, keep the cores awake from which
-            messages are sent in quick succession, two at most (default ``False``): calls and training steps
-            are up to three times as fast there. A thread of the lowest priority spins on them meanwhile; it
-            counts as CPU time of the process, processes of other sessions share the core with it, and where
-            they compute, a process that is killed is gone some tenths of a second later. No core is kept
-            awake where nothing is stolen, where that does not help, and where a control group limits the
-            process's CPU time.
         tcp_stripes: over how many TCP connections messages of more than 1 MiB to one worker are spread, at
             most 64 (default 1: over the one that everything goes over). It helps where the network limits
             what a connection gets, as many clouds do. With more than 1, that many are opened beside the one
@@ -272,7 +265,6 @@ class AgentOptions(RpcBackendOptions):
     max_message_bytes = _Option(_positive_int)
     shared_memory_bytes = _Option(_int_or_zero)
     kept_memory_bytes = _Option(_int_or_zero)
-    keep_awake = _Option(_bool)
     tcp_stripes = _Option(_stripes)
     transports = _Option(_transports)
     listen = _Option(_listen)
@@ -295,7 +287,6 @@ class AgentOptions(RpcBackendOptions):
         transports: Iterable[str] | None = None,
         shared_memory_bytes: int = 1024 * _MIB,
         kept_memory_bytes: int = 64 * _MIB,
-        keep_awake: bool = False,
         tcp_stripes: int = 1,
         listen: str | None = None,
         deserialization: Literal["pickle", "safe"] = "pickle",
@@ -313,7 +304,6 @@ class AgentOptions(RpcBackendOptions):
         self.transports = transports
         self.shared_memory_bytes = shared_memory_bytes
         self.kept_memory_bytes = kept_memory_bytes
-        self.keep_awake = keep_awake
         self.tcp_stripes = tcp_stripes
         self.listen = listen
         self.deserialization = deserialization

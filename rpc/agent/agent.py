@@ -6,7 +6,7 @@ the frame (``messages``) to the peer, which writes it to the socket. Frames come
 ``futures``). The loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
 
 What stands on the agent extends it at three points: message kinds (``on``, and ``control`` for small
-messages that must arrive), interceptors (``interceptors``), and carriers and reducers (``serialization``).
+messages that must arrive), the tape (``tape``), and carriers and reducers (``serialization``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Future
 from rpc.agent.outbox import Messages
 from rpc.agent.pending_call import PendingCall
-from rpc.agent.request_runner import Interceptor, RequestRunner
+from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Recording, Tape
-from rpc.awake import Wakefulness, new_wakefulness
 from rpc.bulk.shared_memory import SharedMemory
 from rpc.bulk.striping import Striping
 from rpc.errors import ForkedProcessError, NotInitializedError
@@ -68,7 +67,6 @@ class Agent:
         self.options = options
         self.rpc_timeout = options.rpc_timeout
         self.incarnation = secrets.randbits(63)
-        self.interceptors: list[Interceptor] = []
         self.tape: Tape | None = None
         self._loop_thread = LoopThread(
             "farcall-loop", "a blocking call on the agent's own thread would stop the agent"
@@ -98,9 +96,6 @@ class Agent:
         self._forked_handlers: list[Callable[[], object]] = []
         self._joined_handlers: list[Callable[[Peer], None]] = []
         self.mailbox = Mailbox(self.loop, self._look_whether_idle)
-        self.wakefulness: Wakefulness | None = (
-            new_wakefulness(self.mailbox.call, self.loop.call_later) if options.keep_awake else None
-        )
         self.allow = serialization.allowed if options.deserialization == "safe" else None
         self.shared_memory = SharedMemory(
             self, options.shared_memory_bytes, options.max_message_bytes, takes=self.allow is None
@@ -191,7 +186,6 @@ class Agent:
                 self._connect,
                 send_queue_bytes=self.options.send_queue_bytes,
                 near=member.host == self.view.me.host,
-                stir=None if self.wakefulness is None else self.wakefulness.stir,
             )
             self._routes.clear()
             for handler in self._joined_handlers:
@@ -380,7 +374,6 @@ class Agent:
         self.closed = True
         _do_all(
             self.mailbox.close,
-            self._let_cores_sleep,
             *self._close_handlers,
             functools.partial(self._leave_group, reason),
             self._settle_calls,
@@ -390,17 +383,6 @@ class Agent:
             self._loop_thread.stop,
             self._restore_process,
         )
-
-    def _let_cores_sleep(self) -> None:
-        wakefulness = self.wakefulness
-        if wakefulness is None:
-            return
-        try:
-            if not self._loop_thread.is_current():
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    self._loop_thread.call(wakefulness.close)
-        finally:
-            wakefulness.close()
 
     def _leave_group(self, reason: str) -> None:
         if not self._loop_thread.is_current():

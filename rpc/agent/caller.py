@@ -129,7 +129,7 @@ class Caller:
     def dump_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
     ) -> Payload:
-        """The message of a call, and what the tape and interceptors say of it.
+        """The message of a call, and what the tape says of it.
 
         It is serialized with the pickler that the user has put in place of ours, if there is one.
         """
@@ -146,27 +146,14 @@ class Caller:
                 function, args, kwargs, peer, pickler=replacement.pickler, tracked=tensors
             )
             note(tape, recording, tensors, payload.header, peer)
-        if agent.interceptors:
-            self._intercept(payload.header, peer)
         return payload
 
     def attach(self, header: dict[str, Any], peer: Peer) -> None:
-        """Let the tape and interceptors add to the header of a request without arguments."""
+        """Let the tape add to the header of a request without arguments."""
         tape = self._agent.tape
         recording = None if tape is None else tape.calling(peer)
         if tape is not None and recording is not None:
             note(tape, recording, [], header, peer)
-        self._intercept(header, peer)
-
-    def _intercept(self, header: dict[str, Any], peer: Peer) -> None:
-        try:
-            for interceptor in self._agent.interceptors:
-                value = interceptor.outgoing(peer)
-                if value is not None:
-                    header[interceptor.key] = value
-        except BaseException:
-            serialization.take_back(header, peer)
-            raise
 
     def request(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> PendingCall:
         """Send any message that is answered by a reply or a failure.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -29,20 +29,7 @@ from rpc.wording import with_article
 if TYPE_CHECKING:
     from rpc.agent.agent import Agent
 
-__all__ = ["Interceptor", "Request", "RequestRunner"]
-
-
-class Interceptor(Protocol):
-    """Extension point: rides in a call's header, from the caller to round the function's run."""
-
-    key: str
-    """Its place in the header."""
-
-    def outgoing(self, to: Peer) -> Any:
-        """On the calling thread: what to attach to a call, anything msgpack can encode; None for nothing."""
-
-    def incoming(self, value: Any, source: Peer) -> AbstractContextManager[Any]:
-        """On the callee: what is entered round the function when ``value`` was attached."""
+__all__ = ["Request", "RequestRunner"]
 
 
 class Request:
@@ -110,10 +97,7 @@ class RequestRunner:
         try:
             function, args, kwargs = self.load(request)
             recording = request.recording
-            if self._agent.interceptors:
-                with self._intercepted(request):
-                    value = function(*args, **kwargs)
-            elif recording is not None:
+            if recording is not None:
                 with recording:
                     value = function(*args, **kwargs)
             else:
@@ -189,7 +173,7 @@ class RequestRunner:
         request: Request,
         answer: Answer,
     ) -> Any:
-        """Run a function, inside what the tape and interceptors attached to the header of a loaded request.
+        """Run a function, inside what the tape attached to the header of a loaded request.
 
         Returns:
             Its value; or ``LATER``, and then ``answer`` is called, on some thread, when the future that it
@@ -198,7 +182,7 @@ class RequestRunner:
         Raises:
             What the function raises right away; ``answer`` is not called then.
         """
-        with self._intercepted(request):
+        with _followed(request):
             value = function(*args, **kwargs)
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
             return self._later(function, value, request, answer)
@@ -245,23 +229,10 @@ class RequestRunner:
         self._agent.postponed.end()
         self._agent.something_ended()
 
-    def _intercepted(self, request: Request) -> AbstractContextManager[Any]:
-        recording, interceptors = request.recording, self._agent.interceptors
-        if not interceptors:
-            return nullcontext() if recording is None else recording
-        header = request.frame.header
-        with ExitStack() as stack:  # left at once if one cannot be entered
-            if recording is not None:
-                stack.enter_context(recording)
-            for interceptor in interceptors:
-                if interceptor.key in header:
-                    stack.enter_context(interceptor.incoming(header[interceptor.key], request.peer))
-            return stack.pop_all()
-
     async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
         """Run an ``async def`` callee; what it returns is serialized on an executor thread."""
         try:
-            with self._intercepted(request):
+            with _followed(request):
                 value = await coroutine
         except BaseException as error:
             self._agent.executor.submit((_give, (answer, None, error)))
@@ -295,6 +266,10 @@ class RequestRunner:
             coroutines, self._coroutines = self._coroutines, None
         if coroutines is not None:
             coroutines.stop()
+
+
+def _followed(request: Request) -> AbstractContextManager[Any]:
+    return nullcontext() if request.recording is None else request.recording
 
 
 def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:

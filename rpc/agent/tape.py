@@ -47,7 +47,7 @@ class Tape(Protocol):
     """Called from any thread."""
 
     key: str
-    """Its place in the header: not that of any interceptor or carrier."""
+    """Its place in the header: not that of any carrier."""
 
     def calling(self, to: Peer) -> Recording | None:
         """What a call made now, on this thread, is noted in; None if it isn't noted."""

@@ -71,9 +71,6 @@ class Membership:
         self._gone.setdefault(incarnation, reason)
         return self._by_incarnation.pop(incarnation, None)
 
-    def is_present(self, incarnation: int) -> bool:
-        return incarnation in self._by_incarnation
-
     def gone_reason(self, incarnation: int) -> str | None:
         """Why an incarnation is gone; None if it never was here or still is."""
         return self._gone.get(incarnation)
@@ -123,13 +120,3 @@ class Membership:
                 + "."
             )
         return member
-
-    def lost_error(self, member: Member, doing: str) -> WorkerLostError:
-        """The error for something that was asked of a member that is gone."""
-        reason = self._gone.get(member.incarnation, "its connection is closed")
-        return WorkerLostError(f"worker '{member.name}' is gone ({reason}): {doing}", member.name, reason)
-
-    def check_present(self, member: Member, doing: str) -> None:
-        """Raise ``WorkerLostError`` if the member is gone."""
-        if member.incarnation not in self._by_incarnation:
-            raise self.lost_error(member, doing)

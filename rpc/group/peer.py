@@ -34,7 +34,6 @@ class Peer:
             block, and calling it twice must do no harm.
         send_queue_bytes: callers of ``send`` wait while more than this waits for the connection.
         near: it is on this host.
-        stir: called before something is sent, if anything is to be.
     """
 
     is_self = False
@@ -47,7 +46,6 @@ class Peer:
         "_queue_limit",
         "_requested",
         "_room",
-        "_stir",
         "_waiting",
         "_waiting_bytes",
         "agent",
@@ -69,7 +67,6 @@ class Peer:
         *,
         send_queue_bytes: int = 64 << 20,
         near: bool = True,
-        stir: Callable[[], object] | None = None,
     ) -> None:
         self.member = member
         self.name = member.name
@@ -89,7 +86,6 @@ class Peer:
         self._queue_limit = send_queue_bytes
         self._near = near
         self._room = threading.Condition(self._lock)
-        self._stir = stir
         self._requested = False
         self.standby: Standby | None = None
         """Where idle threads may wait for its requests, while there is a connection."""
@@ -123,8 +119,6 @@ class Peer:
             WorkerLostError: the worker is gone.
             QueueFull: too much is queued for it already.
         """
-        if self._stir is not None:
-            self._stir()
         connection = self.connection
         if connection is None:
             connection = self._keep(buffers, size, aliased, wait)
@@ -141,8 +135,6 @@ class Peer:
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
             return
-        if self._stir is not None:
-            self._stir()
         try:
             connection.send_small(frame, wait, gather=gather)
         except ConnectionClosed:

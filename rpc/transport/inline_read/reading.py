@@ -10,8 +10,7 @@
    last waits were that short (see ``Promptness``), and sleep at once if not. Only as many threads look at a
    time as leave one core to those who compute. A thread that finds other processes on its core, or other
    threads of its own process computing, which its looking would keep from the interpreter, sleeps, and does
-   not look for the next few times. Beside a thread that spins to keep a core awake, it looks for a shorter
-   moment and cares for nobody: what it would give way to, or take for one that computes, is that thread.
+   not look for the next few times.
 3. Receive. Whether it is still the thread's turn is looked at, and the count appended to ``unread``, within
    the C code that receives, where no signal handler runs: it is noted, or nothing was received.
 4. If what came is what the thread waits for, or what any thread may take in, take it: it is stored first,
@@ -36,7 +35,6 @@ from threading import get_ident
 from time import monotonic, process_time, thread_time
 from typing import Final, Protocol, TypeVar
 
-from rpc.awake import spinning
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.transport import syscalls
 from rpc.transport.inline_read.promptness import Promptness
@@ -55,8 +53,6 @@ AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(o
 
 _MOMENT_SECONDS: Final = 3e-3
 """For how long a thread looks before it sleeps."""
-_AWAKE_MOMENT_SECONDS: Final = 0.3e-3
-"""The same, while a thread that spins keeps the core awake."""
 _LATE_SECONDS: Final = 0.2e-3
 """If a thread that gives way is back so much later only, other processes need its core."""
 _SAMPLE_SECONDS: Final = 50e-6
@@ -421,17 +417,14 @@ class DirectReading:
                 return events
             _looking[me] = None
             now = monotonic()
-            if spinning:
-                until = min(until, now + _AWAKE_MOMENT_SECONDS)
             back_by = until
             sampled, computed = now, math.inf
             while not events and now < back_by:
                 back_by = min(until, now + _LATE_SECONDS)
-                if not spinning:
-                    _give_way()  # the other side may be waiting for this very core
+                _give_way()  # the other side may be waiting for this very core
                 events = poll(0)
                 now = monotonic()
-                if now - sampled > _SAMPLE_SECONDS and not spinning:  # which would count as computing
+                if now - sampled > _SAMPLE_SECONDS:
                     before, computed = computed, _computed_by_others()
                     if computed - before > _COMPUTING_SHARE * (now - sampled):
                         break

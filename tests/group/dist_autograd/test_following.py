@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 import dist_autograd
 import rpc
 from rpc.errors import AutogradError, ProtocolError
-from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
 from rref.requests import FETCH, fetch
 from tests.support.serving import WAIT_SECONDS, first_of, open_gate, wait_at_gate
@@ -138,37 +136,6 @@ def fetch_where_no_call_has_come(_: Worker) -> None:
 
 def test_what_is_fetched_belongs_to_the_graph(run_workers: RunWorkers) -> None:
     first_of(run_workers, fetch_where_no_call_has_come)
-
-
-class Refusing:
-    """An interceptor whose callee's end does not admit what its caller's end attaches."""
-
-    key = "refused"
-
-    def outgoing(self, to: Peer) -> Any:
-        return 7
-
-    def incoming(self, value: Any, source: Peer) -> AbstractContextManager[Any]:
-        raise ValueError("it is refused")
-
-
-def refuse() -> None:
-    current_agent().interceptors.append(Refusing())
-
-
-def call_refusing_worker(_: Worker) -> list[int | None]:
-    rpc.rpc_sync(OTHER, refuse)
-    refuse()
-    with dist_autograd.context():
-        for _times in range(3):
-            with pytest.raises(ValueError, match="it is refused"):
-                rpc.rpc_sync(OTHER, known_context)
-    current_agent().interceptors.clear()
-    return [rpc.rpc_sync(OTHER, known_context) for _ in range(3)]
-
-
-def test_call_that_an_interceptor_refuses_leaves_no_context_behind(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, call_refusing_worker) == [None] * 3
 
 
 def fetch_with_bad_context(_: Worker) -> list[int]:

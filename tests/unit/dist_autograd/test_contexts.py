@@ -36,7 +36,7 @@ class World:
                 post=lambda peer, _, message: self.posted.append((peer.incarnation, message)),
             ),
             executor=SimpleNamespace(submit=lambda task: task[0](task[1])),
-            deferred=SimpleNamespace(
+            mailbox=SimpleNamespace(
                 gathered=lambda function, argument: None,
                 call=lambda function, *arguments: self.left_to_loop.append((function, arguments)),
             ),

@@ -44,7 +44,6 @@ def test_agent_options_have_pytorchs_defaults(kind: type[AgentOptions]) -> None:
     assert options.dynamic is False
     assert options.switch_interval == 0.0005
     assert options.kept_memory_bytes == 64 << 20
-    assert options.keep_awake is False
     assert options.deserialization == "pickle"
 
 
@@ -118,7 +117,6 @@ def test_refusal_is_what_pytorch_raises() -> None:
         ("num_worker_threads", "a"),
         ("num_worker_threads", 2.5),
         ("dynamic", 1),
-        ("keep_awake", 1),
         ("listen", 8080),
         ("kept_memory_bytes", 0.5),
     ],

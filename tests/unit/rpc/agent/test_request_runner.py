@@ -27,7 +27,7 @@ async def function() -> None:
 
 def make() -> tuple[RequestRunner, Counter]:
     postponed = Counter()
-    agent = SimpleNamespace(postponed=postponed, interceptors=[], something_ended=lambda: None)
+    agent = SimpleNamespace(postponed=postponed, something_ended=lambda: None)
     return RequestRunner(agent), postponed  # type: ignore[arg-type]  # all that it asks of an agent here
 
 

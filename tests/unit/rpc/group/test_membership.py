@@ -81,7 +81,6 @@ def test_who_left_is_no_longer_present_but_still_known_by_name() -> None:
     group = view(FIRST, SECOND)
     assert group.leave(FIRST.incarnation, "it died") == FIRST
     assert group.present() == [ME, SECOND]
-    assert not group.is_present(FIRST.incarnation)
     assert group.find(FIRST.incarnation) is None
     assert group.gone_reason(FIRST.incarnation) == "it died"
     assert group.resolve("first") == group.resolve(1) == FIRST
@@ -92,17 +91,6 @@ def test_leaving_twice_keeps_the_first_reason() -> None:
     group.leave(FIRST.incarnation, "it died")
     assert group.leave(FIRST.incarnation, "it died again") is None
     assert group.gone_reason(FIRST.incarnation) == "it died"
-
-
-def test_what_is_asked_of_a_gone_worker_fails_with_the_reason() -> None:
-    group = view(FIRST)
-    group.check_present(FIRST, "nothing happens")
-    group.leave(FIRST.incarnation, "it died")
-    with pytest.raises(
-        WorkerLostError, match=r"worker 'first' is gone \(it died\): the call was not made"
-    ) as caught:
-        group.check_present(FIRST, "the call was not made")
-    assert (caught.value.worker, caught.value.reason) == ("first", "it died")
 
 
 def test_a_gone_incarnation_never_comes_back() -> None:

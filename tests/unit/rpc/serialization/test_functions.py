@@ -245,7 +245,7 @@ def test_class_of_an_argument_missing_on_the_callee(monkeypatch: pytest.MonkeyPa
     _, segments = deliver(serialization.dump_call(callees.null, (Plain(1),), {}, CALLEE))
     monkeypatch.delattr(callees, "Plain")
 
-    with pytest.raises(FunctionNotFoundError, match=r"'tests\.rpc\.serialization\.callees\.Plain'"):
+    with pytest.raises(FunctionNotFoundError, match=r"'tests\.unit\.rpc\.serialization\.callees\.Plain'"):
         serialization.load_call({}, segments, None, CALLER)
 
 

@@ -188,7 +188,7 @@ def test_everything_else_is_refused_by_name(allow: AllowList, value: Any) -> Non
 def test_call_of_another_function_is_refused_by_name(allow: AllowList) -> None:
     allow.function(callees.add)
 
-    with pytest.raises(SerializationError, match=r"'tests\.rpc\.serialization\.callees\.null' is not on"):
+    with pytest.raises(SerializationError, match=r"'tests\.unit\.rpc\.serialization\.callees\.null' is not on"):
         send_call(callees.null, allow=allow)
     with pytest.raises(SerializationError, match="not on this worker's allow-list"):
         send_call(lambda: 0, allow=allow)

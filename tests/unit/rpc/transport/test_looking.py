@@ -118,34 +118,6 @@ def test_a_thread_looks_no_longer_than_it_may_wait(end: End, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("one_may_look")
-def test_beside_a_thread_that_spins_none_gives_way_or_takes_it_for_one_that_computes(
-    end: End, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "spinning", {None: None})
-    monkeypatch.setattr(reading, "_AWAKE_MOMENT_SECONDS", SOON)
-    monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
-    monkeypatch.setattr(reading, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(reading, "_computed_by_others", itertools.count().__next__)
-    gave_way: list[None] = []
-    monkeypatch.setattr(reading, "_give_way", lambda: gave_way.append(None))
-    assert waits_of(end, arrives_at=3) == [0] * 4
-    assert not gave_way
-
-
-@pytest.mark.usefixtures("one_may_look")
-def test_beside_a_thread_that_spins_it_looks_for_a_shorter_moment(
-    end: End, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "spinning", {None: None})
-    monkeypatch.setattr(reading, "_AWAKE_MOMENT_SECONDS", 0.0)
-    monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)
-    for _ in range(2):  # it does not rest after the first
-        look, wait = waits_of(end, arrives_at=1)
-        assert look == 0
-        assert wait > 0
-
-
-@pytest.mark.usefixtures("one_may_look")
 def test_a_thread_whose_core_others_need_sleeps(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_LATE_SECONDS", 0.0)
     monkeypatch.setattr(reading, "_MOMENT_SECONDS", SOON)

@@ -14,6 +14,7 @@ from rpc.runtime.loop import LoopThread
 from rpc.transport import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.sending import CAPTURE_ALL
 from rpc.transport.stream import StreamConnection
+from rpc.wire import decoder
 from rpc.wire.chunking import CHUNK_BYTES, SHORT_CHUNK_BYTES, Outgoing
 from rpc.wire.frames import (
     PREAMBLE,
@@ -21,7 +22,6 @@ from rpc.wire.frames import (
     Kind,
     chunk_prefix,
     chunked,
-    decoder,
     encode,
     unpack_prefix,
 )

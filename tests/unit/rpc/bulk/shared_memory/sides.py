@@ -35,9 +35,9 @@ class Side:
         member = SimpleNamespace(host="host")
         agent = SimpleNamespace(
             loop=loop,
-            deferred=SimpleNamespace(call=loop.call_soon),
+            mailbox=SimpleNamespace(call=loop.call_soon),
             view=SimpleNamespace(me=member),
-            links=SimpleNamespace(lose=lambda _, reason: self.lost.append(reason)),
+            connections=SimpleNamespace(lose=lambda _, reason: self.lost.append(reason)),
             peer_by_incarnation=lambda _: self.other,
             frames_received=self._frames_received,
         )

@@ -43,8 +43,8 @@ class Accepting:
         self._peer = cast("Peer", peer)
         agent = SimpleNamespace(
             loop=self._loop,
-            deferred=SimpleNamespace(call=self._loop.call_soon),
-            links=SimpleNamespace(has_dialled=lambda _: False),
+            mailbox=SimpleNamespace(call=self._loop.call_soon),
+            connections=SimpleNamespace(has_dialled=lambda _: False),
             options=SimpleNamespace(send_queue_bytes=LIMIT),
             peer_by_incarnation=lambda _: peer,
         )
