@@ -145,7 +145,7 @@ class Backwards:
     def _failure(self, peer: Peer, frame: Frame) -> BaseException:
         """What a worker's failure is to its root: loading the error may run code of the user's."""
         agent = self._agent
-        error = serialization.load_exception(frame.header, frame.segments, None, peer, allow=agent.allow)
+        error = serialization.load_exception(frame.header, frame.buffers, None, peer, allow=agent.allow)
         if isinstance(error, WorkerLostError):
             return error
         failure = failure_of(peer.member.info, error)
@@ -317,7 +317,7 @@ class Backwards:
         context, message = running.context, origin.message
         whole = {mark[1] for mark in marks} == {message}
         gradients: Payload | None = None
-        if not whole and sum(map(len, payload.segments)) > SMALL_BYTES:
+        if not whole and sum(map(len, payload.buffers)) > SMALL_BYTES:
             gradients, payload = payload, Payload({}, [])
         payload.header["part"] = [
             running.key[1],
@@ -336,7 +336,7 @@ class Backwards:
             self._roots[running.key].ask(
                 part,
                 partial(agent.caller.transmit, part, kind, payload),
-                is_small=len(payload.segments) == 1,
+                is_small=len(payload.buffers) == 1,
             )
         except BaseException:
             self._contexts.say_again(peer, over)
@@ -350,7 +350,7 @@ class Backwards:
 
     def _read(self, message: tuple[Peer, Frame]) -> Sequence[Tensor | None]:
         peer, frame = message
-        return serialization.load_tensors(frame.segments, peer, allow=self._agent.allow)
+        return serialization.load_tensors(frame.buffers, peer, allow=self._agent.allow)
 
     def _send(self, peer: Peer, kind: int, payload: Payload) -> None:
         try:

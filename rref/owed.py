@@ -17,7 +17,7 @@ __all__ = ["OwedAnswers"]
 
 logger = logging.getLogger(__name__)
 
-_NOTHING: Final = serialization.dumps(None, None).segments
+_NOTHING: Final = serialization.dumps(None, None).buffers
 
 
 class OwedAnswers:

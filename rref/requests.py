@@ -51,7 +51,7 @@ def object_id(header: dict[str, Any]) -> RRefId | None:
 
 def name_creation(payload: Payload, rref: RRefId, fork: ForkId) -> None:
     """Make the message of a call one of a creation, under these ids."""
-    payload.segments[0] = _NUMBERS.pack(rref[1], fork[1]) + payload.segments[0]
+    payload.buffers[0] = _NUMBERS.pack(rref[1], fork[1]) + payload.buffers[0]
 
 
 def creation(frame: Frame, creator: Peer) -> tuple[RRefId, ForkId, Frame]:
@@ -73,7 +73,7 @@ def fetch(rref: RRefId) -> Payload:
 
 def fetched_id(frame: Frame) -> RRefId:
     """The object that a message asks for."""
-    return _numbers(frame.segments)
+    return _numbers(frame.buffers)
 
 
 def _numbers(segments: list[Any]) -> tuple[int, int]:

@@ -205,11 +205,11 @@ class Server:
         except BaseException as error:
             agent.fail(peer, call_id, error)
             return
-        if payload.header or len(payload.segments) > 1 or len(payload.segments[0]) > SMALL_BYTES:
+        if payload.header or len(payload.buffers) > 1 or len(payload.buffers[0]) > SMALL_BYTES:
             self._owed.send(peer)
             agent.answer(peer, Kind.REPLY, call_id, payload)
         else:
-            self._owed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.segments), INFINITE)
+            self._owed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers), INFINITE)
 
     def _fetch_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         agent = self._agent
@@ -228,7 +228,7 @@ class Server:
         payload = serialization.dump_quickly(value.get()) if value.error is None else None
         if payload is None:
             return self._answer_fetch, (peer, call_id, value)
-        self._owed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.segments))
+        self._owed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers))
         return None
 
     def _special_fetch_arrived(self, peer: Peer, frame: Frame, target: RRefId) -> Task | None:

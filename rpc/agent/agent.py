@@ -261,7 +261,7 @@ class Agent:
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         if frame.kind == Kind.FAILURE:
             raise serialization.load_exception(
-                frame.header, frame.segments, call.arrivals, call.peer, allow=self.allow
+                frame.header, frame.buffers, call.arrivals, call.peer, allow=self.allow
             )
         _, _, header, segments = frame
         recording = self.recording_of(header, call.peer, answer=True)

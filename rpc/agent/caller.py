@@ -88,7 +88,7 @@ class Caller:
         """Send the message of a call that is in the table, wait, and return its value or raise."""
         connection = call.peer.connection
         direct = None if connection is None else connection.direct
-        if direct is None or len(payload.segments) > 1:
+        if direct is None or len(payload.buffers) > 1:
             # To send much takes long, and the loop reads meanwhile.
             self.transmit(call, kind, payload)
             return call.result()

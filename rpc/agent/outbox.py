@@ -57,7 +57,7 @@ class Messages:
             wait: seconds to wait at most while too much is queued for that peer.
             gather: see ``Connection.send_small``.
         """
-        header, segments = payload.header, payload.segments
+        header, segments = payload.header, payload.buffers
         count = len(segments)
         handed_over = count > 1
         try:

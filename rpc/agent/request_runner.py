@@ -118,7 +118,7 @@ class RequestRunner:
         """The answer to a request; None if that is an error, which is sent."""
         peer, frame = request.peer, request.frame
         # The memory that the arguments lie in goes back before the caller goes on, and may use it.
-        frame.segments.clear()
+        frame.buffers.clear()
         try:
             return self._agent.dump_reply(peer, value, function, request.recording)
         except BaseException as error:
@@ -131,7 +131,7 @@ class RequestRunner:
         To be called with nothing else of the user's in hand.
         """
         peer = request.peer
-        large = len(payload.segments) > 1 and sum(map(len, payload.segments)) > _QUICK_BYTES
+        large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
         self.stand_by(peer, value, large=large)
         self._agent.answer(peer, Kind.REPLY, request.frame.call_id, payload)
 

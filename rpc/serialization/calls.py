@@ -89,7 +89,7 @@ def dump_call(
     Example::
 
         payload = dump_call(torch.add, (x, 1), {}, peer)
-        ...  # payload.header and payload.segments reach the other side
+        ...  # payload.header and payload.buffers reach the other side
         arrivals = adopt(header, peer)
         func, args, kwargs = load_call(header, segments, arrivals, peer)
     """
@@ -369,7 +369,7 @@ def dump_quickly(obj: Any) -> Payload | None:
         if kind is Tensor and not obj.__dict__ and obj.is_cpu and obj.nbytes <= _QUICK_BYTES:
             usual = plain(obj)
             payload = None if usual is None else _with_buffers(usual)
-            return payload if payload is not None and len(payload.segments) == 1 else None
+            return payload if payload is not None and len(payload.buffers) == 1 else None
     except RuntimeError:
         pass  # a tensor of some unusual kind
     return None

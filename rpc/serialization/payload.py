@@ -44,27 +44,27 @@ class Source(Protocol):
 
 
 class Payload:
-    """A serialized object: a header and the segments that belong to it.
+    """A serialized object: a header and the buffers that belong to it.
 
     Attributes:
         header: what must be known before the pickle is read, as msgpack can encode it; mostly empty. Its
             keys are the kinds of carriers, and ``"!"`` for an exception; the agent may add its own.
-        segments: buffers: the pickle first, always ``bytes``; then the memory of tensors and other large
+        buffers: the pickle first, always ``bytes``; then the memory of tensors and other large
             buffers.
-        borrowed: indices of those segments that *are* the memory of the caller's tensors or arrays. They
+        borrowed: indices of those buffers that *are* the memory of the caller's tensors or arrays. They
             change when the caller changes these, until they are sent or ``capture`` has copied them.
-            The segments keep that memory alive.
+            The buffers keep that memory alive.
     """
 
-    __slots__ = ("borrowed", "header", "segments")
+    __slots__ = ("borrowed", "buffers", "header")
 
-    def __init__(self, header: dict[str, Any], segments: list[Any], borrowed: Sequence[int] = ()) -> None:
+    def __init__(self, header: dict[str, Any], buffers: list[Any], borrowed: Sequence[int] = ()) -> None:
         self.header = header
-        self.segments = segments
+        self.buffers = buffers
         self.borrowed = borrowed
 
     def capture(self) -> None:
         """Copy what is borrowed, so that the caller may change its tensors from now on."""
         for index in self.borrowed:
-            self.segments[index] = bytearray(self.segments[index])
+            self.buffers[index] = bytearray(self.buffers[index])
         self.borrowed = ()

@@ -111,7 +111,7 @@ class Frame(NamedTuple):
     kind: int
     call_id: int
     header: dict[str, Any]
-    segments: list[Any]
+    buffers: list[Any]
 
 
 def padding_after(offset: int) -> int:

@@ -157,7 +157,7 @@ def count_what_threads_take() -> None:
     take = dispatcher.taken_by_thread
 
     def noting(peer: Peer, frame: Frame) -> Task | None:
-        if len(frame.segments) > 1:
+        if len(frame.buffers) > 1:
             TAKEN.append(frame.kind)
         return take(peer, frame)
 

@@ -281,7 +281,7 @@ def leave_something(at: Target) -> None:
         member = peer.newcomer(1)
         peer.join(member)
         name_creation(call, (member.incarnation, 1), (member.incarnation, 2))
-        peer.say(frame(CREATE, {}, call.segments))
+        peer.say(frame(CREATE, {}, call.buffers))
         answer = peer.hear()
         assert answer is not None
         assert answer.kind == Kind.REPLY
@@ -302,7 +302,7 @@ def answer_for_others(at: Target) -> None:
     with Hostile(at) as peer:
         peer.join(peer.newcomer(1))
         for call_id in range(1, 200):
-            peer.say(frame(Kind.REPLY, {}, serialization.dumps("forged", None).segments, call_id))
+            peer.say(frame(Kind.REPLY, {}, serialization.dumps("forged", None).buffers, call_id))
         peer.hear_all()
 
 

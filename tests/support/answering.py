@@ -64,9 +64,9 @@ class Owner:
         return call.timeout_error() if self.open.pop(call.call_id, None) else None
 
     def unwrap(self, peer: Peer, frame: Frame, taken: Sized) -> Frame:
-        if not frame.segments:
+        if not frame.buffers:
             raise ProtocolError("a malformed message")
-        wrapped: Frame = frame.segments[0]
+        wrapped: Frame = frame.buffers[0]
         return wrapped
 
 

@@ -47,7 +47,7 @@ class Call:
     def look(self, frame: Frame, taken: Sized) -> Frame | None:
         self.looked.append(taken)
         return (
-            None if frame.segments == [b"malformed"] else Frame(Kind.REPLY, frame.call_id, {}, [b"elsewhere"])
+            None if frame.buffers == [b"malformed"] else Frame(Kind.REPLY, frame.call_id, {}, [b"elsewhere"])
         )
 
     def has_taken(self) -> int:

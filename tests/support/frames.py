@@ -76,7 +76,7 @@ def greeted(max_frame_bytes: int = LIMIT) -> Decoder:
 
 def as_messages(frames: list[Frame]) -> list[Message]:
     return [
-        (frame.kind, frame.call_id, frame.header, [bytes(segment) for segment in frame.segments])
+        (frame.kind, frame.call_id, frame.header, [bytes(segment) for segment in frame.buffers])
         for frame in frames
     ]
 

@@ -97,7 +97,7 @@ class SharedMemory:
         Returns:
             Whether it was sent. If not, it is to go through the socket.
         """
-        header, segments = payload.header, payload.segments
+        header, segments = payload.header, payload.buffers
         size = sum(map(len, segments)) - len(segments[0])
         if not SMALLEST_BYTES <= size <= self._max_message_bytes or len(segments) > MAX_SEGMENTS:
             return False
@@ -177,9 +177,9 @@ class SharedMemory:
             ProtocolError: it stands for none.
         """
         incoming = self._incoming.get(peer.incarnation)
-        if incoming is None or frame.header or len(frame.segments) != 1:
+        if incoming is None or frame.header or len(frame.buffers) != 1:
             raise ProtocolError("a malformed message in a segment")
-        kind, header, number, use, lengths, pickle = unpack(frame.segments[0])
+        kind, header, number, use, lengths, pickle = unpack(frame.buffers[0])
         if kind == Kind.IN_SEGMENT:
             raise ProtocolError("a message in a segment in a segment")
         buffers = incoming[0].open(number, use, lengths, self._max_message_bytes, taken)

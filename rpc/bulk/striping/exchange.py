@@ -179,11 +179,11 @@ class Striping:
         if (
             stripes is None
             or frame.header
-            or len(frame.segments) != 1
-            or len(frame.segments[0]) > _OPENING_BYTES
+            or len(frame.buffers) != 1
+            or len(frame.buffers[0]) > _OPENING_BYTES
         ):
             raise ProtocolError("a malformed opening of a message over stripes")
-        what, rooms, lead = read_opening(memoryview(frame.segments[0]), self._max_message_bytes, 0)
+        what, rooms, lead = read_opening(memoryview(frame.buffers[0]), self._max_message_bytes, 0)
         if what[0] in _OWN_KINDS:
             raise ProtocolError("a message about stripes over stripes")
         stripes.receiver.open(frame.call_id, what, rooms, lead)

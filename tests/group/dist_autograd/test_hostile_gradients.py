@@ -90,7 +90,7 @@ def send_unasked(at: Target, kind: int) -> None:
         member = peer.newcomer(kind)
         peer.join(member)
         context = [CONTEXT + kind, member.incarnation]  # that of one who is gone is over
-        peer.say(frame(Kind.CALL, {"context": context}, call.segments))
+        peer.say(frame(Kind.CALL, {"context": context}, call.buffers))
         answer = peer.hear()
         assert answer is not None
         unknown = answer.header["context"][2] + 1

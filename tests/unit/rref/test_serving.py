@@ -55,5 +55,5 @@ def test_who_waits_to_leave_is_told_of_a_fetch_that_need_not_wait_after_all(head
     agent = Agent()
     references: Any = SimpleNamespace(find=lambda _: JustMade())
     Server(agent, references)  # type: ignore[arg-type]
-    agent.handlers[FETCH](peer(), Frame(FETCH, 1, header, fetch((1, 2)).segments))
+    agent.handlers[FETCH](peer(), Frame(FETCH, 1, header, fetch((1, 2)).buffers))
     assert agent.told == [0]

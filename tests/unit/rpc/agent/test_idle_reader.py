@@ -75,8 +75,8 @@ def test_what_needs_the_loop_is_left_to_it(
         Frame(Kind.IN_SEGMENT, 1, {}, [b"", b""]),
         Frame(Kind.IN_SEGMENT, 1, {}, [b"\x00"]),
         in_segment(Kind.IN_SEGMENT, {}),
-        Frame(Kind.IN_SEGMENT, 1, {"more": 1}, in_segment(Kind.CALL, {}).segments),
-        Frame(Kind.IN_SEGMENT, 1, {}, [in_segment(Kind.CALL, {"autograd": [1, 2]}).segments[0][:45]]),
+        Frame(Kind.IN_SEGMENT, 1, {"more": 1}, in_segment(Kind.CALL, {}).buffers),
+        Frame(Kind.IN_SEGMENT, 1, {}, [in_segment(Kind.CALL, {"autograd": [1, 2]}).buffers[0][:45]]),
     ],
     ids=[
         "no segment",

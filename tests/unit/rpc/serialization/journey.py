@@ -29,7 +29,7 @@ def deliver(payload: Payload) -> tuple[dict[str, Any], list[memoryview]]:
     header = msgpack.unpackb(msgpack.packb(payload.header))
     block = bytearray()
     places = []
-    for segment in payload.segments:
+    for segment in payload.buffers:
         block += bytes(-len(block) % 16)
         places.append((len(block), len(block) + len(segment)))
         block += segment

@@ -60,8 +60,8 @@ def test_null_call_has_no_header_and_one_small_segment() -> None:
     payload = serialization.dump_call(null, (), {}, CALLEE)
 
     assert payload.header == {}
-    assert len(payload.segments) == 1
-    assert len(payload.segments[0]) < 80
+    assert len(payload.buffers) == 1
+    assert len(payload.buffers[0]) < 80
 
 
 @pytest.mark.parametrize("value", [None, 1, "text", 2.5, [1], (1, 2), {"a": 1}, torch.float32], ids=repr)

@@ -131,7 +131,7 @@ def test_description_of_an_error_that_is_not_sent_brings_nothing(office: TicketO
     described = serialization.without_exception(payload.header, ValueError("over the limit"))
 
     assert list(described.header) == ["!"]
-    assert not described.segments
+    assert not described.buffers
 
 
 def test_error_of_a_carrier_keeps_its_class_and_names_the_call(office: TicketOffice) -> None:

@@ -251,7 +251,7 @@ def test_malformed_failure_is_a_remote_error(header: dict[str, Any]) -> None:
 def test_pickle_of_something_else_is_a_remote_error() -> None:
     header, _ = deliver(serialization.dump_exception(ValueError("x"), CALLEE, CALLER))
     for other in (3, KeyboardInterrupt(), ValueError):
-        segments = serialization.dumps(other, CALLER).segments
+        segments = serialization.dumps(other, CALLER).buffers
         assert type(serialization.load_exception(header, segments, None, CALLEE)) is RemoteError
 
 

@@ -62,7 +62,7 @@ def test_what_can_be_imported_goes_by_name(callee: Any) -> None:
     if callable(callee):
         assert send_call(callee)[0] is callee
         payload = serialization.dump_call(callee, (), {}, CALLEE)
-        assert len(payload.segments[0]) < 250
+        assert len(payload.buffers[0]) < 250
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_tensor_in_a_closure_travels_as_a_segment() -> None:
 
     payload = serialization.dump_call(lambda x: large.sum() + x, (), {}, CALLEE)
 
-    assert [len(segment) for segment in payload.segments[1:]] == [400_000]
+    assert [len(segment) for segment in payload.buffers[1:]] == [400_000]
 
 
 def test_module_registered_with_cloudpickle_goes_by_value() -> None:
@@ -193,7 +193,7 @@ def test_function_by_value_works_in_another_process(tmp_path: Path) -> None:
             return x + offset
 
     payload = serialization.dump_call(lambda x: Shifted().apply(x), (torch.ones(2),), {}, CALLEE)
-    (tmp_path / "payload").write_bytes(pickle.dumps(payload.segments))
+    (tmp_path / "payload").write_bytes(pickle.dumps(payload.buffers))
     script = """
         import pickle, sys
         from rpc import serialization
@@ -353,8 +353,8 @@ def test_spawned_child_calls_its_main_by_the_parents_name(run_as_main: Any) -> N
 
     for value in (main.helper, main.Model, [main.helper], main.Model()):
         payload = serialization.dump_call(callees.null, (value,), {}, peer)
-        assert b"__mp_main__" not in bytes(payload.segments[0])
-    assert b"__mp_main__" not in bytes(serialization.dump_call(main.helper, (), {}, peer).segments[0])
+        assert b"__mp_main__" not in bytes(payload.buffers[0])
+    assert b"__mp_main__" not in bytes(serialization.dump_call(main.helper, (), {}, peer).buffers[0])
     assert send_call(main.helper, to=peer)[0] is main.helper
 
 

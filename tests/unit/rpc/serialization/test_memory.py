@@ -68,7 +68,7 @@ def test_large_tensor_leaves_as_the_callers_own_memory() -> None:
 
     assert list(payload.borrowed) == [1]
     tensor[0] = 7
-    assert np.frombuffer(payload.segments[1], "f")[0] == 7
+    assert np.frombuffer(payload.buffers[1], "f")[0] == 7
 
 
 def test_captured_payload_does_not_follow_the_tensor() -> None:
@@ -80,28 +80,28 @@ def test_captured_payload_does_not_follow_the_tensor() -> None:
     tensor[0] = 7
 
     assert list(payload.borrowed) == []
-    assert np.frombuffer(payload.segments[1], "f")[0] == 0
+    assert np.frombuffer(payload.buffers[1], "f")[0] == 0
 
 
 def test_segments_keep_the_tensors_memory_alive() -> None:
     payload = serialization.dumps(torch.arange(100_000.0), CALLEE)
     torch.full((100_000,), -1.0)  # would reuse the memory
 
-    assert np.array_equal(np.frombuffer(payload.segments[1], "f"), np.arange(100_000, dtype="f"))
+    assert np.array_equal(np.frombuffer(payload.buffers[1], "f"), np.arange(100_000, dtype="f"))
 
 
 def test_copies_made_for_sending_are_not_called_borrowed() -> None:
     payload = serialization.dumps(torch.zeros(4000, 4000)[:, :2], CALLEE)
 
-    assert len(payload.segments) == 2
+    assert len(payload.buffers) == 2
     assert list(payload.borrowed) == []
 
 
 def test_small_tensor_stays_in_the_pickle() -> None:
     payload = serialization.dumps(torch.zeros(INLINE_BYTES // 4), CALLEE)
 
-    assert len(payload.segments) == 1
-    assert isinstance(payload.segments[0], bytes)
+    assert len(payload.buffers) == 1
+    assert isinstance(payload.buffers[0], bytes)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 11, 12])
@@ -112,17 +112,17 @@ def test_what_few_tensors_hold_stays_in_the_pickle_as_long_as_the_frame_stays_sm
     elements = inline_limit(count) // 4
 
     small = dump([torch.zeros(elements) for _ in range(count)])
-    assert [len(each) <= SMALL_FRAME_BYTES for each in small.segments] == [True]
+    assert [len(each) <= SMALL_FRAME_BYTES for each in small.buffers] == [True]
 
     larger = dump([torch.zeros(elements + 1) for _ in range(count)])
-    assert len(larger.segments) == 1 + count
+    assert len(larger.buffers) == 1 + count
 
 
 def test_where_tensors_are_many_only_small_ones_stay_in_the_pickle() -> None:
     tensors = [torch.zeros(INLINE_BYTES // 4) for _ in range(100)]
 
-    assert len(as_gradients(tensors).segments) == 1
-    assert len(as_gradients([each.repeat(2) for each in tensors]).segments) == 101
+    assert len(as_gradients(tensors).buffers) == 1
+    assert len(as_gradients([each.repeat(2) for each in tensors]).buffers) == 101
 
 
 def test_sending_does_not_forbid_resizing() -> None:

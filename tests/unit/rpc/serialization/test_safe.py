@@ -188,7 +188,9 @@ def test_everything_else_is_refused_by_name(allow: AllowList, value: Any) -> Non
 def test_call_of_another_function_is_refused_by_name(allow: AllowList) -> None:
     allow.function(callees.add)
 
-    with pytest.raises(SerializationError, match=r"'tests\.unit\.rpc\.serialization\.callees\.null' is not on"):
+    with pytest.raises(
+        SerializationError, match=r"'tests\.unit\.rpc\.serialization\.callees\.null' is not on"
+    ):
         send_call(callees.null, allow=allow)
     with pytest.raises(SerializationError, match="not on this worker's allow-list"):
         send_call(lambda: 0, allow=allow)
@@ -200,7 +202,7 @@ def test_call_by_a_replacement_pickler_is_refused(allow: AllowList) -> None:
     payload = serialization.dump_call(callees.null, (), {}, CALLEE, pickler=pickler)
 
     with pytest.raises(SerializationError, match="does not read"):
-        serialization.load_call({}, payload.segments, None, CALLER, allow=allow)
+        serialization.load_call({}, payload.buffers, None, CALLER, allow=allow)
 
 
 def test_rebuilding_function_is_no_callee(allow: AllowList) -> None:

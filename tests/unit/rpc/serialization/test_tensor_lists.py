@@ -38,7 +38,7 @@ KINDS = {
 def test_tensors_arrive_as_they_were(kinds: list[str], safe: bool) -> None:
     tensors = [KINDS[kind] for kind in kinds]
     payload = dump_tensors(tensors, ELSEWHERE, "some tensors")
-    arrived = load_tensors(payload.segments, ELSEWHERE, allow=AllowList() if safe else None)
+    arrived = load_tensors(payload.buffers, ELSEWHERE, allow=AllowList() if safe else None)
     assert len(arrived) == len(tensors)
     for before, after in zip(tensors, arrived, strict=True):
         if before is None or after is None:
@@ -51,7 +51,7 @@ def test_tensors_arrive_as_they_were(kinds: list[str], safe: bool) -> None:
 def test_what_arrives_shares_no_memory() -> None:
     tensor = torch.rand(3)
     payload = dump_tensors([tensor, tensor], ELSEWHERE, "some tensors")
-    first, second = load_tensors(payload.segments, ELSEWHERE, allow=None)
+    first, second = load_tensors(payload.buffers, ELSEWHERE, allow=None)
     assert isinstance(first, Tensor)
     assert isinstance(second, Tensor)
     first.zero_()
@@ -69,4 +69,4 @@ def test_what_cannot_be_sent_is_named() -> None:
 def test_anything_else_is_an_error(safe: bool) -> None:
     payload = dumps([1, "two"], ELSEWHERE)
     with pytest.raises(SerializationError):
-        load_tensors(payload.segments, ELSEWHERE, allow=AllowList() if safe else None)
+        load_tensors(payload.buffers, ELSEWHERE, allow=AllowList() if safe else None)

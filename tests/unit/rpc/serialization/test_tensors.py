@@ -86,7 +86,7 @@ def test_values_and_strides_are_kept(name: str) -> None:
 
 
 def sent_bytes(tensor: torch.Tensor) -> int:
-    return sum(len(segment) for segment in serialization.dumps(tensor, CALLEE).segments)
+    return sum(len(segment) for segment in serialization.dumps(tensor, CALLEE).buffers)
 
 
 def test_view_sends_its_own_elements_only() -> None:

@@ -37,7 +37,7 @@ def test_the_reply_that_a_thread_waits_for_is_its_own(end: End) -> None:
     turn = end.direct.claim()
     end.there.sendall(frame(Kind.REPLY, 7, b"mine"))
     end.direct.read_reply(call, end.deadline(), turn)
-    assert (call.outcome.kind, call.outcome.call_id, call.outcome.segments) == (Kind.REPLY, 7, [b"mine"])
+    assert (call.outcome.kind, call.outcome.call_id, call.outcome.buffers) == (Kind.REPLY, 7, [b"mine"])
     end.loop_reads()
     assert end.arrived() == [(Kind.CALL, 999)]
 
@@ -50,7 +50,7 @@ def test_a_reply_may_have_a_header_and_several_segments_or_none(end: End) -> Non
         call.outcome = None
         end.direct.read_reply(call, end.deadline(), turn)
         assert call.outcome.header == {"recorded": 1}
-        assert call.outcome.segments == segments
+        assert call.outcome.buffers == segments
     end.loop_reads()
 
 
@@ -212,7 +212,7 @@ def test_who_stands_by_gets_the_next_request(end: End) -> None:
     end.there.sendall(frame(Kind.CALL, 3, b"work"))
     request = end.direct.next_request(SOON, REQUESTS)
     assert request is not None
-    assert (request.kind, request.call_id, request.segments) == (Kind.CALL, 3, [b"work"])
+    assert (request.kind, request.call_id, request.buffers) == (Kind.CALL, 3, [b"work"])
     end.loop_reads()
     assert end.arrived() == [(Kind.CALL, 999)]
 

@@ -71,7 +71,7 @@ def test_frames_of_several_threads_never_interleave_and_each_threads_stay_in_ord
             assert [frame.header["index"] for frame in mine] == list(range(len(sizes)))
             for frame, size in zip(mine, sizes, strict=True):
                 expected = bytes([(thread * 50 + frame.header["index"]) % 256]) * size
-                assert frame.segments == [expected]
+                assert frame.buffers == [expected]
     pair.close()
 
 
@@ -96,7 +96,7 @@ def test_a_reader_that_takes_a_few_bytes_at_a_time_gets_whole_frames(
     for payload in payloads:
         send(connection, {}, payload)
     loop.call(lambda: connection.close("done", flush=True))
-    assert [bytes(frame.segments[0]) for frame in read_all(there, chunk=999)] == payloads
+    assert [bytes(frame.buffers[0]) for frame in read_all(there, chunk=999)] == payloads
 
 
 def test_many_segments_and_empty_ones_are_written_in_full(loop: LoopThread, sockets: Sockets) -> None:
@@ -105,7 +105,7 @@ def test_many_segments_and_empty_ones_are_written_in_full(loop: LoopThread, sock
     buffers, size = stream_frame(segments)
     pair.here.send(buffers, size)
     (frame,) = pair.there_owner.wait_for(1)
-    assert [bytes(segment) for segment in frame.segments] == segments
+    assert [bytes(segment) for segment in frame.buffers] == segments
     pair.close()
 
 
@@ -198,7 +198,7 @@ def test_aliased_memory_is_captured_when_send_returns(loop: LoopThread, sockets:
     send(connection, {}, memory, aliased=True)  # waits behind the first
     memory[:] = b"c" * 300_000
     loop.call(lambda: connection.close("done", flush=True))
-    assert [bytes(frame.segments[0]) for frame in read_all(there)] == [b"a" * 300_000, b"b" * 300_000]
+    assert [bytes(frame.buffers[0]) for frame in read_all(there)] == [b"a" * 300_000, b"b" * 300_000]
 
 
 # ---- the end

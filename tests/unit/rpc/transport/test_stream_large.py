@@ -146,9 +146,9 @@ def test_threads_that_send_large_and_small_at_once_lose_nothing(loop: LoopThread
     for owner in (pair.here_owner, pair.there_owner):
         frames = owner.wait_for(2 * 3 * len(sizes))
         for frame in frames:
-            (segment,) = frame.segments
+            (segment,) = frame.buffers
             assert bytes(segment) == bytes([frame.header["fill"]]) * len(segment)
-        assert sorted(len(frame.segments[0]) for frame in frames) == sorted(6 * sizes)
+        assert sorted(len(frame.buffers[0]) for frame in frames) == sorted(6 * sizes)
     pair.close()
 
 
@@ -180,7 +180,7 @@ def test_what_is_captured(
     memory[-1] = 255
     flush(loop, connection)
     (frame,) = [frame for frame in read_all(there) if frame.header]
-    assert frame.segments[0][-1] == (0 if captured else 255)
+    assert frame.buffers[0][-1] == (0 if captured else 255)
 
 
 def test_small_messages_do_not_wait_for_the_room_that_large_ones_want(
@@ -292,6 +292,6 @@ def test_what_others_queue_while_a_thread_sends_a_large_message_is_not_cut_in_tw
     monkeypatch.setattr(connection, "_write", write_hindered)
     send(connection, {"large": 0}, b"x" * LARGE)
     flush(loop, connection)
-    frames = {next(iter(frame.header)): frame.segments for frame in read_all(there)}
+    frames = {next(iter(frame.header)): frame.buffers for frame in read_all(there)}
     assert frames == {"large": [b"x" * LARGE], "other": [bytes(100_000)]}
     assert writes > 2

@@ -99,7 +99,7 @@ def test_segments_of_many_bytes_have_memory_of_their_own(
     segments: list[bytes], header: dict[str, Any]
 ) -> None:
     (frame,) = feed(greeted(), in_chunks((5, 1, header, segments), 7))
-    for segment, sent in zip(frame.segments, segments, strict=True):
+    for segment, sent in zip(frame.buffers, segments, strict=True):
         assert segment == sent
         assert not segment.readonly
         if len(sent) >= SHORT_CHUNK_BYTES:
@@ -164,7 +164,7 @@ def test_what_is_to_come_last_comes_last() -> None:
         sender.add(chunked(*encode(*call(bytes(2 * CHUNK_BYTES), call_id=number)), number))
     frames = feed(greeted(), drained(sender))
     assert len(frames) == 21
-    assert frames[-1].segments == [b"last"]
+    assert frames[-1].buffers == [b"last"]
 
 
 def test_no_more_is_opened_than_the_peer_accepts_but_one_message_always_is() -> None:
@@ -184,7 +184,7 @@ def test_what_is_captured_does_not_change_any_more() -> None:
     sender.resume(message)
     memory[:] = b"b" * 800_000
     (frame,) = feed(greeted(), first + drained(sender))
-    assert frame.segments == [b"a" * 800_000]
+    assert frame.buffers == [b"a" * 800_000]
 
 
 def test_a_cancelled_message_never_arrives_and_makes_room() -> None:
@@ -283,7 +283,7 @@ def test_whatever_a_peer_says_about_chunks_does_no_harm(
     for data in (stream, stream[cut:]):
         with contextlib.suppress(ProtocolError):
             for frame in feed(greeted(), data, endless(sizes)):
-                assert sum(map(len, frame.segments)) <= LIMIT
+                assert sum(map(len, frame.buffers)) <= LIMIT
 
 
 UNCLEARED = 0xA5
@@ -320,7 +320,7 @@ def test_no_stream_shows_memory_that_nobody_has_cleared(
         for data in (stream, stream[:keep]):
             with contextlib.suppress(ProtocolError):
                 for frame in feed(greeted(), data, endless(sizes)):
-                    for segment in frame.segments:
+                    for segment in frame.buffers:
                         assert UNCLEARED not in bytes(segment)
 
 
@@ -343,9 +343,9 @@ def test_segments_of_all_open_messages_are_limited_together(monkeypatch: pytest.
 def test_a_message_over_the_limit_may_follow_what_raises_the_limit() -> None:
     decoder = greeted(100)
     (welcome,) = feed(decoder, encoded(call(b"welcome")) + in_chunks(call(bytes(500)), 1)[:200])
-    assert welcome.segments == [b"welcome"]
+    assert welcome.buffers == [b"welcome"]
     assert decoder.postponed
     decoder.max_frame_bytes = LIMIT
     assert decoder.received(0) == []
     (frame,) = feed(decoder, in_chunks(call(bytes(500)), 1)[200:])
-    assert frame.segments == [bytes(500)]
+    assert frame.buffers == [bytes(500)]

@@ -81,7 +81,7 @@ def test_tensors_start_at_multiples_of_16_within_the_body(
     segments: list[bytes], header: dict[str, Any]
 ) -> None:
     (frame,) = feed(greeted(), encoded((5, 0, header, segments)))
-    for segment in frame.segments[1:]:
+    for segment in frame.buffers[1:]:
         if len(segment):
             body = segment.obj
             offset = _address(segment) - _address(memoryview(body))
@@ -110,7 +110,7 @@ def test_segments_are_writable_and_belong_to_their_receiver(size: int) -> None:
     message: Message = (5, 0, {}, [b"a" * size, b"b" * size])
     (first,) = feed(decoder, encoded(message))
     (second,) = feed(decoder, encoded(message))
-    for segment in second.segments:
+    for segment in second.buffers:
         segment[:] = b"c" * size
     assert as_messages([first]) == [message]
 
@@ -120,10 +120,10 @@ def test_a_forked_child_has_received_tensors_to_itself(size: int) -> None:
     (frame,) = feed(greeted(), encoded((5, 0, {}, [b"a" * size])))
     child = os.fork()
     if not child:
-        frame.segments[0][:1] = b"b"
+        frame.buffers[0][:1] = b"b"
         os._exit(0)
     os.waitpid(child, 0)
-    assert bytes(frame.segments[0][:1]) == b"a"
+    assert bytes(frame.buffers[0][:1]) == b"a"
 
 
 @PROFILE
@@ -132,7 +132,7 @@ def test_one_frame_is_decoded_in_place(message: Message) -> None:
     data = bytearray(encoded(message))
     frame = decode_one(data)
     assert as_messages([frame]) == [message]
-    assert all(segment.obj is data for segment in frame.segments)
+    assert all(segment.obj is data for segment in frame.buffers)
 
 
 # ---- what is refused

@@ -50,7 +50,7 @@ def survives(data: bytes, sizes: list[int], allocations: list[int]) -> None:
     try:
         for frame in feed(decoder, data, endless(sizes)):
             assert isinstance(frame.header, dict)
-            assert sum(map(len, frame.segments)) <= FUZZ_LIMIT
+            assert sum(map(len, frame.buffers)) <= FUZZ_LIMIT
     except ProtocolError:
         pass
     assert all(size <= FUZZ_LIMIT for size in allocations)

@@ -60,7 +60,7 @@ class Side:
         take(cast("Peer", self.other), frame)
 
     def _frames_received(self, _: object, frames: list[Frame]) -> None:
-        self.received += [bytes(frame.segments[1]) for frame in frames]
+        self.received += [bytes(frame.buffers[1]) for frame in frames]
 
     def asked(self) -> int:
         """How often it was asked for segments."""
