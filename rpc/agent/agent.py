@@ -40,6 +40,7 @@ from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
 from rpc.runtime import file_limit, process_tuning
 from rpc.runtime.executor import Executor, Task
+from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Counter, Mailbox
 from rpc.transport import transports
@@ -149,6 +150,7 @@ class Agent:
         if self.options.switch_interval is not None:
             self._interval = sys.getswitchinterval()
             sys.setswitchinterval(min(self._interval, self.options.switch_interval))
+        defer_interrupts()
         if process_tuning.keep(self.options.kept_memory_bytes):
             self._kept_memory = self.options.kept_memory_bytes
 
@@ -417,6 +419,7 @@ class Agent:
             _complete_futures(dropped)
 
     def _restore_process(self) -> None:
+        restore_interrupts()
         if self._interval is not None:
             sys.setswitchinterval(self._interval)
         if self._kept_memory:
