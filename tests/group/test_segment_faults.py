@@ -239,7 +239,7 @@ def fall_back(_: Worker, reason: str, prepare: Callable[[], object] = int) -> No
     assert len(said) == 1
     assert "large tensors for worker 'worker1' go through the socket" in said[0]
     assert reason in said[0]
-    assert current_agent().segments._pool.size == 0
+    assert current_agent().shared_memory._pool.size == 0
 
 
 def read_another_nonce() -> None:

@@ -42,7 +42,7 @@ def in_segment(tensor: torch.Tensor) -> bool:
 
 def all_returned() -> bool:
     """Whether none of this worker's segments is lent."""
-    segments = current_agent().segments
+    segments = current_agent().shared_memory
     with segments._lock:
         for each in segments._outgoing.values():
             if each is not None:
