@@ -15,10 +15,9 @@ from dist_autograd.following import Follower
 from dist_autograd.roots import checked
 from rpc import serialization
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
-from rpc.errors import AutogradError, RRefError
+from rpc.errors import AutogradError, RRefError, with_article
 from rpc.runtime.blocking import check_may_block
 from rpc.runtime.current import current_agent
-from rpc.wording import with_article
 
 __all__ = ["Autograd", "autograd", "install"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import dist_autograd
 from dist_autograd.parameter_locks import ParameterLocks
 from rpc.api import get_worker_info
-from rpc.wording import with_article
+from rpc.errors import with_article
 from rref import RRef
 
 __all__ = ["LocalOptimizer", "OptimizerFactory", "make_local_optimizer"]

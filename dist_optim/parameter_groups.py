@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rpc.wording import with_article
+from rpc.errors import with_article
 from rref import RRef
 
 __all__ = ["GivenParameters", "Parameters", "read"]

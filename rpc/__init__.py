@@ -24,6 +24,7 @@ from rpc.api import (
     UNSET_RPC_TIMEOUT,
     all_gather,
     barrier,
+    get_debug_info,
     get_rpc_timeout,
     get_worker_info,
     get_worker_infos,
@@ -31,7 +32,6 @@ from rpc.api import (
     rpc_sync,
     set_rpc_timeout,
 )
-from rpc.debug import get_debug_info
 from rpc.group.workers import WorkerInfo
 from rpc.lifecycle.backend_registry import (
     BackendType,

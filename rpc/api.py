@@ -9,16 +9,17 @@ from torch import Tensor
 
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future, collected_futures
+from rpc.errors import with_article
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import WorkerInfo
 from rpc.options import RpcBackendOptions
 from rpc.runtime.current import current_agent
-from rpc.wording import with_article
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",
     "all_gather",
     "barrier",
+    "get_debug_info",
     "get_rpc_timeout",
     "get_worker_info",
     "get_worker_infos",
@@ -203,3 +204,25 @@ def all_gather(
 def barrier(worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
     """Wait until all workers, or those named, have come to this point. Arguments as for ``all_gather``."""
     all_gather(None, worker_names, timeout)
+
+
+def get_debug_info() -> dict[str, int]:
+    """Counts of what there is right now, by name.
+
+    Keys that begin with ``agent.`` tell of threads, tasks, calls and messages; the others, from ``rref``, of
+    references: ``num_owner_rrefs`` (objects of this worker that others refer to), ``num_forks`` (their
+    references to them), ``num_pending_users`` (references on their way), ``num_pending_futures`` (objects
+    still being made elsewhere); and, from ``dist_autograd``, ``num_autograd_contexts`` (contexts that this
+    worker knows) and ``num_current_backward_passes`` (backwards in which it takes part).
+
+    Example::
+
+        rpc.get_debug_info()["agent.pending_calls"]
+    """
+    agent = current_agent()
+    info: dict[str, int] = dict(agent.get_debug_info())
+    for extension in getattr(agent, "extensions", {}).values():
+        describe = getattr(extension, "debug_info", None)
+        if describe is not None:
+            info |= describe()
+    return info

@@ -28,7 +28,14 @@ __all__ = [
     "SerializationError",
     "UnknownWorkerError",
     "WorkerLostError",
+    "with_article",
 ]
+
+
+def with_article(kind: type | str) -> str:
+    """The name of a type in an error's message: "an int", "a list"; "u" as in "unit"."""
+    name = kind if isinstance(kind, str) else kind.__name__
+    return f"{'an' if name[:1].lower() in ('a', 'e', 'i', 'o') else 'a'} {name}"
 
 
 class RpcError(RuntimeError):

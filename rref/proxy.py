@@ -7,7 +7,7 @@ from typing import Any
 
 from rpc.agent.futures import Future
 from rpc.api import collect
-from rpc.wording import with_article
+from rpc.errors import with_article
 from rref.reference import RRef
 from rref.requests import INVOKE
 

@@ -17,14 +17,13 @@ import torch
 
 from rpc import serialization
 from rpc.agent.tape import Recording
-from rpc.errors import NotInitializedError, RpcError
+from rpc.errors import NotInitializedError, RpcError, with_article
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
 from rpc.runtime.loop import LoopThread
 from rpc.serialization import Payload
 from rpc.serialization.settings import replacement
 from rpc.wire.frames import Frame, Kind
-from rpc.wording import with_article
 
 if TYPE_CHECKING:
     from rpc.agent.agent import Agent

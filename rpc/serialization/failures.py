@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, Final
 
-from rpc.errors import RpcError, SerializationError
+from rpc.errors import RpcError, SerializationError, with_article
 from rpc.serialization.functions import not_found
 from rpc.serialization.payload import Destination
 from rpc.serialization.pickler import dump
-from rpc.wording import with_article
 
 __all__ = ["cannot_call", "cannot_send", "describe", "type_name", "unreadable"]
 

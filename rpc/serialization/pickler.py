@@ -21,7 +21,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.storage import TypedStorage, UntypedStorage
 
-from rpc.errors import SerializationError
+from rpc.errors import SerializationError, with_article
 from rpc.serialization.carriers import (
     Carrier,
     arrived,
@@ -41,7 +41,6 @@ from rpc.serialization.functions import (
 from rpc.serialization.memory import INLINE_BYTES, is_borrowed, settle
 from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
-from rpc.wording import with_article
 
 __all__ = ["PROTOCOL", "Pickler", "Reducer", "dump", "load", "register_carrier", "register_reducer"]
 

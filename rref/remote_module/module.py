@@ -11,9 +11,8 @@ from torch import nn
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future
 from rpc.api import keywords, positional, rpc_async, rpc_sync
-from rpc.errors import NotInitializedError
+from rpc.errors import NotInitializedError, with_article
 from rpc.runtime.current import current_agent, is_initialized
-from rpc.wording import with_article
 from rref.proxy import invoke_async, invoke_sync
 from rref.reference import RRef
 from rref.remote import remote

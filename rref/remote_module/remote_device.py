@@ -8,8 +8,8 @@ from typing import Final, Self
 
 import torch
 
+from rpc.errors import with_article
 from rpc.group.membership import WorkerReference
-from rpc.wording import with_article
 
 __all__ = ["RemoteDevice"]
 

@@ -24,8 +24,8 @@ from rpc.errors import (
     RpcTimeoutError,
     RRefError,
     SerializationError,
+    with_article,
 )
-from rpc.wording import with_article
 from tests.support.refusals import refused
 from tests.support.serving import first_of, open_gate, serve, wait_at_gate
 from tests.support.tracked import Tracked

@@ -1,8 +1,10 @@
-"""The dependency rule: arrows between the packages point down only, and importing one does nothing.
+"""The dependency rule: imports point down only, by package, room and file, and importing does nothing.
 
 ``spmd`` and ``dist_optim`` stand on ``dist_autograd``, that on ``rref``, that on ``rpc``; ``farcall`` is the
 front door and may import them all. Only the face ``rpc/__init__.py`` looks up, to offer ``remote`` and
-``RRef`` where PyTorch does. And nobody imports what PyTorch may drop: its own RPC.
+``RRef`` where PyTorch does. Inside ``rpc`` the rooms stand on each other as ``ROOMS`` says, and no files
+import each other in a circle; what is imported under ``TYPE_CHECKING`` counts. And nobody imports what
+PyTorch may drop: its own RPC.
 """
 
 from __future__ import annotations
@@ -31,6 +33,49 @@ MAY_IMPORT = {
 
 FACES = {"rpc/__init__.py": {"rref", "dist_autograd"}}
 """Files that may look up, and where to."""
+
+ROOMS = (
+    {"errors", "functions", "device_maps", "options", "import_guard"},
+    {"runtime"},
+    {"wire"},
+    {"serialization"},
+    {"transport"},
+    {"group"},
+    {"bulk"},
+    {"agent"},
+    {"rendezvous"},
+    {"lifecycle"},
+    {"api", "testing"},
+)
+"""The rooms (and single files) of ``rpc``, from the lowest. Only its face stands above."""
+
+LOOKS_UP: set[str] = {
+    "rpc/bulk/shared_memory/exchange.py",
+    "rpc/bulk/striping/exchange.py",
+    "rpc/group/control.py",
+    "rpc/group/loopback.py",
+    "rpc/group/peer.py",
+}
+"""Files that still import from a room above theirs. To be emptied, never to grow."""
+
+IN_A_CIRCLE: set[str] = {
+    "rpc/agent/agent.py",
+    "rpc/agent/caller.py",
+    "rpc/agent/departure.py",
+    "rpc/agent/dispatcher.py",
+    "rpc/agent/futures.py",
+    "rpc/agent/outbox.py",
+    "rpc/agent/pending_call.py",
+    "rpc/agent/request_runner.py",
+    "rpc/serialization/calls.py",
+    "rpc/serialization/restricted_unpickler.py",
+    "rpc/serialization/safe.py",
+    "rref/creation.py",
+    "rref/proxy.py",
+    "rref/reference.py",
+    "rref/references.py",
+}
+"""Files that still import each other in a circle, though not through a room above. To be emptied."""
 
 REPLACED = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_rpc")
 """PyTorch's own, which must not be needed."""
@@ -89,6 +134,55 @@ def uses_of_torch(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+def file_of(module: str) -> Path | None:
+    """The file of one of our modules; None if there is none of that name."""
+    path = ROOT.joinpath(*module.split("."))
+    found = (each for each in (path / "__init__.py", path.with_suffix(".py")) if each.exists())
+    return next(found, None)
+
+
+def imported_files(path: Path) -> set[Path]:
+    """Our files that a file imports. (That Python also runs the faces of their packages does not count.)"""
+    found: set[Path] = set()
+    every = {name for _, name in imports(path)}
+    for name in every:
+        target = file_of(name)
+        if target is None:
+            target = file_of(name.rpartition(".")[0])
+        elif any(file_of(longer) for longer in every if longer.startswith(name + ".")):
+            continue  # ``from package import module`` names the package, too
+        if target is not None and target in FILES and target != path:
+            found.add(target)
+    return found
+
+
+def height(path: Path) -> int:
+    """How high a file stands: that of its room in ``rpc``; other packages' are all above these."""
+    package, *inside = path.relative_to(ROOT).parts
+    if package != "rpc":
+        return len(ROOMS) + 1 + PACKAGES.index(package)
+    if inside == ["__init__.py"]:
+        return len(ROOMS)
+    room = inside[0].removesuffix(".py")
+    return next((index for index, rooms in enumerate(ROOMS) if room in rooms), -1)
+
+
+def circles(graph: dict[Path, set[Path]]) -> set[Path]:
+    """The files from which a way leads back to themselves."""
+
+    def reached(start: Path) -> set[Path]:
+        seen: set[Path] = set()
+        ahead = [*graph[start]]
+        while ahead:
+            path = ahead.pop()
+            if path not in seen:
+                seen.add(path)
+                ahead += graph[path]
+        return seen
+
+    return {path for path in graph if path in reached(path)}
+
+
 def is_within(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
 
@@ -103,6 +197,38 @@ def test_arrows_point_down(path: Path) -> None:
         if name.partition(".")[0] in MAY_IMPORT and name.partition(".")[0] not in allowed
     ]
     assert not upward, f"{package} must not import that"
+
+
+def test_every_file_of_rpc_has_its_room() -> None:
+    assert not [path for path in FILES if height(path) < 0]
+
+
+def test_rooms_import_only_what_is_below() -> None:
+    """A file that is excused and need not be is an error, too: take it out of ``LOOKS_UP``."""
+    above = {
+        str(path.relative_to(ROOT)): sorted(names(list(upward)))
+        for path in FILES
+        if (upward := {each for each in imported_files(path) if height(each) > height(path)})
+        and str(path.relative_to(ROOT)) not in FACES
+    }
+    new = {path: upward for path, upward in above.items() if path not in LOOKS_UP}
+    assert not new, "these look up"
+    assert not LOOKS_UP - above.keys(), "these look up no longer: take them out of LOOKS_UP"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """A file that is excused and need not be is an error, too: take it out of ``IN_A_CIRCLE``."""
+    graph = {
+        path: {
+            each
+            for each in imported_files(path)
+            if height(each) <= height(path) or str(path.relative_to(ROOT)) in FACES
+        }
+        for path in FILES
+    }
+    found = set(names(list(circles(graph))))
+    assert not found - IN_A_CIRCLE, "these import each other"
+    assert not IN_A_CIRCLE - found, "these are in no circle any longer: take them out of IN_A_CIRCLE"
 
 
 @pytest.mark.parametrize("path", FILES, ids=names(FILES))

@@ -1,10 +1,9 @@
-"""Words of error messages."""
+"""Errors, and the words of their messages."""
 
 from __future__ import annotations
 
 import pytest
-
-from rpc.wording import with_article
+from rpc.errors import with_article
 
 
 @pytest.mark.parametrize(
