@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
-from rpc.group.counting import Report
 from rpc.group.peer import Peer
-from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Send, Termination
+from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, wait_for_event
 from rpc.wire.frames import Frame, Kind, encode
@@ -86,7 +85,7 @@ class Departure:
     def look(self, _: object = None) -> None:
         """This worker may have become idle."""
         if self._termination is not None:
-            self._act(self._termination.became_idle(time.monotonic(), self._report()))
+            self._act(self._termination.became_idle(self._report()))
         elif self._waiting is not None and not self._report().active:
             self._end(None)
 
@@ -143,14 +142,8 @@ class Departure:
                 self._agent.mailbox.call(self.look)
 
     def _report(self) -> Report:
-        """What is under way here. Nothing can be on its way that is not under way at its sender: a call is
-        until it is answered, a control message until it is acknowledged. So no message needs to be counted
-        against another; a count of all that ever began shows whether anything happened between two looks.
-        """
-        agent = self._agent
-        me = agent.incarnation
-        begun = {me: agent.begun()}
-        return Report(agent.under_way(), begun, begun)
+        begun = self._agent.begun()  # first: what begins after it was read is missed by neither number
+        return Report(self._agent.under_way(), begun)
 
     def _act(self, actions: Sequence[Any]) -> None:
         agent = self._agent

@@ -1,31 +1,26 @@
 """When may everybody leave? Graceful shutdown of a static group, as a pure object.
 
-Calls cause calls, so that every worker has called ``shutdown`` and is idle means little: a call may be on
-its way, and the worker that it reaches may call any other. What must be found is a moment at which *all*
-workers were idle and *nothing* was on its way. Nobody sees all workers at one moment; ``counting`` does it
-(Mattern's four-counter method, "Algorithms for distributed termination detection", 1987).
+*Theory.* Calls cause calls, so that each worker in turn is found idle means little: a call may have moved
+on meanwhile from one not yet asked to one asked already. Mattern's four-counter method ("Algorithms for
+distributed termination detection", 1987) asks twice, and compares the counts of messages sent and received.
+Here nothing is on its way that is not under way at its sender: a call until it is answered, a control
+message until it is acknowledged. So two numbers per worker are enough: what is *active*, and how much has
+ever *begun*. If two waves of questions, the second after the end of the first, find everybody idle and the
+same counts, then between them nothing began and nothing was active anywhere: nothing can ever begin again.
 
-*The leader* is the living worker of the lowest rank. Each worker tells it when it enters shutdown. When all
-living ones have, the leader sends a *probe* to everybody, and each answers with a *report*: how much it has
-under way, and how many messages that can cause work it has ever sent to and received from each peer. Two
-waves of probes in a row that find everybody idle, what each has sent received by the other, and the counts
-of the second equal to those of the first prove it: between the waves nobody did anything, so at that time
-nobody could and nothing was on its way. Then the leader says *quiescent*, and everybody may leave.
+*The leader* is the living worker of the lowest rank. Each worker tells it that it has *entered* shutdown.
+When all living ones have, the leader sends a *probe* to each, which answers with a *report*; who was busy
+says *changed* when it no longer is, and only then there is another wave. After two clean and equal waves
+the leader says *quiescent*.
 
-*Deaths.* Counts towards and from the dead are left out. A message of a dead worker could still arrive
-somewhere; so a probe names the dead, and who still has a connection to one of them is not clean: it cuts it
-off, which throws away what was unread, and reports again. Where only the connection between two living
-workers broke, both must have noticed. If the leader dies, all announce themselves to the
-next one. A worker that leaves ungracefully is one more dead.
+*Deaths.* A message of a dead worker may still arrive somewhere. So a probe names the dead, and who still
+has a connection to one cuts it off, which throws away what was unread. Where only the connection between
+two living workers broke, both must have noticed. Whoever loses a worker says *changed*. If the leader dies,
+all announce themselves to the next. A worker that leaves ungracefully is one more dead.
 
-*Quiet.* No wave starts before all have entered, and none after an unclean one before somebody has become
-clean and said so; only messages on their way, of which nobody will say anything, are waited for by asking
-again, ever more slowly.
-
-*Rounds.* When work has ceased, references are given back, which makes messages again, and when that is over,
-everybody looks whether some are left. So shutdown takes several rounds, each entered by every worker and
-each ending in quiescence. Messages carry their round: one of a later round proves that the earlier is over,
-one of an earlier is answered by saying that it is over.
+*Rounds.* When work has ceased, references are given back, which makes messages again. So shutdown takes
+several rounds, each entered by every worker and each ending in quiescence. Messages carry their round: one
+of a later round proves that the earlier is over, one of an earlier is answered by saying that it is over.
 
 Messages must arrive, in any order, unless their sender or receiver dies; doubled or late ones do no harm.
 """
@@ -34,37 +29,49 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from rpc.errors import ProtocolError
-from rpc.group.counting import Peer, Report, is_balanced
 from rpc.group.workers import Member
 
-__all__ = ["Action", "CutOff", "Failed", "Leave", "Quiescent", "Send", "Termination"]
+__all__ = ["Action", "CutOff", "Failed", "Leave", "Quiescent", "Report", "Send", "Termination"]
 
-_FIRST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.05
-_ANSWER_SECONDS = 1.0
+_ANSWER_SECONDS: Final = 1.0
+"""How long the leader may take to say what a timeout was for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says about itself at one moment; ``begun`` is read before ``active``.
+
+    Attributes:
+        active: how much is under way: calls and requests not answered, tasks, callbacks, control messages not
+            acknowledged.
+        begun: how many calls, requests and control messages have ever begun; grows with each.
+    """
+
+    active: int
+    begun: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message (a list that msgpack can encode) to a peer; pass it to ``receive`` there."""
+    """Send a message (a list that msgpack can encode) to a worker; pass it to ``receive`` there."""
 
-    peer: Peer
+    incarnation: int
     message: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """The leader holds this peer to be dead: close the connection to it, then report it ``lost``."""
+    """The leader holds this worker to be dead: close the connection to it, then report it ``lost``."""
 
-    peer: Peer
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Quiescent:
-    """The round is over: no call is under way anywhere. Enter the next."""
+    """The round is over: nothing is under way anywhere. Enter the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +88,15 @@ class Failed:
 
 Action = Send | CutOff | Quiescent | Leave | Failed
 
+Wave = dict[int, tuple[frozenset[int], Report]]
+"""By incarnation: whom it has lost, and its report."""
+
 
 class Termination:
     """One worker's part. Every method returns what is to be done; for one thread.
+
+    Workers are known by their incarnations. ``now`` is a monotonic clock in seconds, ``report`` is on this
+    worker, as of now.
 
     Args:
         me: this worker.
@@ -95,106 +108,94 @@ class Termination:
         termination = Termination(me, group.members)
         for action in termination.enter(now, report, timeout=30):
             match action:
-                case Send(peer, message): ...
+                case Send(incarnation, message): ...
     """
 
     def __init__(self, me: Member, members: Iterable[Member], rounds: int = 1) -> None:
-        self._me: Peer = me.incarnation
+        self._me = me.incarnation
         self._members = {member.incarnation: member for member in members}
         self._alive = set(self._members)
         self._rounds = rounds
         self._round = 0
-        self._entered: list[set[Peer]] = [set() for _ in range(rounds)]
+        self._entered: set[int] = set()
+        """Who is known to have entered the current round."""
         self._over = False
         self._deadline: float | None = None
         self._answer_by: float | None = None
-        # Whom we have to tell once we are clean, and whom it holds dead: it probed us when we were not.
-        self._owes: tuple[Peer, frozenset[Peer]] | None = None
-        # As leader.
+        self._owes: tuple[int, frozenset[int]] | None = None
+        """Who has probed this worker when it was not clean, and whom that one holds dead."""
+        # Of the leader:
         self._wave = 0
-        self._reports: dict[Peer, tuple[frozenset[Peer], Report]] | None = None
-        self._proof: dict[Peer, tuple[frozenset[Peer], Report]] | None = None
-        self._busy: dict[Peer, int] = {}
-        self._wanted = False
-        self._not_before = 0.0
-        self._pause = _FIRST_PAUSE
+        self._reports: Wave | None = None
+        """Of the wave in progress."""
+        self._proof: Wave | None = None
+        """The last wave, if it was clean."""
+        self._busy: dict[int, int] = {}
+        self._news = False
+        """Something may have changed since the last wave began."""
         self._actions: list[Action] = []
 
-    # What a shell asks.
+    # ---- what a shell asks
 
     @property
-    def leader(self) -> Peer:
+    def leader(self) -> int:
         """The living worker of the lowest rank."""
-        return min(self._alive, key=lambda peer: self._members[peer].id)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has said ``Leave`` or ``Failed``."""
-        return self._over
+        return min(self._alive, key=lambda incarnation: self._members[incarnation].id)
 
     @property
     def next_tick(self) -> float | None:
         """When ``tick`` is due, on the clock of ``now``; None if it is not."""
         if self._over:
             return None
-        times = [time for time in (self._deadline, self._answer_by) if time is not None]
-        if self._leads and self._wanted and self._reports is None and self._all_entered:
-            times.append(self._not_before)
-        return min(times, default=None)
+        return min((time for time in (self._deadline, self._answer_by) if time is not None), default=None)
 
     @property
     def awaits_idleness(self) -> bool:
         """Whether it makes a difference, now, to be told that this worker became idle."""
-        if self._over or not self._has_entered:
-            return False
-        return self._all_entered if self._leads else self._owes is not None
+        return not self._over and self._owes is not None
 
-    # What happens.
+    # ---- what happens
 
     def enter(self, now: float, report: Report, timeout: float = 0.0) -> list[Action]:
-        """This worker enters shutdown, or the next round of it.
-
-        Args:
-            now: a monotonic clock, in seconds.
-            report: on this worker, as of now; likewise in the other methods.
-            timeout: seconds until ``Failed``; 0 for never.
-        """
+        """This worker enters shutdown, or its next round; fails after ``timeout`` seconds (0: never)."""
         if self._over or self._has_entered:
             return []
         self._deadline = now + timeout if timeout > 0 else None
-        self._entered[self._round].add(self._me)
-        self._announce()
-        return self._go_on(now, report)
+        self._entered.add(self._me)
+        self._tell_leader("entered")
+        return self._go_on(report)
 
-    def became_idle(self, now: float, report: Report) -> list[Action]:
+    def became_idle(self, report: Report) -> list[Action]:
         """Nothing is under way here any more. May be called whenever that may be so."""
         if not self._over:
             self._tell_if_clean(report)
-        return self._go_on(now, report)
+        return self._go_on(report)
 
-    def lost(self, peer: Peer, now: float, report: Report) -> list[Action]:
-        """A peer is gone, for whatever reason, and nothing that it has sent will be received any more."""
-        if self._over or peer not in self._alive or peer == self._me:
+    def lost(self, incarnation: int, now: float, report: Report) -> list[Action]:
+        """A worker is gone, for whatever reason, and nothing that it has sent will be received any more."""
+        if self._over or incarnation not in self._alive or incarnation == self._me:
             return []
         followed = self.leader
-        self._alive.discard(peer)
-        for entered in self._entered:
-            entered.discard(peer)
-        self._reports = self._proof = None  # a wave in progress is void
-        self._busy.pop(peer, None)
-        self._wanted = True
-        if self._owes is not None and self._owes[0] == peer:
+        self._alive.discard(incarnation)
+        self._entered.discard(incarnation)
+        self._reports = self._proof = None  # a wave in progress does not count
+        self._busy.pop(incarnation, None)
+        self._news = True
+        if self._owes is not None and self._owes[0] == incarnation:
             self._owes = None
-        if peer == followed:
+        if incarnation == followed:
             if self._has_entered:
-                self._announce()
+                self._tell_leader("entered")
             if self._answer_by is not None:
                 self._ask(now)
-        self._tell_if_clean(report)
-        return self._go_on(now, report)
+        elif self._owes is not None:
+            self._tell_if_clean(report)
+        elif self._has_entered:
+            self._tell_leader("changed")
+        return self._go_on(report)
 
-    def receive(self, sender: Peer, message: Any, now: float, report: Report) -> list[Action]:
-        """A message of a peer's termination.
+    def receive(self, sender: int, message: Any, now: float, report: Report) -> list[Action]:
+        """A message of another worker's termination.
 
         Raises:
             ProtocolError: it is none.
@@ -209,16 +210,15 @@ class Termination:
         if number < self._round:
             if kind in ("entered", "probe", "ask"):
                 self._send(sender, "quiescent", round_number=number)
-            return self._go_on(now, report)
+            return self._go_on(report)
         while number > self._round and not self._over and self._has_entered:
             self._finish_round()
-        if self._over or number != self._round:
-            return self._go_on(now, report)
-        try:
-            self._take(sender, kind, details, now, report)
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"a malformed shutdown message: {kind} {str(details)[:100]}") from error
-        return self._go_on(now, report)
+        if not self._over and number == self._round:
+            try:
+                self._take(sender, kind, details, report)
+            except (TypeError, ValueError) as error:
+                raise ProtocolError(f"a malformed shutdown message: {kind} {str(details)[:100]}") from error
+        return self._go_on(report)
 
     def tick(self, now: float, report: Report) -> list[Action]:
         """The time that ``next_tick`` named has come. Earlier or later does no harm."""
@@ -229,154 +229,153 @@ class Termination:
         elif self._deadline is not None and now >= self._deadline:
             self._deadline = None
             self._ask(now)
-        return self._go_on(now, report)
+        return self._go_on(report)
 
-    # The worker.
-
-    @property
-    def _has_entered(self) -> bool:
-        return self._round < self._rounds and self._me in self._entered[self._round]
-
-    def _announce(self) -> None:
-        if not self._leads:
-            self._send(self.leader, "entered")
-        self._wanted = True
-
-    def _ask(self, now: float) -> None:
-        """The timeout has passed: find out what for."""
-        if self._leads:
-            self._fail(self._standing(self._alive - self._entered[self._round], self._busy))
-        else:
-            self._answer_by = now + _ANSWER_SECONDS
-            self._send(self.leader, "ask")
-
-    def _take(self, sender: Peer, kind: str, details: list[Any], now: float, report: Report) -> None:
-        match kind, details:
-            case "entered", []:
-                self._entered[self._round].add(sender)
-                self._wanted = True
-            case "idle", []:
-                self._wanted = True
-            case "probe", [int(wave), list(dead)]:
-                self._answer(sender, wave, frozenset(dead), report)
-            case "report", [int(wave), list(lost), int(active), sent, received]:
-                if self._reports is not None and wave == self._wave:
-                    self._reports[sender] = frozenset(lost), Report(active, dict(sent), dict(received))
-            case "quiescent", []:
-                if self._has_entered:
-                    self._finish_round()
-            case "ask", []:
-                missing = sorted(self._alive - self._entered[self._round])
-                self._send(sender, "status", missing, [[peer, count] for peer, count in self._busy.items()])
-            case "status", [list(missing), busy]:
-                if self._answer_by is not None:
-                    self._fail(self._standing(missing, dict(busy)))
-            case _:
-                raise ProtocolError(f"not a shutdown message: {kind} {str(details)[:100]}")
-
-    def _answer(self, leader: Peer, wave: int, dead: frozenset[Peer], report: Report) -> None:
-        unfenced = dead & self._alive - {self._me}
-        self._actions.extend(CutOff(peer) for peer in sorted(unfenced))
-        if unfenced or report.active:
-            self._owes = leader, dead
-        sent, received = map(list, report.sent.items()), map(list, report.received.items())
-        self._send(leader, "report", wave, sorted(self._lost), report.active, list(sent), list(received))
-
-    def _tell_if_clean(self, report: Report) -> None:
-        """Who was not clean when it was probed says so once it is."""
-        if report.active:
-            return
-        if self._leads:
-            self._wanted = True
-        if self._owes is not None and not self._owes[1] & self._alive - {self._me}:
-            self._send(self._owes[0], "idle")
-            self._owes = None
-
-    def _finish_round(self) -> None:
-        # Who has announced itself here waits for us to say so, also if we have it from another ourselves:
-        # the leader died when it had told some.
-        listeners = self._alive if self._leads else self._entered[self._round]
-        for peer in sorted(listeners - {self._me}):
-            self._send(peer, "quiescent")
-        self._round += 1
-        self._deadline = self._answer_by = self._owes = None
-        self._reports = self._proof = None
-        self._busy = {}
-        self._wanted = True
-        self._pause = _FIRST_PAUSE
-        self._not_before = 0.0
-        self._over = self._round == self._rounds
-        self._actions.append(Leave() if self._over else Quiescent())
-
-    # The leader.
-
-    @property
-    def _lost(self) -> frozenset[Peer]:
-        return frozenset(self._members.keys() - self._alive)
+    # ---- every worker
 
     @property
     def _leads(self) -> bool:
         return self.leader == self._me
 
     @property
-    def _all_entered(self) -> bool:
-        return self._round < self._rounds and self._alive <= self._entered[self._round]
+    def _has_entered(self) -> bool:
+        return self._me in self._entered
 
-    def _go_on(self, now: float, report: Report) -> list[Action]:
+    @property
+    def _lost(self) -> frozenset[int]:
+        return frozenset(self._members.keys() - self._alive)
+
+    def _take(self, sender: int, kind: str, details: list[Any], report: Report) -> None:
+        match kind, details:
+            case "entered", []:
+                self._entered.add(sender)
+                self._news = True
+            case "changed", []:
+                self._news = True
+            case "probe", [int(wave), list(dead)]:
+                self._owe_if_unclean(sender, frozenset(dead), report)
+                self._send(sender, "report", wave, sorted(self._lost), report.active, report.begun)
+            case "report", [int(wave), list(lost), int(active), int(begun)]:
+                if self._reports is not None and wave == self._wave:
+                    self._reports[sender] = frozenset(lost), Report(active, begun)
+            case "quiescent", []:
+                if self._has_entered:
+                    self._finish_round()
+            case "ask", []:
+                self._send(
+                    sender, "status", sorted(self._missing), [list(each) for each in self._busy.items()]
+                )
+            case "status", [list(missing), busy]:
+                if self._answer_by is not None:
+                    self._fail(self._standing(missing, dict(busy)))
+            case _:
+                raise ProtocolError(f"not a shutdown message: {kind} {str(details)[:100]}")
+
+    def _owe_if_unclean(self, leader: int, dead: frozenset[int], report: Report) -> None:
+        connected_to_dead = dead & self._alive - {self._me}
+        self._actions.extend(CutOff(each) for each in sorted(connected_to_dead))
+        if connected_to_dead or report.active:
+            self._owes = leader, dead
+
+    def _tell_if_clean(self, report: Report) -> None:
+        """Who was not clean when it was probed says so once it is."""
+        if self._owes is not None and not report.active and not self._owes[1] & self._alive - {self._me}:
+            self._owes = None
+            self._tell_leader("changed")
+
+    def _tell_leader(self, kind: str) -> None:
+        if self._leads:
+            self._news = True
+        else:
+            self._send(self.leader, kind)
+
+    def _finish_round(self) -> None:
+        # Who has announced itself here waits for us to say so, also if we have it from another ourselves:
+        # the leader died when it had told some.
+        for incarnation in sorted((self._alive if self._leads else self._entered) - {self._me}):
+            self._send(incarnation, "quiescent")
+        self._round += 1
+        self._entered = set()
+        self._deadline = self._answer_by = self._owes = None
+        self._reports = self._proof = None
+        self._busy = {}
+        self._over = self._round == self._rounds
+        self._actions.append(Leave() if self._over else Quiescent())
+
+    # ---- the leader
+
+    @property
+    def _missing(self) -> set[int]:
+        return self._alive - self._entered
+
+    def _go_on(self, report: Report) -> list[Action]:
         """Do what a leader can do now, and hand over all actions."""
-        while not self._over and self._leads and self._all_entered:
+        while not self._over and self._leads and not self._missing:
             if self._reports is None:
-                if not self._wanted or now < self._not_before:
+                if not self._news:
                     break
                 self._start_wave(report)
-            if not self._alive <= self._reports.keys():  # type: ignore[union-attr]
+            elif self._alive <= self._reports.keys():
+                self._judge_wave(self._reports)
+            else:
                 break
-            self._judge_wave(now)
         actions, self._actions = self._actions, []
         return actions
 
     def _start_wave(self, report: Report) -> None:
-        self._wanted = False
+        self._news = False
         self._wave += 1
-        self._reports = {self._me: (self._lost, report)}
-        for peer in sorted(self._alive - {self._me}):
-            self._send(peer, "probe", self._wave, sorted(self._lost))
+        lost = self._lost
+        self._reports = {self._me: (lost, report)}
+        self._owe_if_unclean(self._me, lost, report)
+        for incarnation in sorted(self._alive - {self._me}):
+            self._send(incarnation, "probe", self._wave, sorted(lost))
 
-    def _judge_wave(self, now: float) -> None:
-        assert self._reports is not None
-        reports, self._reports = self._reports, None
-        self._busy = {peer: report.active for peer, (_, report) in reports.items() if report.active}
-        clean = not self._busy and all(self._lost <= lost for lost, _ in reports.values())
-        if clean and is_balanced(reports):
-            if reports == self._proof:
-                self._finish_round()
-                return
-            self._proof, self._wanted, self._not_before = reports, True, now
-            return
-        self._proof = None
-        self._not_before = now + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        if clean:
-            self._wanted = True  # something is on its way, and nobody will tell when it has arrived
+    def _judge_wave(self, reports: Wave) -> None:
+        self._reports = None
+        self._busy = {worker: report.active for worker, (_, report) in reports.items() if report.active}
+        if self._busy or not self._agree_on_lost(reports):
+            self._proof = None
+        elif reports == self._proof:
+            self._finish_round()
+        else:
+            self._proof = reports
+            self._news = True  # the second wave follows at once
 
-    # Words.
+    def _agree_on_lost(self, reports: Wave) -> bool:
+        """Whether all have lost the dead, and whenever one has lost another, the other has lost it too."""
+        dead = self._lost
+        return all(
+            dead <= lost and all(worker in reports[other][0] for other in lost & reports.keys())
+            for worker, (lost, _) in reports.items()
+        )
 
-    def _send(self, peer: Peer, kind: str, *details: Any, round_number: int | None = None) -> None:
+    # ---- timeouts and words
+
+    def _ask(self, now: float) -> None:
+        """The timeout has passed: find out what for."""
+        if self._leads:
+            self._fail(self._standing(self._missing, self._busy))
+        else:
+            self._answer_by = now + _ANSWER_SECONDS
+            self._send(self.leader, "ask")
+
+    def _send(self, to: int, kind: str, *details: Any, round_number: int | None = None) -> None:
         number = self._round if round_number is None else round_number
-        self._actions.append(Send(peer, [number, kind, *details]))
+        self._actions.append(Send(to, [number, kind, *details]))
 
     def _fail(self, why: str) -> None:
         self._over = True
         self._actions.append(Failed(f"shutdown timed out: {why}"))
 
-    def _standing(self, missing: Collection[Peer], busy: Mapping[Peer, int]) -> str:
+    def _standing(self, missing: Collection[int], busy: Mapping[int, int]) -> str:
         """What the round waits for."""
-        by_rank = sorted(self._members, key=lambda peer: self._members[peer].id)
-        absent = [self._name(peer) for peer in by_rank if peer in missing]
-        working = [f"{self._name(peer)} ({busy[peer]} under way)" for peer in by_rank if peer in busy]
+        by_rank = sorted(self._members, key=lambda incarnation: self._members[incarnation].id)
+        absent = [self._name(each) for each in by_rank if each in missing]
+        working = [f"{self._name(each)} ({busy[each]} under way)" for each in by_rank if each in busy]
         parts = [f"not in shutdown: {', '.join(absent)}"] if absent else []
         parts += [f"still busy: {', '.join(working)}"] if working else []
-        return "; ".join(parts) or "messages are still on their way"
+        return "; ".join(parts) or "not everybody has answered"
 
-    def _name(self, peer: Peer) -> str:
-        return f"worker '{self._members[peer].name}'"
+    def _name(self, incarnation: int) -> str:
+        return f"worker '{self._members[incarnation].name}'"

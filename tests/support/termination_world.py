@@ -1,20 +1,19 @@
 """A group of simulated workers that call each other, shut down and die, with every choice made by chance.
 
 Calls travel beside the messages of the termination, in any order; a call may cause others, may be waited
-for or not, and a wait may time out. A death loses any of what was on its way from the dead.
+for or not, and a wait may time out; whichever, it is under way at its caller until it is answered or its
+callee is lost. A death loses any of what was on its way from the dead.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
 
-from rpc.group.counting import Report
-from rpc.group.termination import Action, CutOff, Failed, Leave, Quiescent, Send, Termination
+from rpc.group.termination import Action, CutOff, Failed, Leave, Quiescent, Report, Send, Termination
 from rpc.group.workers import Member, WorkerInfo
 
 ROUNDS = 2
@@ -27,13 +26,21 @@ def members(count: int) -> list[Member]:
     return [Member(WorkerInfo(f"worker{rank}", rank), 1000 - 7 * rank, "host", ()) for rank in range(count)]
 
 
-@dataclass
+@dataclass(eq=False)
+class Call:
+    """A call that its caller has made and that is not answered yet."""
+
+    target: int
+    waiting: Task | None
+
+
+@dataclass(eq=False)
 class Task:
     """A call being executed, or the main program: makes its calls one by one, then ends."""
 
     calls: list[tuple[int, list[object], bool]]
     reply_to: int | None = None
-    caller: Task | None = None
+    call: Call | None = None
     waiting: bool = False
 
 
@@ -43,8 +50,8 @@ class Worker:
     termination: Termination
     running: bool = True
     tasks: list[Task] = field(default_factory=list)
-    sent: Counter[int] = field(default_factory=Counter)
-    received: Counter[int] = field(default_factory=Counter)
+    calls: list[Call] = field(default_factory=list)
+    begun: int = 0
     lost: set[int] = field(default_factory=set)
     timeout: float = 0.0
     absent: bool = False
@@ -53,14 +60,14 @@ class Worker:
 
     @property
     def active(self) -> int:
-        return len(self.tasks)
+        return len(self.tasks) + len(self.calls)
 
     @property
     def wants_to_enter(self) -> bool:
         return not (self.absent or self.in_round or self.tasks)
 
     def report(self) -> Report:
-        return Report(self.active, dict(self.sent), dict(self.received))
+        return Report(self.active, self.begun)
 
 
 @dataclass
@@ -69,7 +76,7 @@ class InFlight:
     target: int
     kind: str
     body: Any
-    caller: Task | None = None
+    call: Call | None = None
 
 
 class World:
@@ -104,15 +111,20 @@ class World:
             target, children, waits = task.calls.pop()
             if target in worker.lost:
                 return
-            worker.sent[target] += 1
+            worker.begun += 1
             task.waiting = waits
-            self.in_flight.append(InFlight(worker.peer, target, "call", children, task if waits else None))
+            call = Call(target, task if waits else None)
+            worker.calls.append(call)
+            self.in_flight.append(InFlight(worker.peer, target, "call", children, call))
             return
         worker.tasks.remove(task)
         if task.reply_to is not None and task.reply_to not in worker.lost:
-            self.in_flight.append(InFlight(worker.peer, task.reply_to, "reply", None, task.caller))
+            self.in_flight.append(InFlight(worker.peer, task.reply_to, "reply", None, task.call))
+        self.something_ended(worker)
+
+    def something_ended(self, worker: Worker) -> None:
         if worker.active == 0:
-            self.act(worker, worker.termination.became_idle(self.now, worker.report()))
+            self.act(worker, worker.termination.became_idle(worker.report()))
 
     def enter(self, worker: Worker) -> None:
         worker.in_round = True
@@ -125,11 +137,14 @@ class World:
         if not target.running or item.source in target.lost:
             return
         if item.kind == "call":
-            target.received[item.source] += 1
-            target.tasks.append(Task(list(item.body), item.source if item.caller else None, item.caller))
+            target.begun += 1
+            target.tasks.append(Task(list(item.body), item.source, item.call))
         elif item.kind == "reply":
-            if item.caller is not None:
-                item.caller.waiting = False
+            assert item.call is not None
+            target.calls.remove(item.call)
+            if item.call.waiting is not None:
+                item.call.waiting.waiting = False
+            self.something_ended(target)
         else:
             report = target.report()
             self.act(target, target.termination.receive(item.source, item.body, self.now, report))
@@ -166,8 +181,10 @@ class World:
             return True
         worker.lost.add(gone)
         self.in_flight = [item for item in self.in_flight if item not in left]
-        for task in worker.tasks:
-            task.waiting = False  # what it waits for may be at the lost one; it fails
+        for call in [call for call in worker.calls if call.target == gone]:
+            worker.calls.remove(call)  # it fails
+            if call.waiting is not None:
+                call.waiting.waiting = False
         self.act(worker, worker.termination.lost(gone, self.now, worker.report()))
         return True
 

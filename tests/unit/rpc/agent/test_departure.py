@@ -95,7 +95,7 @@ def test_a_follower_whose_last_task_ends_while_it_answers_the_leader_says_so(clo
     agent.tasks = 1
     agent.hear(0, "probe", 1, [])
     clockwork.advance(1)
-    assert [message[1] for message in agent.sent] == ["entered", "report", "idle"]
+    assert [message[1] for message in agent.sent] == ["entered", "report", "changed"]
 
 
 # ---- the agent ends

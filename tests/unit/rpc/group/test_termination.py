@@ -1,5 +1,8 @@
+"""The end of all work: nobody leaves while anything is under way anywhere, and all leave in the end."""
+
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -7,30 +10,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.group.counting import Report
-from rpc.group.termination import Failed, Leave, Quiescent, Send, Termination
+from rpc.group.termination import Action, CutOff, Failed, Leave, Quiescent, Report, Send, Termination
 from tests.support.termination_world import World, members
 
 IDLE = Report(0)
 
 
-def entered(count: int, rounds: int = 1) -> tuple[Termination, list[int], list[object]]:
-    """A leader that has entered, and its peers, which have as well."""
+def entered(count: int, rounds: int = 1, timeout: float = 0.0) -> tuple[Termination, list[int]]:
+    """A leader that has entered, as have its peers: it has probed them."""
     group = members(count)
     leader = Termination(group[0], group, rounds)
     peers = [member.incarnation for member in group[1:]]
-    actions: list[object] = list(leader.enter(0.0, IDLE))
+    leader.enter(0.0, IDLE, timeout)
     for peer in peers:
-        actions += leader.receive(peer, [0, "entered"], 0.0, IDLE)
-    return leader, peers, actions
+        leader.receive(peer, [0, "entered"], 0.0, IDLE)
+    return leader, peers
 
 
-def report(leader: Termination, peer: int, wave: int, **kwargs: object) -> list[object]:
-    fields = {"lost": [], "active": 0, "sent": [], "received": []} | kwargs
-    return list(leader.receive(peer, [0, "report", wave, *fields.values()], 0.0, IDLE))
+def report(
+    leader: Termination, peer: int, wave: int, *, lost: Sequence[int] = (), active: int = 0, begun: int = 0
+) -> list[Action]:
+    return leader.receive(peer, [0, "report", wave, list(lost), active, begun], 0.0, IDLE)
 
 
-# Properties
+def probes(wave: int, *to: int, dead: Sequence[int] = ()) -> list[Action]:
+    return [Send(peer, [0, "probe", wave, list(dead)]) for peer in sorted(to)]
+
+
+# ---- properties
 
 
 @given(st.integers(1, 5), st.integers(0, 1 << 32))
@@ -94,7 +101,7 @@ def test_with_a_timeout_it_ends_though_one_never_enters(count: int, seed: int) -
         assert any(f"not in shutdown: worker '{names[absent.peer]}'" in outcome for outcome in outcomes)
 
 
-# Cases
+# ---- cases
 
 
 def test_alone_leaves_at_once() -> None:
@@ -106,57 +113,37 @@ def test_alone_but_busy_leaves_when_idle() -> None:
     (me,) = members(1)
     termination = Termination(me, [me])
     assert termination.enter(0.0, Report(1)) == []
-    assert termination.became_idle(1.0, IDLE) == [Leave()]
+    assert termination.awaits_idleness
+    assert termination.became_idle(IDLE) == [Leave()]
 
 
 def test_no_wave_before_all_have_entered() -> None:
     group = members(3)
+    one, two = (member.incarnation for member in group[1:])
     leader = Termination(group[0], group)
     assert leader.enter(0.0, IDLE) == []
-    assert leader.receive(group[1].incarnation, [0, "entered"], 0.0, IDLE) == []
-    probes = leader.receive(group[2].incarnation, [0, "entered"], 0.0, IDLE)
-    assert [(action.peer, action.message) for action in probes if isinstance(action, Send)] == [
-        (member.incarnation, [0, "probe", 1, []]) for member in sorted(group[1:], key=lambda m: m.incarnation)
-    ]
+    assert leader.receive(one, [0, "entered"], 0.0, IDLE) == []
+    assert leader.receive(two, [0, "entered"], 0.0, IDLE) == probes(1, one, two)
 
 
 def test_two_equal_waves_are_needed() -> None:
-    leader, (peer,), _ = entered(2)
-    assert report(leader, peer, 1) == [Send(peer, [0, "probe", 2, []])]
+    leader, (peer,) = entered(2)
+    assert report(leader, peer, 1) == probes(2, peer)
     assert report(leader, peer, 2) == [Send(peer, [0, "quiescent"]), Leave()]
 
 
-def test_counts_that_changed_between_waves_are_no_proof() -> None:
-    leader, (one, two), _ = entered(3)
-    for wave, calls in enumerate([1, 2, 2], 1):
-        report(leader, one, wave, sent=[[two, calls]])
-        actions = report(leader, two, wave, received=[[one, calls]])
-        assert (Leave() in actions) == (wave == 3)
+def test_what_began_between_two_waves_is_no_proof() -> None:
+    leader, (peer,) = entered(2)
+    outcomes = [report(leader, peer, wave, begun=begun) for wave, begun in enumerate([1, 2, 2], 1)]
+    assert [Leave() in actions for actions in outcomes] == [False, False, True]
 
 
-def test_a_call_on_its_way_is_waited_for_ever_more_slowly() -> None:
-    leader, (one, two), _ = entered(3)
-    pauses = []
-    now = 0.0
-    for wave in range(1, 10):
-        leader.receive(one, [0, "report", wave, [], 0, [[two, 1]], []], now, IDLE)
-        assert leader.receive(two, [0, "report", wave, [], 0, [], []], now, IDLE) == []
-        due = leader.next_tick
-        assert due is not None
-        pauses.append(due - now)
-        now = due
-        assert leader.tick(now, IDLE)
-    assert pauses == sorted(pauses)
-    assert pauses[0] <= 0.001
-    assert pauses[-1] == pytest.approx(0.05)
-
-
-def test_a_busy_worker_is_not_asked_again_before_it_says_that_it_is_idle() -> None:
-    leader, (peer,), _ = entered(2)
+def test_a_busy_worker_is_not_asked_again_before_it_says_that_something_changed() -> None:
+    leader, (peer,) = entered(2)
     assert report(leader, peer, 1, active=2) == []
     assert leader.next_tick is None
-    actions = leader.receive(peer, [0, "idle"], 10.0, IDLE)
-    assert actions == [Send(peer, [0, "probe", 2, []])]
+    assert leader.became_idle(IDLE) == []
+    assert leader.receive(peer, [0, "changed"], 10.0, IDLE) == probes(2, peer)
 
 
 def test_a_worker_that_was_busy_when_asked_says_once_that_it_is_idle() -> None:
@@ -164,9 +151,9 @@ def test_a_worker_that_was_busy_when_asked_says_once_that_it_is_idle() -> None:
     worker, leader = Termination(group[1], group), group[0].incarnation
     worker.enter(0.0, Report(1))
     worker.receive(leader, [0, "probe", 1, []], 0.0, Report(1))
-    assert worker.became_idle(0.0, Report(1)) == []
-    assert worker.became_idle(0.0, IDLE) == [Send(leader, [0, "idle"])]
-    assert worker.became_idle(0.0, IDLE) == []
+    assert worker.became_idle(Report(1)) == []
+    assert worker.became_idle(IDLE) == [Send(leader, [0, "changed"])]
+    assert worker.became_idle(IDLE) == []
 
 
 def test_idle_group_needs_few_messages() -> None:
@@ -177,25 +164,31 @@ def test_idle_group_needs_few_messages() -> None:
 
 
 def test_dead_worker_is_not_waited_for() -> None:
-    leader, (one, two), _ = entered(3)
+    leader, (one, two) = entered(3)
     report(leader, one, 1)
-    actions = leader.lost(two, 0.0, IDLE)
-    assert actions == [Send(one, [0, "probe", 2, [two]])]
-    assert report(leader, one, 2, lost=[], sent=[[two, 5]]) == []  # still has a connection to the dead
-    leader.receive(one, [0, "idle"], 1.0, IDLE)
-    report(leader, one, 3, lost=[two], sent=[[two, 5]])
-    assert Leave() in report(leader, one, 4, lost=[two], sent=[[two, 5]])
+    assert leader.lost(two, 0.0, IDLE) == probes(2, one, dead=[two])
+    assert report(leader, one, 2) == []  # still has a connection to the dead
+    leader.receive(one, [0, "changed"], 1.0, IDLE)
+    report(leader, one, 3, lost=[two])
+    assert Leave() in report(leader, one, 4, lost=[two])
 
 
 def test_connection_broken_between_two_others_must_be_known_to_both() -> None:
-    leader, (one, two), _ = entered(3)
-    report(leader, one, 1, lost=[two], sent=[[two, 1]])
+    leader, (one, two) = entered(3)
+    report(leader, one, 1, lost=[two])
     assert report(leader, two, 1) == []
-    assert leader.tick(1.0, IDLE)
+    assert leader.receive(two, [0, "changed"], 1.0, IDLE) == probes(2, one, two)
     for wave in (2, 3):
-        report(leader, one, wave, lost=[two], sent=[[two, 1]])
+        report(leader, one, wave, lost=[two])
         actions = report(leader, two, wave, lost=[one])
     assert Leave() in actions
+
+
+def test_who_loses_another_tells_the_leader() -> None:
+    group = members(3)
+    worker = Termination(group[1], group)
+    worker.enter(0.0, IDLE)
+    assert worker.lost(group[2].incarnation, 0.0, IDLE) == [Send(group[0].incarnation, [0, "changed"])]
 
 
 def test_worker_cuts_off_whom_the_leader_holds_dead_before_it_counts_as_clean() -> None:
@@ -203,10 +196,9 @@ def test_worker_cuts_off_whom_the_leader_holds_dead_before_it_counts_as_clean() 
     leader, _, dead = (member.incarnation for member in group)
     worker = Termination(group[1], group)
     worker.enter(0.0, IDLE)
-    cut, answer = worker.receive(leader, [0, "probe", 1, [dead]], 0.0, IDLE)
-    assert cut.peer == dead  # type: ignore[union-attr]
-    assert answer == Send(leader, [0, "report", 1, [], 0, [], []])
-    assert worker.lost(dead, 0.0, IDLE) == [Send(leader, [0, "idle"])]
+    answer = worker.receive(leader, [0, "probe", 1, [dead]], 0.0, IDLE)
+    assert answer == [CutOff(dead), Send(leader, [0, "report", 1, [], 0, 0])]
+    assert worker.lost(dead, 0.0, IDLE) == [Send(leader, [0, "changed"])]
 
 
 def test_all_announce_themselves_to_the_next_leader() -> None:
@@ -220,27 +212,26 @@ def test_all_announce_themselves_to_the_next_leader() -> None:
 
 
 def test_late_and_doubled_messages_do_no_harm() -> None:
-    leader, (peer,), _ = entered(2)
+    leader, (peer,) = entered(2)
     assert report(leader, peer, 7) == []
     assert leader.receive(peer, [0, "entered"], 0.0, IDLE) == []
-    report(leader, peer, 1)
+    assert report(leader, peer, 1) == probes(2, peer)
     assert report(leader, peer, 1) == []
-    report(leader, peer, 2)
+    assert Leave() in report(leader, peer, 2)
     assert report(leader, peer, 2) == []
     assert leader.receive(peer, [0, "probe", 4, []], 0.0, IDLE) == [Send(peer, [0, "quiescent"])]
-    assert leader.is_over
 
 
 def test_message_of_the_next_round_proves_that_this_one_is_over() -> None:
     group = members(2)
+    peer = group[1].incarnation
     leader = Termination(group[0], group, rounds=2)
     leader.enter(0.0, IDLE)
-    actions = leader.receive(group[1].incarnation, [1, "entered"], 0.0, IDLE)
-    assert actions == [Send(group[1].incarnation, [0, "quiescent"]), Quiescent()]
-    assert leader.enter(0.0, IDLE) == [Send(group[1].incarnation, [1, "probe", 1, []])]
+    assert leader.receive(peer, [1, "entered"], 0.0, IDLE) == [Send(peer, [0, "quiescent"]), Quiescent()]
+    assert leader.enter(0.0, IDLE) == [Send(peer, [1, "probe", 1, []])]
 
 
-def test_timeout_names_who_has_not_entered_and_who_is_busy() -> None:
+def test_timeout_names_who_has_not_entered() -> None:
     group = members(4)
     leader = Termination(group[0], group)
     leader.enter(0.0, IDLE, timeout=5.0)
@@ -250,8 +241,10 @@ def test_timeout_names_who_has_not_entered_and_who_is_busy() -> None:
     assert leader.tick(5.0, IDLE) == [
         Failed("shutdown timed out: not in shutdown: worker 'worker2', worker 'worker3'")
     ]
-    leader, (one, two), _ = entered(3)
-    leader._deadline = 5.0
+
+
+def test_timeout_names_who_is_busy() -> None:
+    leader, (one, two) = entered(3, timeout=5.0)
     report(leader, one, 1, active=3)
     report(leader, two, 1)
     assert leader.tick(5.0, IDLE) == [
@@ -286,9 +279,19 @@ def test_leader_that_does_not_answer_is_named() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [None, [], [0], [0, 1], ["x", "entered"], [0, "what"], [0, "probe"], [0, "report", 1, [], 0, 5, 5]],
+    [
+        None,
+        [],
+        [0],
+        [0, 1],
+        ["x", "entered"],
+        [0, "what"],
+        [0, "probe"],
+        [0, "report", 1, [], 0],
+        [0, "report", 1, 5, 0, 5],
+    ],
 )
 def test_malformed_message_is_refused(message: object) -> None:
-    leader, (peer,), _ = entered(2)
+    leader, (peer,) = entered(2)
     with pytest.raises(ProtocolError):
         leader.receive(peer, message, 0.0, IDLE)
