@@ -42,6 +42,7 @@ from rpc.lifecycle.backend_registry import (
 from rpc.lifecycle.shutdown import shutdown
 from rpc.lifecycle.startup import init_rpc, init_with_store, on_agent_start
 from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.runtime import events
 from rpc.runtime.current import is_initialized
 from rpc.serialization.settings import allow_class, allow_function, use_pickler
 from rref.installation import install
@@ -67,6 +68,7 @@ __all__ = [
     "barrier",
     "construct_rpc_backend_options",
     "errors",
+    "events",
     "functions",
     "get_debug_info",
     "get_rpc_timeout",

@@ -39,6 +39,7 @@ from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
 from rpc.runtime import file_limit, process_tuning
+from rpc.runtime.events import Events, PeerJoined, PeerLost
 from rpc.runtime.executor import Executor, Task
 from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 from rpc.runtime.loop import LoopThread
@@ -68,6 +69,7 @@ class Agent:
         self.options = options
         self.rpc_timeout = options.rpc_timeout
         self.incarnation = secrets.randbits(63)
+        self.events = Events()
         self.tape: Tape | None = None
         self._loop_thread = LoopThread(
             "farcall-loop", "a blocking call on the agent's own thread would stop the agent"
@@ -192,6 +194,8 @@ class Agent:
             self._routes.clear()
             for handler in self._joined_handlers:
                 handler(peer)
+            if self.events.peer_joined:
+                self.events.tell(self.events.peer_joined, PeerJoined(member.name, member.id))
         return peer
 
     def _connect(self, peer: Peer) -> None:
@@ -216,6 +220,8 @@ class Agent:
         for handler in self._gone_handlers:
             handler(peer, reason)
         self.departure.worker_gone(peer)
+        if self.events.peer_lost:
+            self.events.tell(self.events.peer_lost, PeerLost(peer.name, peer.member.id, reason))
 
     def on_gone(self, handler: Callable[[Peer, str], None]) -> None:
         """Have ``handler`` called, on the loop's thread, when a worker is gone for good."""

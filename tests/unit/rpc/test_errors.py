@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rpc.errors import with_article
 
 

@@ -1,0 +1,253 @@
+"""Events: what happens on an agent, told to who listens, for metrics, traces and profilers.
+
+Each kind of event is a frozen dataclass. Handlers are called with one, on the thread on which it happened,
+which may be the agent's loop: they must be quick and must not block. What they raise is logged. Where nobody
+listens, an event costs one test of a tuple and is not even made::
+
+    if events.call_begun:
+        events.tell(events.call_begun, CallBegun(...))
+
+Example::
+
+    from rpc import events
+
+    durations = {}
+    with events.listen(events.CallEnded, lambda call: durations.setdefault(call.to, []).append(call.seconds)):
+        rpc.rpc_sync("worker1", torch.add, args=(x, y))
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from rpc.runtime.current import current_agent
+
+__all__ = [
+    "CallBegun",
+    "CallEnded",
+    "Events",
+    "MessageReceived",
+    "MessageSent",
+    "PeerJoined",
+    "PeerLost",
+    "RequestBegun",
+    "RequestEnded",
+    "listen",
+]
+
+logger = logging.getLogger(__name__)
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """At the caller: a call is about to be sent.
+
+    Attributes:
+        call_id: names the call among those of this worker.
+        to: the callee's name.
+        what: what is called, by name.
+    """
+
+    call_id: int
+    to: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """At the caller: a call has been answered, has failed, or has been given up.
+
+    Attributes:
+        call_id, to, what: as of ``CallBegun``.
+        seconds: since it began.
+        error: why it has no answer (the callee is lost, its time is over); None if it was answered, also
+            with an exception of the callee's.
+    """
+
+    call_id: int
+    to: str
+    what: str
+    seconds: float
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBegun:
+    """At the callee: a call of another worker begins to run.
+
+    Attributes:
+        call_id: as in the caller's events.
+        source: the caller's name.
+    """
+
+    call_id: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """At the callee: a call is about to be answered.
+
+    Attributes:
+        call_id, source: as of ``RequestBegun``.
+        what: the function, by name; empty if it could not be loaded.
+        error: what it raised, if so.
+    """
+
+    call_id: int
+    source: str
+    what: str
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """Another worker has become known."""
+
+    name: str
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """Another worker is gone for good: it left, died or was cut off."""
+
+    name: str
+    id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSent:
+    """A message is about to be written to a connection or to shared memory.
+
+    Attributes:
+        to: the receiver's name.
+        kind: of message, a ``rpc.wire.frames.Kind``.
+        size: of what it carries, in bytes, without the frame's own header.
+    """
+
+    to: str
+    kind: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """A message has come in.
+
+    Attributes:
+        source: the sender's name.
+        kind, size: as of ``MessageSent``.
+    """
+
+    source: str
+    kind: int
+    size: int
+
+
+Handlers = tuple[Callable[[Any], object], ...]
+
+_KINDS: Final = (
+    CallBegun,
+    CallEnded,
+    RequestBegun,
+    RequestEnded,
+    PeerJoined,
+    PeerLost,
+    MessageSent,
+    MessageReceived,
+)
+
+
+def _attribute(kind: type) -> str:
+    """The attribute of ``Events`` that holds the handlers of a kind: ``call_begun`` for ``CallBegun``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+class Events:
+    """Who listens to the events of one agent. From any thread.
+
+    Attributes:
+        call_begun, ...: the handlers of each kind of event; empty where nobody listens.
+    """
+
+    __slots__ = (
+        "_lock",
+        "call_begun",
+        "call_ended",
+        "message_received",
+        "message_sent",
+        "peer_joined",
+        "peer_lost",
+        "request_begun",
+        "request_ended",
+    )
+
+    call_begun: Handlers
+    call_ended: Handlers
+    request_begun: Handlers
+    request_ended: Handlers
+    peer_joined: Handlers
+    peer_lost: Handlers
+    message_sent: Handlers
+    message_received: Handlers
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        for kind in _KINDS:
+            setattr(self, _attribute(kind), ())
+
+    def listen(self, kind: type[E], handler: Callable[[E], object]) -> ExitStack:
+        """Have ``handler`` called with each event of a kind from now on; see ``rpc.events.listen``."""
+        if kind not in _KINDS:
+            known = ", ".join(each.__name__ for each in _KINDS)
+            raise TypeError(f"{kind!r} is no kind of event; there are: {known}")
+        attribute = _attribute(kind)
+
+        def called(event: E) -> None:  # an object of its own, so that one handler may listen twice
+            handler(event)
+
+        def end() -> None:
+            with self._lock:
+                setattr(self, attribute, tuple(h for h in getattr(self, attribute) if h is not called))
+
+        with self._lock:
+            setattr(self, attribute, (*getattr(self, attribute), called))
+        subscription = ExitStack()
+        subscription.callback(end)
+        return subscription
+
+    def tell(self, handlers: Handlers, event: object) -> None:
+        """Call each handler of an event, in the order in which they began to listen."""
+        for handler in handlers:
+            try:
+                handler(event)
+            except Exception:
+                logger.exception("a handler of %s failed", type(event).__name__)
+
+
+def listen(kind: type[E], handler: Callable[[E], object]) -> ExitStack:
+    """Have ``handler`` called with each event of a kind on this process's agent, until it is shut down.
+
+    Args:
+        kind: of event, such as ``CallEnded``.
+        handler: is called on the thread on which the event happens; must be quick and must not block.
+
+    Returns:
+        What ends it: ``close()`` it, or use it in a ``with`` statement.
+
+    Raises:
+        NotInitializedError: there is no agent.
+        TypeError: there is no such kind.
+    """
+    events: Events = current_agent().events
+    return events.listen(kind, handler)

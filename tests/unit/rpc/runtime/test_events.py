@@ -1,0 +1,79 @@
+"""Events: who listens is told, in order and until it ends its subscription; who fails is logged."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpc.runtime.events import Events, PeerJoined, PeerLost
+
+EVENT = PeerJoined("worker1", 1)
+
+
+def tell(events: Events) -> None:
+    events.tell(events.peer_joined, EVENT)
+
+
+def test_handlers_are_called_in_the_order_in_which_they_came() -> None:
+    events, told = Events(), list[str]()
+    events.listen(PeerJoined, lambda event: told.append(f"first {event.name}"))
+    events.listen(PeerJoined, lambda event: told.append(f"second {event.name}"))
+    tell(events)
+    assert told == ["first worker1", "second worker1"]
+
+
+def test_nobody_listens_at_first_nor_after_the_last_has_ended() -> None:
+    events = Events()
+    assert not events.peer_joined
+    with events.listen(PeerJoined, print):
+        assert events.peer_joined
+        assert not events.peer_lost
+    assert not events.peer_joined
+
+
+def test_one_handler_may_listen_twice_and_each_subscription_ends_alone() -> None:
+    events, told = Events(), list[PeerJoined]()
+    first = events.listen(PeerJoined, told.append)
+    events.listen(PeerJoined, told.append)
+    tell(events)
+    first.close()
+    first.close()
+    tell(events)
+    assert told == [EVENT] * 3
+
+
+def test_a_handler_that_fails_is_logged_and_keeps_nobody_from_hearing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    events, told = Events(), list[PeerJoined]()
+
+    def fail(_: PeerJoined) -> None:
+        raise ValueError("of the user's")
+
+    events.listen(PeerJoined, fail)
+    events.listen(PeerJoined, told.append)
+    tell(events)
+    assert told == [EVENT]
+    assert "a handler of PeerJoined failed" in caplog.text
+
+
+def test_a_handler_may_end_its_own_subscription() -> None:
+    events, told = Events(), list[PeerJoined]()
+
+    def once(event: PeerJoined) -> None:
+        told.append(event)
+        subscription.close()
+
+    subscription = events.listen(PeerJoined, once)
+    tell(events)
+    tell(events)
+    assert told == [EVENT]
+
+
+@pytest.mark.parametrize("kind", [int, "PeerLost", Events])
+def test_what_is_no_kind_of_event_is_refused_by_name(kind: object) -> None:
+    with pytest.raises(TypeError, match=r"is no kind of event.*PeerLost"):
+        Events().listen(kind, print)  # type: ignore[arg-type]
+
+
+def test_events_are_values() -> None:
+    assert PeerLost("a", 1, "it left") == PeerLost("a", 1, "it left")
