@@ -9,25 +9,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 
-from benchmarks import chart, group, report, turns
+from benchmarks import chart, report
+from benchmarks.measuring import measure
+from benchmarks.sides import FARCALL, PEERS, Side, Unavailable, peer, revision
+from benchmarks.turns import Failure
 from benchmarks.workloads import WORKLOADS
 
 __all__ = ["main"]
 
-_HOW_TO_GET = {
-    "torch": "this PyTorch has no torch.distributed.rpc",
-    "grpc": "there is no gRPC here (pip install grpcio)",
-    "ray": "there is no Ray here (pip install ray)",
-}
 _RESULTS = Path(__file__).parent / "results"
-
-
-_FILE_WIDTH = 110
+_FILE_WIDTH: Final = 110
 """Columns of the table where no terminal says how many there are."""
 
 
@@ -42,12 +41,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each side (default 3)")
     parser.add_argument(
         "--peer",
-        choices=list(report.NAMES),
         default="torch",
-        help="what to compare with (default torch; grpc needs grpcio, ray needs ray)",
+        help=f"what to compare with: {', '.join(PEERS)}, none, or a revision of farcall (default torch)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=300, metavar="S", help="seconds that each part of a run may take"
+        "--timeout", type=float, default=60, metavar="S", help="seconds that a workload may take one side"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results"
@@ -68,42 +66,59 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print and save; returns the exit status."""
     arguments = _arguments(argv)
-    console = Console()
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _FILE_WIDTH
-    selected = arguments.workloads or list(WORKLOADS)
-    sides = ["farcall"]
-    if arguments.peer != "none":
-        if group.is_available(arguments.peer):
-            sides.append(arguments.peer)
-        else:
-            console.print(f"{_HOW_TO_GET[arguments.peer]}: measuring farcall alone")
-    numbers: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for repeat in range(arguments.repeats):
-        console.print(f"[dim]run {repeat + 1} of {arguments.repeats}: {' and '.join(sides)}[/dim]")
+    with tempfile.TemporaryDirectory(prefix="farcall-revision-") as folder:
         try:
-            measured = group.measure(sides, selected, arguments.timeout)
-        except turns.Failed as failure:
-            console.print(f"[red]{failure}[/red]", highlight=False)
+            sides = _sides(arguments.peer, Path(folder))
+        except Unavailable as reason:
+            console.print(f"[red]{reason}[/red]")
             return 2
-        for side in sides:
-            numbers[side].append(measured[side])
+        selected = arguments.workloads or list(WORKLOADS)
+        numbers = _measure(console, sides, selected, arguments.repeats, arguments.timeout)
     outcome = report.lines(numbers, selected)
-    console.print(report.table(outcome, arguments.repeats, arguments.peer))
+    other = sides[-1].title if len(sides) > 1 else "nothing"
+    console.print(report.table(outcome, arguments.repeats, other))
     path = arguments.output or _RESULTS / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}.json"
     report.save(path, numbers, outcome)
     console.print(f"written to {path}")
     if arguments.chart is not None:
         try:
-            chart.draw(arguments.chart, outcome, report.NAMES[arguments.peer], report.machine())
+            chart.draw(arguments.chart, outcome, other, report.machine())
         except chart.MissingLibrary as missing:
-            console.print(f"[red]{missing}[/red]", highlight=False)
+            console.print(f"[red]{missing}[/red]")
             return 2
         console.print(f"drawn to {arguments.chart}")
     missed = [line.workload.title for line in outcome if line.holds is False]
     if missed:
         console.print(f"[red]missed: {', '.join(missed)}[/red]")
     return 1 if missed and arguments.check else 0
+
+
+def _sides(other: str, folder: Path) -> list[Side]:
+    if other == "none":
+        return [FARCALL]
+    return [FARCALL, peer(other) if other in PEERS else revision(other, folder)]
+
+
+def _measure(
+    console: Console, sides: Sequence[Side], selected: Sequence[str], repeats: int, limit: float
+) -> report.Numbers:
+    """What there is to report, also when Ctrl-C ends it early."""
+    numbers: dict[str, dict[str, list[float | Failure]]] = {side.name: {} for side in sides}
+    try:
+        for repeat in range(repeats):
+            console.print(f"[dim]run {repeat + 1} of {repeats}: {' and '.join(numbers)}[/dim]")
+            for name, outcomes in measure(sides, selected, limit):
+                for side, outcome in outcomes.items():
+                    numbers[side].setdefault(name, []).append(outcome)
+                    if isinstance(outcome, Failure):
+                        console.print(f"[red]{side}: {name}: {outcome.reason}[/red]")
+                        console.print(outcome.details, style="dim", markup=False)
+    except KeyboardInterrupt:
+        console.print("[red]interrupted: this is what there is[/red]")
+    return numbers
 
 
 if __name__ == "__main__":

@@ -31,21 +31,21 @@ def echo(value: Any) -> Any:
 
 
 def _null_call(rpc: Any) -> float:
-    return 1e6 * seconds_per_call(lambda: rpc.rpc_sync(CALLEE, nothing), 200, 300)
+    return 1e6 * seconds_per_call(lambda: rpc.rpc_sync(CALLEE, nothing))
 
 
 def _small_tensor(rpc: Any) -> float:
     tensor = torch.randn(16)
-    return 1e6 * seconds_per_call(lambda: rpc.rpc_sync(CALLEE, echo, args=(tensor,)), 150, 200)
+    return 1e6 * seconds_per_call(lambda: rpc.rpc_sync(CALLEE, echo, args=(tensor,)))
 
 
 def _remote_to_here(rpc: Any) -> float:
-    return 1e6 * seconds_per_call(lambda: rpc.remote(CALLEE, echo, args=(1,)).to_here(), 100, 100)
+    return 1e6 * seconds_per_call(lambda: rpc.remote(CALLEE, echo, args=(1,)).to_here())
 
 
 def _fetch(rpc: Any) -> float:
     reference = rpc.remote(CALLEE, echo, args=(torch.ones(16),))
-    return 1e6 * seconds_per_call(reference.to_here, 150, 200)
+    return 1e6 * seconds_per_call(reference.to_here)
 
 
 def _window(rpc: Any, in_flight: int = 1000) -> float:
@@ -54,7 +54,7 @@ def _window(rpc: Any, in_flight: int = 1000) -> float:
         for future in futures:
             future.wait()
 
-    return in_flight / seconds_per_call(round_trip, 1, 2)
+    return in_flight / seconds_per_call(round_trip)
 
 
 def _there_and_back(module: str, depth: int, to: str, back: str) -> int:
@@ -70,7 +70,7 @@ def _recursion(rpc: Any) -> float:
     def descend() -> None:
         assert _there_and_back(rpc.__name__, _DEPTH, CALLEE, "worker0") == _DEPTH
 
-    return 1e3 * seconds_per_call(descend, 5, 3)
+    return 1e3 * seconds_per_call(descend)
 
 
 def _add(gradient: torch.Tensor) -> None:
@@ -88,18 +88,15 @@ def _push(module: str, count: int) -> None:
 def _many_to_one(rpc: Any, trainers: int) -> float:
     """Gradients per second that worker 0 takes from all trainers together."""
 
-    def push(count: int) -> None:
+    def push() -> None:
         futures = [
-            rpc.rpc_async(f"worker{trainer}", _push, args=(rpc.__name__, count))
+            rpc.rpc_async(f"worker{trainer}", _push, args=(rpc.__name__, _PUSHES))
             for trainer in range(1, trainers + 1)
         ]
         for future in futures:
             future.wait()
 
-    push(10)
-    begin = time.perf_counter()
-    push(_PUSHES)
-    return trainers * _PUSHES / (time.perf_counter() - begin)
+    return trainers * _PUSHES / seconds_per_call(push)
 
 
 def _idle_cpu(rpc: Any, seconds: float = 2.0) -> float:
@@ -120,12 +117,13 @@ def workloads() -> Iterator[Workload]:
     yield Workload("fetch", "to_here() of a small tensor", "µs", _fetch)
     yield Workload("window", "1,000 rpc_async in flight", "calls/s", _window, Bar(8, at_least=True))
     yield Workload("recursion", f"{_DEPTH} calls, each within the last", "ms", _recursion)
-    for trainers in (2, 4, 8):
+    for trainers in (2, 8):
         yield Workload(
             f"server-{trainers}",
             f"16 KB gradients of {trainers} trainers",
             "calls/s",
             functools.partial(_many_to_one, trainers=trainers),
+            Bar(2, at_least=True),
             workers=trainers + 1,
         )
     yield Workload("idle", "idle agent", "% CPU", _idle_cpu, Bar(0.5, absolute=True))

@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,54 @@ import torch
 from rich import box
 from rich.table import Table
 
-from benchmarks.workload import Workload
+from benchmarks.sides import PEERS
+from benchmarks.turns import Failure
+from benchmarks.workload import Bar, Workload
 from benchmarks.workloads import WORKLOADS
 
-__all__ = ["NAMES", "Line", "lines", "machine", "save", "table"]
+__all__ = ["Line", "lines", "machine", "save", "table"]
 
-NAMES = {"torch": "torch.distributed.rpc", "grpc": "gRPC", "ray": "Ray", "none": "nothing"}
-"""What farcall can be compared with."""
+_NO_SLOWER = 1.05
+"""The bar for the cost of farcall beside an earlier revision of it: noise, and no more."""
 
-Numbers = Mapping[str, Sequence[Mapping[str, float]]]
-"""By side: for each repetition, by workload, what was measured."""
+Numbers = Mapping[str, Mapping[str, Sequence[float | Failure]]]
+"""By side and workload, what each repetition has measured. farcall comes first."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one side has measured of one workload, a number or a failure for each repetition."""
+
+    outcomes: Sequence[float | Failure] = ()
+
+    @property
+    def numbers(self) -> list[float]:
+        """Of the repetitions that did not fail."""
+        return [each for each in self.outcomes if not isinstance(each, Failure)]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Of those that did."""
+        return [each for each in self.outcomes if isinstance(each, Failure)]
+
+    @property
+    def median(self) -> float | None:
+        """Of the numbers, if there are any."""
+        return statistics.median(self.numbers) if self.numbers else None
+
+    @property
+    def spread(self) -> float:
+        """The range of the numbers as a share of their median."""
+        return (max(self.numbers) - min(self.numbers)) / self.median if self.median else 0.0
+
+    def __str__(self) -> str:
+        """The cell of the table: a number, or why there is none."""
+        if self.median is None:
+            return f"[red]{self.failures[0].reason}" if self.failures else "-"
+        digits = 0 if self.median >= 100 else 1 if self.median >= 10 else 2
+        failed = f" [red]{len(self.failures)} failed" if self.failures else ""
+        spread = f" [dim]±{50 * self.spread:.0f} %[/dim]" if len(self.numbers) > 1 else ""
+        return f"{self.median:,.{digits}f}{spread}{failed}"
 
 
 @dataclass(frozen=True)
@@ -34,70 +72,75 @@ class Line:
     """One workload's outcome.
 
     Attributes:
-        ours: farcall's median.
-        theirs: the other's; ``None`` if it was not measured.
-        spread: of each side, the range of its numbers as a share of their median.
-        ratio: ours to theirs.
-        holds: whether the bar holds; ``None`` without a bar, or without what it refers to:
-            ``torch.distributed.rpc``, unless it is about the number itself.
+        ours: what farcall has measured.
+        theirs: what the other has.
+        other: the other's name; ``None`` if farcall was measured alone.
     """
 
     workload: Workload
-    ours: float
-    theirs: float | None
-    spread: tuple[float, ...]
-    ratio: float | None
-    holds: bool | None
+    ours: Column
+    theirs: Column
+    other: str | None
+
+    @property
+    def bar(self) -> Bar | None:
+        """What holds: workloads' bars are about PyTorch or the number itself; no revision may be slower."""
+        bar = self.workload.bar
+        if (bar is not None and bar.absolute) or self.other == "torch":
+            return bar
+        if self.other is None or self.other in PEERS:
+            return None
+        return Bar(round(1 / _NO_SLOWER, 2), at_least=True) if self.workload.is_rate else Bar(_NO_SLOWER)
+
+    @property
+    def ratio(self) -> float | None:
+        """Our number to theirs, the median over the repetitions: what was measured together is compared."""
+        pairs = zip(self.ours.outcomes, self.theirs.outcomes, strict=False)
+        ratios = [
+            ours / theirs
+            for ours, theirs in pairs
+            if not isinstance(ours, Failure) and not isinstance(theirs, Failure)
+        ]
+        return statistics.median(ratios) if ratios else None
 
     @property
     def cost(self) -> float | None:
         """Our time as a share of the other's, also where rates are measured."""
-        if self.ratio is None or (self.workload.bar is not None and self.workload.bar.absolute):
+        if self.ratio is None or (self.bar is not None and self.bar.absolute):
             return None
         return 1 / self.ratio if self.workload.is_rate else self.ratio
 
     @property
     def limit(self) -> float | None:
         """What ``cost`` may be at most."""
-        bar = self.workload.bar
-        if bar is None or bar.absolute:
+        if self.bar is None or self.bar.absolute:
             return None
-        return 1 / bar.limit if bar.at_least else bar.limit
+        return 1 / self.bar.limit if self.bar.at_least else self.bar.limit
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the bar holds; ``None`` where there is none, or nothing to compare with."""
+        if self.ours.failures:
+            return False
+        value = self.ours.median if self.bar is not None and self.bar.absolute else self.ratio
+        return None if self.bar is None or value is None else self.bar.holds(value)
 
 
 def lines(numbers: Numbers, workloads: Sequence[str]) -> list[Line]:
     """Sum up what was measured, a line per workload."""
-    bars_hold = "torch" in numbers
-    return [_line(WORKLOADS[name], *_columns(numbers, name), bars_hold=bars_hold) for name in workloads]
+    side, *others = numbers
+    other = others[0] if others else None
+    theirs = numbers[other] if other is not None else {}
+    return [
+        Line(WORKLOADS[name], Column(numbers[side].get(name, ())), Column(theirs.get(name, ())), other)
+        for name in workloads
+    ]
 
 
-def _columns(numbers: Numbers, name: str) -> tuple[list[float], list[float]]:
-    ours = [run[name] for run in numbers["farcall"]]
-    others = [run for side, runs in numbers.items() if side != "farcall" for run in runs]
-    theirs = [run[name] for run in others if name in run]
-    return ours, theirs
-
-
-def _line(workload: Workload, ours: list[float], theirs: list[float], *, bars_hold: bool) -> Line:
-    our_median = statistics.median(ours)
-    their_median = statistics.median(theirs) if theirs else None
-    ratio = our_median / their_median if their_median else None
-    bar = workload.bar
-    value = our_median if bar is not None and bar.absolute else ratio if bars_hold else None
-    holds = None if bar is None or value is None else bar.holds(value)
-    spread = tuple(_spread(column) for column in (ours, theirs) if column)
-    return Line(workload, our_median, their_median, spread, ratio, holds)
-
-
-def _spread(column: Sequence[float]) -> float:
-    middle = statistics.median(column)
-    return (max(column) - min(column)) / middle if middle else 0.0
-
-
-def table(outcome: Sequence[Line], repeats: int, other: str = "torch") -> Table:
-    """The lines as a table for people; ``other`` is what farcall is compared with."""
+def table(outcome: Sequence[Line], repeats: int, other: str) -> Table:
+    """The lines as a table for people; ``other`` is the full name of what farcall is compared with."""
     result = Table(
-        title=f"farcall beside {NAMES[other]}",
+        title=f"farcall beside {other}",
         caption=f"median of {repeats} runs in turn, ± half their range" if repeats > 1 else "one run",
         title_justify="left",
         caption_justify="left",
@@ -106,27 +149,21 @@ def table(outcome: Sequence[Line], repeats: int, other: str = "torch") -> Table:
         pad_edge=False,
     )
     result.add_column("workload", no_wrap=True)
-    for heading in ("unit", "farcall", other, "ratio", "bar"):
+    name = next((line.other for line in outcome if line.other), "-")
+    for heading in ("unit", "farcall", name, "ratio", "bar"):
         result.add_column(heading, justify="left" if heading == "unit" else "right", no_wrap=True)
     for line in outcome:
-        bar = line.workload.bar
         mark = {None: "", True: "[green]✓", False: "[red]✗"}[line.holds]
-        theirs = "-" if line.theirs is None else _number(line.theirs, line.spread[1], repeats)
-        compared = line.ratio is not None and not (bar and bar.absolute)
+        ratio = "-" if line.cost is None else f"{line.ratio:.2f} x"
         result.add_row(
             line.workload.title,
             line.workload.unit,
-            _number(line.ours, line.spread[0], repeats),
-            theirs,
-            f"{line.ratio:.2f} x" if compared else "-",
-            f"{bar or ''} {mark}",
+            str(line.ours),
+            str(line.theirs),
+            ratio,
+            f"{line.bar or ''} {mark}",
         )
     return result
-
-
-def _number(value: float, spread: float, repeats: int) -> str:
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:,.{digits}f}" + (f" [dim]±{50 * spread:.0f} %[/dim]" if repeats > 1 else "")
 
 
 def machine() -> dict[str, Any]:
@@ -155,16 +192,15 @@ def save(path: Path, numbers: Numbers, outcome: Sequence[Line]) -> None:
         line.workload.name: {
             "title": line.workload.title,
             "unit": line.workload.unit,
-            "farcall": line.ours,
-            "other": line.theirs,
-            "spread": list(line.spread),
+            "farcall": line.ours.median,
+            "other": line.theirs.median,
+            "spread": [line.ours.spread, line.theirs.spread],
             "ratio": line.ratio,
-            "bar": str(line.workload.bar) if line.workload.bar else None,
+            "bar": str(line.bar) if line.bar else None,
             "holds": line.holds,
         }
         for line in outcome
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    runs = {side: list(each) for side, each in numbers.items()}
-    content = {"machine": machine(), "summary": summary, "runs": runs}
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    content = {"machine": machine(), "summary": summary, "runs": numbers}
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=asdict) + "\n")

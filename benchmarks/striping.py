@@ -47,9 +47,7 @@ def _gain(rpc: Any) -> float:
         rpc.rpc_sync(CALLEE, swallow, args=(tensor,))
         time.sleep(_OPENING_SECONDS)
     limit_connections(_CONNECTION_BYTES)
-    seconds = seconds_per_call(
-        lambda: rpc.rpc_sync(CALLEE, swallow, args=(tensor,)), calls=1, warm_up=1, batches=_BATCHES
-    )
+    seconds = seconds_per_call(lambda: rpc.rpc_sync(CALLEE, swallow, args=(tensor,)), _BATCHES)
     return _TENSOR_BYTES / _CONNECTION_BYTES / seconds
 
 

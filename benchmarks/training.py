@@ -59,7 +59,7 @@ def _one_operation(rpc: Any) -> float:
             autograd.backward(context, [out.sum()])
             autograd.get_gradients(context)
 
-    return 1e6 * seconds_per_call(step, 30, 30)
+    return 1e6 * seconds_per_call(step)
 
 
 def _steps(rpc: Any, stages: list[Any], forward: Callable[[torch.Tensor], torch.Tensor]) -> float:
@@ -79,7 +79,7 @@ def _steps(rpc: Any, stages: list[Any], forward: Callable[[torch.Tensor], torch.
             autograd.backward(context, [loss])
             optimizer.step(context)
 
-    return 1e3 * seconds_per_call(step, 5, 5)
+    return 1e3 * seconds_per_call(step)
 
 
 def _parameter_server(rpc: Any) -> float:
@@ -105,7 +105,7 @@ def _optimizer(rpc: Any) -> float:
     optimizer = optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01)
     with autograd.context() as context:
         autograd.backward(context, [model.rpc_sync().forward(torch.rand(_BATCH, _WIDTH)).sum()])
-        return 1e3 * seconds_per_call(lambda: optimizer.step(context), 10, 10)
+        return 1e3 * seconds_per_call(lambda: optimizer.step(context))
 
 
 def _alone(micro_batches: int) -> float:
@@ -121,7 +121,7 @@ def _alone(micro_batches: int) -> float:
         loss.backward()
         optimizer.step()
 
-    return 1e3 * seconds_per_call(step, 5, 5)
+    return 1e3 * seconds_per_call(step)
 
 
 def workloads() -> Iterator[Workload]:

@@ -16,7 +16,7 @@ from benchmarks.workload import CALLEE, KIB, MIB, Bar, Workload, seconds_per_cal
 __all__ = ["workloads"]
 
 _BARS = {64 * KIB: 0.35, MIB: 0.45, 16 * MIB: 0.70, 64 * MIB: 0.40, 256 * MIB: 0.38}
-_SIZES = (KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+_SIZES = (16 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 _STREAMS = 2
 _SPACING_SECONDS = 0.002
 _SPACED_CALLS = 250
@@ -31,11 +31,7 @@ def swallow(value: Any) -> None:
 def _transfer(function: Callable[[Any], Any], size: int) -> Callable[[Any], float]:
     def measure(rpc: Any) -> float:
         tensor = torch.ones(size // 4)
-        calls = max(1, min(100, 16 * MIB // size))
-        batches = 7 if size <= 64 * MIB else 3
-        return 1e3 * seconds_per_call(
-            lambda: rpc.rpc_sync(CALLEE, function, args=(tensor,)), calls, 2, batches
-        )
+        return 1e3 * seconds_per_call(lambda: rpc.rpc_sync(CALLEE, function, args=(tensor,)))
 
     return measure
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from benchmarks import turns
 
@@ -16,9 +17,11 @@ CALLEE = "worker1"
 KIB = 1 << 10
 MIB = 1 << 20
 
-_BATCHES = 10
-_SHARE_TO_WARM_UP = 10
-"""One of so many calls more is made before each batch, whose caches the other side has just used."""
+_BATCHES: Final = 10
+_BATCH_SECONDS: Final = 0.2
+"""Long beside the milliseconds for which a process is slower once it has been stopped."""
+_WARM_UP_SHARE: Final = 0.3
+"""So much of a batch is made before it, unmeasured: caches are cold after the other side's batch."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Bar:
     """What is asked of farcall's number: at most, or at least, so much.
 
     Attributes:
-        limit: the limit, of the ratio to the other's number, or of the number itself if ``absolute``.
+        limit: the limit, of the ratio to PyTorch's number, or of the number itself if ``absolute``.
     """
 
     limit: float
@@ -55,7 +58,7 @@ class Workload:
         network: they talk over TCP, as between hosts, whatever else they could do.
         stripes: over how many connections large messages go; 0 where that is not what is measured. Only
             farcall can be told.
-        part: a heading in the chart.
+        part: what it is about: ``calls``, ``tensors`` or ``training``. Not every peer has all.
     """
 
     name: str
@@ -74,14 +77,18 @@ class Workload:
         return self.unit.endswith("/s")
 
 
-def seconds_per_call(call: Callable[[], object], calls: int, warm_up: int, batches: int = _BATCHES) -> float:
+def seconds_per_call(call: Callable[[], object], batches: int = _BATCHES) -> float:
     """The median over batches of the mean time of a call. The other side's batches come between."""
-    for _ in range(warm_up):
+    call()
+    made, begin = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < _BATCH_SECONDS:
         call()
+        made += 1
+    calls = math.ceil(made * _BATCH_SECONDS / elapsed)
     times = []
     for _ in range(batches):
         turns.pass_on()
-        for _ in range(calls // _SHARE_TO_WARM_UP + 1):
+        for _ in range(math.ceil(calls * _WARM_UP_SHARE)):
             call()
         begin = time.perf_counter()
         for _ in range(calls):

@@ -1,36 +1,62 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from benchmarks import chart, group, report
+from benchmarks import chart, report, turns
 from benchmarks.__main__ import main
-from benchmarks.workload import Bar
+from benchmarks.measuring import measure
+from benchmarks.sides import FARCALL, PEERS, Side, Unavailable, revision
+from benchmarks.turns import Failure
+from benchmarks.workload import Bar, Workload
 from benchmarks.workloads import WORKLOADS
 
-NUMBERS = {
-    "farcall": [{"null": 38.0, "idle": 0.1, "window": 60.0}, {"null": 58.0, "idle": 0.3, "window": 50.0}],
-    "torch": [{"null": 300.0, "idle": 9.0, "window": 10.0}, {"null": 180.0, "idle": 9.0, "window": 10.0}],
+NUMBERS: report.Numbers = {
+    "farcall": {"null": [38.0, 58.0], "idle": [0.1, 0.3], "window": [60.0, 50.0]},
+    "torch": {"null": [190.0, 290.0], "idle": [9.0, 9.0], "window": [10.0, 10.0]},
 }
 
 
-def test_line_has_medians_ratio_and_verdict() -> None:
+def printed(outcome: list[report.Line], other: str) -> str:
+    console = Console(width=120, record=True, quiet=True)
+    with console.capture() as capture:
+        console.quiet = False
+        console.print(report.table(outcome, 2, other))
+    return capture.get()
+
+
+def test_line_has_medians_ratio_cost_and_verdict() -> None:
     null, idle, window = report.lines(NUMBERS, ["null", "idle", "window"])
-    assert (null.ours, null.theirs, null.ratio, null.holds) == (48.0, 240.0, 0.2, True)
-    assert null.spread == (20 / 48, 120 / 240)
-    assert idle.holds  # absolute
-    assert (window.ratio, window.holds) == (5.5, False)
+    assert (null.ours.median, null.theirs.median, null.ratio, null.holds) == (48.0, 240.0, 0.2, True)
+    assert (null.ours.spread, null.cost) == (20 / 48, 0.2)
+    assert (idle.holds, idle.cost) == (True, None)  # its bar is about the number itself
+    assert (window.ratio, window.holds, window.limit) == (5.5, False, 1 / 8)
+    assert window.cost == pytest.approx(1 / 5.5)  # of a rate too, the share of the other's time
 
 
 def test_without_the_other_side_only_absolute_bars_are_judged() -> None:
     null, idle = report.lines({"farcall": NUMBERS["farcall"]}, ["null", "idle"])
-    assert (null.theirs, null.ratio, null.holds) == (None, None, None)
-    assert idle.holds
+    assert (null.theirs.median, null.ratio, null.holds, idle.holds) == (None, None, None, True)
+
+
+def test_bars_are_about_torch_and_an_earlier_revision_may_not_be_faster() -> None:
+    for other, holds in (("torch", True), ("ray", None), ("5728188", True)):
+        (line,) = report.lines({"farcall": {"null": [10.0]}, other: {"null": [1000.0]}}, ["null"])
+        assert line.holds is holds
+    slower, fewer = {"null": [10.6], "window": [9.0]}, {"null": [10.0], "window": [10.0]}
+    outcome = report.lines({"farcall": slower, "5728188": fewer}, ["null", "window"])
+    assert [line.holds for line in outcome] == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -46,46 +72,20 @@ def test_bar_is_a_limit_either_way(bar: Bar, value: float, holds: bool) -> None:
     assert bar.holds(value) is holds
 
 
-def test_table_and_file_show_every_line(tmp_path: Path) -> None:
-    outcome = report.lines(NUMBERS, ["null", "idle", "window"])
-    console = Console(width=120, record=True, quiet=True)
-    with console.capture() as capture:
-        console.quiet = False
-        console.print(report.table(outcome, 2))
-    assert "null rpc_sync" in capture.get()
-    assert "0.20 x" in capture.get()
-    report.save(tmp_path / "new" / "results.json", NUMBERS, outcome)
+def test_table_file_and_chart_show_every_line_and_name_failures(tmp_path: Path) -> None:
+    failed: dict[str, list[float | Failure]] = {
+        "null": [Failure("hung"), 100.0],
+        "idle": [Failure("died (SIGKILL)", "why"), Failure("hung")],
+    }
+    outcome = report.lines({"farcall": NUMBERS["farcall"], "torch": failed}, ["null", "idle", "window"])
+    text = printed(outcome, "PyTorch")
+    for cell in ("farcall beside PyTorch", "null rpc_sync", "0.58 x", "100", "1 failed", "died (SIGKILL)"):
+        assert cell in text
+    report.save(tmp_path / "new" / "results.json", {"torch": failed}, outcome)
     saved = json.loads((tmp_path / "new" / "results.json").read_text())
-    assert saved["summary"]["null"]["ratio"] == 0.2
-    assert saved["runs"]["torch"] == NUMBERS["torch"]
-
-
-def test_a_workload_that_the_other_side_cannot_run_has_no_ratio() -> None:
-    numbers = {"farcall": [{"remote": 50.0}], "grpc": [dict[str, float]()]}
-    (line,) = report.lines(numbers, ["remote"])
-    assert (line.theirs, line.ratio, line.cost) == (None, None, None)
-    assert not group.can_run("grpc", WORKLOADS["remote"])
-    assert group.can_run("torch", WORKLOADS["remote"])
-    assert group.can_run("ray", WORKLOADS["remote"])
-    assert not group.can_run("ray", WORKLOADS["autograd-op"])
-
-
-def test_bars_are_about_torch_and_no_other_peer() -> None:
-    (line,) = report.lines({"farcall": [{"null": 10.0}], "ray": [{"null": 1000.0}]}, ["null"])
-    assert (line.ratio, line.holds) == (0.01, None)
-
-
-def test_cost_is_a_share_of_the_others_time_also_for_rates() -> None:
-    null, idle, window = report.lines(NUMBERS, ["null", "idle", "window"])
-    assert null.cost == 0.2
-    assert idle.cost is None  # its bar is about the number itself
-    assert window.cost == pytest.approx(1 / 5.5)
-    assert window.limit == 1 / 8
-
-
-def test_chart_shows_every_line_that_has_a_ratio(tmp_path: Path) -> None:
+    assert saved["summary"]["null"]["ratio"] == 0.58
+    assert saved["runs"]["torch"]["idle"][0] == {"reason": "died (SIGKILL)", "details": "why"}
     pytest.importorskip("matplotlib")
-    outcome = report.lines(NUMBERS, ["null", "idle", "window"])
     chart.draw(tmp_path / "chart.svg", outcome, "the other", report.machine())
     assert (tmp_path / "chart.svg").read_text().count("<svg") == 1
 
@@ -96,22 +96,88 @@ def test_chart_without_matplotlib_says_what_to_do(tmp_path: Path, monkeypatch: p
         chart.draw(tmp_path / "chart.svg", [], "the other", report.machine())
 
 
+def test_each_side_says_what_it_can_run() -> None:
+    for side, able in (("grpc", "null"), ("ray", "remote"), ("torch", "remote"), ("grpc", "send-1mb")):
+        assert PEERS[side].can_run(WORKLOADS[able])
+    for side, unable in (
+        ("grpc", "remote"),
+        ("ray", "autograd-op"),
+        ("ray", "tcp-1mb"),
+        ("torch", "stripes-4"),
+    ):
+        assert not PEERS[side].can_run(WORKLOADS[unable])
+
+
+def test_a_revision_has_its_own_files(tmp_path: Path) -> None:
+    assert (revision("HEAD", tmp_path).folder or Path()) == tmp_path
+    assert (tmp_path / "rpc" / "__init__.py").exists()
+    with pytest.raises(Unavailable, match="not a valid object name"):
+        revision("no-such-revision", tmp_path)
+
+
+def _pass_on(_: Any) -> float:
+    for _ in range(3):
+        turns.pass_on()
+    return 7.0
+
+
+def _raise(_: Any) -> float:
+    raise ValueError("not today")
+
+
+def _die(_: Any) -> float:
+    os.write(2, b"about to die\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
+def _hang(_: Any) -> float:
+    time.sleep(1000)
+    return 0.0
+
+
+def _sides(monkeypatch: pytest.MonkeyPatch) -> list[Side]:
+    """Two that need no other worker than the one that measures."""
+    module: Any = types.ModuleType("rpc_without_workers")
+    module.TensorPipeRpcBackendOptions = dict
+    module.init_rpc = module.shutdown = lambda *_, **__: None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return [Side(name, name, module.__name__, starts_its_workers=True) for name in ("a", "b")]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("fails", "reason", "details"),
+    [(_raise, "ValueError", "not today"), (_die, "died (SIGKILL)", "about to die"), (_hang, "hung", "")],
+)
+def test_a_side_that_fails_has_fresh_workers_for_what_comes_next(
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[Any], float], reason: str, details: str
+) -> None:
+    workloads = [("before", _pass_on), ("fails", fails), ("after", _pass_on)]
+    for name, function in workloads:
+        monkeypatch.setitem(WORKLOADS, name, Workload(name, name, "s", function, workers=1))
+    found = dict(measure(_sides(monkeypatch), [name for name, _ in workloads], limit=2.0))
+    assert found["before"] == found["after"] == {"a": 7.0, "b": 7.0}
+    for outcome in found["fails"].values():
+        assert isinstance(outcome, Failure)
+        assert outcome.reason == reason
+        assert details in outcome.details
+
+
 def test_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["nonsense"])
     assert "no workload nonsense; there are: null" in capsys.readouterr().err
 
 
-def test_names_are_the_keys() -> None:
-    assert all(name == workload.name for name, workload in WORKLOADS.items())
-
-
 @pytest.mark.processes
-def test_command_measures_and_saves(tmp_path: Path) -> None:
+def test_command_measures_and_saves_and_prints_nothing_else(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    options = ["--repeats", "1", "--peer", "none", "--timeout", "30", "--output", str(output)]
+    options = ["--repeats", "1", "--peer", "HEAD", "--timeout", "30", "--output", str(output)]
     command = [sys.executable, "-m", "benchmarks", "null", *options]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not ran.stderr
     assert "null rpc_sync" in ran.stdout
+    assert f"{FARCALL.title} beside farcall at HEAD" in ran.stdout
     assert json.loads(output.read_text())["summary"]["null"]["farcall"] > 0
