@@ -8,7 +8,7 @@ from rpc.agent.futures import Future
 from rpc.agent.pending_call import PendingCall
 from rpc.errors import RpcTimeoutError, RRefError
 from rpc.wire.frames import Frame
-from rref.messages import ForkId, RRefId
+from rref.protocol.messages import ForkId, RRefId
 
 if TYPE_CHECKING:
     from rref.references import References
@@ -42,9 +42,9 @@ class Creation(PendingCall):
     def settle(self, outcome: Frame | BaseException) -> bool:
         if isinstance(outcome, BaseException):
             self.error = outcome
-            self._references.creation_failed(self._fork, _reason(outcome))
+            self._failed(_reason(outcome))
         elif "refused" in outcome.header:
-            self._references.creation_failed(self._fork, str(outcome.header["refused"]))
+            self._failed(str(outcome.header["refused"]))
         else:
             self._references.created(self.peer.incarnation, self._rref, self._fork)
         if self.outcome is not None:
@@ -52,6 +52,9 @@ class Creation(PendingCall):
         unattended = super().settle(outcome)
         self.holds = None
         return unattended
+
+    def _failed(self, reason: str) -> None:
+        self._references.creation_failed(self.peer.incarnation, self._rref, self._fork, reason)
 
     def hold(self, reference: object) -> None:
         """Keep a reference until the creation has ended."""

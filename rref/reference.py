@@ -15,7 +15,7 @@ from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import check_not_forked, current_agent
 from rpc.serialization import Payload
 from rref.creation import Creation
-from rref.messages import Ref, RRefId, State
+from rref.protocol.messages import Ref, RRefId, State
 from rref.references import References
 from rref.requests import FETCH, INVOKE, fetch, method_of_object
 from rref.value import Value

@@ -26,8 +26,8 @@ from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.serialization import Payload
 from rref.creation import Creation
-from rref.messages import Action, Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
-from rref.protocol import Protocol
+from rref.protocol.machine import Protocol
+from rref.protocol.messages import Action, Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State
 from rref.requests import CREATE, name_creation
 from rref.value import Value
 
@@ -222,9 +222,11 @@ class References:
             agent.calls.watch(creation)
             return bind(self, peer, rref, fork, creation)
         except BaseException as error:  # such as Ctrl-C: nobody gets the reference
-            for _, fork in made:
+            for rref, fork in made:
                 if creation is None or not creation.sent:
-                    self._forget_unsent(creation, fork, f"it could not be sent: {error}")
+                    if creation is not None:
+                        agent.caller.drop(creation)
+                    self.creation_failed(peer.incarnation, rref, fork, f"it could not be sent: {error}")
                 self.release(fork)
             raise
 
@@ -234,19 +236,14 @@ class References:
             [(rref, _)] = made
             self._values[rref] = Value()
 
-    def _forget_unsent(self, creation: Creation | None, fork: ForkId, reason: str) -> None:
-        if creation is not None:
-            self.agent.caller.drop(creation)
-        self.creation_failed(fork, reason)
-
     def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
         """The owner has answered a creation."""
         do = self._do if fork in self._awaiting else self._do_later
         do(self._protocol.created, owner, rref, fork)
 
-    def creation_failed(self, fork: ForkId, reason: str) -> None:
+    def creation_failed(self, owner: int, rref: RRefId, fork: ForkId, reason: str) -> None:
         """A creation timed out, or could not be sent."""
-        self._do(self._protocol.creation_failed, fork, reason)
+        self._do(self._protocol.creation_failed, owner, rref, fork, reason)
 
     def fork(self, ref: Ref, to: Peer) -> list[Any]:
         """A descriptor for a message to ``to``."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 from rpc.errors import ProtocolError
 from rpc.serialization import Payload
 from rpc.wire.frames import Frame, Kind
-from rref.messages import ForkId, Peer, RRefId
+from rref.protocol.messages import ForkId, Peer, RRefId
 
 __all__ = [
     "CREATE",

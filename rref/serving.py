@@ -19,8 +19,8 @@ from rpc.group.peer import Peer
 from rpc.runtime.executor import Task
 from rpc.transport import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, encode_small
-from rref.messages import RRefId
 from rref.owed import OwedAnswers
+from rref.protocol.messages import RRefId
 from rref.references import References
 from rref.requests import (
     CREATE,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rref.messages import Peer, Ref, RRefId, State
-from rref.protocol import Protocol
+from rref.protocol.machine import Protocol
+from rref.protocol.messages import Peer, Ref, RRefId, State
 from tests.unit.rref.networks import ExactNetwork
 from tests.unit.rref.simulation import Simulation
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rref.messages import Peer, Ref, State
+from rref.protocol.messages import Peer, Ref, State
 from tests.unit.rref.networks import ExactNetwork, HostileNetwork
 from tests.unit.rref.simulation import Simulation
 

@@ -8,7 +8,7 @@ from typing import Protocol as Interface
 import msgpack
 
 from rpc.group.delivery import Delivery
-from rref.messages import Peer
+from rref.protocol.messages import Peer
 
 __all__ = ["ExactNetwork", "HostileNetwork", "Network", "Receiver", "Violation"]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgpack
 
-from rref.messages import Confirmed, Descriptor, Failed, Fence, Free, Peer, Ref, RRefId, Send, State
-from rref.protocol import Protocol
+from rref.protocol.machine import Protocol
+from rref.protocol.messages import Confirmed, Descriptor, Failed, Fence, Free, Peer, Ref, RRefId, Send, State
 from tests.unit.rref.networks import Network, Violation
 
 __all__ = ["Call", "Simulation", "Worker"]
@@ -117,10 +117,10 @@ class Simulation:
         self.network.cut(dead, peer)
         self.network.cut(peer, dead)
         worker.protocol.peer_lost(dead, f"worker {dead} died")
-        for ref, (owner, _) in list(worker.creating.items()):
+        for ref, (owner, rref) in list(worker.creating.items()):
             if owner == dead:
                 del worker.creating[ref]
-                worker.protocol.creation_failed(ref, "its owner is lost")
+                worker.protocol.creation_failed(owner, rref, ref, "its owner is lost")
         self._act(worker)
 
     def unnoticed(self) -> list[tuple[Peer, Peer]]:
@@ -173,9 +173,9 @@ class Simulation:
     def give_up(self, peer: Peer, ref: Ref) -> None:
         """The creation that made ``ref`` times out."""
         worker = self.workers[peer]
-        _, rref = worker.creating.pop(ref)
+        owner, rref = worker.creating.pop(ref)
         self.objects[rref].given_up = True
-        worker.protocol.creation_failed(ref, "it timed out")
+        worker.protocol.creation_failed(owner, rref, ref, "it timed out")
         self._act(worker)
 
     def finish(self, peer: Peer, rref: RRefId) -> None:
@@ -227,7 +227,7 @@ class Simulation:
         if after["parked"] < before["parked"]:
             for truth in self.objects.values():
                 truth.given_up = truth.given_up or (truth.owner == peer and not truth.arrived)
-        if after["void"] < before["void"]:
+        if after["revoked"] < before["revoked"]:
             for call in self.calls:
                 if call.dst == peer and call.late:
                     for _, rref, _ in call.forks:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rref.messages import Peer, Ref, State
+from rref.protocol.messages import Peer, Ref, State
 from tests.unit.rref.networks import ExactNetwork
 from tests.unit.rref.simulation import Simulation
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-import rref.protocol
 from rpc.errors import ProtocolError, RRefError
-from rref.messages import MESSAGES, Confirmed, Free, Send, State
-from rref.protocol import Protocol
-from rref.user import TRANSITIONS
+from rref.protocol import owner, user
+from rref.protocol.machine import Protocol
+from rref.protocol.messages import MESSAGES, Confirmed, Free, Send, State
 from tests.unit.rref.group import Group
 
 
@@ -369,18 +368,31 @@ def test_the_example_in_the_text_runs() -> None:
     exec(example, {"Protocol": Protocol, "Free": Free})
 
 
-def test_the_table_of_states_in_the_text_is_the_table_that_runs() -> None:
-    text = rref.protocol.__doc__ or ""
-    table = text[text.index("A user's fork\n") : text.index("*Granted*")]
-    events = "held once more|dropped|granted|failed|childless"
-    row = re.compile(rf"^    (?P<state>[A-Z]+)?\s.*?(?P<event>{events})\s+(?P<next>[A-Z]+)", re.MULTILINE)
+@pytest.mark.parametrize(
+    ("module", "end", "words"),
+    [
+        (user, "*Granted*", {"HELD": "held once more"}),
+        (owner, "What has no row", {"CREATOR_LOST": "creator lost"}),
+    ],
+    ids=["a user's fork", "an owner's object"],
+)
+def test_the_table_of_states_in_the_text_is_the_table_that_runs(
+    module: Any, end: str, words: dict[str, str]
+) -> None:
+    text, transitions = module.__doc__, module.TRANSITIONS
+    table = text[text.index("    state ") : text.index(end)]
+    names = {
+        event: words.get(event.name, event.name.lower()) for row in transitions.values() for event in row
+    }
+    row = re.compile(
+        rf"^    (?P<state>[A-Z]+)?\s.*?(?P<event>{'|'.join(names.values())})\s+(?P<next>[A-Z]+)", re.MULTILINE
+    )
     read: dict[str, dict[str, str]] = {}
     state = ""
     for match in row.finditer(table):
         state = match["state"] or state
         read.setdefault(state, {})[match["event"]] = match["next"]
-    words = {"HELD": "held once more"}
     assert read == {
-        state.name: {words.get(event.name, event.name.lower()): after.name for event, after in events.items()}
-        for state, events in TRANSITIONS.items()
+        state.name: {names[event]: after.name for event, after in changes.items()}
+        for state, changes in transitions.items()
     }

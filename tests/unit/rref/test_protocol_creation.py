@@ -2,8 +2,8 @@
 
 import pytest
 
-from rref.messages import Confirmed, Failed, Free, Send, State
-from rref.protocol import Protocol
+from rref.protocol.machine import Protocol
+from rref.protocol.messages import Confirmed, Failed, Free, Send, State
 from tests.unit.rref.group import Group
 
 
@@ -271,7 +271,7 @@ def test_a_creation_that_could_not_be_sent_to_oneself_leaves_nothing() -> None:
     protocol = Protocol(1)
     rref, ref = protocol.create(1)
     protocol.release(ref)
-    protocol.creation_failed(ref, "it could not be sent")
+    protocol.creation_failed(1, rref, ref, "it could not be sent")
     assert protocol.take_actions() == [Free(rref)]
     assert not protocol.arrived(rref, ref, creator=1)
     protocol.sweep()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rref.messages import Fence, Send, State
-from rref.peers import DEAD_MOST
-from rref.protocol import Protocol
+from rref.protocol.machine import Protocol
+from rref.protocol.messages import Fence, Send, State
+from rref.protocol.peers import DEAD_MOST
 from tests.unit.rref.group import Group
 
 

@@ -1,6 +1,32 @@
 """The user's half of the reference protocol: forks of objects that live elsewhere.
 
-The rules and the states are explained at the head of ``rref.protocol``; here is the table that they are.
+The rules (R1 to R7) are explained at the head of ``machine``.
+
+A user's fork
+=============
+
+    state        held    is                         event           becomes     and then
+    -----------  ------  -------------------------  --------------  ----------  ---------------------------
+    PENDING      yes     not answered by the owner  held once more  PENDING
+                                                    dropped         ORPHANED
+                                                    granted         CONFIRMED   accepted to sender, Confirmed
+                                                    failed          FAILED      accepted to sender, Failed
+    ORPHANED     no      not answered by the owner  held once more  PENDING
+                                                    granted         LINGERING   accepted to sender
+                                                    failed          GONE        accepted to sender
+    CONFIRMED    yes     counted by the owner       held once more  CONFIRMED
+                                                    dropped         LINGERING
+                                                    failed          FAILED      Failed
+    LINGERING    no      counted, has children      held once more  CONFIRMED
+                                                    childless       GONE        delete to owner
+                                                    failed          GONE
+    FAILED       yes     of no use                  held once more  FAILED
+                                                    dropped         GONE
+    GONE                 not remembered
+
+*Granted*: the owner's "confirmed", or its answer to the creation. *Failed*: its "refused", its death, a
+failed creation; the children are let go then. *Held once more*: another fork joins it (R3). A fork enters
+as PENDING when created or received, as CONFIRMED when received from the owner (R1).
 """
 
 from __future__ import annotations
@@ -10,9 +36,9 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 from rpc.errors import ProtocolError, RRefError
-from rref.fence import FenceAnswers
-from rref.messages import Confirmed, Descriptor, Failed, ForkId, Peer, Ref, RRefId, State
-from rref.peers import Peers
+from rref.protocol.fence import FenceAnswers
+from rref.protocol.messages import Confirmed, Descriptor, Failed, ForkId, Peer, Ref, RRefId, State
+from rref.protocol.peers import Peers
 
 __all__ = ["TRANSITIONS", "Event", "Users"]
 
@@ -163,12 +189,11 @@ class Users:
 
     # Passing on
 
-    def fork(self, ref: Ref, to: Peer) -> Descriptor:
+    def fork(self, ref: Ref, to: Peer, fork: ForkId) -> Descriptor:
         """A child of ``ref`` for ``to``."""
         user = self._refs[ref]
         if user.state is State.FAILED:
             raise RRefError(f"this reference cannot be sent: {user.reason}")
-        fork = self._peers.new_id()
         if to not in self._peers.dead:
             self._children[fork] = _Child(user, to)
             if user.children is None:
@@ -241,13 +266,15 @@ class Users:
 
     # What can be asked
 
-    def state(self, ref: Ref) -> State:
-        """How ``ref`` stands."""
-        return self._refs[ref].state
+    def state(self, ref: Ref) -> State | None:
+        """How ``ref`` stands; none if there is no such reference. From any thread."""
+        user = self._refs.get(ref)
+        return None if user is None else user.state
 
     def reason(self, ref: Ref) -> str:
-        """Why ``ref`` failed, or nothing."""
-        return self._refs[ref].reason
+        """Why ``ref`` failed, or nothing. From any thread."""
+        user = self._refs.get(ref)
+        return "" if user is None else user.reason
 
     def counts(self) -> dict[str, int]:
         """How much is remembered."""

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rref.messages import ForkId, Peer
-from rref.peers import Peers
+from rref.protocol.messages import ForkId, Peer
+from rref.protocol.peers import Peers
 
 __all__ = ["FenceAnswers", "Fences"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Final
 
-from rref.messages import Action, Fence, Message, Peer, Send
+from rref.protocol.messages import Action, Fence, Message, Peer, Send
 
 __all__ = ["Peers"]
 
@@ -19,21 +20,20 @@ class Peers:
     transport no longer lets in.
     """
 
-    __slots__ = ("_number", "_suspects", "actions", "dead", "living", "me", "unfenced")
+    __slots__ = ("_numbers", "_suspects", "actions", "dead", "living", "me", "unfenced")
 
     def __init__(self, me: Peer) -> None:
         self.me = me
         self.living: set[Peer] = set()
         self.dead: dict[Peer, str] = {}  # and why
-        self.unfenced: set[Peer] = set()  # the dead about whom no fence has been up since; see rref.fence
+        self.unfenced: set[Peer] = set()  # the dead about whom no fence has been up since; see fence
         self.actions: list[Action] = []
         self._suspects: set[Peer] = set()
-        self._number = 0
+        self._numbers = count(1)
 
     def new_id(self) -> tuple[int, int]:
-        """An id unique in the group, for a reference or a fork."""
-        self._number += 1
-        return self.me, self._number
+        """An id unique in the group, for a reference or a fork. From any thread."""
+        return self.me, next(self._numbers)
 
     def send(self, peer: Peer, message: Message) -> None:
         """Say ``message`` to ``peer``, unless it is dead."""

@@ -1,8 +1,8 @@
 """Who may hold a reference to an object on another worker, and when the object is freed.
 
-A pure state machine: it does no I/O, starts no thread, reads no clock, has no globals. Everything that
-decides about references is in this package's ``protocol`` (this theory, and the face that a shell uses),
-``user``, ``owner`` and ``fence`` (the rules at work), ``messages`` and ``peers`` (the words).
+A pure state machine: it does no I/O, starts no thread, reads no clock, has no globals. This file has the
+theory, and the face that a shell uses; ``user``, ``owner``, ``fence`` and ``revoked`` have the rules at work,
+``messages`` and ``peers`` the words.
 
 Theory of operation
 ===================
@@ -31,7 +31,7 @@ R5  What a creation brings may be known before the creation arrives: the owner p
     creation from being run should it come late. If it comes after the tombstone is swept away, the owner's
     answer comes too late at the creator, which deletes it then.
 R6  A lost worker is lost for ever, and to everyone. Its forks, and the children that were on their way to
-    it or pending there, are dropped by a *fence* only: see ``rref.fence``. References to objects that it
+    it or pending there, are dropped by a *fence* only: see ``fence``. References to objects that it
     owned fail; creations that it had on the way are given up.
 R7  A connection lost between two living workers may have taken messages with it. The senders ask for the
     forks back ("withdraw"): who does not have one by then, will never take it.
@@ -45,55 +45,8 @@ is dropped before the fence has found every fork beyond it counted, refused, or 
 Why it is live. Each "confirm" is answered (at the latest by a sweep), so each child is accepted, so each
 parent is free to go; each fence ends, as those it waits for answer or die and join it. So all forks go.
 
-A user's fork
-=============
-
-    state        held    is                         event           becomes     and then
-    -----------  ------  -------------------------  --------------  ----------  ---------------------------
-    PENDING      yes     not answered by the owner  held once more  PENDING
-                                                    dropped         ORPHANED
-                                                    granted         CONFIRMED   accepted to sender, Confirmed
-                                                    failed          FAILED      accepted to sender, Failed
-    ORPHANED     no      not answered by the owner  held once more  PENDING
-                                                    granted         LINGERING   accepted to sender
-                                                    failed          GONE        accepted to sender
-    CONFIRMED    yes     counted by the owner       held once more  CONFIRMED
-                                                    dropped         LINGERING
-                                                    failed          FAILED      Failed
-    LINGERING    no      counted, has children      held once more  CONFIRMED
-                                                    childless       GONE        delete to owner
-                                                    failed          GONE
-    FAILED       yes     of no use                  held once more  FAILED
-                                                    dropped         GONE
-    GONE                 not remembered
-
-*Granted*: the owner's "confirmed", or its answer to the creation. *Failed*: its "refused", its death, a
-failed creation; the children are let go then. *Held once more*: another fork joins it (R3). A fork enters
-as PENDING when created or received, as CONFIRMED when received from the owner (R1). ``rref.user.TRANSITIONS``
-is this table.
-
-An object at its owner
-======================
-
-    state      is                        event                     becomes    and then
-    ---------  ------------------------  ------------------------  ---------  -----------------------------
-    unknown    not (or no more) known    own, creation             owned
-                                         confirm, adopt, expect    parked     [1]
-                                         abandon                   buried
-    parked     known by hearsay          creation                  owned      all confirmed and accepted
-                                         confirm, adopt, expect    parked
-                                         abandon                   buried     all refused and accepted
-                                         creator lost, swept       unknown    all refused and accepted
-    owned      here: has forks, local    confirm                   owned      confirmed
-               references, or is still   adopt                     owned      accepted
-               being created             last of all that gone     unknown    Free
-                                         abandon                   buried     all refused, Free when created
-    buried     given up                  creation                  buried     not run
-                                         confirm, adopt, expect    buried     refused, accepted
-                                         creator lost, swept       unknown
-
-[1] refused at once if the creator is this worker or is dead: the object existed and is no more, or never
-    will. A local reference of the owner is a fork like others, whose user is the owner.
+What happens to a user's fork stands at the head of ``user``, what happens to an object at its owner at the
+head of ``owner``, both as the tables that run.
 
 The messages must be delivered exactly once between any two that live, in any order (``rpc.group.delivery``
 does this). Calls, creations and answers go their own way, and may be late, or lost with their connection.
@@ -101,28 +54,19 @@ does this). Calls, creations and answers go their own way, and may be late, or l
 How a shell uses it
 ===================
 
-One ``Protocol`` for the process, used by one thread at a time (hold a lock; no method waits or calls out).
-After each input, or a few, take the actions and do them: ``Send``, ``Confirmed``, ``Failed``, ``Free``,
-``Fence`` (see ``rref.messages``). A local reference (``Ref``) is what a Python object stands for: each is
-released exactly once, whatever its state.
+One ``Protocol`` for the process, used by one thread at a time but where said; no method waits or calls
+out. After each input, or a few, take the actions and do them: ``Send``, ``Confirmed``, ``Failed``,
+``Free``, ``Fence``. A local reference (``Ref``) is what a Python object stands for: each is released once.
 
-* Group: ``peer_joined`` for each member, at the start and later, before anything else of it; a member is
-  announced to all before it takes part. ``peer_lost`` once the link to a dead one is closed, its unread
-  frames are thrown away, and none of it will be handed in: on finding it dead, or on ``Fence``. Workers
-  that leave in order are lost as well; it costs nothing when they have no forks left.
-* ``RRef(value)``: ``own``. ``remote()``: ``create``, its ids into the call's header, then exactly one of
-  ``created`` (any answer of the owner, late ones too) and ``creation_failed`` (time-out, failed send,
-  connection or worker lost). At the owner, ``arrived`` as soon as the header is read: run the call if true;
-  ``finished`` when the value is there, or the exception that stands for it.
-* A reference is pickled toward a peer: ``fork``, its descriptor into the header. If the message was never
-  written: ``take_back`` for each descriptor. If the connection breaks and the peer lives: ``link_lost``, on
-  both sides, before a new one is used; descriptors in messages that wait for it are to be ``kept``.
-* A header with descriptors is read: ``adopt`` each, before the pickle and whether or not it will be read;
-  each gives one local reference. User code waits while ``state`` is ``PENDING``, for ``Confirmed`` or
-  ``Failed``. A reference that no Python object took over is released by the shell.
-* A fetch reaches an owner that may not have the creation yet: ``expect`` gives a local reference to wait
-  by; release it after.
-* The last Python object of a reference is gone: ``release`` (finalizers queue it).
+* ``peer_joined`` comes before anything else of a member, which is announced to all before it takes part.
+  ``peer_lost`` comes once the link to a dead one is closed and its unread frames are thrown away: on finding
+  it dead, or on ``Fence``. Workers that leave in order are lost as well.
+* ``remote()`` is ``create``, then exactly one of ``created`` (any answer, late ones too) and
+  ``creation_failed``. At the owner, ``arrived`` when the call is read: it is run if true, then ``finished``.
+* A reference is sent: ``fork``; ``take_back`` if the message was never written. If the connection breaks and
+  the peer lives: ``link_lost``, on both sides; descriptors in messages that wait for a new one are ``kept``.
+* A message is read: ``adopt`` each descriptor, whether or not the pickle will be read. User code waits while
+  ``state`` is ``PENDING``. A fetch that may be earlier than the creation waits by what ``expect`` gives.
 * While ``waits_for_sweep``: ``sweep`` every minute or so; what two of them see is given up.
 * Shutdown, with no call under way: ``release_all``, then wait until ``counts()["users"]`` is 0 and the
   deletes are acknowledged everywhere; ``leaks`` says what is left at the owners.
@@ -134,11 +78,21 @@ from collections.abc import Container
 from typing import Final
 
 from rpc.errors import ProtocolError, RRefError
-from rref.messages import Action, Descriptor, ForkId, Peer, Ref, RRefId, State, parse, parse_descriptor
-from rref.owner import Owner
-from rref.peers import Peers
-from rref.user import Users
-from rref.void import Void
+from rref.protocol.messages import (
+    Action,
+    Descriptor,
+    ForkId,
+    Peer,
+    Ref,
+    RRefId,
+    State,
+    parse,
+    parse_descriptor,
+)
+from rref.protocol.owner import Owner
+from rref.protocol.peers import Peers
+from rref.protocol.revoked import Revoked
+from rref.protocol.user import Users
 
 __all__ = ["Protocol"]
 
@@ -164,14 +118,14 @@ class Protocol:
         assert owner.take_actions() == [Free(rref)]
     """
 
-    __slots__ = ("_owner", "_peers", "_users", "_void", "me")
+    __slots__ = ("_owner", "_peers", "_revoked", "_users", "me")
 
     def __init__(self, me: Peer) -> None:
         self.me: Final = me
         self._peers = Peers(me)
         self._owner = Owner(self._peers)
         self._users = Users(self._peers)
-        self._void = Void()
+        self._revoked = Revoked()
 
     @property
     def has_actions(self) -> bool:
@@ -228,7 +182,7 @@ class Protocol:
         if self._peers.lost(peer, reason):
             self._users.lost(peer, reason)
             self._owner.lost(peer, reason)
-            self._void.lost(peer)
+            self._revoked.lost(peer)
 
     def link_lost(self, peer: Peer, kept: Container[ForkId] = ()) -> None:
         """The connection to ``peer``, which lives, broke: calls on it may be lost, but not forks ``kept``."""
@@ -238,19 +192,25 @@ class Protocol:
 
     # Beginnings
 
-    def own(self) -> Ref:
+    def new_id(self) -> tuple[int, int]:
+        """An id for an object, a fork or a local reference. From any thread."""
+        return self._peers.new_id()
+
+    def own(self, rref: RRefId | None = None) -> Ref:
         """An object on this worker, here already; returns its first local reference, also its id."""
-        rref = self._peers.new_id()
+        rref = rref or self.new_id()
         self._owner.own(rref)
         return rref
 
-    def create(self, owner: Peer) -> tuple[RRefId, Ref]:
+    def create(
+        self, owner: Peer, rref: RRefId | None = None, fork: ForkId | None = None
+    ) -> tuple[RRefId, Ref]:
         """An object to be created by a call to ``owner`` (this worker, too).
 
         Returns:
             its id, and its first local reference, which is also the creation's fork id.
         """
-        rref, fork = self._peers.new_id(), self._peers.new_id()
+        rref, fork = rref or self.new_id(), fork or self.new_id()
         if owner == self.me:
             self._owner.create(rref, fork)
         else:
@@ -262,10 +222,12 @@ class Protocol:
         if owner != self.me:
             self._users.created(owner, rref, fork)
 
-    def creation_failed(self, ref: Ref, reason: str) -> None:
+    def creation_failed(self, owner: Peer, rref: RRefId, fork: ForkId, reason: str) -> None:
         """The creation timed out, could not be sent, or was turned away."""
-        if not self._owner.creation_failed(ref, reason):
-            self._users.creation_failed(ref, reason)
+        if owner == self.me:
+            self._owner.abandon(rref, reason)
+        else:
+            self._users.creation_failed(fork, reason)
 
     def arrived(self, rref: RRefId, fork: ForkId, creator: Peer) -> bool:
         """A creation is here; true if it is to be run. Then ``finished`` follows, once.
@@ -279,24 +241,25 @@ class Protocol:
         """The creation has been run: the value, or the exception in its place, is there."""
         self._owner.finished(rref)
 
-    def expect(self, rref: RRefId) -> Ref:
+    def expect(self, rref: RRefId, ref: Ref | None = None) -> Ref:
         """A local reference to an object that this worker owns or will own, for a fetch to wait by."""
-        ref = self._peers.new_id()
+        ref = ref or self.new_id()
         self._owner.adopt(rref, ref, None)
         return ref
 
     # Passing on
 
-    def fork(self, ref: Ref, to: Peer) -> Descriptor:
+    def fork(self, ref: Ref, to: Peer, fork: ForkId | None = None) -> Descriptor:
         """A fork of ``ref`` for a message to ``to``: the owner, another, or this worker itself.
 
         Raises:
             RRefError: ``ref`` has failed, or is none.
         """
+        fork = fork or self.new_id()
         if ref in self._users:
-            return self._users.fork(ref, to)
+            return self._users.fork(ref, to, fork)
         if ref in self._owner:
-            return self._owner.fork(ref, to)
+            return self._owner.fork(ref, to, fork)
         raise RRefError(f"worker {self.me} holds no reference {ref}")
 
     def take_back(self, descriptor: Descriptor) -> None:
@@ -316,7 +279,7 @@ class Protocol:
         owner, rref, fork = parse_descriptor(descriptor)
         if fork[0] != sender:
             raise ProtocolError(f"worker {sender} sent a fork in another's name: {fork}")
-        why_not = self._void.pop(fork)
+        why_not = self._revoked.pop(fork)
         if self._is_dead(sender):
             why_not = self._peers.dead[sender]
         if owner == self.me:
@@ -341,30 +304,29 @@ class Protocol:
     def sweep(self) -> None:
         """Give up what was waiting for a late message at the last sweep, and still is."""
         self._owner.sweep()
-        self._void.sweep()
+        self._revoked.sweep()
 
     # What can be asked
 
     @property
     def waits_for_sweep(self) -> bool:
         """Whether anything waits for a message that may never come."""
-        return bool(self._void) or self._owner.waits_for_sweep
+        return bool(self._revoked) or self._owner.waits_for_sweep
 
     def state(self, ref: Ref) -> State:
-        """How ``ref``, not yet released, stands.
+        """How ``ref``, not yet released, stands. From any thread.
 
         Raises:
             RRefError: there is no such reference.
         """
-        if ref in self._users:
-            return self._users.state(ref)
-        if ref in self._owner:
-            return self._owner.state(ref)
-        raise RRefError(f"worker {self.me} holds no reference {ref}")
+        state = self._users.state(ref) or self._owner.state(ref)
+        if state is None:
+            raise RRefError(f"worker {self.me} holds no reference {ref}")
+        return state
 
     def reason(self, ref: Ref) -> str:
-        """Why ``ref``, not yet released, has failed; empty if it has not."""
-        return self._users.reason(ref) if ref in self._users else self._owner.reason(ref)
+        """Why ``ref``, not yet released, has failed; empty if it has not. From any thread."""
+        return self._users.reason(ref) or self._owner.reason(ref)
 
     def leaks(self) -> dict[RRefId, tuple[int, int]]:
         """Objects owned here: how many forks other workers have, and how many references this one has."""
@@ -375,19 +337,19 @@ class Protocol:
 
         ``owned`` objects, those ``shared`` with others, their ``forks`` there, ``local`` references to
         them; ``users``: forks here, those of them ``pending_users``, their ``children``; ``parked``,
-        ``tombstones``, ``void`` (withdrawn before they came), ``fences`` and ``fence_answers`` under way.
+        ``tombstones``, ``revoked`` forks, ``fences`` and ``fence_answers`` under way.
         """
-        return {**self._owner.counts(), **self._users.counts(), "void": len(self._void)}
+        return {**self._owner.counts(), **self._users.counts(), "revoked": len(self._revoked)}
 
     # The machine
 
     def _refused(self, peer: Peer, fork: ForkId, reason: str) -> None:
         if not self._users.on_refused(peer, fork, reason) and fork[0] == peer:
-            self._void.add(fork, reason)  # it has overtaken the message that brings the fork
+            self._revoked.add(fork, reason)  # it has overtaken the message that brings the fork
 
     def _withdraw(self, peer: Peer, owner: Peer, rref: RRefId, fork: ForkId) -> None:
         if not self._users.knows(fork) and fork not in self._owner:
-            self._void.add(fork, "its sender lost the connection and took the message back")
+            self._revoked.add(fork, "its sender lost the connection and took the message back")
             self._peers.send(peer, ["delete", rref, fork] if peer == owner else ["accepted", fork])
 
     def _is_dead(self, peer: Peer) -> bool:

@@ -1,7 +1,7 @@
 """What the reference protocol says to other workers, and what it asks of its own shell.
 
 Messages travel as msgpack lists, the kind first. ``MESSAGES`` is the whole vocabulary; ``parse`` admits
-nothing else. Who says what to whom, and when, stands at the head of ``rref.protocol``.
+nothing else. Who says what to whom, and when, stands at the head of ``rref.protocol.machine``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Forks that are on their way, maybe, and must not be taken when they come."""
+"""Forks that may still be on their way here, and must not be taken when they come."""
 
 from __future__ import annotations
 
-from rref.messages import ForkId, Peer
+from rref.protocol.messages import ForkId, Peer
 
-__all__ = ["Void"]
+__all__ = ["Revoked"]
 
 
-class Void:
+class Revoked:
     """The forks, each with the reason why; an entry that two sweeps have seen is forgotten."""
 
     __slots__ = ("_forks",)
@@ -19,7 +19,7 @@ class Void:
         return len(self._forks)
 
     def add(self, fork: ForkId, reason: str) -> None:
-        """``fork`` is void from now on."""
+        """``fork`` is revoked from now on."""
         self._forks[fork] = (reason, False)
 
     def pop(self, fork: ForkId) -> str | None:

@@ -1,0 +1,408 @@
+"""The owner's half of the reference protocol: the life of each object, and which forks it has.
+
+The rules (R1 to R7) are explained at the head of ``machine``.
+
+An object at its owner
+======================
+
+    state      is                          event         becomes    and then
+    ---------  --------------------------  ------------  ---------  -------------------------------------
+    UNKNOWN    not (or no more) known      own           OWNED
+                                           await         AWAITED
+                                           arrived       CREATING   run
+                                           referred      PARKED     or refused at once [1]
+                                           abandoned     BURIED
+    PARKED     known by hearsay            arrived       CREATING   run; all confirmed and accepted
+                                           unused        UNKNOWN
+                                           abandoned     BURIED     all refused and accepted
+                                           creator lost  UNKNOWN    all refused and accepted
+                                           swept         UNKNOWN    all refused and accepted
+    AWAITED    its creation is on its way  arrived       CREATING   run
+               from this worker to itself  abandoned     BURIED     all refused, Free
+    CREATING   its creation runs           finished      OWNED      unused if it has no fork
+                                           abandoned     CANCELLED  all refused
+    OWNED      here                        unused        UNKNOWN    Free
+                                           abandoned     BURIED     all refused, Free
+    CANCELLED  given up; creation runs     finished      BURIED     Free
+    BURIED     given up: a tombstone       creator lost  UNKNOWN
+                                           swept         UNKNOWN
+
+What has no row changes nothing: a second creation is not run. *Referred*: by "confirm", ``adopt`` or
+``expect``; confirmed or accepted at once if the object is here, refused if it is given up. *Unused*: the last
+fork is gone; a local reference of the owner is a fork, too.
+
+[1] if the creator is this worker or is dead: the object existed and is no more, or never will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from enum import IntEnum
+from typing import Final
+
+from rpc.errors import ProtocolError, RRefError
+from rref.protocol.fence import Fences
+from rref.protocol.messages import Confirmed, Descriptor, Failed, ForkId, Free, Peer, Ref, RRefId, State
+from rref.protocol.peers import Peers
+
+__all__ = ["TRANSITIONS", "ObjectEvent", "ObjectState", "Owner"]
+
+
+class ObjectState(IntEnum):
+    """Where an object stands at its owner."""
+
+    UNKNOWN = 1
+    PARKED = 2
+    AWAITED = 3
+    CREATING = 4
+    OWNED = 5
+    CANCELLED = 6
+    BURIED = 7
+
+
+class ObjectEvent(IntEnum):
+    """What happens to an object at its owner."""
+
+    OWN = 1  # a value that is here already gets its first reference
+    AWAIT = 2  # this worker sends a creation to itself
+    ARRIVED = 3  # the creation is here
+    REFERRED = 4  # one more fork: of another worker, or a local one
+    UNUSED = 5  # the last fork is gone
+    FINISHED = 6  # the creation has been run
+    ABANDONED = 7  # the creator gives it up
+    CREATOR_LOST = 8  # nothing comes from the creator any more
+    SWEPT = 9  # two sweeps have found it waiting for a late message
+
+
+_S, _E = ObjectState, ObjectEvent
+
+TRANSITIONS: Final[dict[ObjectState, dict[ObjectEvent, ObjectState]]] = {
+    _S.UNKNOWN: {
+        _E.OWN: _S.OWNED,
+        _E.AWAIT: _S.AWAITED,
+        _E.ARRIVED: _S.CREATING,
+        _E.REFERRED: _S.PARKED,
+        _E.ABANDONED: _S.BURIED,
+    },
+    _S.PARKED: {
+        _E.ARRIVED: _S.CREATING,
+        _E.UNUSED: _S.UNKNOWN,
+        _E.ABANDONED: _S.BURIED,
+        _E.CREATOR_LOST: _S.UNKNOWN,
+        _E.SWEPT: _S.UNKNOWN,
+    },
+    _S.AWAITED: {_E.ARRIVED: _S.CREATING, _E.ABANDONED: _S.BURIED},
+    _S.CREATING: {_E.FINISHED: _S.OWNED, _E.ABANDONED: _S.CANCELLED},
+    _S.OWNED: {_E.UNUSED: _S.UNKNOWN, _E.ABANDONED: _S.BURIED},
+    _S.CANCELLED: {_E.FINISHED: _S.BURIED},
+    _S.BURIED: {_E.CREATOR_LOST: _S.UNKNOWN, _E.SWEPT: _S.UNKNOWN},
+}
+"""What has no place here changes nothing."""
+
+_HERE: Final = (_S.AWAITED, _S.CREATING, _S.OWNED, _S.CANCELLED)
+"""The shell has a place for the object, which it drops upon ``Free``."""
+_LATE: Final = (_S.PARKED, _S.BURIED)
+"""A message is awaited that may never come."""
+_GIVEN_UP: Final = (_S.CANCELLED, _S.BURIED)
+
+
+class _Object:
+    """One object, and its forks: by whom. A local reference is one whose user is this worker."""
+
+    __slots__ = ("accept", "forks", "reason", "rref", "state")
+
+    def __init__(self, rref: RRefId) -> None:
+        self.rref = rref
+        self.state = ObjectState.UNKNOWN
+        self.forks: dict[ForkId, Peer] = {}
+        self.accept: dict[ForkId, Peer] | None = None
+        """Of a parked object: local forks, and who is to be told "accepted"."""
+        self.reason = ""
+        """Why it was given up."""
+
+
+class Owner:
+    """All objects that this worker owns or is said to own."""
+
+    __slots__ = ("_broken", "_late", "_local", "_objects", "_peers", "fences")
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self.fences = Fences(peers, self._drop_forks_of)
+        self._objects: dict[RRefId, _Object] = {}  # all that are not UNKNOWN
+        self._late: dict[RRefId, bool] = {}  # those in a state of _LATE: whether a sweep has seen it
+        self._local: dict[Ref, RRefId] = {}  # local references
+        self._broken: dict[Ref, str] = {}  # local references to what never came or was given up: why
+
+    def __contains__(self, ref: Ref) -> bool:
+        return ref in self._local or ref in self._broken
+
+    # Beginnings
+
+    def own(self, rref: RRefId) -> None:
+        """A value that is here already; its first local reference has the object's id."""
+        self._begin(rref, ObjectEvent.OWN, rref)
+
+    def create(self, rref: RRefId, fork: ForkId) -> None:
+        """A creation sent to oneself."""
+        self._begin(rref, ObjectEvent.AWAIT, fork)
+
+    def _begin(self, rref: RRefId, event: ObjectEvent, fork: ForkId) -> None:
+        created = _Object(rref)
+        created.forks[fork] = self._peers.me
+        self._local[fork] = rref
+        self._step(created, event)
+
+    def arrived(self, rref: RRefId, fork: ForkId, creator: Peer) -> bool:
+        """A creation is here; true if it is to be run."""
+        if rref[0] != creator:
+            raise ProtocolError(f"worker {creator} sent a creation in another's name: {rref}")
+        created = self._objects.get(rref) or _Object(rref)
+        before = created.state
+        if ObjectEvent.ARRIVED not in TRANSITIONS[before]:
+            return False
+        if creator != self._peers.me:
+            created.forks[fork] = creator
+        elif before is not ObjectState.AWAITED:
+            return False
+        self._step(created, ObjectEvent.ARRIVED)
+        if before is ObjectState.PARKED:
+            self._confirm_parked(created, fork)
+        return True
+
+    def _confirm_parked(self, created: _Object, creators: ForkId) -> None:
+        for fork, user in created.forks.items():
+            if user != self._peers.me:
+                if fork != creators:
+                    self._peers.send(user, ["confirmed", fork])
+            elif fork in self._local:
+                self._peers.actions.append(Confirmed(fork))
+        self._accept(created)
+
+    def finished(self, rref: RRefId) -> None:
+        """The creation has been run."""
+        created = self._objects.get(rref)
+        if created is not None:
+            self._step(created, ObjectEvent.FINISHED)
+            self._leave_if_unused(created)
+
+    def adopt(self, rref: RRefId, fork: ForkId, sender: Peer | None, why_not: str | None = None) -> None:
+        """A new local reference: from a message, or (``sender`` is none) of the shell's wish."""
+        me = self._peers.me
+        if fork in self:
+            raise ProtocolError(f"fork {fork} of reference {rref} came twice")
+        if why_not is None:
+            why_not = self._why_not(rref)
+        if why_not is not None:
+            self._broken[fork] = why_not
+        else:
+            self._local[fork] = rref
+            referred = self._refer(rref)
+            referred.forks[fork] = me
+            if referred.state is ObjectState.PARKED and sender is not None and sender != me:
+                if referred.accept is None:
+                    referred.accept = {}
+                referred.accept[fork] = sender
+                return
+        if sender is not None and sender != me:
+            self._peers.send(sender, ["accepted", fork])
+
+    # Passing on
+
+    def fork(self, ref: Ref, to: Peer, fork: ForkId) -> Descriptor:
+        """A fork for ``to``, counted from now on."""
+        if ref in self._broken:
+            raise RRefError(f"this reference cannot be sent: {self._broken[ref]}")
+        rref = self._local[ref]
+        if to not in self._peers.dead:
+            self._objects[rref].forks[fork] = to
+        return self._peers.me, rref, fork
+
+    def take_back(self, rref: RRefId, fork: ForkId) -> None:
+        """The fork was never sent."""
+        self._drop(rref, fork)
+
+    def link_lost(self, peer: Peer, kept: Container[ForkId]) -> None:
+        """Ask which forks ``peer`` has: some may have been lost on their way."""
+        for rref, each in self._objects.items():
+            for fork, user in each.forks.items():
+                if user == peer and fork not in kept:
+                    self._peers.send(peer, ["withdraw", self._peers.me, rref, fork])
+
+    # Ends
+
+    def release(self, ref: Ref) -> None:
+        """One local reference less."""
+        if self._broken.pop(ref, None) is None:
+            self._drop(self._local.pop(ref), ref)
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """``peer`` is dead: nothing comes from it any more, and its forks wait for the fence."""
+        for rref in [rref for rref in self._late if rref[0] == peer]:
+            why = f"its creator was lost before the creation arrived: {reason}"
+            self._give_up(self._objects[rref], ObjectEvent.CREATOR_LOST, why)
+        self.fences.lost(peer, any(peer in each.forks.values() for each in self._objects.values()))
+
+    def sweep(self) -> None:
+        """Give up what the last sweep saw waiting already."""
+        for rref, seen in list(self._late.items()):
+            if seen:
+                why = "its creation did not arrive in time"
+                self._give_up(self._objects[rref], ObjectEvent.SWEPT, why)
+            else:
+                self._late[rref] = True
+
+    def abandon(self, rref: RRefId, reason: str) -> None:
+        """The creator gave it up: every reference to it fails, and what may still arrive is not run."""
+        if rref in self._objects or rref[0] != self._peers.me:  # else this worker has freed it already
+            self._give_up(self._objects.get(rref) or _Object(rref), ObjectEvent.ABANDONED, reason)
+
+    # Messages
+
+    def on_confirm(self, peer: Peer, rref: RRefId, fork: ForkId) -> None:
+        """``peer`` received a fork from another user."""
+        reason = self._why_not(rref)
+        if reason is not None:
+            self._peers.send(peer, ["refused", fork, reason])
+            return
+        referred = self._refer(rref)
+        if referred.forks.setdefault(fork, peer) != peer:
+            raise ProtocolError(f"worker {peer} has another's fork confirmed: {fork} of reference {rref}")
+        if referred.state is not ObjectState.PARKED:
+            self._peers.send(peer, ["confirmed", fork])
+
+    def on_delete(self, peer: Peer, rref: RRefId, fork: ForkId) -> None:
+        """``peer`` has done with a fork."""
+        referred = self._objects.get(rref)
+        if referred is not None and referred.forks.get(fork) == peer:
+            self._drop(rref, fork)
+
+    def on_abandon(self, peer: Peer, rref: RRefId, reason: str) -> None:
+        """``peer``, which created it, gives it up."""
+        if rref[0] != peer:
+            raise ProtocolError(f"worker {peer} abandoned what another created: {rref}")
+        self.abandon(rref, reason)
+
+    # What can be asked
+
+    def state(self, ref: Ref) -> State | None:
+        """How ``ref`` stands; none if there is no such reference. From any thread."""
+        rref = self._local.get(ref)
+        if rref is None:
+            return State.FAILED if ref in self._broken else None
+        referred = self._objects.get(rref)
+        if referred is None:  # it has failed since
+            return State.FAILED
+        return State.PENDING if referred.state is ObjectState.PARKED else State.CONFIRMED
+
+    def reason(self, ref: Ref) -> str:
+        """Why ``ref`` failed, or nothing. From any thread."""
+        return self._broken.get(ref, "")
+
+    @property
+    def waits_for_sweep(self) -> bool:
+        """Whether anything waits for a message that may never come."""
+        return bool(self._late)
+
+    def leaks(self) -> dict[RRefId, tuple[int, int]]:
+        """For each object, how many forks others have, and how many references this worker."""
+        found = {}
+        for rref, each in self._objects.items():
+            if each.state in _HERE:
+                foreign = self._foreign(each)
+                found[rref] = (foreign, len(each.forks) - foreign)
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """How much is remembered."""
+        states = [each.state for each in self._objects.values()]
+        shared = [foreign for foreign, _ in self.leaks().values() if foreign]
+        return {
+            "owned": sum(state in _HERE for state in states),
+            "shared": len(shared),
+            "forks": sum(shared),
+            "local": len(self._local) + len(self._broken),
+            "parked": states.count(ObjectState.PARKED),
+            "tombstones": states.count(ObjectState.BURIED),
+            "fences": len(self.fences),
+        }
+
+    # The machine
+
+    def _step(self, each: _Object, event: ObjectEvent) -> None:
+        before = each.state
+        each.state = after = TRANSITIONS[before].get(event, before)
+        if after is before:
+            return
+        if before is ObjectState.UNKNOWN:
+            self._objects[each.rref] = each
+        elif after is ObjectState.UNKNOWN:
+            del self._objects[each.rref]
+        if before in _LATE:
+            del self._late[each.rref]
+        if after in _LATE:
+            self._late[each.rref] = False
+        if before in _HERE and after not in _HERE:
+            self._peers.actions.append(Free(each.rref))
+
+    def _give_up(self, each: _Object, event: ObjectEvent, reason: str) -> None:
+        """The forks are refused, since the object is no more, or will never be."""
+        forks, each.forks = each.forks, {}
+        for fork, user in forks.items():
+            if user != self._peers.me:
+                self._peers.send(user, ["refused", fork, reason])
+            elif fork in self._local:
+                self._broken[fork] = reason  # first, so that ``state`` finds it here or there
+                del self._local[fork]
+                self._peers.actions.append(Failed(fork, reason))
+        self._accept(each)
+        if each.state not in _GIVEN_UP:
+            each.reason = reason
+        self._step(each, event)
+
+    def _why_not(self, rref: RRefId) -> str | None:
+        """Why there is no object to refer to, and never will be; ``None`` if there is or may be."""
+        known = self._objects.get(rref)
+        if known is not None:
+            return known.reason if known.state in _GIVEN_UP else None
+        if rref[0] == self._peers.me:
+            return "its owner has freed it already"
+        if rref[0] in self._peers.dead:
+            return f"its creator was lost before the creation arrived: {self._peers.dead[rref[0]]}"
+        return None
+
+    def _refer(self, rref: RRefId) -> _Object:
+        """The object, from now on parked if it was unknown."""
+        referred = self._objects.get(rref) or _Object(rref)
+        self._step(referred, ObjectEvent.REFERRED)
+        return referred
+
+    def _drop(self, rref: RRefId, fork: ForkId) -> None:
+        referred = self._objects.get(rref)
+        if referred is None:
+            return
+        referred.forks.pop(fork, None)
+        sender = referred.accept.pop(fork, None) if referred.accept else None
+        if sender is not None:
+            self._peers.send(sender, ["accepted", fork])
+        self._leave_if_unused(referred)
+
+    def _leave_if_unused(self, each: _Object) -> None:
+        if not each.forks:
+            self._step(each, ObjectEvent.UNUSED)
+
+    def _accept(self, each: _Object) -> None:
+        for fork, sender in (each.accept or {}).items():
+            self._peers.send(sender, ["accepted", fork])
+        each.accept = None
+
+    def _drop_forks_of(self, dead: set[Peer]) -> None:
+        for each in list(self._objects.values()):
+            gone = [fork for fork, user in each.forks.items() if user in dead]
+            for fork in gone:
+                del each.forks[fork]
+            if gone:
+                self._leave_if_unused(each)
+
+    def _foreign(self, each: _Object) -> int:
+        return sum(user != self._peers.me for user in each.forks.values())
