@@ -24,6 +24,7 @@ from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.departure import Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Future
+from rpc.agent.idle_reader import Standby
 from rpc.agent.outbox import Messages
 from rpc.agent.pending_call import PendingCall
 from rpc.agent.request_runner import RequestRunner
@@ -33,7 +34,6 @@ from rpc.bulk.striping import Striping
 from rpc.errors import ForkedProcessError, NotInitializedError
 from rpc.group.connections import Connections
 from rpc.group.control import Control
-from rpc.group.loopback import LocalPeer
 from rpc.group.membership import Membership, WorkerReference
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
@@ -44,7 +44,7 @@ from rpc.runtime.executor import Executor, Task
 from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Counter, Mailbox
-from rpc.transport import transports
+from rpc.transport import Connection, transports
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["UNSET_TIMEOUT", "Agent"]
@@ -79,7 +79,6 @@ class Agent:
         self.calls = CallTable(self, self.loop, self._complete_all)
         self.caller = Caller(self)
         self.runner = RequestRunner(self)
-        self.control = Control(self)
         self.dispatcher = Dispatcher(self)
         self.frames_received = self.dispatcher.frames_received
         messages = Messages(self)
@@ -91,7 +90,6 @@ class Agent:
             self,
             options.max_message_bytes,
         )
-        self.dispatcher.on(Kind.CONTROL, self.control.received)
         self.dispatcher.on(Kind.GOODBYE, self.connections.goodbye_received)
         self._gone_handlers: list[Callable[[Peer, str], None]] = []
         self._close_handlers: list[Callable[[], object]] = []
@@ -99,6 +97,8 @@ class Agent:
         self._forked_handlers: list[Callable[[], object]] = []
         self._joined_handlers: list[Callable[[Peer], None]] = []
         self.mailbox = Mailbox(self.loop, self._look_whether_idle)
+        self.control = Control(self.loop, self.mailbox, self.connections.lose)
+        self.dispatcher.on(Kind.CONTROL, self.control.received)
         self.allow = serialization.allowed if options.deserialization == "safe" else None
         self.shared_memory = SharedMemory(
             self, options.shared_memory_bytes, options.max_message_bytes, takes=self.allow is None
@@ -146,7 +146,9 @@ class Agent:
         """
         self.info = me.info
         self.view = Membership(me, static=static)
-        self._peers[me.incarnation] = self.own_peer = LocalPeer(me, self)
+        self._peers[me.incarnation] = self.own_peer = Peer(me, self._connect, is_self=True)
+        self.own_peer.agent = self
+        self.connections.loop_back(self.own_peer, serialization.brings_nothing)
         self.departure = Departure(self, members if static else None)
         self.dispatcher.on(Kind.SHUTDOWN, self.departure.received)
         if self.options.switch_interval is not None:
@@ -186,11 +188,11 @@ class Agent:
             file_limit.provide_for(len(self._peers))
             peer = self._peers[member.incarnation] = Peer(
                 member,
-                self,
                 self._connect,
                 send_queue_bytes=self.options.send_queue_bytes,
                 near=member.host == self.view.me.host,
             )
+            peer.agent = self
             self._routes.clear()
             for handler in self._joined_handlers:
                 handler(peer)
@@ -203,8 +205,12 @@ class Agent:
 
     def watch_over(self, peer: Peer) -> None:
         """Be connected to a peer from now on, so that its death is noticed though nothing is sent to it."""
-        if not peer.connected and not peer.is_self:
+        if not peer.connected:
             self._connect(peer)
+
+    def peer_connected(self, peer: Peer, connection: Connection) -> None:
+        if connection.direct is not None:
+            peer.standby = Standby(self, peer, connection.direct)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         self.view.leave(peer.incarnation, reason)
@@ -366,7 +372,9 @@ class Agent:
             "pending_calls": len(self.calls),
             "postponed_requests": self.postponed.value,
             "unacknowledged_control_messages": self.control.unacknowledged(),
-            "connected_peers": sum(peer.connected for peer in list(self._peers.values())),
+            "connected_peers": sum(
+                peer.connected and not peer.is_self for peer in list(self._peers.values())
+            ),
         }
         return {f"agent.{key}": value for key, value in counts.items()}
 

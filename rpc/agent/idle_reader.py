@@ -9,6 +9,7 @@ from rpc.transport.inline_read.reading import DirectReading
 from rpc.wire.frames import BARE_REQUEST, Frame, Kind
 
 if TYPE_CHECKING:
+    from rpc.agent.agent import Agent
     from rpc.group.peer import Peer
 
 __all__ = ["Standby"]
@@ -18,13 +19,15 @@ class Standby:
     """Reads requests of one peer: the executor's ``Station``.
 
     Args:
+        agent: of this worker.
         peer: who asks.
         direct: how its connection is read.
     """
 
-    __slots__ = ("_direct", "_peer")
+    __slots__ = ("_agent", "_direct", "_peer")
 
-    def __init__(self, peer: Peer, direct: DirectReading) -> None:
+    def __init__(self, agent: Agent, peer: Peer, direct: DirectReading) -> None:
+        self._agent = agent
         self._peer = peer
         self._direct = direct
 
@@ -50,7 +53,7 @@ class Standby:
         kind, _, header, segments = frame
         if kind == Kind.CALL and not header:
             return True
-        agent = self._peer.agent
+        agent = self._agent
         if kind == Kind.IN_SEGMENT:
             if header or len(segments) != 1:
                 return False
@@ -68,7 +71,7 @@ class Standby:
         Args:
             busy: the thread has something to do already.
         """
-        peer, agent = self._peer, self._peer.agent
+        peer, agent = self._peer, self._agent
         tasks: list[Task] = []
         for frame in frames:
             whole = agent.shared_memory.unwrap(peer, frame) if frame.kind == Kind.IN_SEGMENT else frame
@@ -82,4 +85,4 @@ class Standby:
 
     def is_followed(self, frames: list[Frame]) -> bool:
         """Whether another frame most likely comes right behind these."""
-        return frames[-1].kind in self._peer.agent.dispatcher.followed
+        return frames[-1].kind in self._agent.dispatcher.followed

@@ -13,12 +13,14 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rpc.errors import ProtocolError
 from rpc.group.handshake import CROSSED, Hello, judge, legible, parse_refusal
+from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
+from rpc.group.ports import ConnectionEvents
 from rpc.group.workers import Member
 from rpc.transport import CLOSED_BY_PEER, Connection, ConnectionClosed, Listener, Transport
 from rpc.wire.frames import Frame, Kind, encode
@@ -26,7 +28,7 @@ from rpc.wire.frames import Frame, Kind, encode
 FAREWELL_SECONDS: Final = 5.0
 """How long what is queued for peers may take to be sent when this worker leaves."""
 
-__all__ = ["SMALL_FRAME_BYTES", "ConnectionEvents", "Connections"]
+__all__ = ["SMALL_FRAME_BYTES", "Connections"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +37,6 @@ SMALL_FRAME_BYTES: Final = 128 << 10
 
 CONNECT_SECONDS: Final = 20.0
 """How long one address may take to answer, and how long a peer may take to shake hands."""
-
-
-class ConnectionEvents(Protocol):
-    """What the agent is told, on the loop's thread."""
-
-    def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
-
-    def peer_for(self, member: Member) -> Peer:
-        """The peer object of a member, made if need be."""
-
-    def peer_gone(self, peer: Peer, reason: str) -> None: ...
 
 
 CRASHED: Final = "its program was ended by an exception"
@@ -136,6 +127,12 @@ class Connections:
                 return
         self.lose(peer, "it cannot be reached at " + ("; ".join(failures) or "any address known here"))
 
+    def loop_back(self, own_peer: Peer, brings_nothing: Callable[[dict[str, Any]], bool]) -> None:
+        """Connect this worker to itself; see ``Loopback``."""
+        connection = Loopback(self._loop, brings_nothing)
+        connection.start(_Link(self, own_peer))
+        own_peer.established(connection)
+
     def has_dialled(self, peer: Peer) -> bool:
         """Whether this side made the connection to a peer, and not the other."""
         return peer.incarnation in self._dialled
@@ -207,6 +204,7 @@ class Connections:
         connection.owner = _Link(self, peer)
         peer.connecting = False
         peer.established(connection)
+        self._events.peer_connected(peer, connection)
 
     def lose(self, peer: Peer, reason: str) -> None:
         """A worker is gone, because ``reason``: close what is left of it and tell the agent, once."""

@@ -10,15 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rpc.errors import ProtocolError, WorkerLostError
 from rpc.group.delivery import Delivery
 from rpc.group.peer import Peer
+from rpc.runtime.mailbox import Mailbox
 from rpc.wire.frames import Frame, Kind, encode
-
-if TYPE_CHECKING:
-    from rpc.agent.agent import Agent
 
 __all__ = ["Control", "TopicHandler"]
 
@@ -32,10 +30,19 @@ class Control:
     """Delivers each message exactly once while its receiver lives; order is not kept.
 
     ``post`` may be called from any thread, everything else on the loop's thread.
+
+    Args:
+        loop: the agent's.
+        mailbox: what brings work to that loop.
+        lose: called with a peer to which a message cannot be sent, and why.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox, lose: Callable[[Peer, str], object]
+    ) -> None:
+        self._loop = loop
+        self._mailbox = mailbox
+        self._lose = lose
         self._topics: dict[str, BatchHandler] = {}
         self._links: dict[Peer, Delivery] = {}
         self._to_flush: set[Peer] = set()
@@ -61,12 +68,12 @@ class Control:
 
     def post(self, peer: Peer, topic: str, body: Any) -> None:
         """Send ``body``, anything msgpack can encode, to a peer. To one that is gone it is dropped."""
-        self._agent.mailbox.soon(self._post, (peer, topic, body))
+        self._mailbox.soon(self._post, (peer, topic, body))
 
     def _post(self, message: tuple[Peer, str, Any]) -> None:
         peer, topic, body = message
         if peer.is_self:
-            self._agent.loop.call_soon(self._topics[topic], peer, [body])
+            self._loop.call_soon(self._topics[topic], peer, [body])
             return
         if peer.lost is not None:
             return
@@ -76,7 +83,7 @@ class Control:
         delivery.send([topic, body])
         self.posted += 1
         if not self._to_flush:
-            self._agent.loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush)
         self._to_flush.add(peer)
 
     def received(self, peer: Peer, frame: Frame) -> None:
@@ -123,7 +130,7 @@ class Control:
         except Exception as error:
             # Repeating it would not help, and those who rely on it must know.
             logger.exception("a control message to worker '%s' cannot be sent", peer.name)
-            self._agent.connections.lose(peer, f"a control message to it cannot be sent: {error}")
+            self._lose(peer, f"a control message to it cannot be sent: {error}")
             return
         self._set_timer(delivery.next_due())
 
@@ -134,7 +141,7 @@ class Control:
             self._timer.cancel()
         self._due = due
         delay = max(0.0, due - time.monotonic())
-        self._timer = self._agent.loop.call_later(delay, self._timer_rang)
+        self._timer = self._loop.call_later(delay, self._timer_rang)
 
     def _timer_rang(self) -> None:
         self._timer = None

@@ -1,44 +1,80 @@
-"""A worker's peer object for itself: calls to oneself serialize too, and skip the socket."""
+"""A worker's connection to itself: calls to oneself are serialized too, and skip the socket."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-from rpc.group.peer import Peer
-from rpc.group.workers import Member
-from rpc.serialization import brings_nothing
-from rpc.transport import INFINITE
+from rpc.transport import INFINITE, ConnectionClosed, ConnectionOwner
 from rpc.wire.frames import Kind, decode_one
 
-if TYPE_CHECKING:
-    from rpc.agent.agent import Agent
+__all__ = ["Loopback"]
 
-__all__ = ["LocalPeer"]
-
-_DISPATCHED_AT_ONCE = (Kind.CALL, Kind.REPLY, Kind.FAILURE)
+_ON_ANY_THREAD: Final = (Kind.CALL, Kind.REPLY, Kind.FAILURE)
 
 
-class LocalPeer(Peer):
-    """Delivers frames to its own agent, in memory of their own, so that nothing is shared by accident."""
+class Loopback:
+    """Gives each frame to its owner, in memory of its own, so that nothing is shared by accident.
 
-    is_self = True
+    Frames with nothing beside their pickle are received on the sender's thread, others on the loop's, where
+    Ctrl-C cannot leave them half received.
 
-    __slots__ = ()
+    Args:
+        loop: the agent's.
+        brings_nothing: whether a frame with this header has nothing beside its pickle.
+    """
 
-    def __init__(self, me: Member, agent: Agent) -> None:
-        super().__init__(me, agent, lambda peer: None)
+    direct: Any = None
+    over_network = False
+    received_anything = True
+    description = "this worker"
+    owner: ConnectionOwner
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, brings_nothing: Callable[[dict[str, Any]], bool]
+    ) -> None:
+        self._loop = loop
+        self._brings_nothing = brings_nothing
+        self._open = True
+
+    def start(self, owner: ConnectionOwner) -> None:
+        self.owner = owner
+
+    def set_frame_limits(self, received: int, sent: int) -> None:
+        pass
+
+    def send(
+        self,
+        buffers: Sequence[Any],
+        size: int,
+        *,
+        aliased: bool = False,
+        wait: float = INFINITE,
+        last: bool = False,
+    ) -> None:
+        if not self._open:
+            raise ConnectionClosed("this worker is closed")
+        frame = decode_one(bytearray().join(buffers))
+        if frame.kind in _ON_ANY_THREAD and self._brings_nothing(frame.header):
+            self.owner.frames_received(self, [frame])
+        else:
+            self._loop.call_soon_threadsafe(self.owner.frames_received, self, [frame])
 
     def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
         self.send((frame,), len(frame))
 
-    def send(
-        self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
-    ) -> None:
-        if self.lost is not None:
-            raise self.lost_error()
-        frame = decode_one(bytearray().join(buffers))
-        if frame.kind in _DISPATCHED_AT_ONCE and brings_nothing(frame.header):
-            self.agent.frames_received(self, [frame])
-        else:  # out of reach of Ctrl-C, which would leave it half taken in
-            self.agent.loop.call_soon_threadsafe(self.agent.frames_received, self, [frame])
+    def flush(self) -> None:
+        pass
+
+    def close(self, reason: str, *, flush: bool = False) -> None:
+        if self._open:
+            self._open = False
+            self.owner.connection_lost(self, reason)
+
+    def detach(self) -> socket.socket:
+        raise ConnectionClosed("it has no socket")
+
+    def abandon(self) -> None:
+        self._open = False

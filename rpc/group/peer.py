@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from rpc.agent.idle_reader import Standby
 from rpc.errors import WorkerLostError
 from rpc.group.workers import Member
+from rpc.runtime.tasks import Station
 from rpc.transport import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
-
-if TYPE_CHECKING:
-    from rpc.agent.agent import Agent
 
 __all__ = ["Peer"]
 
@@ -29,15 +26,12 @@ class Peer:
 
     Args:
         member: the worker.
-        agent: of this worker.
         connect: called on the sender's thread when the first frame waits for a connection; it must not
             block, and calling it twice must do no harm.
         send_queue_bytes: callers of ``send`` wait while more than this waits for the connection.
         near: it is on this host.
+        is_self: it is this worker.
     """
-
-    is_self = False
-    """Whether it is this worker."""
 
     __slots__ = (
         "_connect",
@@ -52,6 +46,7 @@ class Peer:
         "connecting",
         "connection",
         "incarnation",
+        "is_self",
         "lost",
         "main",
         "member",
@@ -62,16 +57,18 @@ class Peer:
     def __init__(
         self,
         member: Member,
-        agent: Agent,
         connect: Callable[[Peer], None],
         *,
         send_queue_bytes: int = 64 << 20,
         near: bool = True,
+        is_self: bool = False,
     ) -> None:
         self.member = member
         self.name = member.name
         self.incarnation = member.incarnation
-        self.agent = agent
+        self.agent: Any = None
+        """For carriers, which are told the peer only; set by the agent, and nothing here reads it."""
+        self.is_self = is_self
         self.main = member.main
         self.connecting = False
         """An attempt of ours is under way; read and set on the loop's thread."""
@@ -87,8 +84,8 @@ class Peer:
         self._near = near
         self._room = threading.Condition(self._lock)
         self._requested = False
-        self.standby: Standby | None = None
-        """Where idle threads may wait for its requests, while there is a connection."""
+        self.standby: Station | None = None
+        """Where idle threads may wait for its requests, while there is a connection; set by the agent."""
 
     def __repr__(self) -> str:
         return f"<Peer '{self.member.name}' (id {self.member.id})>"
@@ -186,8 +183,6 @@ class Peer:
                 connection.send(buffers, size, wait=False)
             self._forget_waiting()
             self.connection = connection
-            if connection.direct is not None:
-                self.standby = Standby(self, connection.direct)
 
     def gone(self, reason: str) -> Connection | None:
         """The worker is gone for good; returns the connection, to be closed."""

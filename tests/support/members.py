@@ -24,4 +24,4 @@ def ask_nobody(_: Peer) -> None:
 
 def peer(name: str = "callee", worker_id: int = 1) -> Peer:
     """Another worker, that is never reached."""
-    return Peer(member(name, worker_id), None, ask_nobody)  # type: ignore[arg-type]  # it asks no agent
+    return Peer(member(name, worker_id), ask_nobody)

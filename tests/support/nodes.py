@@ -15,7 +15,7 @@ from rpc.group.membership import Membership
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 from rpc.runtime.loop import LoopThread
-from rpc.transport import Transport, transports
+from rpc.transport import Connection, Transport, transports
 from rpc.wire.frames import Frame, Kind, encode_small
 from tests.support.streams import SOON
 
@@ -101,7 +101,7 @@ class Node:
     def peer_for(self, member: Member) -> Peer:
         peer = self.peers.get(member.incarnation)
         if peer is None:
-            peer = self.peers[member.incarnation] = Peer(member, None, self._connect)  # type: ignore[arg-type]
+            peer = self.peers[member.incarnation] = Peer(member, self._connect)
         return peer
 
     def _connect(self, peer: Peer) -> None:
@@ -115,6 +115,9 @@ class Node:
                 else:
                     self.received.append((peer.name, frame.call_id))
             self._changed.notify_all()
+
+    def peer_connected(self, peer: Peer, connection: Connection) -> None:
+        pass
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         self.view.leave(peer.incarnation, reason)

@@ -31,7 +31,7 @@ def standby(monkeypatch: pytest.MonkeyPatch) -> Standby:
     agent.dispatcher.on(FOR_ANY_THREAD, lambda peer, frame: None, any_thread=True)
     agent.dispatcher.on(FOR_THE_LOOP, lambda peer, frame: None)
     agent.shared_memory = SimpleNamespace(outline=SharedMemory.outline)
-    return Standby(cast("Peer", SimpleNamespace(agent=agent)), cast("DirectReading", None))
+    return Standby(agent, cast("Peer", None), cast("DirectReading", None))
 
 
 def plain(kind: int, header: dict[str, Any]) -> Frame:

@@ -316,7 +316,7 @@ def test_a_forked_child_can_let_go_of_everything_that_is_open(
 
 def unconnected(to: Member, **options: Any) -> Peer:
     """A peer that is not connected and never will be."""
-    return Peer(to, None, lambda _: None, **options)  # type: ignore[arg-type]  # it asks no agent
+    return Peer(to, lambda _: None, **options)
 
 
 def test_what_waits_for_a_connection_is_limited(make_node: MakeNode) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,26 +10,22 @@ import pytest
 from rpc.errors import ProtocolError, WorkerLostError
 from rpc.group.control import Control
 from rpc.group.delivery import ACK_DELAY, RESEND_FIRST
+from rpc.runtime.mailbox import Mailbox
 from rpc.transport import INFINITE
 from rpc.wire.frames import Frame, Kind, decode_one
 from tests.support.clockwork import Clockwork
 
 
 class Worker:
-    """An agent's part: a loop, a place for what is deferred, and links that can lose somebody."""
+    """A worker's control messages: what it has heard, and whom it has lost."""
 
     def __init__(self, name: str, clockwork: Clockwork) -> None:
         self.name = name
-        self.loop = clockwork
-        self.mailbox = self
-        self.connections = self
         self.lost: list[tuple[str, str]] = []
         self.heard: list[tuple[str, Any]] = []
-        self.control = Control(self)  # type: ignore[arg-type]
+        loop: Any = clockwork
+        self.control = Control(loop, Mailbox(loop, lambda: None), self.lose)
         self.control.on("news", lambda peer, body: self.heard.append((peer.name, body)))
-
-    def soon(self, function: Callable[[Any], object], argument: Any) -> None:
-        self.loop.call_soon(function, argument)
 
     def lose(self, peer: Any, reason: str) -> None:
         self.lost.append((peer.name, reason))

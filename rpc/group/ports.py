@@ -1,0 +1,25 @@
+"""What the group's parts need of the agent that they serve."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rpc.group.peer import Peer
+from rpc.group.workers import Member
+from rpc.transport import Connection
+from rpc.wire.frames import Frame
+
+__all__ = ["ConnectionEvents"]
+
+
+class ConnectionEvents(Protocol):
+    """What ``Connections`` asks and tells, on the loop's thread."""
+
+    def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
+
+    def peer_for(self, member: Member) -> Peer:
+        """The peer object of a member, made if need be."""
+
+    def peer_connected(self, peer: Peer, connection: Connection) -> None: ...
+
+    def peer_gone(self, peer: Peer, reason: str) -> None: ...
