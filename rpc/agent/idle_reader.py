@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rpc.runtime.executor import Task
 from rpc.transport.inline_read.reading import DirectReading
 from rpc.wire.frames import BARE_REQUEST, Frame, Kind
 
 if TYPE_CHECKING:
-    from rpc.agent.agent import Agent
     from rpc.group.peer import Peer
 
 __all__ = ["Standby"]
@@ -19,14 +18,14 @@ class Standby:
     """Reads requests of one peer: the executor's ``Station``.
 
     Args:
-        agent: of this worker.
+        agent: of this worker: its dispatcher, its shared memory, its executor.
         peer: who asks.
         direct: how its connection is read.
     """
 
     __slots__ = ("_agent", "_direct", "_peer")
 
-    def __init__(self, agent: Agent, peer: Peer, direct: DirectReading) -> None:
+    def __init__(self, agent: Any, peer: Peer, direct: DirectReading) -> None:
         self._agent = agent
         self._peer = peer
         self._direct = direct
@@ -63,7 +62,7 @@ class Standby:
             if outline is None:
                 return False
             kind, header = outline
-        return agent.dispatcher.is_for_any_thread(kind, header)
+        return bool(agent.dispatcher.is_for_any_thread(kind, header))
 
     def take(self, frames: list[Frame], *, busy: bool = False) -> Task | None:
         """Take frames in; returns what the thread has to do, if anything, and leaves the rest to others.
