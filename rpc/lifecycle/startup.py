@@ -21,18 +21,13 @@ from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo, check_name
 from rpc.lifecycle import backend_registry
 from rpc.lifecycle.backend_registry import BackendType
-from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.rendezvous import (
-    Group,
-    SharedStore,
-    host_identity,
-    job_key,
-    join_dynamic,
-    join_static,
-    listen_address,
-    open_store,
-    resolve_group,
-)
+from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions, parse_listen
+from rpc.rendezvous.address import host_identity, listen_address
+from rpc.rendezvous.arrivals import Group
+from rpc.rendezvous.dynamic import join_dynamic
+from rpc.rendezvous.init_method import job_key, open_store, resolve_group
+from rpc.rendezvous.static import join_static
+from rpc.rendezvous.store import SharedStore
 from rpc.runtime.current import clear_current_agent, current_agent, is_initialized, set_current_agent
 from rpc.serialization import allow_function, main_identity, text_of
 
@@ -181,7 +176,10 @@ def start_agent(
     """Start our own agent: the ``init_backend`` handler of our backends."""
     options = rpc_backend_options
     place = resolve_group(rank, world_size, os.environ, options.dynamic or world_size is None)
-    host, port = listen_address(store.master, option=options.listen, single_host=place.single_host)
+    if options.listen is not None:
+        host, port = parse_listen(options.listen)
+    else:
+        host, port = listen_address(store.master, single_host=place.single_host)
     agent = Agent(options, host, port)
     try:
         draft = Member(

@@ -1,4 +1,4 @@
-"""Where a worker listens for others, and whether two workers are on one host."""
+"""Where a worker listens for others, whether two workers are on one host, and whether one still lives."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import ipaddress
 import os
 import socket
 import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 from rpc.errors import RendezvousError
-from rpc.options import parse_listen
+from rpc.group.workers import Member
 
-__all__ = ["host_identity", "is_loopback", "listen_address"]
+__all__ = ["Probe", "dead_among", "host_identity", "is_loopback", "listen_address", "probe"]
 
-_ANYWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
+Probe = Callable[[Member], bool | None]
+"""Tells whether a member lives: True, False, or None if that cannot be told from here."""
+
+_PROBE_SECONDS: Final = 1.0
+_PARALLEL_PROBES: Final = 16
+
+_ELSEWHERE: Final = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses reserved for documentation. Nothing is sent there, but the kernel tells the route."""
 
 
@@ -46,26 +55,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listen_address(
-    master: str | None, *, option: str | None = None, single_host: bool = False
-) -> tuple[str, int]:
+def listen_address(master: str | None, *, single_host: bool = False) -> tuple[str, int]:
     """Choose where to listen for workers on other hosts: as narrow as the rendezvous allows.
 
     Args:
         master: the host that serves the rendezvous; ``None`` if there is none (a file, a store in memory).
-        option: what the user asked for, ``HOST`` or ``HOST:PORT``; it is taken as it is.
         single_host: all workers are known to be on this host.
 
     Returns:
         Host and port; port 0 means any. The host is loopback if the rendezvous is, else this machine's
-        address on the route to ``master``. Never a wildcard, unless ``option`` is one.
+        address on the route to ``master``. Never a wildcard.
 
     Raises:
         RendezvousError: ``master`` cannot be resolved or has no route.
-        InvalidOptionError: ``option`` names no host.
     """
-    if option is not None:
-        return parse_listen(option)
     if master is None or single_host:
         return "127.0.0.1", 0
     if is_loopback(master):
@@ -80,7 +83,7 @@ def listen_address(
         ) from error
     if is_loopback(local):
         # This host is the master, and calls itself by a loopback address that others cannot use.
-        for address, its_family in _ANYWHERE:
+        for address, its_family in _ELSEWHERE:
             try:
                 return _address_towards((address, 1), its_family), 0
             except OSError:
@@ -90,6 +93,54 @@ def listen_address(
 
 def _address_towards(where: tuple[object, ...], family: int) -> str:
     """This machine's address on the route to another; sends nothing."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probing:
+        probing.connect(where)
+        return str(probing.getsockname()[0])
+
+
+def probe(member: Member) -> bool | None:
+    """Whether a member lives: connect to where it listens and hang up.
+
+    Its kernel accepts the connection, however busy the process is, and refuses it once the process is
+    gone. Unix addresses are random and used once, so on one host the answer is exact; a TCP port can have
+    passed to another process.
+    """
+    here = member.host == host_identity()
+    answer: bool | None = None
+    for address in member.addresses:
+        scheme, _, rest = address.partition(":")
+        if scheme == "unix" and here and rest.startswith("@"):
+            return _answers(socket.AF_UNIX, b"\0" + rest[1:].encode())
+        if scheme == "tcp":
+            host, _, port = rest.rpartition(":")
+            host = host.removeprefix("[").removesuffix("]")
+            try:
+                family, _, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+            except (OSError, ValueError):
+                continue
+            answer = _answers(family, where)
+            if answer is not None:
+                return answer
+    return answer
+
+
+def _answers(family: int, where: object) -> bool | None:
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_PROBE_SECONDS)
+        try:
+            connection.connect(where)  # type: ignore[arg-type]
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return None
+        return True
+
+
+def dead_among(members: Iterable[Member], tell: Probe) -> set[int]:
+    """Incarnations of those members that are certainly dead, several asked at a time."""
+    asked = list(members)
+    if len(asked) < 2:
+        return {member.incarnation for member in asked if tell(member) is False}
+    with ThreadPoolExecutor(min(_PARALLEL_PROBES, len(asked)), "rpc-probe") as pool:
+        answers = zip(asked, pool.map(tell, asked), strict=True)
+        return {member.incarnation for member, alive in answers if alive is False}

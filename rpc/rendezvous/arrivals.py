@@ -1,32 +1,94 @@
-"""Whether the workers that have arrived make a group: plain data, no store.
+"""Who has come, and whether that makes a group: plain data and pure functions.
 
-Every arrival says who the worker is and how large it takes the group to be. The worker of rank 0 looks at
-all arrivals that no earlier group has used, and this module tells what they amount to.
+A worker that wants to join leaves an *arrival* in the store: who it is, and how large it takes the group to
+be. Each arrival gets one *verdict*. In a static group rank 0 gives them, when ``examine`` says that all are
+there or that they cannot be one group; in a dynamic group each worker gives its own.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import msgpack
 
-from rpc.group.workers import Member
+from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.group.workers import Member, WorkerInfo
 
-__all__ = ["Arrival", "Complete", "Conflict", "Incomplete", "arrival_of", "examine"]
+__all__ = [
+    "DEFAULT_PACE",
+    "Arrival",
+    "Complete",
+    "Conflict",
+    "Entry",
+    "Group",
+    "Incomplete",
+    "Kind",
+    "Pace",
+    "Verdict",
+    "describe_ranks",
+    "examine",
+    "mixed",
+]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The outcome of a rendezvous.
+
+    Attributes:
+        me: this worker; its id is final.
+        members: all members of a static group, by id; those of a dynamic group that joined before, and me.
+        key: names this group; the same text at all its members, and another for every other group.
+        static: whether nobody can join later.
+    """
+
+    me: Member
+    members: tuple[Member, ...]
+    key: str
+    static: bool
+
+    @property
+    def others(self) -> tuple[Member, ...]:
+        """The members without this worker."""
+        return tuple(member for member in self.members if member.incarnation != self.me.incarnation)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How patient the protocol is, in seconds.
+
+    Attributes:
+        settle: with a conflict that a dying process may resolve.
+        gather: for the rest of a static group once there is a conflict, so that all hear of it.
+        latecomer: between looks at who has taken one's place.
+        farewell: for the others to read their verdict.
+        unwritten: for an earlier joiner of a dynamic group to write its arrival.
+        undecided: for an earlier joiner to become a member.
+    """
+
+    settle: float = 0.5
+    gather: float = 5.0
+    latecomer: float = 2.0
+    farewell: float = 10.0
+    unwritten: float = 1.0
+    undecided: float = 5.0
+
+
+DEFAULT_PACE = Pace()
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A worker that wants to be in a static group.
+    """A worker that wants to join.
 
     Attributes:
-        index: its place in the order of arrivals, from 1.
-        member: who it is; its rank is the member's id.
-        world_size: how many workers it expects.
+        index: its place in the order of arrivals, from 1; 0 before it has one.
+        member: who it is; in a static group its id is its rank, in a dynamic one it may be -1.
+        world_size: how many workers it expects; 0 in a dynamic group.
         process: which process it is, for people.
     """
 
@@ -35,8 +97,14 @@ class Arrival:
     world_size: int
     process: str
 
+    @classmethod
+    def of(cls, member: Member, world_size: int) -> Arrival:
+        """This process's own arrival, not yet in the order."""
+        return cls(0, member, world_size, f"process {os.getpid()} on {socket.gethostname()}")
+
     def __str__(self) -> str:
-        return f"'{self.member.name}' (rank {self.member.id}, {self.process})"
+        rank = f"rank {self.member.id}, " if self.member.id >= 0 else ""
+        return f"'{self.member.name}' ({rank}{self.process})"
 
     def pack(self) -> bytes:
         """As a record for the store."""
@@ -53,14 +121,83 @@ class Arrival:
             raise ValueError(f"not an arrival: {packed[:60]!r}") from error
 
 
-def arrival_of(member: Member, world_size: int) -> Arrival:
-    """This process's own arrival, not yet in the order."""
-    return Arrival(0, member, world_size, f"process {os.getpid()} on {socket.gethostname()}")
+class Kind(enum.StrEnum):
+    """What becomes of an arrival; with it goes a detail, given here in brackets."""
+
+    COMPLETE = "complete"  # its static group is complete (the group's key)
+    MEMBER = "member"  # it is in a dynamic group (its id)
+    GONE = "gone"  # it left, died or never finished joining (nothing)
+    MISMATCH = "mismatch"  # it cannot be in the group (the reason)
+    TIMEOUT = "timeout"  # the others have not come (who)
+    INTERRUPTED = "interrupted"  # rank 0 no longer waits (that it does not)
+
+
+_ERRORS: dict[Kind, type[RendezvousError]] = {
+    Kind.MISMATCH: GroupMismatchError,
+    Kind.TIMEOUT: RendezvousTimeoutError,
+    Kind.INTERRUPTED: RendezvousError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of an arrival, and the detail that ``Kind`` tells of."""
+
+    kind: Kind
+    detail: str = ""
+
+    def raise_if_refused(self) -> None:
+        """Raise the error that this verdict is to its worker, if it is one."""
+        if self.kind in _ERRORS:
+            raise _ERRORS[self.kind](self.detail)
+
+    def pack(self) -> bytes:
+        """As a record for the store."""
+        packed: bytes = msgpack.packb([self.kind.value, self.detail])
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Verdict:
+        """The reverse of ``pack``."""
+        kind, detail = msgpack.unpackb(packed)
+        return cls(Kind(kind), str(detail))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A place in the order of arrivals.
+
+    Attributes:
+        index: the place, from 1.
+        arrival: who took it; ``None`` if that is not written (yet).
+        verdict: what has become of it; ``None`` so far.
+    """
+
+    index: int
+    arrival: Arrival | None
+    verdict: Verdict | None
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it is a member of a dynamic group."""
+        return self.verdict is not None and self.verdict.kind is Kind.MEMBER
+
+    @property
+    def settled(self) -> bool:
+        """Whether it concerns nobody who comes later, now and for ever."""
+        return self.verdict is not None and not self.is_member
+
+    def member(self) -> Member | None:
+        """The member of a dynamic group, with its id."""
+        if self.arrival is None or self.verdict is None or not self.is_member:
+            return None
+        member = self.arrival.member
+        return replace(member, info=WorkerInfo(member.name, int(self.verdict.detail)))
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Everybody is here: the members by rank."""
+    """Everybody is here: the arrivals by rank."""
 
     arrivals: tuple[Arrival, ...]
 
@@ -81,20 +218,21 @@ class Conflict:
 
 
 def examine(arrivals: Iterable[Arrival], world_size: int) -> Complete | Incomplete | Conflict:
-    """Tell what a set of arrivals makes.
+    """Tell what the arrivals for a static group make.
 
     Args:
-        arrivals: one per process, in any order.
+        arrivals: in any order; of those of one incarnation the last counts.
         world_size: as the worker of rank 0 has it.
     """
-    ordered = sorted(arrivals, key=lambda arrival: (arrival.member.id, arrival.index))
+    latest = {
+        arrival.member.incarnation: arrival for arrival in sorted(arrivals, key=lambda each: each.index)
+    }
+    ordered = sorted(latest.values(), key=lambda arrival: (arrival.member.id, arrival.index))
     conflict = _conflict(ordered, world_size)
     if conflict is not None:
         return conflict
     missing = set(range(world_size)) - {arrival.member.id for arrival in ordered}
-    if missing:
-        return Incomplete(tuple(sorted(missing)))
-    return Complete(tuple(ordered))
+    return Incomplete(tuple(sorted(missing))) if missing else Complete(tuple(ordered))
 
 
 def _conflict(ordered: Sequence[Arrival], world_size: int) -> Conflict | None:
@@ -112,18 +250,42 @@ def _conflict(ordered: Sequence[Arrival], world_size: int) -> Conflict | None:
                 f"ranks go from 0 to {world_size - 1}.",
                 (arrival,),
             )
-    return _taken_twice(ordered, "name") or _taken_twice(ordered, "rank")
-
-
-def _taken_twice(ordered: Sequence[Arrival], what: str) -> Conflict | None:
-    first_with: dict[Any, Arrival] = {}
+    ranks: dict[int, Arrival] = {}
+    names: dict[str, Arrival] = {}
     for arrival in ordered:
-        key = arrival.member.name if what == "name" else arrival.member.id
-        first = first_with.setdefault(key, arrival)
-        if first is not arrival:
-            return Conflict(
-                f"the {what} {key!r} is not unique: it is claimed by {first} and by {arrival}. "
-                f"Every worker needs a {what} of its own.",
-                (first, arrival),
-            )
+        name, rank = arrival.member.name, arrival.member.id
+        for what, key, first in (
+            ("name", repr(name), names.setdefault(name, arrival)),
+            ("rank", str(rank), ranks.setdefault(rank, arrival)),
+        ):
+            if first is not arrival:
+                return Conflict(
+                    f"the {what} {key} is not unique: it is claimed by {first} and by {arrival}. "
+                    f"Every worker needs a {what} of its own.",
+                    (first, arrival),
+                )
     return None
+
+
+def describe_ranks(present: Iterable[int], world_size: int) -> str:
+    """Who arrived, who is missing, and what to look at."""
+
+    def listed(ranks: Sequence[int]) -> str:
+        shown = ", ".join(map(str, ranks[:20]))
+        return f"{shown} and {len(ranks) - 20} more" if len(ranks) > 20 else shown or "none"
+
+    here = sorted(set(present))
+    missing = sorted(set(range(world_size)) - set(here))
+    return (
+        f"Ranks that arrived: {listed(here)}; missing: {listed(missing)}. Check that every worker was "
+        f"started, and with the same world size, rendezvous address and job."
+    )
+
+
+def mixed(what: str, names: Iterable[str]) -> str:
+    """Why a worker cannot join beside living workers of the other kind of group."""
+    return (
+        f"RPC group mixes statically and dynamically initialized members which is not supported. Here "
+        f"{what} lives in the same store and job: {', '.join(names)}. Pass the same world_size to all "
+        f"workers or to none, or give the groups different jobs (FARCALL_JOB)."
+    )

@@ -1,18 +1,16 @@
 """Static groups: a number of workers, known beforehand, that start together.
 
-*The log.* Each worker appends its arrival to a log in the store (a counter gives the place, a key holds the
-record) and then waits for a verdict under a key that carries its own incarnation. Nothing else is ever
-waited for, so nothing left behind by an earlier group or attempt can be taken for an answer, and a store
-serves any number of groups in a row, without a counter that processes would have to keep in step.
+*Arriving.* Each worker appends its arrival to the log and waits for a verdict on it. It waits for nothing
+else, so that processes have no counter to keep in step.
 
 *The coordinator* is the worker of rank 0 (if several claim that rank, the earliest that lives). It reads
-the log from where the last group's coordinator stopped, until every rank has arrived, and then publishes the
-group and a verdict for each. What cannot be one group is refused, for everybody who has arrived, by a
-verdict that says why.
+the log until every rank has arrived, and then publishes the group and a verdict for each. What cannot be one
+group is refused, for everybody who has arrived, by a verdict that says why.
 
 *The dead.* An attempt that was killed leaves arrivals of dead processes. So before arrivals in conflict are
 refused, and before arrivals older than the coordinator's own are accepted, they are probed: does somebody
-still listen there? Those of the dead are dropped.
+still listen there? The dead are gone. So is a place in the log that was taken and never written; should its
+process only be slow, it finds that out and appends itself again.
 
 *The end.* The coordinator stays until all have read their verdict, since its process may serve the store;
 after that nobody needs it.
@@ -20,29 +18,42 @@ after that nobody needs it.
 *Latecomers.* A worker that arrives when its group is complete, because its rank or name was given twice,
 finds nobody coordinating. If a living worker of the group last formed has its place, it gives up and says so.
 So does a coordinator, for all who have arrived: theirs is another job, which happens to meet here too.
+
+*Dynamic groups* may use the same log, before and after, but not while the static group lives: of living
+workers of both kinds the one that arrived later yields.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.errors import GroupMismatchError
 from rpc.group.workers import Member
-from rpc.rendezvous.arrival_log import ArrivalLog
-from rpc.rendezvous.arrivals import Arrival, arrival_of
-from rpc.rendezvous.coordination import (
+from rpc.rendezvous.address import Probe, dead_among, probe
+from rpc.rendezvous.arrivals import (
     DEFAULT_PACE,
-    Coordinator,
+    Arrival,
+    Complete,
+    Conflict,
+    Group,
+    Kind,
     Pace,
     Verdict,
     describe_ranks,
-    who_has_the_place_of,
+    examine,
+    mixed,
 )
-from rpc.rendezvous.group import Group
-from rpc.rendezvous.liveness import Probe, probe
-from rpc.rendezvous.store import SharedStore, StoreLost
-from rpc.rendezvous.waiting import Abandoned, Backoff, OutOfTime, Waiting, run_with_deadline
+from rpc.rendezvous.store import (
+    Abandoned,
+    Backoff,
+    Log,
+    OutOfTime,
+    SharedStore,
+    Waiting,
+    run_with_deadline,
+)
 
 __all__ = ["join_static"]
 
@@ -74,32 +85,23 @@ def join_static(
         RendezvousTimeoutError: not all have arrived in time; says who is missing.
         RendezvousError: rank 0 was interrupted, or the store failed.
     """
-    arrival = arrival_of(me, world_size)
 
-    def work(waiting: Waiting) -> Group:
-        joining: _Joining | None = None
+    def join(waiting: Waiting) -> Group:
+        joining = _Joining(store.under(f"farcall/{job}"), Arrival.of(me, world_size), waiting, tell, pace)
+        verdict = joining.run()
+        verdict.raise_if_refused()
+        return Group(me, joining.log.members(verdict.detail), f"{job}/{verdict.detail}", static=True)
 
-        def join() -> Group:
-            nonlocal joining
-            joining = _Joining(store.under(f"farcall/{job}"), arrival, waiting, tell, pace)
-            verdict = joining.await_verdict()
-            return Group(me, _obey(verdict, joining.log), f"{job}/{verdict.detail}", static=True)
+    return run_with_deadline(
+        lambda waiting: store.outlast(waiting, lambda: join(waiting)), timeout, store.description
+    )
 
-        try:
-            return store.outlast(waiting, join)
-        except OutOfTime:
-            assert joining is not None
-            joining.give_up()
-            present = joining.present_ranks()
-            late = joining.late_verdict()
-            if late is not None and late.kind != "complete":
-                _obey(late, joining.log)  # rank 0, out of time as well, has just said what is wrong
-            raise RendezvousTimeoutError(
-                f"{arrival} waited {timeout:g} s at {store.description} for a group of {world_size}. "
-                + describe_ranks(present, world_size)
-            ) from None
 
-    return run_with_deadline(work, timeout, store.description)
+class _Doubt(NamedTuple):
+    """Why the arrivals may not be a group, and for how many seconds that must stay so before it is said."""
+
+    reason: str
+    patience: float
 
 
 class _Joining:
@@ -110,83 +112,198 @@ class _Joining:
     ) -> None:
         self._store = store
         self._arrival = arrival
+        self._me = arrival.member
         self._waiting = waiting
         self._tell = tell
         self._pace = pace
-        self.log: ArrivalLog | None = None
+        self._looked_at = time.monotonic()
+        self.log = Log(store)
+        self._index = self.log.append(arrival)
 
-    def await_verdict(self) -> Verdict:
-        me = self._arrival.member
-        self.log = log = ArrivalLog(self._store, self._pace.hole)
-        index = log.append(self._arrival)
-        backoff = Backoff(self._waiting, min(0.5, max(0.02, self._arrival.world_size / 2000)))
-        looked_at = time.monotonic()
-        while (packed := self._store.get(f"verdict/{me.incarnation}")) is None:
-            if me.id == 0 and self._coordinates(log):
-                verdict = Coordinator(
-                    self._store, log, self._arrival, self._waiting, self._tell, self._pace
-                ).run()
-                break
-            if time.monotonic() - looked_at >= self._pace.latecomer:
-                looked_at = time.monotonic()
-                if log.has_passed(index) and not log.has_verdict(self._arrival):
-                    # This process was so slow between the two steps of appending that it was given up.
-                    index = log.append(self._arrival)
-                self._raise_if_late(log)
-            backoff.pause()
-        else:
-            verdict = Verdict.unpack(packed)
-        self._store.set(f"ready/{me.incarnation}", b"1")
+    def run(self) -> Verdict:
+        """Returns the verdict on this worker, when those who rely on it have read theirs."""
+        try:
+            verdict = self._await_verdict()
+        except OutOfTime:
+            verdict = self.log.verdict(self._index) or self._out_of_time()
+        self._store.set(f"arrival/{self._index}/read", b"1")
         return verdict
 
-    def _coordinates(self, log: ArrivalLog) -> bool:
+    def _await_verdict(self) -> Verdict:
+        backoff = self._backoff()
+        while (verdict := self.log.verdict(self._index)) is None or verdict.kind is Kind.GONE:
+            if verdict is not None:  # this process was so slow to write its arrival that it was given up
+                self._index = self.log.append(self._arrival)
+            if self._me.id == 0 and self._is_first_claimant():
+                return self._coordinate()
+            if self._may_look() and not any(
+                self._tell(each.member) is not False for each in self._arrivals() if each.member.id == 0
+            ):
+                taken = self._who_has_our_place()
+                if taken is not None:
+                    raise GroupMismatchError(taken)
+            backoff.pause()
+        return verdict
+
+    def _backoff(self) -> Backoff:
+        return Backoff(self._waiting, min(0.5, max(0.02, self._arrival.world_size / 2000)))
+
+    def _may_look(self) -> bool:
+        """Whether it is time again to look who has taken our place."""
+        now = time.monotonic()
+        due = now - self._looked_at >= self._pace.latecomer
+        if due:
+            self._looked_at = now
+        return due
+
+    def _arrivals(self) -> list[Arrival]:
+        """Those for a static group that had no verdict when they were read."""
+        found = [entry.arrival for entry in self.log.read()]
+        return [arrival for arrival in found if arrival is not None and arrival.world_size]
+
+    def _is_first_claimant(self) -> bool:
         """Whether this is the earliest living claimant of rank 0 that waits for a group."""
-        for claimant in log.read():
-            if claimant.member.incarnation == self._arrival.member.incarnation:
+        for claimant in self._arrivals():
+            if claimant.member.incarnation == self._me.incarnation:
                 return True
-            if claimant.member.id == 0 and not log.has_verdict(claimant):
+            if claimant.member.id == 0 and self.log.verdict(claimant.index) is None:
                 if self._tell(claimant.member) is not False:
                     return False
-                log.drop([claimant])
+                self.log.decide(claimant.index, Verdict(Kind.GONE))
         return False
 
-    def _raise_if_late(self, log: ArrivalLog) -> None:
-        coordinators = [each for each in log.read() if each.member.id == 0]
-        if any(self._tell(each.member) is not False for each in coordinators):
-            return
-        taken = who_has_the_place_of(self._arrival, log, self._tell)
-        if taken is not None:
-            raise GroupMismatchError(taken)
+    def _out_of_time(self) -> Verdict:
+        world_size = self._arrival.world_size
+        present = [each.member.id for each in self._arrivals()]
+        return Verdict(
+            Kind.TIMEOUT,
+            f"{self._arrival} waited {self._waiting.timeout:g} s at {self._store.description} for a group of "
+            f"{world_size}. {describe_ranks(present, world_size)}",
+        )
 
-    def give_up(self) -> None:
-        """The coordinator need not wait for this worker to read its verdict."""
-        with contextlib.suppress(StoreLost):
-            self._store.set(f"ready/{self._arrival.member.incarnation}", b"1")
+    # What only the coordinator does.
 
-    def late_verdict(self) -> Verdict | None:
-        """The verdict, if it came at the very moment that time was over."""
+    def _coordinate(self) -> Verdict:
+        """Give the verdict, unless an earlier claimant of rank 0 has given one."""
+        backoff = self._backoff()
+        known = 0
+        doubt_since: float | None = None
         try:
-            packed = self._store.get(f"verdict/{self._arrival.member.incarnation}")
-        except (StoreLost, Abandoned, OutOfTime):
-            return None
-        return None if packed is None else Verdict.unpack(packed)
+            while (given := self.log.verdict(self._index)) is None:
+                arrivals = self._arrivals()
+                if len(arrivals) != known:
+                    known = len(arrivals)
+                    backoff.restart()
+                found = self._judge(arrivals)
+                if isinstance(found, Verdict):
+                    return self._publish(found)
+                if found is None:
+                    doubt_since = None
+                else:
+                    doubt_since = doubt_since or time.monotonic()
+                    if time.monotonic() - doubt_since >= found.patience:
+                        return self._publish(Verdict(Kind.MISMATCH, found.reason))
+                backoff.pause()
+            return given
+        except OutOfTime:
+            return self._publish(self._out_of_time())
+        except Abandoned:
+            text = f"{self._arrival}, who coordinates the group, was interrupted."
+            self._publish(Verdict(Kind.INTERRUPTED, text), farewell=0.0)
+            raise
 
-    def present_ranks(self) -> list[int]:
-        """The ranks that have arrived, as far as the store still says."""
-        try:
-            return [each.member.id for each in self.log.read()] if self.log else []
-        except (StoreLost, Abandoned, OutOfTime):
-            return []
+    def _judge(self, arrivals: Sequence[Arrival]) -> Verdict | _Doubt | None:
+        """The group, if it is complete; or what speaks against it; or None as long as somebody is missing."""
+        match examine(arrivals, self._arrival.world_size):
+            case Complete(group):
+                if self._drop_dead(each for each in group if each.index < self._index):
+                    return None
+                reason = self._who_has_our_place() or self._dynamic_before(group[0].index)
+                if reason is not None:  # another group meets here, or the last one is just ending
+                    return _Doubt(reason, self._pace.settle)
+                members = tuple(arrival.member for arrival in group)
+                return Verdict(Kind.COMPLETE, self.log.form(self._me.incarnation, members))
+            case Conflict(reason, involved):
+                if self._drop_dead(involved):
+                    return None
+                all_here = len(arrivals) >= self._arrival.world_size
+                return _Doubt(reason, self._pace.settle if all_here else self._pace.gather)
+        taken = self._who_has_our_place() if self._may_look() else None
+        return None if taken is None else _Doubt(taken, 0.0)
 
+    def _drop_dead(self, arrivals: Iterable[Arrival]) -> bool:
+        """Pass over those that are certainly dead; returns whether there were any."""
+        others = [each for each in arrivals if each.member.incarnation != self._me.incarnation]
+        dead = dead_among((each.member for each in others), self._tell)
+        for each in self._arrivals():
+            if each.member.incarnation in dead:
+                self.log.decide(each.index, Verdict(Kind.GONE))
+        return bool(dead)
 
-def _obey(verdict: Verdict, log: ArrivalLog | None) -> tuple[Member, ...]:
-    match verdict.kind:
-        case "complete":
-            assert log is not None
-            return log.members(verdict.detail)
-        case "mismatch":
-            raise GroupMismatchError(verdict.detail)
-        case "timeout":
-            raise RendezvousTimeoutError(verdict.detail)
-        case _:
-            raise RendezvousError(verdict.detail)
+    def _who_has_our_place(self) -> str | None:
+        """Whether a living worker of the group last formed has our rank or name; says so in a sentence.
+
+        One whose address somebody has who has arrived now is no more: an address serves one process at a
+        time.
+        """
+        me = self._me
+        members = self.log.last_group()
+        arrived = {address for arrival in self._arrivals() for address in arrival.member.addresses}
+        for member in members:
+            same_rank, same_name = member.id == me.id, member.name == me.name
+            if (
+                (same_rank or same_name)
+                and member.incarnation != me.incarnation
+                and arrived.isdisjoint(member.addresses)
+                and self._tell(member)
+            ):
+                what = f"rank {member.id}" if same_rank else f"name '{member.name}'"
+                return (
+                    f"{self._arrival} cannot join: the {what} is not unique. Worker '{member.name}' (rank "
+                    f"{member.id}) has it, in the group of {len(members)} that is complete and running. If "
+                    f"that is another job's, choose another port or file for this one."
+                )
+        return None
+
+    def _dynamic_before(self, index: int) -> str | None:
+        """Whether a worker of a dynamic group lives that arrived before; says so in a sentence."""
+        names = []
+        for entry in self.log.read():
+            if entry.arrival is None:
+                self.log.decide(entry.index, Verdict(Kind.GONE))  # it is to arrive after us
+            elif (
+                entry.index < index
+                and not entry.arrival.world_size
+                and self._tell(entry.arrival.member) is not False
+            ):
+                names.append(entry.arrival.member.name)
+        return mixed("a dynamic group", names) if names else None
+
+    def _publish(self, verdict: Verdict, farewell: float | None = None) -> Verdict:
+        """Give all who have arrived their verdict, and stay for a while until they have read it."""
+        verdict = self.log.decide(self._index, verdict)
+        others = [each for each in self._arrivals() if each.member.incarnation != self._me.incarnation]
+        for each in others:
+            self.log.decide(each.index, verdict)
+        self.log.trim()
+        seconds = min(self._pace.farewell, self._waiting.remaining + 1) if farewell is None else farewell
+        self._await_readers({each.index: each.member for each in others}, Waiting(seconds))
+        return verdict
+
+    def _await_readers(self, unread: dict[int, Member], waiting: Waiting) -> None:
+        """Stay until all who live have read their verdict: this process may serve the store."""
+        backoff = Backoff(waiting, 0.05)
+        probed_at = time.monotonic()
+        while unread and not self._store.has(*(f"arrival/{index}/read" for index in unread)):
+            if time.monotonic() - probed_at > 1:
+                probed_at = time.monotonic()
+                dead = dead_among(unread.values(), self._tell)
+                unread = {
+                    index: member
+                    for index, member in unread.items()
+                    if member.incarnation not in dead and not self._store.has(f"arrival/{index}/read")
+                }
+            try:
+                backoff.pause()
+            except OutOfTime:
+                return

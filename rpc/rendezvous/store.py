@@ -1,33 +1,173 @@
-"""A c10d store under a prefix, which says when it is lost and can then be opened again."""
+"""A c10d store that can be lost and opened again, the log of arrivals in it, and waiting with a deadline.
+
+*Threads.* A c10d store waits in C++: Ctrl-C does not reach it, and a server that is stopped or is no store at
+all holds it far beyond its timeout. So all that touches a store runs on a helper thread, while the caller
+waits for it in Python, where a signal or the deadline ends the wait at once. The helper notices at its next
+pause.
+
+*The log.* A counter gives an arrival its place, then a key holds the record, and another its verdict, which
+is set once and by compare-and-set. Places are never used again, so nothing that an earlier group or attempt
+has left behind can be taken for an answer, and a store serves any number of groups in a row.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+import msgpack
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from rpc.errors import RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous.waiting import Backoff, OutOfTime, Waiting
+from rpc.group.workers import Member
+from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Verdict
 
-__all__ = ["SharedStore", "StoreLost", "first_line"]
+__all__ = [
+    "Abandoned",
+    "Backoff",
+    "Log",
+    "OutOfTime",
+    "SharedStore",
+    "StoreLost",
+    "Waiting",
+    "first_line",
+    "run_with_deadline",
+]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_GRACE_SECONDS: Final = 2.0
+"""How long past the deadline the helper may take to say what was missing."""
+
+_SLICE_SECONDS: Final = 0.2
 _LONGEST_PAUSE_SECONDS: Final = 0.25
+
+
+class OutOfTime(Exception):
+    """The deadline has passed. Whoever knows what was waited for turns this into an error for the user."""
+
+
+class Abandoned(Exception):
+    """The caller no longer waits: it was interrupted, or has given up on a store that does not answer."""
 
 
 class StoreLost(Exception):
     """The store did not answer: its server is gone, or its file."""
 
 
+class Waiting:
+    """A deadline, and pauses that end with it or when nobody waits any longer.
+
+    Args:
+        timeout: seconds from now.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._abandoned = threading.Event()
+
+    @property
+    def remaining(self) -> float:
+        """Seconds to the deadline, never negative."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def pause(self, seconds: float) -> None:
+        """Sleep; raises ``Abandoned`` or ``OutOfTime`` as soon as it applies."""
+        if self._abandoned.wait(min(seconds, self.remaining)):
+            raise Abandoned
+        if self.remaining == 0:
+            raise OutOfTime
+
+    def abandon(self) -> None:
+        """Nobody waits any longer. From any thread."""
+        self._abandoned.set()
+
+
+class Backoff:
+    """Pauses that grow by half each time, from one millisecond to a limit.
+
+    Args:
+        waiting: whose deadline ends them.
+        longest: the limit in seconds.
+    """
+
+    def __init__(self, waiting: Waiting, longest: float = _LONGEST_PAUSE_SECONDS) -> None:
+        self._waiting = waiting
+        self._longest = longest
+        self._next = 0.001
+
+    def pause(self) -> None:
+        """Sleep a little longer than the last time."""
+        self._waiting.pause(self._next)
+        self._next = min(self._next * 1.5, self._longest)
+
+    def restart(self) -> None:
+        """Something happened: be quick again."""
+        self._next = 0.001
+
+
+def run_with_deadline(
+    work: Callable[[Waiting], T], timeout: float, waiting_for: str, *, grace: float = _GRACE_SECONDS
+) -> T:
+    """Run ``work`` on a helper thread and return its result, or raise its error, or leave it behind.
+
+    Args:
+        work: gets the ``Waiting`` to pause with, and is expected to end when that says so.
+        timeout: seconds that it may take.
+        waiting_for: names what does not answer, should ``work`` itself be stuck at the deadline.
+        grace: seconds beyond that for it to raise its own, better informed, error.
+
+    Raises:
+        RendezvousTimeoutError: ``work`` is stuck.
+    """
+    waiting, patience = Waiting(timeout), Waiting(timeout + grace)
+    try:
+        outcome = _start(work, waiting)
+        # In slices: a signal that comes just before the thread begins to wait does not wake it.
+        while not outcome.done() and patience.remaining:
+            concurrent.futures.wait([outcome], min(_SLICE_SECONDS, patience.remaining))
+    finally:
+        waiting.abandon()
+    if not outcome.done():
+        raise RendezvousTimeoutError(
+            f"{waiting_for} accepts connections but has not answered for {timeout:g} s. Check that it is a "
+            f"c10d store (rank 0 of this job, or torchrun's), not another program that has its port, and "
+            f"that its process is not stopped."
+        )
+    try:
+        return outcome.result()
+    finally:
+        del outcome  # else error -> traceback -> this frame -> outcome -> error, until collected
+
+
+def _start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.Future[T]:
+    """Run ``work`` on a thread of its own, which may be left behind."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work(waiting))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="rpc-rendezvous", daemon=True).start()
+    return outcome
+
+
 class SharedStore:
     """A c10d store with what is needed to open it again, under a prefix of its own.
 
     Keep it for as long as others may need the store: with rank 0's goes the server. Used by one thread at
-    a time.
+    a time. Whatever is asked of it raises ``StoreLost`` if the store does not answer.
 
     Attributes:
         store: the store itself, without the prefix; what a registered backend gets.
@@ -55,34 +195,27 @@ class SharedStore:
         prefix = f"{self._prefix}{prefix}/"
         return SharedStore(self._opener, self.store, self.description, self.master, prefix)
 
-    def reopen(self, waiting: Waiting, cause: StoreLost) -> None:
-        """Open it anew after it was lost, waiting for its server as at first.
-
-        Raises:
-            RendezvousError: it was given as an object, and nothing is known of how to open it.
-        """
-        if self._opener is None:
-            raise RendezvousError(
-                f"{self.description} failed in the middle of the rendezvous: {cause}. It was passed as an "
-                f"object, so that it cannot be opened again; is the process that serves it gone?"
-            ) from cause
-        self.store = self._opener(waiting)
-        self._file = _FileIdentity.of(self.store)
-
     def outlast(self, waiting: Waiting, work: Callable[[], T]) -> T:
         """Run ``work``, and once more whenever the store was lost on the way and is open again.
 
         Raises:
             RendezvousTimeoutError: it was lost again and again until the deadline; says how the last time.
-            RendezvousError: as ``reopen``.
+            RendezvousError: it was given as an object, and nothing is known of how to open it.
         """
-        backoff = Backoff(waiting, _LONGEST_PAUSE_SECONDS)
+        backoff = Backoff(waiting)
         while True:
             try:
                 return work()
             except StoreLost as lost:
                 # The server of a rank 0 that is just leaving, most likely: the next one's is to come.
-                self.reopen(waiting, lost)
+                if self._opener is None:
+                    raise RendezvousError(
+                        f"{self.description} failed in the middle of the rendezvous: {lost}. It was "
+                        f"passed as an object, so that it cannot be opened again; is the process that serves "
+                        f"it gone?"
+                    ) from lost
+                self.store = self._opener(waiting)
+                self._file = _FileIdentity.of(self.store)
                 try:
                     backoff.pause()
                 except OutOfTime:
@@ -95,26 +228,21 @@ class SharedStore:
         """Add to a counter; returns the sum."""
         return int(self._ask(lambda store: store.add(self._prefix + key, amount)))
 
+    def counter(self, key: str) -> int:
+        """What a counter is at; 0 if there is none."""
+        return int(self.get(key) or 0)
+
     def set(self, key: str, value: bytes) -> None:
         """Set a value, whatever was there."""
         self._ask(lambda store: store.set(self._prefix + key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes | None:
         """The value; None if there is none. Never waits for one."""
+        return self._ask(lambda store: store.get(self._prefix + key)) if self.has(key) else None
 
-        def look(store: Store) -> bytes | None:
-            name = self._prefix + key
-            return store.get(name) if store.check([name]) else None
-
-        return self._ask(look)
-
-    def has(self, key: str) -> bool:
-        """Whether there is a value."""
-        return bool(self._ask(lambda store: store.check([self._prefix + key])))
-
-    def counter(self, key: str) -> int:
-        """What ``add`` has made of a counter so far."""
-        return int(self.get(key) or 0)
+    def has(self, *keys: str) -> bool:
+        """Whether there are values for all these keys."""
+        return bool(self._ask(lambda store: store.check([self._prefix + key for key in keys])))
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set a value if it is still ``expected`` (empty: there is none); returns what it is afterwards."""
@@ -157,3 +285,99 @@ def first_line(error: BaseException) -> str:
     """What an error of PyTorch's says, without the C++ stack below it."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+class Log:
+    """The log of arrivals of one job, and the static groups that were made of them.
+
+    All that workers publish passes through here. What settled entries are at the log's beginning is left
+    out by later readers.
+
+    Args:
+        store: under the job's prefix.
+    """
+
+    def __init__(self, store: SharedStore) -> None:
+        self._store = store
+        self._next = self._first = store.counter("first") or 1
+        self._open: dict[int, Entry] = {}
+
+    def append(self, arrival: Arrival) -> int:
+        """Add an arrival at the end; returns its place."""
+        index = self._store.add("arrivals", 1)
+        self._store.set(f"arrival/{index}", arrival.pack())
+        return index
+
+    def read(self) -> list[Entry]:
+        """All entries that are not settled, in order.
+
+        Only new ones are asked for, and those whose arrival was not written the last time. ``entry`` tells
+        of an older one what has become of it since.
+        """
+        end = self._store.counter("arrivals") + 1
+        unwritten = [entry.index for entry in self._open.values() if entry.arrival is None]
+        for index in (*unwritten, *range(self._next, end)):
+            self.entry(index)
+        self._next = max(self._next, end)
+        return [self._open[index] for index in sorted(self._open)]
+
+    def entry(self, index: int) -> Entry:
+        """What there is at a place now."""
+        verdict, arrival = self.verdict(index), None
+        if (verdict is None or verdict.kind is Kind.MEMBER) and (
+            packed := self._store.get(f"arrival/{index}")
+        ):
+            try:
+                arrival = Arrival.unpack(index, packed)
+            except ValueError as error:
+                logger.warning(
+                    "passing over arrival %d in the rendezvous, of another version? %s", index, error
+                )
+                verdict = self.decide(index, Verdict(Kind.GONE))
+        entry = Entry(index, arrival, verdict)
+        if entry.settled:
+            self._open.pop(index, None)
+        else:
+            self._open[index] = entry
+        return entry
+
+    def verdict(self, index: int) -> Verdict | None:
+        """What has been decided about an arrival."""
+        packed = self._store.get(f"arrival/{index}/verdict")
+        return None if packed is None else Verdict.unpack(packed)
+
+    def decide(self, index: int, verdict: Verdict) -> Verdict:
+        """Give an arrival its verdict; returns the one that it has, which may be another's decision."""
+        found = Verdict.unpack(self._store.swap(f"arrival/{index}/verdict", b"", verdict.pack()))
+        if found.kind is not Kind.MEMBER:
+            self._open.pop(index, None)
+        return found
+
+    def remove(self, index: int) -> None:
+        """The member of a dynamic group is gone."""
+        self._store.set(f"arrival/{index}/verdict", Verdict(Kind.GONE).pack())
+        self._open.pop(index, None)
+
+    def trim(self) -> None:
+        """Have later readers begin after the settled entries that this one has read."""
+        first = min(self._open, default=self._next)
+        if first > self._first:
+            self._first = first
+            self._store.set("first", str(first).encode())
+
+    def form(self, incarnation: int, members: tuple[Member, ...]) -> str:
+        """Publish a static group; returns the text that names it."""
+        key = f"{self._store.add('generation', 1)}-{incarnation:x}"
+        self._store.set(f"group/{key}", msgpack.packb([member.to_wire() for member in members]))
+        self._store.set("last", key.encode())
+        return key
+
+    def members(self, key: str) -> tuple[Member, ...]:
+        """The members of a static group, by rank."""
+        packed = self._store.get(f"group/{key}")
+        return tuple(map(Member.from_wire, msgpack.unpackb(packed))) if packed else ()
+
+    def last_group(self) -> tuple[Member, ...]:
+        """The members of the static group that was formed last; none if there was none."""
+        key = self._store.get("last")
+        return self.members(key.decode()) if key else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import secrets
 import socket
 import threading
@@ -16,7 +15,11 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.group.workers import Member, WorkerInfo
-from rpc.rendezvous import SharedStore, host_identity, open_store
+from rpc.rendezvous.address import host_identity
+from rpc.rendezvous.init_method import open_store
+from rpc.rendezvous.store import SharedStore
+
+__all__ = ["Connect", "Listening", "StartWorker", "Workers", "errors", "in_thread", "results"]
 
 
 class Listening:
@@ -36,6 +39,8 @@ class Listening:
 
 
 StartWorker = Callable[[str, int], Listening]
+Workers = Callable[[int], list[Listening]]
+Connect = Callable[[], SharedStore]
 
 
 @pytest.fixture
@@ -52,17 +57,17 @@ def start_worker() -> Iterator[StartWorker]:
 
 
 @pytest.fixture
-def workers(start_worker: StartWorker) -> Callable[[int], list[Listening]]:
+def workers(start_worker: StartWorker) -> Workers:
     """Makes a group's workers: ``worker0`` to ``workerN``."""
     return lambda count: [start_worker(f"worker{rank}", rank) for rank in range(count)]
 
 
 @pytest.fixture(params=["hash", "file"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], SharedStore]:
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
     """Connects to one store, as each worker of a group does, in turn for each kind of store.
 
     Not for TCP stores: each of their connections asks the name server for its own name, and some name
-    servers take seconds to answer. ``test_opening`` has those.
+    servers take seconds to answer. ``test_init_method`` has those.
     """
     if request.param == "hash":
         shared = HashStore()
@@ -90,9 +95,6 @@ def full() -> SharedStore:
     return SharedStore(lambda _: Full(), Full(), "the full store", None)
 
 
-_numbers = itertools.count()
-
-
 def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
     """Start a call in a thread of its own."""
     future: Future[Any] = Future()
@@ -103,7 +105,7 @@ def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name=f"test-{next(_numbers)}").start()
+    threading.Thread(target=run, daemon=True, name="test").start()
     return future
 
 
@@ -113,6 +115,3 @@ def results(futures: Sequence[Future[Any]]) -> list[Any]:
 
 def errors(futures: Sequence[Future[Any]]) -> list[BaseException | None]:
     return [future.exception(20) for future in futures]
-
-
-__all__ = ["Listening", "StartWorker", "errors", "in_thread", "results"]

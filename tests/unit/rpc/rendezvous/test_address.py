@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from rpc.errors import RendezvousError
-from rpc.rendezvous import address, host_identity, is_loopback, listen_address
+from rpc.group.workers import Member, WorkerInfo
+from rpc.rendezvous.address import dead_among, host_identity, is_loopback, listen_address, probe
+from tests.unit.rpc.rendezvous.conftest import StartWorker
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "localhost.", "127.0.0.1", "127.5.5.5", "::1"])
@@ -20,6 +22,9 @@ def test_everything_else_is_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
 
+# Where to listen
+
+
 @pytest.mark.parametrize("master", [None, "localhost", "127.0.0.1"])
 def test_rendezvous_on_loopback_or_in_a_file_listens_on_loopback(master: str | None) -> None:
     assert listen_address(master) == ("127.0.0.1", 0)
@@ -30,32 +35,30 @@ def test_workers_that_are_all_on_this_host_listen_on_loopback() -> None:
     assert listen_address("192.0.2.7", single_host=True) == ("127.0.0.1", 0)
 
 
-def test_option_is_taken_as_it_is() -> None:
-    assert listen_address("localhost", option="0.0.0.0:81") == ("0.0.0.0", 81)
+def route(monkeypatch: pytest.MonkeyPatch, routes: dict[str, str]) -> None:
+    """The kernel's routes from now on: from a host's address to this machine's on the way there."""
+
+    class Routed(socket.socket):
+        def connect(self, address: tuple[str, int]) -> None:  # type: ignore[override]
+            self.towards = address[0]
+
+        def getsockname(self) -> tuple[str, int]:
+            return routes[self.towards], 1
+
+    monkeypatch.setattr(socket, "socket", Routed)
 
 
 def test_other_host_is_listened_for_on_the_route_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def route(where: tuple[str, int], family: int) -> str:
-        asked.append(where)
-        return "10.1.2.3"
-
-    monkeypatch.setattr(address, "_address_towards", route)
+    route(monkeypatch, {"192.0.2.7": "10.1.2.3"})
     assert listen_address("192.0.2.7") == ("10.1.2.3", 0)
-    assert asked == [("192.0.2.7", 1)]
 
 
 def test_host_that_calls_itself_loopback_is_listened_on_where_others_reach_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    routes = {"192.0.2.1": "10.1.2.3"}
-    monkeypatch.setattr(address, "_address_towards", lambda where, _: routes.get(where[0], "127.0.1.1"))
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda *_, **__: [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 1))],
-    )
+    route(monkeypatch, {"127.0.1.1": "127.0.1.1", "192.0.2.1": "10.1.2.3"})
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert listen_address("myself") == ("10.1.2.3", 0)
 
 
@@ -65,14 +68,46 @@ def test_unknown_master_is_an_error_that_names_it() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets and namespaces are Linux's")
-def test_host_identity_is_the_kernels_and_the_network_namespaces() -> None:
-    identity = host_identity()
-    assert identity.endswith(f"{os.stat('/proc/self/ns/net').st_ino:x}")
-    child, ours = os.pipe()
-    if os.fork() == 0:
-        os.write(ours, address.host_identity.__wrapped__().encode())
-        os._exit(0)
-    os.wait()
-    assert os.read(child, 4096).decode() == identity
-    os.close(child)
-    os.close(ours)
+def test_host_identity_is_that_of_the_network_namespace() -> None:
+    assert host_identity().endswith(f"{os.stat('/proc/self/ns/net').st_ino:x}")
+
+
+# Who lives
+
+
+def member(*addresses: str, host: str = "another host") -> Member:
+    return Member(WorkerInfo("w", 0), 1, host, addresses)
+
+
+def test_worker_on_this_host_is_asked_at_its_unix_address(start_worker: StartWorker) -> None:
+    worker = start_worker("w", 0)
+    assert probe(worker.member) is True
+    worker.die()
+    assert probe(worker.member) is False
+
+
+@pytest.mark.parametrize("host", ["another host", host_identity()])
+def test_worker_is_asked_at_its_tcp_address(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+        assert probe(member(address, host=host)) is True
+    assert probe(member(address, host=host)) is False
+
+
+def test_unix_address_of_another_host_tells_nothing(start_worker: StartWorker) -> None:
+    assert probe(member(*start_worker("w", 0).member.addresses)) is None
+
+
+@pytest.mark.parametrize(
+    "addresses", [(), ("tcp:nonsense",), ("tcp:no.such.host.invalid:1",), ("carrier:pigeon",)]
+)
+def test_what_cannot_be_asked_tells_nothing(addresses: tuple[str, ...]) -> None:
+    assert probe(member(*addresses)) is None
+
+
+def test_only_the_certainly_dead_are_dead() -> None:
+    answers = {"a": True, "b": False, "c": None, "d": False}
+    members = [Member(WorkerInfo(name, rank), rank, "", ()) for rank, name in enumerate(answers)]
+    assert dead_among(members, lambda each: answers[each.name]) == {1, 3}
+    assert dead_among(members[1:2], lambda each: answers[each.name]) == {1}
+    assert dead_among([], probe) == set()

@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member, WorkerInfo
-from rpc.rendezvous.arrivals import Arrival, Complete, Conflict, Incomplete, examine
+from rpc.rendezvous.arrivals import (
+    Arrival,
+    Complete,
+    Conflict,
+    Incomplete,
+    Kind,
+    Verdict,
+    describe_ranks,
+    examine,
+)
 
 
 def arrival(name: str, rank: int, world_size: int = 3, index: int = 0) -> Arrival:
@@ -23,6 +35,14 @@ def test_missing_ranks_are_told() -> None:
     assert examine([], 2) == Incomplete((0, 1))
 
 
+def test_of_one_incarnation_the_last_arrival_counts() -> None:
+    again = replace(arrival("a", 0), index=7)
+    assert examine([again, arrival("a", 0)], 1 + 2) == Incomplete((1, 2))
+    assert examine([replace(again, world_size=1), replace(arrival("a", 0), world_size=1)], 1) == Complete(
+        (replace(again, world_size=1),)
+    )
+
+
 @pytest.mark.parametrize(
     ("arrivals", "words"),
     [
@@ -31,6 +51,7 @@ def test_missing_ranks_are_told() -> None:
         ([arrival("a", 0), arrival("b", 3)], ["'b'", "outside the group of 3", "0 to 2"]),
         ([arrival("a", 0), arrival("b", 1, 4)], ["'b'", "group of 4", "'a'", "one of 3"]),
         ([arrival("b", 1, 4)], ["'b'", "group of 4", "one of 3"]),
+        ([arrival("a", 1), arrival("a", 2)], ["name 'a' is not unique"]),  # though rank 0 is missing too
     ],
 )
 def test_conflict_names_who_is_involved(arrivals: list[Arrival], words: list[str]) -> None:
@@ -40,13 +61,30 @@ def test_conflict_names_who_is_involved(arrivals: list[Arrival], words: list[str
     assert set(conflict.involved) <= set(arrivals)
 
 
-def test_conflict_counts_before_what_is_missing() -> None:
-    assert isinstance(examine([arrival("a", 1), arrival("a", 2)], 3), Conflict)
+def test_ranks_are_listed_up_to_twenty() -> None:
+    assert "Ranks that arrived: 0, 2; missing: 1." in describe_ranks([2, 0, 2], 3)
+    assert "arrived: none; missing: 0, 1" in describe_ranks([], 2)
+    assert "18, 19 and 80 more" in describe_ranks([], 100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (Kind.MISMATCH, GroupMismatchError),
+        (Kind.TIMEOUT, RendezvousTimeoutError),
+        (Kind.INTERRUPTED, RendezvousError),
+    ],
+)
+def test_refusal_is_an_error_to_its_worker(kind: Kind, error: type[Exception]) -> None:
+    with pytest.raises(error, match="because"):
+        Verdict(kind, "because").raise_if_refused()
+    Verdict(Kind.COMPLETE, "1-5").raise_if_refused()
 
 
 def test_record_is_read_as_it_was_written() -> None:
-    one = arrival("a", 1)
+    one, verdict = arrival("a", 1), Verdict(Kind.MISMATCH, "why")
     assert Arrival.unpack(one.index, one.pack()) == one
+    assert Verdict.unpack(verdict.pack()) == verdict
 
 
 @pytest.mark.parametrize("packed", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x01"])

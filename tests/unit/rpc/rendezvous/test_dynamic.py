@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import GroupMismatchError, RendezvousTimeoutError
 from rpc.group.workers import Member
-from rpc.rendezvous import SharedStore, dynamic, join_dynamic, join_static
-from rpc.rendezvous.roster import GONE, Roster
-from tests.unit.rpc.rendezvous.conftest import Listening, StartWorker, in_thread, results
-
-Connect = Callable[[], SharedStore]
-Workers = Callable[[int], list[Listening]]
+from rpc.rendezvous.arrivals import Arrival, Kind, Pace, Verdict
+from rpc.rendezvous.dynamic import join_dynamic
+from rpc.rendezvous.init_method import open_store
+from rpc.rendezvous.static import join_static
+from rpc.rendezvous.store import Log, SharedStore
+from tests.unit.rpc.rendezvous.conftest import Connect, StartWorker, Workers, in_thread, results
 
 
 def _names(members: tuple[Member, ...]) -> set[str]:
@@ -59,14 +58,6 @@ def test_workers_come_and_go_many_times(memory: SharedStore, start_worker: Start
         comes.die()
 
 
-def test_long_history_of_the_gone_is_not_read_again(memory: SharedStore, start_worker: StartWorker) -> None:
-    for _ in range(5):
-        comes = start_worker("comes", 1)
-        join_dynamic(memory, comes.member, 5).leave()
-    join_dynamic(memory, start_worker("next", 1).member, 5)
-    assert memory.under("farcall/default").counter("roster/first") == 6
-
-
 def test_ids_are_given_to_those_without_rank(connect: Connect, start_worker: StartWorker) -> None:
     join_dynamic(connect(), start_worker("ranked", 1).member, 5)
     futures = [
@@ -108,62 +99,81 @@ def test_static_group_in_the_same_store_is_refused(connect: Connect, start_worke
     assert not join_dynamic(connect(), start_worker("dynamic", 1).member, 5).static
 
 
+def test_worker_that_joins_while_a_static_group_assembles_is_refused(
+    memory: SharedStore, start_worker: StartWorker
+) -> None:
+    _leave_arrival(memory, start_worker("static", 0).member, 2)
+    with pytest.raises(GroupMismatchError, match=r"mixes statically and dynamically.*: static\."):
+        join_dynamic(memory, start_worker("dynamic", 1).member, 5)
+
+
 # Joiners that die or stop on the way
 
 
-def test_entry_never_written_is_passed_over(
-    connect: Connect, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dynamic, "_UNWRITTEN_SECONDS", 0.05)
-    connect().under("farcall/default").add("roster", 1)
+def _leave_arrival(store: SharedStore, member: Member, world_size: int = 0) -> int:
+    """A worker that has arrived and does nothing more; returns its place."""
+    return Log(store.under("farcall/default")).append(Arrival.of(member, world_size))
+
+
+def test_arrival_never_written_is_passed_over(connect: Connect, workers: Workers) -> None:
+    connect().under("farcall/default").add("arrivals", 1)
     (worker,) = workers(1)
-    assert join_dynamic(connect(), worker.member, 5).members == (worker.member,)
+    assert join_dynamic(connect(), worker.member, 5, pace=Pace(unwritten=0.05)).members == (worker.member,)
 
 
-def test_joiner_that_died_undecided_is_passed_over(memory: SharedStore, workers: Workers) -> None:
+@pytest.mark.parametrize("world_size", [0, 2])
+def test_joiner_that_died_undecided_is_passed_over(
+    memory: SharedStore, workers: Workers, world_size: int
+) -> None:
     dead, alive = workers(2)
-    Roster(memory.under("farcall/default")).append(dead.member, "process 1 on nowhere")
+    _leave_arrival(memory, dead.member, world_size)
     dead.die()
     assert join_dynamic(memory, alive.member, 5).others == ()
 
 
-def test_joiner_that_was_taken_for_dead_appends_itself_again(memory: SharedStore, workers: Workers) -> None:
-    slow, other = workers(2)
-    roster = Roster(memory.under("farcall/default"))
-    asked = []
+def test_joiner_that_was_taken_for_dead_arrives_again(memory: SharedStore, workers: Workers) -> None:
+    one, slow = workers(2)
+    log = Log(memory.under("farcall/default"))
+    join_dynamic(memory, one.member, 5)
 
-    def tell(member: Member) -> bool:
-        asked.append(member)
-        if len(asked) == 1:
-            roster.decide(2, GONE)  # as another joiner does that has waited too long for the slow one
+    def tell(_: Member) -> bool:
+        log.decide(2, Verdict(Kind.GONE))  # as another joiner does that has waited too long for the slow one
         return False
 
-    join_dynamic(memory, other.member, 5)
-    group = join_dynamic(memory, Member(other.member.info, 5, "", ()), 5, tell=tell)
+    again = Member(one.member.info, slow.member.incarnation, "", ())
+    group = join_dynamic(memory, again, 5, tell=tell)
     assert group.place == 3
-    assert group.members[0].incarnation == 5
-    assert slow.member not in group.members
+    assert group.members == (again,)
 
 
-def test_joiner_that_stops_undecided_is_given_up_in_the_end(
-    memory: SharedStore, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joiner_that_stops_undecided_is_given_up_in_the_end(memory: SharedStore, workers: Workers) -> None:
     stopped, alive = workers(2)
-    Roster(memory.under("farcall/default")).append(stopped.member, "process 1 on nowhere")
-    with pytest.raises(RendezvousTimeoutError, match=r"'worker1' .* waited 0\.1 s"):
+    _leave_arrival(memory, stopped.member)
+    with pytest.raises(RendezvousTimeoutError, match=r"'worker1' .* 0\.1 s .* 'worker0' .* not finish"):
         join_dynamic(memory, alive.member, 0.1)
-    monkeypatch.setattr(dynamic, "_UNDECIDED_SECONDS", 0.05)
-    assert join_dynamic(memory, alive.member, 5).others == ()
+    assert join_dynamic(memory, alive.member, 5, pace=Pace(undecided=0.05)).others == ()
 
 
-def test_leaving_a_store_that_is_gone_does_no_harm(memory: SharedStore, workers: Workers) -> None:
-    group = join_dynamic(memory, workers(1)[0].member, 5)
+def test_joiner_that_had_joined_when_the_store_was_lost_joins_again(
+    memory: SharedStore, workers: Workers
+) -> None:
+    (worker,) = workers(1)
+    join_dynamic(memory, worker.member, 5)
+    assert join_dynamic(memory, worker.member, 5).members == (worker.member,)
 
-    class Gone:
-        def __getattr__(self, name: str) -> None:
-            raise RuntimeError("connection closed")
 
-    group.store.store = Gone()  # type: ignore[assignment]
+def test_leaving_a_store_that_is_gone_does_no_harm(workers: Workers) -> None:
+    class Closing(HashStore):
+        closed = False
+
+        def check(self, keys: list[str]) -> bool:
+            if self.closed:
+                raise RuntimeError("connection closed")
+            return bool(super().check(keys))
+
+    store = Closing()
+    group = join_dynamic(open_store(store, 0, None, timeout=5), workers(1)[0].member, 5)
+    store.closed = True
     assert not group.leave()
 
 

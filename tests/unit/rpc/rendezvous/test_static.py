@@ -1,22 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-import msgpack
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member
-from rpc.rendezvous import Group, SharedStore, join_dynamic, join_static, open_store
-from rpc.rendezvous.coordination import Pace
-from tests.unit.rpc.rendezvous.conftest import Listening, StartWorker, errors, in_thread, results
+from rpc.rendezvous.arrivals import Arrival, Group, Kind, Pace, Verdict
+from rpc.rendezvous.dynamic import join_dynamic
+from rpc.rendezvous.init_method import open_store
+from rpc.rendezvous.static import join_static
+from rpc.rendezvous.store import Log, SharedStore
+from tests.unit.rpc.rendezvous.conftest import Connect, StartWorker, Workers, errors, in_thread, results
 
-Connect = Callable[[], SharedStore]
-Workers = Callable[[int], list[Listening]]
-
-QUICK = Pace(hole=0.05, settle=0.05, gather=0.2, latecomer=0.1, farewell=1.0)
+QUICK = Pace(settle=0.05, gather=0.2, latecomer=0.1, farewell=1.0)
 
 
 def join(store: SharedStore, member: Member, world_size: int, timeout: float = 10, **kwargs: object) -> Group:
@@ -170,10 +168,9 @@ def test_arrivals_of_a_killed_attempt_do_not_poison_the_next(connect: Connect, w
     assert groups[0].members == tuple(worker.member for worker in everybody)
 
 
-def _leave_arrival(store: SharedStore, member: Member, world_size: int) -> None:
-    job = store.under("farcall/default")
-    index = job.add("arrivals", 1)
-    job.set(f"arrival/{index}", msgpack.packb([member.to_wire(), world_size, "process 1 on nowhere"]))
+def _leave_arrival(store: SharedStore, member: Member, world_size: int) -> int:
+    """A worker that has arrived and does nothing more; returns its place."""
+    return Log(store.under("farcall/default")).append(Arrival.of(member, world_size))
 
 
 def test_dead_claimants_of_every_rank_are_replaced(memory: SharedStore, workers: Workers) -> None:
@@ -224,11 +221,24 @@ def test_place_taken_but_never_written_is_passed_over(connect: Connect, workers:
     assert groups[0].members == tuple(worker.member for worker in pair)
 
 
-def test_record_of_another_version_is_passed_over(memory: SharedStore, workers: Workers) -> None:
-    job = memory.under("farcall/default")
-    job.set(f"arrival/{job.add('arrivals', 1)}", b"\xc1 what is this?")
-    (worker,) = workers(1)
-    assert join(memory, worker.member, 1).members == (worker.member,)
+def test_worker_that_was_given_up_before_it_wrote_its_arrival_arrives_again(
+    memory: SharedStore, workers: Workers
+) -> None:
+    zero, one = workers(2)
+
+    class GivenUp(HashStore):
+        """A store in which somebody finds the first place taken and not written, and gives it up."""
+
+        def add(self, key: str, amount: int) -> int:
+            index = int(super().add(key, amount))
+            if key.endswith("/arrivals") and index == 1:
+                Log(store).decide(index, Verdict(Kind.GONE))
+            return index
+
+    shared = open_store(GivenUp(), 0, None, timeout=10)
+    store = shared.under("farcall/default")
+    futures = [in_thread(join, shared, worker.member, 2) for worker in (one, zero)]
+    assert [group.members for group in results(futures)] == [(zero.member, one.member)] * 2
 
 
 # Time, and the store
@@ -252,25 +262,24 @@ def test_workers_say_that_rank_0_is_missing(memory: SharedStore, workers: Worker
 
 def test_rank_0_stays_until_all_have_read_their_verdict(memory: SharedStore, workers: Workers) -> None:
     zero, one = workers(2)
-    _leave_arrival(memory, one.member, 2)  # lives, but does not read for now
+    place = _leave_arrival(memory, one.member, 2)  # lives, but does not read for now
     coordinator = in_thread(join_static, memory, zero.member, 2, 10)
     reader = memory.under("farcall/default")
-    while not reader.has(f"verdict/{one.member.incarnation}"):
+    while Log(reader).verdict(place) is None:
         pass
     assert not coordinator.done()
-    reader.set(f"ready/{one.member.incarnation}", b"1")
+    reader.set(f"arrival/{place}/read", b"1")
     assert coordinator.result(10).members == (zero.member, one.member)
 
 
 def test_rank_0_does_not_wait_for_a_reader_that_died(memory: SharedStore, workers: Workers) -> None:
     zero, one = workers(2)
     _leave_arrival(memory, one.member, 2)
-    alive = [True, False]  # when asked before the verdict, and afterwards
+    answers = iter([True])  # before the verdict; afterwards it is dead
 
-    def tell(member: Member) -> bool:
-        return alive.pop(0) if len(alive) > 1 else alive[0]
-
-    group = join_static(memory, zero.member, 2, 30, tell=tell, pace=Pace(farewell=20))
+    group = join_static(
+        memory, zero.member, 2, 30, tell=lambda _: next(answers, False), pace=Pace(farewell=20)
+    )
     assert group.members == (zero.member, one.member)
 
 

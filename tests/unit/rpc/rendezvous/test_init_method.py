@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,96 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from rpc.errors import RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous import SharedStore, join_static, open_store, opening, waiting
-from rpc.rendezvous.store import StoreLost
-from rpc.rendezvous.waiting import Abandoned, Waiting
-from tests.unit.rpc.rendezvous.conftest import Listening, in_thread, results
+from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.rendezvous.init_method import Place, job_key, open_store, resolve_group
+from rpc.rendezvous.static import join_static
+from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
+
+# Rank, world size, job
+
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "environ", "place"),
+    [
+        (0, 2, {}, Place(0, 2)),
+        (-1, None, TORCHRUN, Place(2, 4)),
+        (None, None, TORCHRUN, Place(2, 4)),
+        (0, 2, TORCHRUN, Place(0, 2)),
+        (3, None, TORCHRUN, Place(3, 4)),
+        (-1, 8, TORCHRUN, Place(2, 8)),
+        (0, None, {}, Place(0, None)),
+        (5, 0, {}, Place(5, None)),
+        (-1, None, {"RANK": "1"}, Place(1, None)),
+    ],
+)
+def test_argument_counts_before_the_environment(
+    rank: int | None, world_size: int | None, environ: Mapping[str, str], place: Place
+) -> None:
+    assert resolve_group(rank, world_size, environ) == place
+
+
+def test_dynamic_group_is_asked_for_where_the_environment_has_a_world_size() -> None:
+    assert resolve_group(-1, None, TORCHRUN, dynamic=True) == Place(2, None)
+
+
+def test_dynamic_group_asked_for_needs_no_rank() -> None:
+    assert resolve_group(-1, None, {}, dynamic=True) == Place(None, None)
+
+
+def test_init_method_may_carry_rank_and_world_size() -> None:
+    url = "tcp://host:1?rank=1&world_size=3"
+    assert resolve_group(-1, None, TORCHRUN, init_method=url) == Place(1, 3)
+    assert resolve_group(0, 2, TORCHRUN, init_method=url) == Place(0, 2)
+
+
+def test_all_workers_on_one_host_are_known_from_torchrun() -> None:
+    one_host = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    assert resolve_group(-1, None, one_host).single_host
+    assert not resolve_group(-1, None, one_host | {"WORLD_SIZE": "8"}).single_host
+    assert not resolve_group(0, 2, one_host).single_host
+    assert not resolve_group(-1, None, one_host, dynamic=True).single_host
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "environ", "text"),
+    [
+        (-1, 2, {}, "rank parameter missing.*environment variable RANK expected"),
+        (-1, None, {}, "rank parameter missing"),
+        (2, 2, {}, "from 0 to 1 in a group of 2, got 2"),
+        (-2, 2, {}, "got -2"),
+        (-2, None, {}, "must not be negative, got -2"),
+        (0, -5, {}, "world size must be positive, got -5"),
+        (-1, 2, TORCHRUN, "from 0 to 1.*got 2"),
+        (-1, 2, {"RANK": "two"}, "RANK must be a number, is 'two'"),
+        (0, None, {"WORLD_SIZE": "x"}, "WORLD_SIZE must be a number"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    rank: int, world_size: int | None, environ: Mapping[str, str], text: str
+) -> None:
+    with pytest.raises(GroupMismatchError, match=text):
+        resolve_group(rank, world_size, environ)
+
+
+def test_world_size_of_a_dynamic_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="dynamic=True"):
+        resolve_group(0, 2, {}, dynamic=True)
+
+
+def test_number_in_init_method_that_is_none_is_refused() -> None:
+    with pytest.raises(RendezvousError, match="rank in init_method must be a number"):
+        resolve_group(-1, 2, {}, init_method="tcp://host:1?rank=x")
+
+
+def test_job_is_named_by_the_user_else_by_torchrun() -> None:
+    assert job_key({}) == "default"
+    assert job_key({"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "3"}) == "run"
+    assert job_key({"TORCHELASTIC_RUN_ID": "run", "FARCALL_JOB": "mine"}) == "mine"
+
+
+# The store
 
 
 @pytest.fixture
@@ -35,9 +119,8 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def mute_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def mute_server() -> Iterator[int]:
     """The port of somebody who accepts connections and says nothing."""
-    monkeypatch.setattr(opening, "_CONNECT_SECONDS", 1.0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -130,14 +213,6 @@ def test_unknown_host_gives_up_in_time_and_names_it() -> None:
         open_store("tcp://no.such.host.invalid:1", 1, 2, timeout=0.3)
 
 
-def test_server_that_does_not_answer_gives_up_in_time(
-    mute_server: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "_GRACE_SECONDS", 0.1)
-    with pytest.raises(RendezvousTimeoutError, match="accepts connections but has not answered"):
-        open_store(f"tcp://127.0.0.1:{mute_server}", 1, 2, timeout=0.2)
-
-
 def test_ctrl_c_takes_effect_at_once(mute_server: int, free_port: int) -> None:
     for port in (mute_server, free_port):
         timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
@@ -149,9 +224,7 @@ def test_ctrl_c_takes_effect_at_once(mute_server: int, free_port: int) -> None:
         timer.join()
 
 
-def test_server_that_is_replaced_is_found_again(
-    free_port: int, workers: Callable[[int], list[Listening]]
-) -> None:
+def test_server_that_is_replaced_is_found_again(free_port: int, workers: Workers) -> None:
     url = f"tcp://127.0.0.1:{free_port}"
     zero, one = workers(2)
     leaving = serve(free_port)
@@ -164,7 +237,7 @@ def test_server_that_is_replaced_is_found_again(
     assert [group.members for group in groups] == [(zero.member, one.member)] * 2
 
 
-def test_group_after_group_at_one_address(free_port: int, workers: Callable[[int], list[Listening]]) -> None:
+def test_group_after_group_at_one_address(free_port: int, workers: Workers) -> None:
     url = f"tcp://127.0.0.1:{free_port}"
     for _ in range(3):
         pair = workers(2)
@@ -187,61 +260,6 @@ def test_file_is_made_and_left(tmp_path: Path) -> None:
     store.set("key", b"value")
     del store
     assert open_store(f"file://{tmp_path}/meet", None, None, timeout=5).get("key") == b"value"
-
-
-def test_file_that_is_replaced_is_noticed_and_opened_again(tmp_path: Path) -> None:
-    store = open_store(f"file://{tmp_path}/meet", 0, 1, timeout=5)
-    store.set("key", b"value" * 1000)
-    os.unlink(tmp_path / "meet")
-    with pytest.raises(StoreLost):
-        store.get("key")
-    open_store(f"file://{tmp_path}/meet", 0, 1, timeout=5).set("other", b"1")
-    with pytest.raises(StoreLost) as lost:
-        store.get("key")
-    store.reopen(Waiting(5), lost.value)
-    assert store.get("other") == b"1"
-
-
-class Recorder(Waiting):
-    """Notes the pauses instead of making them."""
-
-    def __init__(self) -> None:
-        super().__init__(60)
-        self.pauses: list[float] = []
-
-    def pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-
-
-def test_store_that_is_lost_again_and_again_is_opened_after_longer_and_longer_pauses() -> None:
-    recorder = Recorder()
-    opened: list[HashStore] = []
-
-    def work() -> str:
-        if len(opened) < 20:
-            raise StoreLost("no answer")
-        return "done"
-
-    def reopen(_: Waiting) -> HashStore:
-        opened.append(HashStore())
-        return opened[-1]
-
-    store = SharedStore(reopen, HashStore(), "the store", None)
-    assert store.outlast(recorder, work) == "done"
-    assert len(recorder.pauses) == 20
-    assert recorder.pauses == sorted(recorder.pauses)
-    assert recorder.pauses[-1] > 100 * recorder.pauses[0] > 0
-
-
-def test_store_is_not_opened_again_when_nobody_waits_any_longer() -> None:
-    nobody = Waiting(60)
-    nobody.abandon()
-
-    def work() -> None:
-        raise StoreLost("no answer")
-
-    with pytest.raises(Abandoned):
-        SharedStore(lambda _: HashStore(), HashStore(), "the store", None).outlast(nobody, work)
 
 
 @pytest.mark.parametrize("path", ["", "/", "/no/such/directory/meet"])
@@ -294,19 +312,3 @@ def test_other_urls_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_url_lacks_is_said_at_once(url: str, environ: Mapping[str, str], text: str) -> None:
     with pytest.raises(RendezvousError, match=text):
         open_store(url, 0, 1, timeout=60, environ=environ)
-
-
-# Using it
-
-
-def test_counters_and_values(connect: Callable[[], SharedStore]) -> None:
-    store = connect()
-    assert store.counter("n") == 0
-    assert store.add("n", 2) == 2
-    assert store.counter("n") == 2
-    assert store.get("key") is None
-    assert not store.has("key")
-    assert store.swap("key", b"", b"\xff1") == b"\xff1"
-    assert store.swap("key", b"", b"2") == b"\xff1"
-    assert store.swap("key", b"\xff1", b"2") == b"2"
-    assert store.get("key") == b"2"

@@ -1,0 +1,350 @@
+"""What arguments, ``init_method`` and environment say: a worker's rank, its group's size, and their store.
+
+The store of ``env://`` and ``tcp://`` is made here and not by ``torch.distributed.rendezvous``, which has
+rank 0 wait in C++ until all workers have connected and cannot say which are missing. The addresses, the
+environment and torchrun's own store are treated as it does, and it opens every URL that is not known here.
+
+Three things differ. Clients connect in Python until somebody listens, which is quiet, prompt and can be
+interrupted. Where the rendezvous is on loopback, the store listens there and nowhere else. And a store
+file is left where it is: removing it can never be told apart from losing the first record of the next group.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+from urllib.parse import parse_qs, urlsplit
+
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.rendezvous.address import is_loopback
+from rpc.rendezvous.store import Backoff, OutOfTime, SharedStore, Waiting, first_line, run_with_deadline
+
+__all__ = ["Place", "job_key", "open_store", "resolve_group"]
+
+_PROBE_SECONDS: Final = 2.0
+_CONNECT_SECONDS: Final = 5.0
+_FILE_TIMEOUT: Final = timedelta(seconds=5)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in the group, as far as arguments and environment tell.
+
+    Attributes:
+        rank: ``None`` if a dynamic group is to choose it.
+        world_size: ``None`` for a dynamic group.
+        single_host: all workers are known to be on this host.
+    """
+
+    rank: int | None
+    world_size: int | None
+    single_host: bool = False
+
+
+def job_key(environ: Mapping[str, str]) -> str:
+    """What separates jobs that share a store: ``FARCALL_JOB``, else torchrun's run id, else ``default``.
+
+    torchrun's restart count is left out on purpose: after a restart it differs between nodes.
+    """
+    return environ.get("FARCALL_JOB") or environ.get("TORCHELASTIC_RUN_ID") or "default"
+
+
+def resolve_group(
+    rank: int | None,
+    world_size: int | None,
+    environ: Mapping[str, str],
+    dynamic: bool = False,
+    init_method: str = "",
+) -> Place:
+    """Settle rank and world size: an argument counts before ``init_method``, that before the environment.
+
+    Args:
+        rank: the argument; ``None`` or -1 if it was left out.
+        world_size: the argument; ``None``, 0 or -1 if it was left out.
+        environ: the environment, with ``RANK`` and ``WORLD_SIZE`` as torchrun sets them.
+        dynamic: a dynamic group is asked for, whatever ``WORLD_SIZE`` says. Then the rank may be unknown.
+        init_method: may carry ``?rank=R&world_size=W``.
+
+    Returns:
+        The worker's place. Without a world size the group is dynamic.
+
+    Raises:
+        GroupMismatchError: the rank is missing or outside the group, a value is not a number, or a world
+            size was given for a group that is asked to be dynamic.
+        TypeError: the rank or world size given is no integer.
+    """
+    rank, world_size = _integer("rank", rank), _integer("world_size", world_size)
+    rank = None if rank == -1 else rank
+    world_size = None if world_size in (0, -1) else world_size
+    if rank is None:
+        rank = _look_up("rank", init_method, environ)
+    if dynamic and world_size is not None:
+        raise GroupMismatchError(
+            f"init_rpc got world_size={world_size} and the option dynamic=True; "
+            f"a dynamic group has no size: leave out one of them."
+        )
+    if world_size is None and not dynamic:
+        world_size = _look_up("world_size", init_method, environ)
+    if rank is None and not dynamic:
+        raise GroupMismatchError(
+            "rank parameter missing: init_rpc got no rank, and environment variable RANK expected in its "
+            "place is not set. Pass rank=, start under torchrun, or ask with the option dynamic=True for a "
+            "group that numbers its workers itself."
+        )
+    if world_size is not None and world_size <= 0:
+        raise GroupMismatchError(f"the world size must be positive, got {world_size}")
+    if rank is not None and (rank < 0 or (world_size is not None and rank >= world_size)):
+        must = "not be negative"
+        if world_size is not None:
+            must = f"be from 0 to {world_size - 1} in a group of {world_size}"
+        raise GroupMismatchError(
+            f"the rank must {must}, got {rank}. What is not passed to init_rpc is read from RANK and "
+            f"WORLD_SIZE."
+        )
+    local, everywhere = environ.get("LOCAL_WORLD_SIZE"), environ.get("WORLD_SIZE")
+    return Place(rank, world_size, local == everywhere == str(world_size))
+
+
+def _integer(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}")
+    return int(value)
+
+
+def _look_up(name: str, init_method: str, environ: Mapping[str, str]) -> int | None:
+    """A number from ``init_method``, else from the environment."""
+    query = parse_qs(urlsplit(init_method).query)
+    if name in query:
+        try:
+            return int(query[name][0])
+        except ValueError:
+            raise RendezvousError(f"{name} in init_method must be a number: {init_method!r}") from None
+    text = environ.get(name.upper())
+    try:
+        return int(text) if text else None
+    except ValueError:
+        raise GroupMismatchError(
+            f"environment variable {name.upper()} must be a number, is {text!r}"
+        ) from None
+
+
+def open_store(
+    init_method: str | Store,
+    rank: int | None,
+    world_size: int | None,
+    *,
+    timeout: float,
+    environ: Mapping[str, str] = os.environ,
+) -> SharedStore:
+    """Open the store that ``init_method`` names; rank 0 serves it if it is a TCP store and torchrun does not.
+
+    Args:
+        init_method: ``env://`` (MASTER_ADDR and MASTER_PORT), ``tcp://HOST:PORT``, ``file:///PATH``, another
+            URL that PyTorch's rendezvous knows, or a store.
+        rank: of this worker; ``None`` if unknown (then it does not serve).
+        world_size: ``None`` for a dynamic group.
+        timeout: how long to wait for a server, in seconds.
+        environ: the environment.
+
+    Raises:
+        RendezvousTimeoutError: nobody serves the store, or it does not answer.
+        RendezvousError: the URL or the environment lacks something, or the address is taken.
+
+    Example::
+
+        store = open_store("tcp://127.0.0.1:29500", 0, 2, timeout=60)
+    """
+    if not isinstance(init_method, str):
+        given = f"the {type(init_method).__name__} given"
+        return SharedStore(None, init_method, given, _host_of(init_method))
+    opener: Callable[[Waiting], Store]
+    url, master = urlsplit(init_method), None
+    match url.scheme:
+        case "env" | "tcp":
+            tcp = _TcpStore.of(init_method, rank, environ)
+            opener, description, master = tcp.open, tcp.description, tcp.host
+        case "file":
+            path = url.netloc + url.path
+            opener, description = (lambda _: _open_file(path)), f"the rendezvous file {path}"
+        case _:
+            opener = functools.partial(_open_by_pytorch, init_method, rank, world_size)
+            description, master = f"the rendezvous {init_method}", url.hostname
+    return SharedStore(opener, run_with_deadline(opener, timeout, description), description, master)
+
+
+def _host_of(store: Store) -> str | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else None
+
+
+def _open_file(path: str) -> Store:
+    directory = os.path.dirname(path)
+    if not path or os.path.isdir(path) or not os.path.isdir(directory):
+        raise RendezvousError(
+            f"cannot use {path!r} as rendezvous file: it must be an absolute path in a directory that "
+            f"exists, as in init_method='file:///tmp/rendezvous'"
+        )
+    if not os.access(path if os.path.exists(path) else directory, os.W_OK):
+        raise RendezvousError(f"cannot use {path!r} as rendezvous file: no permission to write it")
+    store = FileStore(path, -1)  # -1: never delete it
+    store.set_timeout(_FILE_TIMEOUT)
+    return store
+
+
+def _open_by_pytorch(init_method: str, rank: int | None, world_size: int | None, waiting: Waiting) -> Store:
+    place = (-1 if number is None else number for number in (rank, world_size))
+    try:
+        store, *_ = next(rendezvous(init_method, *place, timeout=timedelta(seconds=waiting.remaining)))
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousError(f"cannot open the rendezvous {init_method!r}: {first_line(error)}") from error
+    assert isinstance(store, Store)
+    return store
+
+
+@dataclass(frozen=True)
+class _TcpStore:
+    """A TCP store, opened as its server or as a client."""
+
+    host: str
+    port: int
+    serve: bool
+    use_libuv: bool
+    description: str
+
+    @classmethod
+    def of(cls, init_method: str, rank: int | None, environ: Mapping[str, str]) -> _TcpStore:
+        """What a URL and the environment say of it."""
+        url = urlsplit(init_method)
+        named = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+        if url.scheme == "env":
+            host, port, origin = *_address_in(environ), " (MASTER_ADDR and MASTER_PORT)"
+        else:
+            try:
+                if not url.hostname or url.port is None:
+                    raise RendezvousError(f"init_method must be tcp://HOST:PORT, got {init_method!r}")
+                host, port, origin = url.hostname, url.port, ""
+            except ValueError as error:
+                raise RendezvousError(f"init_method {init_method!r}: {error}") from None
+        torchruns = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and named == (host, str(port))
+        use_libuv = parse_qs(url.query).get("use_libuv", [environ.get("USE_LIBUV", "1")])[0] == "1"
+        description = f"the rendezvous at {_joined(host, port)}{origin}"
+        return cls(host, port, rank == 0 and not torchruns, use_libuv, description)
+
+    def open(self, waiting: Waiting) -> Store:
+        """Serve the store, if we are to and nobody has the port; else connect to whoever has it.
+
+        That may be the server of a rank 0 that is just leaving; or another rank 0's, and then the log of
+        arrivals in its store is where both will learn of each other.
+        """
+        port_is_free = True
+        backoff = Backoff(waiting)
+        while True:
+            if self.serve and port_is_free and (served := self._as_server(waiting)):
+                return served
+            try:
+                return self._as_client(waiting)
+            except (OSError, RuntimeError) as error:
+                reason = first_line(error)
+                port_is_free = isinstance(error, ConnectionRefusedError)
+            try:
+                backoff.pause()
+            except OutOfTime:
+                remedy = (
+                    "Its port is taken by another program; choose another."
+                    if self.serve
+                    else "Rank 0 serves it: check that rank 0 is running, that address and port are the same "
+                    "at all workers and rank 0's own, and that no firewall is in between."
+                )
+                raise RendezvousTimeoutError(
+                    f"{self.description} has not been reachable for {waiting.timeout:g} s: {reason}. {remedy}"
+                ) from None
+
+    def _as_server(self, waiting: Waiting) -> Store | None:
+        """Serve it; None if somebody else has the port."""
+        listener = self._listen_on_loopback() if self.use_libuv and is_loopback(self.host) else None
+        try:
+            # Shared with any other store of this process on this port, such as a process group's.
+            return TCPStore(
+                self.host,
+                self.port,
+                None,
+                True,
+                timeout=timedelta(seconds=max(1.0, waiting.remaining)),
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=listener,
+                use_libuv=self.use_libuv,
+            )
+        except RuntimeError as error:
+            if "EADDRINUSE" in str(error) or "already in use" in str(error):
+                return None
+            raise RendezvousError(
+                f"rank 0 cannot serve {self.description}: {first_line(error)}. "
+                f"The address must be one of this host's, and the port free."
+            ) from error
+
+    def _listen_on_loopback(self) -> int | None:
+        """A socket that listens on loopback only; None if the port is taken: the store finds out by whom."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        address = "127.0.0.1" if self.host.lower().rstrip(".") == "localhost" else self.host
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, self.port))
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
+            raise RendezvousError(
+                f"rank 0 cannot listen on {_joined(self.host, self.port)}: {error}"
+            ) from error
+        return listener.detach()
+
+    def _as_client(self, waiting: Waiting) -> Store:
+        """Connect to it; first in Python, since a store of C++ prints warnings while nobody listens."""
+        socket.create_connection(
+            (self.host, self.port), min(_PROBE_SECONDS, max(0.05, waiting.remaining))
+        ).close()
+        store = TCPStore(
+            self.host,
+            self.port,
+            None,
+            False,
+            timeout=timedelta(seconds=min(_CONNECT_SECONDS, max(1.0, waiting.remaining))),
+            wait_for_workers=False,
+            use_libuv=self.use_libuv,
+        )
+        store.set_timeout(timedelta(seconds=waiting.timeout))
+        return store
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _address_in(environ: Mapping[str, str]) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT."""
+    for variable in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(variable):
+            raise RendezvousError(
+                f"environment variable {variable} expected, but not set. env:// takes the address of the "
+                f"rendezvous from MASTER_ADDR and MASTER_PORT; set them (torchrun does), or pass "
+                f"init_method='tcp://HOST:PORT' or 'file:///PATH' in the options."
+            )
+    port = environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise RendezvousError(f"environment variable MASTER_PORT must be a port number, is {port!r}")
+    return environ["MASTER_ADDR"], int(port)

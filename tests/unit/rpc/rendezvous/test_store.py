@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from rpc.errors import RendezvousTimeoutError
+from rpc.group.workers import Member, WorkerInfo
+from rpc.rendezvous.arrivals import Arrival, Kind, Verdict
+from rpc.rendezvous.init_method import open_store
+from rpc.rendezvous.store import (
+    Abandoned,
+    Backoff,
+    Log,
+    OutOfTime,
+    SharedStore,
+    StoreLost,
+    Waiting,
+    run_with_deadline,
+)
+from tests.unit.rpc.rendezvous.conftest import Connect
+
+# Waiting
+
+
+def test_result_and_error_come_from_the_helper() -> None:
+    assert run_with_deadline(lambda _: threading.current_thread() is threading.main_thread(), 5, "x") is False
+
+    def fail(_: Waiting) -> None:
+        raise LookupError("what was missing")
+
+    with pytest.raises(LookupError, match="what was missing"):
+        run_with_deadline(fail, 5, "x")
+
+
+def test_work_that_is_stuck_is_left_behind() -> None:
+    stuck = threading.Event()
+    with pytest.raises(RendezvousTimeoutError, match=r"the store .* has not answered for 0\.1 s"):
+        run_with_deadline(lambda _: stuck.wait(10), 0.1, "the store", grace=0.05)
+    stuck.set()
+
+
+def test_work_left_behind_ends_at_its_next_pause() -> None:
+    ended, started = threading.Event(), threading.Event()
+
+    def work(waiting: Waiting) -> None:
+        started.set()
+        try:
+            waiting.pause(30)
+        except Abandoned:
+            ended.set()
+
+    def interrupt() -> None:
+        started.wait(10)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_with_deadline(work, 60, "x")
+    assert ended.wait(10)
+
+
+def test_pause_ends_with_the_deadline() -> None:
+    waiting = Waiting(0.02)
+    with pytest.raises(OutOfTime):
+        waiting.pause(10)
+    assert waiting.remaining == 0
+
+
+class Recorder(Waiting):
+    """Notes the pauses instead of making them."""
+
+    def __init__(self) -> None:
+        super().__init__(60)
+        self.pauses: list[float] = []
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+def test_pauses_grow_to_a_limit() -> None:
+    recorder = Recorder()
+    backoff = Backoff(recorder, 0.004)
+    for _ in range(6):
+        backoff.pause()
+    backoff.restart()
+    backoff.pause()
+    *pauses, last = recorder.pauses
+    assert pauses[0] == last == 0.001
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 0.004
+
+
+# The store
+
+
+def test_counters_and_values(connect: Connect) -> None:
+    store = connect()
+    assert store.counter("n") == 0
+    assert store.add("n", 2) == 2
+    assert store.counter("n") == 2
+    assert store.get("key") is None
+    assert store.swap("key", b"", b"\xff1") == b"\xff1"
+    assert store.swap("key", b"", b"2") == b"\xff1"
+    assert store.swap("key", b"\xff1", b"2") == b"2"
+    assert store.get("key") == b"2"
+    assert store.has("n", "key")
+    assert not store.has("n", "other")
+
+
+def test_file_that_is_replaced_is_noticed_and_opened_again(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meet"
+    store = open_store(url, 0, 1, timeout=5)
+    store.set("key", b"value" * 1000)
+    os.unlink(tmp_path / "meet")
+    with pytest.raises(StoreLost):
+        store.get("key")
+    open_store(url, 0, 1, timeout=5).set("other", b"1")
+    with pytest.raises(StoreLost):
+        store.get("key")
+    assert store.outlast(Waiting(5), lambda: store.get("other")) == b"1"
+
+
+def test_store_that_is_lost_again_and_again_is_opened_after_longer_and_longer_pauses() -> None:
+    recorder = Recorder()
+    opened: list[HashStore] = []
+
+    def work() -> str:
+        if len(opened) < 20:
+            raise StoreLost("no answer")
+        return "done"
+
+    def reopen(_: Waiting) -> HashStore:
+        opened.append(HashStore())
+        return opened[-1]
+
+    assert SharedStore(reopen, HashStore(), "the store", None).outlast(recorder, work) == "done"
+    assert len(recorder.pauses) == 20
+    assert recorder.pauses == sorted(recorder.pauses)
+    assert recorder.pauses[-1] > 100 * recorder.pauses[0] > 0
+
+
+def test_store_is_not_opened_again_when_nobody_waits_any_longer() -> None:
+    nobody = Waiting(60)
+    nobody.abandon()
+
+    def work() -> None:
+        raise StoreLost("no answer")
+
+    with pytest.raises(Abandoned):
+        SharedStore(lambda _: HashStore(), HashStore(), "the store", None).outlast(nobody, work)
+
+
+# The log
+
+GONE = Verdict(Kind.GONE)
+
+
+def arrival(name: str) -> Arrival:
+    return Arrival(0, Member(WorkerInfo(name, -1), 7, "host", ()), 0, "process 1")
+
+
+def names(log: Log) -> list[str]:
+    return [entry.arrival.member.name for entry in log.read() if entry.arrival is not None]
+
+
+def test_log_has_what_is_not_settled_in_order(connect: Connect) -> None:
+    log = Log(connect())
+    places = [log.append(arrival(name)) for name in "abcd"]
+    log.decide(places[0], Verdict(Kind.MISMATCH, "why"))
+    assert log.decide(places[1], Verdict(Kind.MEMBER, "5")) == Verdict(Kind.MEMBER, "5")
+    other = Log(connect())
+    assert names(other) == ["b", "c", "d"]
+    member = other.entry(places[1]).member()
+    assert member is not None
+    assert (member.name, member.id) == ("b", 5)
+    other.remove(places[1])
+    other.decide(places[2], GONE)
+    assert names(other) == ["d"]
+
+
+def test_first_verdict_counts(memory: SharedStore) -> None:
+    log = Log(memory)
+    place = log.append(arrival("a"))
+    assert log.verdict(place) is None
+    assert log.decide(place, GONE) == log.decide(place, Verdict(Kind.COMPLETE, "1")) == GONE
+    assert log.verdict(place) == GONE
+
+
+def test_arrival_that_is_written_late_is_read_then(memory: SharedStore) -> None:
+    place = memory.add("arrivals", 1)
+    log = Log(memory)
+    log.append(arrival("b"))
+    assert [entry.arrival is None for entry in log.read()] == [True, False]
+    memory.set(f"arrival/{place}", arrival("a").pack())
+    assert names(log) == ["a", "b"]
+
+
+def test_record_of_another_version_is_passed_over(memory: SharedStore) -> None:
+    memory.set(f"arrival/{memory.add('arrivals', 1)}", b"\xc1 what is this?")
+    log = Log(memory)
+    log.append(arrival("b"))
+    assert names(log) == ["b"]
+
+
+def test_settled_beginning_is_not_read_again() -> None:
+    asked: list[str] = []
+
+    class Watched(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            asked.extend(keys)
+            return bool(super().check(keys))
+
+    store = open_store(Watched(), 0, None, timeout=5)
+    log = Log(store)
+    for name in "abc":
+        log.decide(log.append(arrival(name)), GONE)
+    place = log.append(arrival("d"))
+    assert names(log) == ["d"]
+    log.trim()
+    asked.clear()
+    assert names(Log(store)) == ["d"]
+    assert {key for key in asked if key.startswith("arrival/")} == {
+        f"arrival/{place}",
+        f"arrival/{place}/verdict",
+    }
