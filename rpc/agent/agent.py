@@ -29,6 +29,7 @@ from rpc.agent.outbox import Messages
 from rpc.agent.pending_call import PendingCall
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Recording, Tape
+from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.shared_memory import SharedMemory
 from rpc.bulk.striping import Striping
 from rpc.errors import ForkedProcessError, NotInitializedError
@@ -112,6 +113,16 @@ class Agent:
         self.dispatcher.on(Kind.STRIPED, self.stripes.message_opened)
         self.connections.stripe_came = self.stripes.stripe_came
         self.on_gone(self.stripes.peer_gone)
+        self.bulk = Bulk(
+            self.shared_memory.send,
+            self.stripes.send,
+            lambda peer, reason: self.mailbox.call(self.connections.lose, peer, reason),
+        )
+        self.dispatcher.on(Kind.BULK, self.bulk.received, any_thread=True)
+        self.dispatcher.on(Kind.BULK_CREDIT, self.bulk.credited, any_thread=True)
+        self.on_gone(self.bulk.peer_gone)
+        self.on_closed(self.bulk.close)
+        self.on_forked(self.bulk.abandon)
         self.extensions: dict[str, Any] = {}
         """What stands on this agent, by name: each part's own object, where its code finds it again."""
         self._peers: dict[int, Peer] = {}

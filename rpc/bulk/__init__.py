@@ -1,1 +1,1 @@
-"""Ways for what is large: memory that two workers share, and several connections at once."""
+"""Large and ordered transfers: shared memory, striping, and messages received into posted buffers."""

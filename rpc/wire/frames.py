@@ -95,6 +95,8 @@ class Kind:
     STRIPES: Final = 15
     STRIPE: Final = 16
     STRIPED: Final = 17
+    BULK: Final = 18
+    BULK_CREDIT: Final = 19
     EXTENSION: Final = 32
 
 

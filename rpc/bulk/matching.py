@@ -1,0 +1,169 @@
+"""Which message fills which posted buffer, and how far a sender may run ahead. Pure.
+
+A *stream* is all that one worker sends to one other under one tag. Its messages are numbered, modulo 2^32,
+since large ones may be overtaken on their way; they are matched to posts in order, the n-th message to the
+n-th post, whichever of the two is there first.
+
+Messages that arrive before their post are kept. To bound that, every message has a *cost*, its bytes and a
+constant. What a sender has sent and does not know to be matched costs at most ``WINDOW`` in each stream, or
+is one larger message and less than ``REPORT`` besides: the receiver tells the sum of what it has matched
+whenever it has grown by so much. What may not be sent waits at the sender, in its own memory. Each stream has
+its own window, so one whose receiver does not post never holds up another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, Generic, TypeVar
+
+from rpc.errors import ProtocolError
+
+__all__ = ["REPORT", "SEQUENCES", "WINDOW", "Inbound", "Outbound", "cost"]
+
+WINDOW: Final = 16 << 20
+"""Bytes."""
+
+REPORT: Final = 1 << 20
+"""Bytes."""
+
+SEQUENCES: Final = 1 << 32
+
+_CONSTANT_COST: Final = 256
+
+P = TypeVar("P")
+M = TypeVar("M")
+
+
+def cost(size: int) -> int:
+    """What a message of so many bytes takes of a window."""
+    return size + _CONSTANT_COST
+
+
+class Inbound(Generic[P, M]):
+    """The receiver's side of a stream. ``posted`` and ``arrived`` return what matches now, in order.
+
+    Args:
+        first: the number of the first message.
+    """
+
+    __slots__ = ("_arrived", "_held", "_next", "_posts", "_reported", "matched")
+
+    def __init__(self, first: int = 0) -> None:
+        self._posts: deque[P] = deque()
+        self._arrived: dict[int, tuple[M, int]] = {}
+        self._held = 0
+        self._next = first
+        self._reported = 0
+        self.matched = 0
+        """The cost of all messages that were ever matched."""
+
+    def posted(self, post: P) -> list[tuple[P, M]]:
+        """A buffer is posted."""
+        self._posts.append(post)
+        return self._match()
+
+    def arrived(self, sequence: int, message: M, size: int) -> list[tuple[P, M]]:
+        """A message has arrived.
+
+        Raises:
+            ProtocolError: its number was used, or the sender has run ahead farther than it may.
+        """
+        ahead = (sequence - self._next) % SEQUENCES
+        if sequence in self._arrived or ahead * _CONSTANT_COST > WINDOW:
+            raise ProtocolError(f"message {sequence} of a stream whose next one is {self._next}")
+        self._arrived[sequence] = message, cost(size)
+        self._held += cost(size)
+        if self._held > WINDOW and self._held - max(each for _, each in self._arrived.values()) > WINDOW:
+            raise ProtocolError(f"messages of {self._held} bytes come before they may")
+        return self._match()
+
+    def _match(self) -> list[tuple[P, M]]:
+        pairs: list[tuple[P, M]] = []
+        while self._posts and self._next in self._arrived:
+            message, cost = self._arrived.pop(self._next)
+            self._next = (self._next + 1) % SEQUENCES
+            self._held -= cost
+            self.matched += cost
+            pairs.append((self._posts.popleft(), message))
+        return pairs
+
+    def withdraw(self, post: P) -> bool:
+        """Take a post back, unless it is matched; the next message goes to the next one."""
+        if post not in self._posts:
+            return False
+        self._posts.remove(post)
+        return True
+
+    def take_posts(self) -> list[P]:
+        """Take all posts back."""
+        posts = list(self._posts)
+        self._posts.clear()
+        return posts
+
+    def is_report_due(self) -> bool:
+        """Whether the sender is to be told what was matched: it is reported from now on."""
+        if self.matched - self._reported < REPORT:
+            return False
+        self._reported = self.matched
+        return True
+
+    def __bool__(self) -> bool:
+        """Whether a message has come that was not matched."""
+        return bool(self._arrived)
+
+
+class Outbound(Generic[M]):
+    """The sender's side of a stream.
+
+    Args:
+        first: the number of the first message.
+    """
+
+    __slots__ = ("_matched", "_next", "_sent", "_waiting")
+
+    def __init__(self, first: int = 0) -> None:
+        self._waiting: deque[tuple[M, int]] = deque()
+        self._next = first
+        self._sent = 0
+        self._matched = 0
+
+    def add(self, message: M, size: int) -> None:
+        """A message is to be sent after all others."""
+        self._waiting.append((message, cost(size)))
+
+    def next(self) -> tuple[int, M] | None:
+        """The message that is to be sent now, and its number; None if there is none, or none may be."""
+        if not self._waiting:
+            return None
+        message, cost = self._waiting[0]
+        outstanding = self._sent - self._matched
+        if outstanding >= REPORT and outstanding + cost > WINDOW:
+            return None
+        self._waiting.popleft()
+        self._sent += cost
+        sequence, self._next = self._next, (self._next + 1) % SEQUENCES
+        return sequence, message
+
+    def reported(self, matched: int) -> None:
+        """The receiver has matched so much in all. Raises ``ProtocolError`` if that cannot be."""
+        if matched > self._sent:
+            raise ProtocolError(f"{matched} bytes of a stream are matched, of {self._sent}")
+        self._matched = max(self._matched, matched)  # reports may overtake each other
+
+    def withdraw(self, message: M) -> bool:
+        """Take a message back, unless it is sent."""
+        for entry in self._waiting:
+            if entry[0] is message:
+                self._waiting.remove(entry)
+                return True
+        return False
+
+    def take_waiting(self) -> list[M]:
+        """Take all messages back that are not sent."""
+        messages = [message for message, _ in self._waiting]
+        self._waiting.clear()
+        return messages
+
+    def __bool__(self) -> bool:
+        """Whether a message waits."""
+        return bool(self._waiting)

@@ -1,0 +1,300 @@
+"""Messages of bytes from worker to worker, received into buffers that are posted for them: ``agent.bulk``.
+
+What collectives are built on. A message goes to a *tag* of a worker; the n-th one fills the n-th buffer that
+this worker has posted for that sender and tag (``matching.py``), however they are sent:
+
+- up to 64 KiB in one small frame;
+- through shared memory, where the two share some: one copy in, one copy out, or none with ``into=None``;
+- else over the connection, or stripes, from where the buffers lie.
+
+The call id of a frame of kind ``BULK`` is the tag, times 2^32, and the message's number. A small one has one
+buffer, the message. A large one has more: the message comes after the first, which has one byte if the sender
+waits to be told of its arrival, and else none. ``BULK_CREDIT`` has a tag for its call id, and one buffer: the
+cost of all messages that were matched u64, and the number of a message that has arrived, or -1, i64.
+
+Nothing here blocks but ``Transfer.wait``. When a worker is gone, all that was posted for it and has not come
+fails at once, and so does all that was sent to it and is not known to have arrived.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from struct import Struct
+from typing import Any, Final
+
+from rpc.bulk.matching import SEQUENCES, Inbound, Outbound
+from rpc.bulk.ports import Peer, ShareMessage, StripeMessage
+from rpc.bulk.transfer import Transfer, as_bytes
+from rpc.errors import (
+    ForkedProcessError,
+    NotInitializedError,
+    ProtocolError,
+    SerializationError,
+    WorkerLostError,
+)
+from rpc.runtime.interrupts import protected
+from rpc.runtime.tasks import Task
+from rpc.serialization.payload import Payload
+from rpc.transport.base import SMALL_BYTES
+from rpc.wire.frames import Frame, Kind, encode, encode_small
+
+__all__ = ["MAX_TAG", "Bulk"]
+
+MAX_TAG: Final = (1 << 32) - 1
+
+_CREDIT: Final = Struct("<Qq")
+_NONE: Final = -1
+
+Message = Sequence[memoryview]
+
+
+class _Stream:
+    """All messages between this worker and one other under one tag, both ways."""
+
+    __slots__ = ("inbound", "incoming", "outbound", "outgoing", "peer", "tag", "unacknowledged")
+
+    def __init__(self, peer: Peer, tag: int) -> None:
+        self.peer = peer
+        self.tag = tag
+        self.incoming = f"a message from worker '{peer.name}' (tag {tag})"
+        self.outgoing = f"a message to worker '{peer.name}' (tag {tag})"
+        self.inbound: Inbound[Transfer, Message] = Inbound()
+        self.outbound: Outbound[Transfer] = Outbound()
+        self.unacknowledged: dict[int, Transfer] = {}
+        """By number: sent from where they lie, and not known to have arrived."""
+
+    def take_all(self) -> list[Transfer]:
+        """All transfers that have not ended, and will not."""
+        sent = list(self.unacknowledged.values())
+        self.unacknowledged.clear()
+        return [*self.inbound.take_posts(), *self.outbound.take_waiting(), *sent]
+
+
+class Bulk:
+    """The bulk messages of one agent. From any thread.
+
+    Args:
+        share: sends a message through shared memory, if it can.
+        stripe: sends a message over stripes, if it can.
+        lose: cuts off a worker, and says why.
+
+    Example::
+
+        received = agent.bulk.post(left, tag=7, into=torch.empty(1024).numpy())
+        sent = agent.bulk.send(right, tag=7, buffers=torch.ones(1024).numpy())
+        received.wait(timeout=30)
+        sent.wait(timeout=30)
+    """
+
+    def __init__(
+        self, share: ShareMessage, stripe: StripeMessage, lose: Callable[[Any, str], object]
+    ) -> None:
+        self._share = share
+        self._stripe = stripe
+        self._lose = lose
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may send
+        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._ended: type[NotInitializedError] | None = None
+
+    @protected
+    def send(self, peer: Peer, tag: int, buffers: Any) -> Transfer:
+        """Send one message: the bytes of some buffers, or of one. Does not block.
+
+        Args:
+            peer: to whom.
+            tag: 0 to 2^32 - 1. Each costs a little memory for as long as there is an agent.
+            buffers: contiguous. They must not change until the transfer is done: at once if the message was
+                copied, as small ones and those through shared memory are, else when it has arrived.
+
+        Raises:
+            SerializationError: the message is larger than that worker accepts.
+            WorkerLostError: it is gone.
+        """
+        views = as_bytes(buffers)
+        stream = self._stream(peer, tag)
+        transfer = Transfer(stream.outgoing, views, partial(self._withdraw, stream))
+        if transfer.size > peer.member.max_message_bytes:
+            raise SerializationError(
+                f"a message of {transfer.size} bytes to worker '{peer.name}' is over the limit of "
+                f"{peer.member.max_message_bytes} that it accepts: raise max_message_bytes in its options"
+            )
+        with self._lock:
+            self._check(peer)
+            stream.outbound.add(transfer, transfer.size)
+        self._send_waiting(stream)
+        return transfer
+
+    @protected
+    def post(self, peer: Peer, tag: int, into: Any = None) -> Transfer:
+        """Receive the next message from a worker under a tag. Does not block.
+
+        Args:
+            peer: from whom.
+            tag: as for ``send``.
+            into: writable, contiguous buffers, or one, which the message fills in order; they must have its
+                size in all. None: ``wait`` returns the message's own memory, without another copy.
+
+        Raises:
+            WorkerLostError: that worker is gone, and no message of its is left.
+        """
+        targets = None if into is None else as_bytes(into)
+        if targets is not None and any(each.readonly for each in targets):
+            raise TypeError("a buffer to receive into is read-only")
+        stream = self._stream(peer, tag)
+        transfer = Transfer(stream.incoming, targets, partial(self._withdraw, stream))
+        with self._lock:
+            pairs = stream.inbound.posted(transfer)
+            if not pairs:
+                try:
+                    self._check(peer)
+                except BaseException:
+                    stream.inbound.withdraw(transfer)
+                    raise
+        for _, message in pairs:
+            transfer.deliver(message)
+            transfer.fill()
+        self._report(stream)
+        return transfer
+
+    def _stream(self, peer: Peer, tag: int) -> _Stream:
+        try:
+            return self._streams[peer.incarnation, tag]
+        except KeyError:
+            if type(tag) is not int or not 0 <= tag <= MAX_TAG:
+                raise ValueError(f"a tag is a number from 0 to {MAX_TAG}, not {tag!r}") from None
+            with self._lock:
+                self._check(peer)
+                return self._streams.setdefault((peer.incarnation, tag), _Stream(peer, tag))
+
+    def _check(self, peer: Peer) -> None:
+        """With the lock: raise if nothing more can come or go."""
+        if self._ended is not None:
+            raise self._ended("RPC has been shut down, or this process was forked: bulk messages have ended")
+        if peer.lost is not None:
+            raise peer.lost_error()
+
+    # ---- sending
+
+    def _send_waiting(self, stream: _Stream) -> None:
+        """Send what waits and may be sent."""
+        while True:
+            with self._lock:
+                following = stream.outbound.next()
+                if following is None:
+                    return
+                sequence, transfer = following
+                stream.unacknowledged[sequence] = transfer
+            try:
+                captured = self._transmit(stream, sequence, transfer)
+                error: Exception | None = None
+            except WorkerLostError as failure:
+                captured, error = True, failure
+            except Exception as failure:  # its receiver must not wait in vain, nor take the next one for it
+                captured, error = True, failure
+                self._lose(stream.peer, f"a bulk message to it cannot be sent: {failure}")
+            if captured:
+                with self._lock:
+                    mine = stream.unacknowledged.pop(sequence, None) is not None
+                if mine:
+                    transfer.end(error)
+
+    def _transmit(self, stream: _Stream, sequence: int, transfer: Transfer) -> bool:
+        """Send one message; returns whether its buffers are copied, so that they may change."""
+        peer, call_id = stream.peer, stream.tag * SEQUENCES + sequence
+        buffers = transfer.buffers or []
+        if transfer.size <= SMALL_BYTES:
+            peer.send_small(encode_small(Kind.BULK, call_id, {}, (b"".join(buffers),)), 0)
+            return True
+        if self._share(peer, Kind.BULK, call_id, Payload({}, [b"", *buffers]), 0):
+            return True
+        frame, size = encode(Kind.BULK, call_id, {}, [b"\1", *buffers])
+        if not self._stripe(peer, frame, size, aliased=False, wait=0):
+            peer.send(frame, size, wait=0)
+        return False
+
+    def credited(self, peer: Peer, frame: Frame) -> Task | None:
+        """A worker says what has been matched there, and what has arrived. May return what is to be done."""
+        with self._lock:
+            stream = self._streams.get((peer.incarnation, frame.call_id))
+            if stream is None or len(frame.buffers) != 1 or len(frame.buffers[0]) != _CREDIT.size:
+                raise ProtocolError("a malformed credit")
+            matched, sequence = _CREDIT.unpack(frame.buffers[0])
+            stream.outbound.reported(matched)
+            arrived = stream.unacknowledged.pop(sequence, None)
+        if arrived is not None:
+            arrived.end()
+        return (self._send_waiting, stream) if stream.outbound else None
+
+    # ---- receiving
+
+    def received(self, peer: Peer, frame: Frame) -> Task | None:
+        """A message has come. May return what is to be done on an executor thread: a long copy."""
+        tag, sequence = divmod(frame.call_id, SEQUENCES)
+        first, *rest = frame.buffers or [None]
+        if first is None or frame.header or (rest and len(first) > 1):
+            raise ProtocolError("a malformed bulk message")
+        message = rest or [memoryview(first)]
+        try:
+            stream = self._stream(peer, tag)
+        except (WorkerLostError, NotInitializedError):
+            return None  # the end came between
+        with self._lock:
+            pairs = stream.inbound.arrived(sequence, message, sum(map(len, message)))
+        self._report(stream, sequence if rest and first else _NONE)
+        left = [transfer for transfer, message in pairs if transfer.deliver(message)]
+        return (_fill, left) if left else None
+
+    def _report(self, stream: _Stream, arrived: int = _NONE) -> None:
+        """Tell the sender what it needs to know to go on, if anything."""
+        with self._lock:
+            if not stream.inbound.is_report_due() and arrived == _NONE:
+                return
+            credit = _CREDIT.pack(stream.inbound.matched, arrived)
+        try:
+            stream.peer.send_small(encode_small(Kind.BULK_CREDIT, stream.tag, {}, (credit,)), 0)
+        except WorkerLostError:
+            return  # ``peer_gone`` follows
+
+    # ---- the end
+
+    def _withdraw(self, stream: _Stream, transfer: Transfer) -> bool:
+        with self._lock:
+            return stream.inbound.withdraw(transfer) or stream.outbound.withdraw(transfer)
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        """A worker is gone. What has arrived from it can still be received."""
+        with self._lock:
+            mine = [stream for stream in self._streams.values() if stream.peer is peer]
+            transfers = [each for stream in mine for each in stream.take_all()]
+            for stream in mine:
+                if not stream.inbound:
+                    del self._streams[peer.incarnation, stream.tag]
+        for transfer in transfers:
+            transfer.end(peer.lost_error(f"{transfer.what} was not delivered"))
+
+    def close(self) -> None:
+        """This worker has left."""
+        with self._lock:
+            self._ended = NotInitializedError
+        self._end_all("RPC has been shut down")
+
+    def abandon(self) -> None:
+        """In a forked child: all transfers are the parent's. Takes no lock of the parent's."""
+        self._ended = ForkedProcessError
+        self._lock = threading.RLock()
+        self._end_all("this process was forked")
+
+    def _end_all(self, reason: str) -> None:
+        with self._lock:
+            transfers = [each for stream in self._streams.values() for each in stream.take_all()]
+            self._streams.clear()
+        for transfer in transfers:
+            assert self._ended is not None
+            transfer.end(self._ended(f"{reason}: {transfer.what} was not delivered before"))
+
+
+def _fill(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.fill()

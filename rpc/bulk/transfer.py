@@ -1,0 +1,175 @@
+"""A message under way, as its sender or its receiver sees it: how a thread waits for its end."""
+
+from __future__ import annotations
+
+from _thread import LockType, allocate_lock
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+from typing import Any, Final
+
+from rpc.bulk.copying import scatter
+from rpc.errors import RpcError, RpcTimeoutError
+from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
+from rpc.runtime.interrupts import interruptible, protected
+
+__all__ = ["Transfer", "as_bytes"]
+
+_SHORT_BYTES: Final = 256 << 10
+
+
+def as_bytes(buffers: Any) -> list[memoryview]:
+    """Buffers, or a single one, as views of bytes, without those that are empty.
+
+    Raises:
+        TypeError: one is no contiguous buffer.
+    """
+    several: Iterable[Any] = buffers if isinstance(buffers, list | tuple) else (buffers,)
+    views = [memoryview(buffer) for buffer in several]
+    return [view.cast("B") for view in views if view.nbytes]
+
+
+class Transfer:
+    """One message, sent or to be received. From any thread.
+
+    Args:
+        what: names it in errors.
+        buffers: what is sent, or where it is to be received; None to receive the message's own buffers.
+        withdraw: takes the transfer back if it has not begun, and says whether it did.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_delivered",
+        "_done",
+        "_error",
+        "_waiters",
+        "_withdraw",
+        "buffers",
+        "size",
+        "what",
+    )
+
+    def __init__(
+        self, what: str, buffers: list[memoryview] | None, withdraw: Callable[[Transfer], bool]
+    ) -> None:
+        self.what = what
+        self.buffers = buffers
+        self.size = sum(map(len, buffers or ()))
+        self._done = False
+        self._withdraw = withdraw
+        self._error: BaseException | None = None
+        self._delivered: list[Sequence[memoryview]] = []
+        self._waiters: list[LockType] = []
+        self._callbacks: list[Callable[[Transfer], object]] = []
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Then the buffers are the caller's again."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> list[memoryview]:
+        """Block until it has ended.
+
+        Args:
+            timeout: seconds; None for no limit. When they are over, the transfer goes on: wait again, or
+                ``cancel`` it.
+
+        Returns:
+            The buffers: those given, or those of the message.
+
+        Raises:
+            RpcTimeoutError: the time is over.
+            WorkerLostError: the other worker is gone.
+            RpcError: the message has another size than the posted buffers.
+        """
+        if not self._done:
+            self._wait(INFINITE if timeout is None else monotonic() + timeout)
+        if self._error is not None:
+            raise self._error
+        return self.buffers or []
+
+    def _wait(self, deadline: float) -> None:
+        check_may_block()
+        while not self.done():
+            waiter = allocate_lock()
+            waiter.acquire()
+            self._waiters.append(waiter)
+            try:
+                self.fill()
+                if not self.done() and not wait_for(waiter, deadline):
+                    raise RpcTimeoutError(f"{self.what} has not ended in time")
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                self.fill()  # if nobody else does, since this thread was counted on
+
+    def on_done(self, callback: Callable[[Transfer], object]) -> None:
+        """Have ``callback(self)`` called once it has ended, here or on the thread that ends it, which it must
+        not block.
+        """
+        self._callbacks.append(callback)
+        if self._done:
+            self._run_callbacks()
+
+    def error(self) -> BaseException | None:
+        """Why it failed; None if it did not, or has not ended."""
+        return self._error
+
+    def cancel(self, reason: str = "it was cancelled") -> bool:
+        """End it with an ``RpcError`` unless the message has been sent, or has arrived; returns whether."""
+        if not self._withdraw(self):
+            return False
+        self.end(RpcError(f"{self.what} has failed: {reason}"))
+        return True
+
+    # ---- for its owner, who sees to it that one calls these and no other
+
+    def deliver(self, message: Sequence[memoryview]) -> bool:
+        """The message is here. Returns whether ``fill`` must be called: it is long, and nobody waits."""
+        self._delivered.append(message)
+        if sum(map(len, message)) <= _SHORT_BYTES or self.buffers is None:
+            self.fill()
+        elif not self._waiters:
+            return True
+        else:
+            self._wake()
+        return False
+
+    @protected
+    def fill(self) -> None:
+        """Copy what was delivered to where it belongs, unless another thread does."""
+        try:
+            message = self._delivered.pop()
+        except IndexError:
+            return
+        if self.buffers is None:
+            self.buffers = list(message)
+        elif sum(map(len, message)) != self.size:
+            size = sum(map(len, message))
+            self.end(RpcError(f"{self.what} has failed: the message has {size} bytes, not {self.size}"))
+            return
+        else:
+            scatter(message, self.buffers)
+        self.end()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is over."""
+        self._error = error
+        self._done = True
+        self._wake()
+        self._run_callbacks()
+
+    def _wake(self) -> None:
+        while self._waiters:
+            try:
+                self._waiters.pop().release()
+            except IndexError:
+                return
+
+    @interruptible
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:
+                return
+            callback(self)
