@@ -32,13 +32,13 @@ from dist_autograd.parts import Part
 from dist_autograd.passes import Key, Pass
 from dist_autograd.recording import Origin
 from dist_autograd.root import Root, Workers, failure_of
-from rpc import serialization
 from rpc.agent.agent import Agent
 from rpc.agent.request_runner import Request
 from rpc.errors import AutogradError, NotInitializedError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Executor, Task
-from rpc.serialization import Payload
+from rpc.serialization.exceptions import text_of
+from rpc.serialization.payload import Payload
 from rpc.transport import SMALL_BYTES
 from rpc.wire.frames import Frame, Kind
 
@@ -130,7 +130,7 @@ class Backwards:
         return answer
 
     def _abort(self, own: Pass, peer: Peer, error: BaseException) -> None:
-        header = {"abort": [own.key[1], f"{type(error).__name__}: {serialization.text_of(error)}"]}
+        header = {"abort": [own.key[1], f"{type(error).__name__}: {text_of(error)}"]}
         self._send(peer, ABORT, Payload(header, []))
 
     def _done_arrived(self, peer: Peer, frame: Frame) -> None:
@@ -145,7 +145,7 @@ class Backwards:
     def _failure(self, peer: Peer, frame: Frame) -> BaseException:
         """What a worker's failure is to its root: loading the error may run code of the user's."""
         agent = self._agent
-        error = serialization.load_exception(frame.header, frame.buffers, None, peer, allow=agent.allow)
+        error = agent.serializer.load_exception(frame.header, frame.buffers, None, peer)
         if isinstance(error, WorkerLostError):
             return error
         failure = failure_of(peer.member.info, error)
@@ -249,10 +249,10 @@ class Backwards:
             running.run()
             if running.held_back is not None:
                 origin, gradients = running.held_back
-                payload = serialization.dump_tensors(gradients, peer, _GRADIENTS)
+                payload = agent.serializer.dump_tensors(gradients, peer, _GRADIENTS)
                 payload.header["gradients"] = origin.message
         except BaseException as error:
-            kind, payload = Kind.FAILURE, serialization.dump_exception(error, agent.info, peer)
+            kind, payload = Kind.FAILURE, agent.serializer.dump_exception(error, agent.info.name, peer)
         self._forget(running)
         if peer.standby is not None:
             agent.executor.stand_by(peer.standby, at_once=False)
@@ -265,7 +265,7 @@ class Backwards:
         try:
             running.run()
         except BaseException as error:
-            payload = serialization.dump_exception(error, self._agent.info, peer)
+            payload = self._agent.serializer.dump_exception(error, self._agent.info.name, peer)
             payload.header.update(done)
         else:
             payload = Payload(done, [])
@@ -301,7 +301,7 @@ class Backwards:
             if before is None:
                 return
             origin, gradients = before
-        payload = serialization.dump_tensors(gradients, origin.source, _GRADIENTS)
+        payload = self._agent.serializer.dump_tensors(gradients, origin.source, _GRADIENTS)
         marks = running.untold.pop(origin.source, None)
         if marks is not None:
             self._begin_part(running, origin, marks, payload)
@@ -350,7 +350,7 @@ class Backwards:
 
     def _read(self, message: tuple[Peer, Frame]) -> Sequence[Tensor | None]:
         peer, frame = message
-        return serialization.load_tensors(frame.buffers, peer, allow=self._agent.allow)
+        return self._agent.serializer.load_tensors(frame.buffers, peer)
 
     def _send(self, peer: Peer, kind: int, payload: Payload) -> None:
         try:

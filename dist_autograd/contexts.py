@@ -30,7 +30,7 @@ from rpc.agent.agent import Agent
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Task
-from rpc.serialization import Payload
+from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["COUNTER_BITS", "Context", "Contexts", "current"]

@@ -13,7 +13,6 @@ from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.following import Follower
 from dist_autograd.roots import checked
-from rpc import serialization
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.errors import AutogradError, RRefError, with_article
 from rpc.runtime.blocking import check_may_block
@@ -86,7 +85,7 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
 
 def install(agent: Agent) -> None:
     """Make an agent that has not joined its group yet take part in distributed autograd."""
-    serialization.allow_function(backward_here)
+    agent.serializer.allow_function(backward_here)
     agent.extensions[_EXTENSION] = Autograd(agent)
 
 

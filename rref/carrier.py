@@ -15,7 +15,7 @@ __all__ = ["RRefCarrier"]
 
 
 class RRefCarrier:
-    """Carries ``RRef`` objects; see ``rpc.serialization.Carrier``.
+    """Carries ``RRef`` objects; see ``rpc.serialization.carriers.Carrier``.
 
     A descriptor is ``[owner, rref, fork]``. In a dynamic group the owner's description follows, since the
     receiver may not have heard of it.

@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from typing import Final
 
-from rpc import serialization
 from rpc.agent.agent import Agent
 from rpc.errors import WorkerLostError
 from rpc.group.peer import Peer
@@ -16,8 +15,6 @@ from rpc.wire.frames import Kind, encode_small
 __all__ = ["OwedAnswers"]
 
 logger = logging.getLogger(__name__)
-
-_NOTHING: Final = serialization.dumps(None, None).buffers
 
 
 class OwedAnswers:
@@ -30,6 +27,7 @@ class OwedAnswers:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._owed: dict[Peer, deque[bytes]] = {}
+        self._nothing: Final = agent.serializer.dumps(None, None).buffers
         agent.on_gone(self._peer_gone)
 
     def add(self, peer: Peer, call_id: int) -> None:
@@ -37,7 +35,7 @@ class OwedAnswers:
         owed = self._owed.get(peer)
         if owed is None:
             owed = self._owed.setdefault(peer, deque())
-        owed.append(encode_small(Kind.REPLY, call_id, {}, _NOTHING))
+        owed.append(encode_small(Kind.REPLY, call_id, {}, self._nothing))
         self._agent.mailbox.gathered(self.send, peer)
 
     def send(self, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:

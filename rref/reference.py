@@ -13,7 +13,7 @@ from rpc.errors import RRefError, SerializationError
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import check_not_forked, current_agent
-from rpc.serialization import Payload
+from rpc.serialization.payload import Payload
 from rref.creation import Creation
 from rref.protocol.messages import Ref, RRefId, State
 from rref.references import References

@@ -24,7 +24,7 @@ from rpc.agent.agent import Agent
 from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
-from rpc.serialization import Payload
+from rpc.serialization.payload import Payload
 from rref.creation import Creation
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Confirmed, Failed, Fence, ForkId, Free, Ref, RRefId, Send, State

@@ -12,7 +12,7 @@ from struct import Struct
 from typing import Any, Final
 
 from rpc.errors import ProtocolError
-from rpc.serialization import Payload
+from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 from rref.protocol.messages import ForkId, Peer, RRefId
 

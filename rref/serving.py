@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from rpc import serialization
 from rpc.agent.agent import Agent
 from rpc.agent.request_runner import LATER, Request
 from rpc.errors import ProtocolError, RRefError, SerializationError
@@ -49,7 +48,7 @@ class Server:
     def __init__(self, agent: Agent, references: References) -> None:
         self._agent = agent
         self._references = references
-        serialization.allow_function(method_of_object)
+        agent.serializer.allow_function(method_of_object)
         self._owed = OwedAnswers(agent)
         agent.on(CREATE, self._creation_arrived, any_thread=True, followed=True)
         agent.on(FETCH, self._fetch_arrived, any_thread=True)
@@ -58,10 +57,10 @@ class Server:
     def _creation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         rref, fork, call = creation(frame, peer.incarnation)
         header = call.header
-        request = Request(peer, call, serialization.adopt(header, peer) if header else None)
+        request = Request(peer, call, self._agent.serializer.adopt(header, peer) if header else None)
         value = self._references.arrived(rref, fork, peer)
         if value is None:
-            refusal = serialization.dump_exception(RRefError(_GIVEN_UP), self._agent.info)
+            refusal = self._agent.serializer.dump_exception(RRefError(_GIVEN_UP), self._agent.info.name)
             refusal.header["refused"] = _GIVEN_UP
             return self._accept(
                 request, lambda _: self._agent.answer(peer, Kind.FAILURE, frame.call_id, refusal)
@@ -150,7 +149,7 @@ class Server:
             name = request.frame.header.get("method")
             if function is not method_of_object or not isinstance(name, str):
                 raise ProtocolError(f"asked to call {function!r}, as {name!r}, of an object")
-            if self._agent.allow is not None and name.startswith("_") and name != "__call__":
+            if self._agent.serializer.allow is not None and name.startswith("_") and name != "__call__":
                 raise SerializationError(f"safe mode does not admit calls of the private method '{name}'")
             function = getattr(on.get(), name)
         return function, args, kwargs
@@ -201,7 +200,7 @@ class Server:
         peer, call_id, value = fetch
         agent = self._agent
         try:
-            payload = serialization.dumps(value.get(), peer, what="the object")
+            payload = agent.serializer.dumps(value.get(), peer, what="the object")
         except BaseException as error:
             agent.fail(peer, call_id, error)
             return
@@ -225,7 +224,7 @@ class Server:
                 return None
             self._postponed_ended()
         # Of what is a matter of a few bytes, this thread sends a copy: no code of the user's takes part.
-        payload = serialization.dump_quickly(value.get()) if value.error is None else None
+        payload = agent.serializer.dump_quickly(value.get()) if value.error is None else None
         if payload is None:
             return self._answer_fetch, (peer, call_id, value)
         self._owed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers))
@@ -248,7 +247,7 @@ class Server:
         return self._accept_on_object(Request(peer, frame), target, run, quick=True)
 
     def _invocation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
-        request = Request(peer, frame, serialization.adopt(frame.header, peer))
+        request = Request(peer, frame, self._agent.serializer.adopt(frame.header, peer))
 
         def run(value: Value) -> None:
             if value.error is not None:

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rpc import serialization
 from rpc.agent.call_table import CallTable
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.departure import Departure
@@ -45,6 +44,7 @@ from rpc.runtime.executor import Executor, Task
 from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Counter, Mailbox
+from rpc.serialization.serializer import Serializer
 from rpc.transport import Connection, transports
 from rpc.wire.frames import Frame, Kind
 
@@ -71,6 +71,7 @@ class Agent:
         self.rpc_timeout = options.rpc_timeout
         self.incarnation = secrets.randbits(63)
         self.events = Events()
+        self.serializer = Serializer(safe=options.deserialization == "safe")
         self.tape: Tape | None = None
         self._loop_thread = LoopThread(
             "farcall-loop", "a blocking call on the agent's own thread would stop the agent"
@@ -100,9 +101,8 @@ class Agent:
         self.mailbox = Mailbox(self.loop, self._look_whether_idle)
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
         self.dispatcher.on(Kind.CONTROL, self.control.received)
-        self.allow = serialization.allowed if options.deserialization == "safe" else None
         self.shared_memory = SharedMemory(
-            self, options.shared_memory_bytes, options.max_message_bytes, takes=self.allow is None
+            self, options.shared_memory_bytes, options.max_message_bytes, takes=self.serializer.allow is None
         )
         self.unwrap = self.shared_memory.unwrap
         self.dispatcher.on(Kind.SEGMENTS, self.shared_memory.received)
@@ -159,7 +159,7 @@ class Agent:
         self.view = Membership(me, static=static)
         self._peers[me.incarnation] = self.own_peer = Peer(me, self._connect, is_self=True)
         self.own_peer.agent = self
-        self.connections.loop_back(self.own_peer, serialization.brings_nothing)
+        self.connections.loop_back(self.own_peer, self.serializer.brings_nothing)
         self.departure = Departure(self, members if static else None)
         self.dispatcher.on(Kind.SHUTDOWN, self.departure.received)
         if self.options.switch_interval is not None:
@@ -285,15 +285,11 @@ class Agent:
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         if frame.kind == Kind.FAILURE:
-            raise serialization.load_exception(
-                frame.header, frame.buffers, call.arrivals, call.peer, allow=self.allow
-            )
-        _, _, header, segments = frame
+            raise self.serializer.load_exception(frame.header, frame.buffers, call.arrivals, call.peer)
+        _, _, header, buffers = frame
         recording = self.recording_of(header, call.peer, answer=True)
         connect = None if recording is None else recording.connect
-        return serialization.loads(
-            header, segments, call.arrivals, call.peer, allow=self.allow, connect=connect
-        )
+        return self.serializer.loads(header, buffers, call.arrivals, call.peer, connect=connect)
 
     def recording_of(self, header: dict[str, Any], source: Peer, *, answer: bool = False) -> Recording | None:
         """What a request with this header, or an answer, is noted in."""

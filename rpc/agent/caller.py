@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from rpc import serialization
 from rpc.agent.futures import Future
 from rpc.agent.pending_call import PendingCall
 from rpc.agent.tape import note
 from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
-from rpc.serialization import Payload
-from rpc.serialization.settings import replacement
+from rpc.serialization.payload import Payload
+from rpc.serialization.tracked import stand_ins
 from rpc.transport import INFINITE, QueueFull
 from rpc.wire.frames import Kind
 
@@ -137,14 +136,12 @@ class Caller:
         tape = agent.tape
         recording = None if tape is None else tape.calling(peer)
         if tape is None or recording is None:
-            payload = serialization.dump_call(function, args, kwargs, peer, pickler=replacement.pickler)
+            payload = agent.serializer.dump_call(function, args, kwargs, peer)
         else:
             tensors: list[Tensor] = []
             if recording.tracks:
-                args, kwargs = serialization.stand_ins(args, kwargs)
-            payload = serialization.dump_call(
-                function, args, kwargs, peer, pickler=replacement.pickler, tracked=tensors
-            )
+                args, kwargs = stand_ins(args, kwargs)
+            payload = agent.serializer.dump_call(function, args, kwargs, peer, tracked=tensors)
             note(tape, recording, tensors, payload.header, peer)
         return payload
 
@@ -187,7 +184,7 @@ class Caller:
         try:
             timeout = self.effective_timeout(timeout)
         except BaseException:
-            serialization.take_back(payload.header, peer)
+            agent.serializer.take_back(payload.header, peer)
             raise
         return agent.calls.open(peer, what, timeout)
 

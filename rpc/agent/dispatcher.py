@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from rpc import serialization
 from rpc.agent.request_runner import Request
 from rpc.errors import ProtocolError, RpcError
 from rpc.group.peer import Peer
@@ -48,7 +47,7 @@ class Dispatcher:
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
         """Take in frames of one worker, in order."""
         agent = self._agent
-        run, calls = agent.runner.run, agent.calls
+        run, calls, adopt = agent.runner.run, agent.calls, agent.serializer.adopt
         tasks: list[Task] = []
         for frame in frames:
             kind, call_id, header, _ = frame
@@ -57,10 +56,10 @@ class Dispatcher:
                     if not header:
                         tasks.append(self.begun(peer, frame))
                     else:
-                        request = Request(peer, frame, serialization.adopt(header, peer))
+                        request = Request(peer, frame, adopt(header, peer))
                         self.accept(request, run, tasks)
                 elif kind == Kind.REPLY or kind == Kind.FAILURE:
-                    arrivals = serialization.adopt(header, peer) if header else None
+                    arrivals = adopt(header, peer) if header else None
                     call = calls.take(call_id)
                     if call is None:
                         calls.answered_late(call_id)
@@ -104,7 +103,7 @@ class Dispatcher:
         """Whether a message may be taken in by the thread that has read it, since nothing needs the loop."""
         if kind != Kind.CALL and kind not in self._for_any_thread:
             return False
-        return not header or serialization.brings_nothing(header)
+        return not header or self._agent.serializer.brings_nothing(header)
 
     def taken_by_thread(self, peer: Peer, frame: Frame) -> Task | None:
         """Take in such a frame on the thread that has read it; returns what is to be done, if anything.
@@ -138,7 +137,7 @@ class Dispatcher:
             agent.postponed.end()
             agent.something_ended()
 
-        if serialization.ready(arrivals, admit):
+        if agent.serializer.ready(arrivals, admit):
             tasks.append(task)
             agent.postponed.end()
 

@@ -21,7 +21,6 @@ from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, Serializa
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for_event
 from rpc.runtime.current import current_agent
-from rpc.serialization import allow_function
 
 __all__ = ["Gathering"]
 
@@ -51,9 +50,8 @@ class Gathering:
         self._next: dict[Names, int] = {}
         self._rounds: dict[Key, _Round] = {}
         self._given_up: dict[Names, tuple[int, RpcError]] = {}  # by this worker, the last time that it led
-        allow_function(_contribute)
-        allow_function(_publish)
-        allow_function(_fail)
+        for function in (_contribute, _publish, _fail):
+            agent.serializer.allow_function(function)
         agent.on_gone(self._worker_gone)
         agent.on_closed(self._closed)
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from rpc import serialization
 from rpc.agent.tape import Recording, note
 from rpc.errors import ProtocolError, SerializationError, WorkerLostError
 from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
-from rpc.serialization import Payload
+from rpc.serialization.exceptions import text_of
+from rpc.serialization.payload import Payload
 from rpc.transport import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Kind, encode, encode_small
 
@@ -77,10 +77,10 @@ class Messages:
         except BaseException as error:
             if handed_over and not isinstance(error, Exception):
                 raise  # Ctrl-C: the message may be out, and what it carries in use
-            serialization.take_back(header, peer)
+            self._agent.serializer.take_back(header, peer)
             if "!" not in header or not isinstance(error, SerializationError | ProtocolError):
                 raise
-            described = serialization.without_exception(header, error)
+            described = self._agent.serializer.without_exception(header, error)
             self.send(peer, kind, call_id, described, wait=wait, gather=gather)
 
     def reply(
@@ -108,18 +108,19 @@ class Messages:
         """Serialize the value with which a request is answered; arguments are as for ``reply``."""
         tape = self._agent.tape
         if tape is None or recording is None:
-            return serialization.dumps(value, peer, what=of)
+            return self._agent.serializer.dumps(value, peer, what=of)
         tensors: list[Tensor] = []
-        payload = serialization.dumps(value, peer, what=of, tracked=tensors)
+        payload = self._agent.serializer.dumps(value, peer, what=of, tracked=tensors)
         if tensors:
             note(tape, recording, tensors, payload.header, peer)
         return payload
 
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
         """Answer a request with an exception."""
-        text = serialization.text_of(error)
+        text = text_of(error)
         logger.warning("a call from worker '%s' raised %s: %s", peer.name, type(error).__name__, text)
-        self.answer(peer, Kind.FAILURE, call_id, serialization.dump_exception(error, self._agent.info, peer))
+        payload = self._agent.serializer.dump_exception(error, self._agent.info.name, peer)
+        self.answer(peer, Kind.FAILURE, call_id, payload)
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
         """Answer a request that ``accept`` took, by a message made already."""

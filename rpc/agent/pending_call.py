@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
-from rpc.serialization import brings_nothing
+from rpc.serialization.serializer import Serializer
 from rpc.transport.inline_read.reading import DirectReading
 from rpc.transport.inline_read.role import Turn
 from rpc.wire.frames import Frame, Kind
@@ -32,6 +32,10 @@ _NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 
 class CallOwner(Protocol):
     """What a pending call needs from its agent."""
+
+    @property
+    def serializer(self) -> Serializer:
+        """What replies are read with."""
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         """The value in a reply; raises what a failure carries."""
@@ -157,7 +161,7 @@ class PendingCall:
         """
         if len(frames) == 1:
             kind, call_id, header, _ = frame = frames[0]
-            if call_id == self.call_id and kind in _REPLIES and (not header or brings_nothing(header)):
+            if call_id == self.call_id and kind in _REPLIES and (not header or self.takes(header)):
                 self.outcome = frame
                 return True
         mine: Frame | None = None
@@ -182,11 +186,11 @@ class PendingCall:
     def _is_reply(self, frame: Frame) -> bool:
         """Whether it is the reply to this call, with nothing in it that needs the loop."""
         kind, call_id, header, _ = frame
-        return call_id == self.call_id and kind in _REPLIES and (not header or brings_nothing(header))
+        return call_id == self.call_id and kind in _REPLIES and (not header or self.takes(header))
 
     def takes(self, header: dict[str, Any]) -> bool:
         """Whether the waiting thread may take a reply with this header: nothing in it needs the loop."""
-        return brings_nothing(header)
+        return self.owner.serializer.brings_nothing(header)
 
     def look(self, frame: Frame, taken: Sized) -> Frame | None:
         """The reply that a frame stands for, if there is one in memory shared with the callee."""

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from rpc import serialization
 from rpc.agent.tape import Recording
 from rpc.errors import NotInitializedError, RpcError, with_article
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
 from rpc.runtime.loop import LoopThread
-from rpc.serialization import Payload
-from rpc.serialization.settings import replacement
+from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
 if TYPE_CHECKING:
@@ -148,21 +146,13 @@ class RequestRunner:
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a request; raises what unpickling raises."""
         agent, peer = self._agent, request.peer
-        _, _, header, segments = request.frame
+        _, _, header, buffers = request.frame
         connect = None
         if header:
             recording = request.recording = agent.recording_of(header, peer)
             if recording is not None:
                 connect = recording.connect
-        return serialization.load_call(
-            header,
-            segments,
-            request.arrivals,
-            peer,
-            allow=agent.allow,
-            pickler=replacement.pickler,
-            connect=connect,
-        )
+        return agent.serializer.load_call(header, buffers, request.arrivals, peer, connect=connect)
 
     def start(
         self,

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rpc.group.peer import Peer
-from rpc.serialization import take_back
 
 __all__ = ["Recording", "Tape", "note"]
 
@@ -36,7 +35,7 @@ class Recording(Protocol):
         """
 
     def connect(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        """What stands for the tensors of the message that it was made for; see ``serialization.Connect``."""
+        """What stands for the tensors of the message that it was made for; see ``Connect``."""
 
     def __enter__(self) -> None: ...
 
@@ -64,5 +63,5 @@ def note(tape: Tape, recording: Recording, tensors: list[Tensor], header: dict[s
     try:
         header[tape.key] = recording.sent(tensors, to)
     except BaseException:
-        take_back(header, to)
+        to.agent.serializer.take_back(header, to)
         raise

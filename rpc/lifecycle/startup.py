@@ -29,7 +29,8 @@ from rpc.rendezvous.init_method import job_key, open_store, resolve_group
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
 from rpc.runtime.current import clear_current_agent, current_agent, is_initialized, set_current_agent
-from rpc.serialization import allow_function, main_identity, text_of
+from rpc.serialization.exceptions import text_of
+from rpc.serialization.functions import main_identity
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ def start_agent(
         )
         for install in _installers:
             install(agent)
-        allow_function(_noop)
+        agent.serializer.allow_function(_noop)
         agent.extensions["gather"] = Gathering(agent)
         group: Group
         if world_size is None:

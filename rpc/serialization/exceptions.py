@@ -13,7 +13,7 @@ as itself: its class is missing here, or its constructor does not take the argum
 - ``torch.jit.Error``, since ``torch.distributed.rpc`` raises a ``RuntimeError`` when TorchScript fails.
 
 An exception's header is ``{"!": [type, text, traceback, worker]}``, so that all this is known even when no
-pickle can be read; then come the segments of the exception itself, none if it could not be pickled. Of what
+pickle can be read; then come the buffers of the exception itself, none if it could not be pickled. Of what
 is longer than anybody reads, a header has the beginning and the end.
 """
 
@@ -22,20 +22,17 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
 from rpc.errors import RemoteError, RpcError, SerializationError
-from rpc.serialization.calls import dumps, loads
-from rpc.serialization.carriers import without_descriptors
 from rpc.serialization.failures import type_name
-from rpc.serialization.payload import Arrivals, Destination, Payload, Source
-from rpc.serialization.safe import AllowList
+from rpc.serialization.payload import EXCEPTION, Payload, Source
 
-__all__ = ["dump_exception", "load_exception", "text_of", "without_exception"]
+__all__ = ["dump_exception", "load_exception", "shortened", "text_of"]
 
 _MAX_TRACEBACK: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
@@ -50,60 +47,51 @@ _OWN_FOLDERS: Final = tuple(
 )
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-def dump_exception(error: BaseException, worker: _Named, to: Destination | None = None) -> Payload:
+def dump_exception(error: BaseException, worker: str, dumps: Callable[[Any], Payload]) -> Payload:
     """Serialize an exception. Never raises, whatever the exception's own methods do.
 
     Args:
         error: the exception, with its traceback.
-        worker: this worker; its name is told to the caller.
-        to: the caller. Without it, exception classes that ``__main__`` defines travel by value, so that the
-            caller's ``except`` clauses do not match them.
+        worker: this worker's name, which the caller is told.
+        dumps: serializes a value for the caller.
     """
-    header = [type_name(type(error)), text_of(error), _traceback(error), worker.name]
+    header = [type_name(type(error)), text_of(error), _traceback(error), worker]
     payload = Payload({}, [])
     if isinstance(error, Exception) and not isinstance(error, torch.jit.Error):
         with contextlib.suppress(BaseException):  # what cannot be pickled is described by the header
-            payload = _dump(error, to)
-    payload.header["!"] = header
+            payload = _dump(error, dumps)
+    payload.header[EXCEPTION] = header
     return payload
 
 
-def without_exception(header: dict[str, Any], reason: BaseException) -> Payload:
-    """What is sent in the place of a serialized exception that cannot be sent, since it is too large.
-
-    The caller gets a ``RemoteError`` that has the type, what there is room for of text and traceback, and the
-    reason. What travels beside the pickle must have been taken back.
+def shortened(header: dict[str, Any], reason: BaseException) -> dict[str, Any]:
+    """The header of an exception that is too large to be sent: its description alone, cut.
 
     Args:
-        header: of the payload, with what the agent has added.
+        header: of the payload, without what travels beside it.
         reason: why it cannot be sent.
     """
-    kind, text, remote_traceback, worker = header["!"]
+    kind, text, remote_traceback, worker = header[EXCEPTION]
     said = f"{_cut(text, _MAX_TEXT_ALONE)}\nIt was too large to be sent: {text_of(reason)}".lstrip()
     described = [_cut(kind, _MAX_TYPE_ALONE), said, remote_traceback[-_MAX_TRACEBACK_ALONE:], worker]
-    return Payload(without_descriptors(header) | {"!": described}, [])
+    return header | {EXCEPTION: described}
 
 
-def _dump(error: Exception, to: Destination | None) -> Payload:
+def _dump(error: Exception, dumps: Callable[[Any], Payload]) -> Payload:
     try:
-        return dumps(error, to)
+        return dumps(error)
     except Exception:
         if not error.__dict__:
             raise
-    return dumps(_Reduced(error, to), to)
+    return dumps(_Reduced(error, dumps))
 
 
 class _Reduced:
     """An exception without those of its attributes that cannot be sent."""
 
-    def __init__(self, error: Exception, to: Destination | None) -> None:
+    def __init__(self, error: Exception, dumps: Callable[[Any], Payload]) -> None:
         self.error = error
-        self.to = to
+        self.dumps = dumps
 
     def __reduce__(self) -> tuple[Any, ...]:
         reduced: Any = self.error.__reduce__()
@@ -112,7 +100,7 @@ class _Reduced:
         notes = list(attributes.get("__notes__", ()))
         for name, value in attributes.items():
             try:
-                dumps(value, self.to, what=f"attribute '{name}'")
+                self.dumps(value)
             except Exception as reason:
                 notes.append(f"attribute '{name}' is missing: {reason}")
             else:
@@ -120,24 +108,23 @@ class _Reduced:
         return constructor, arguments, kept | {"__notes__": notes}
 
 
-def load_exception(
-    header: dict[str, Any],
-    segments: Sequence[Any],
-    arrivals: Arrivals | None,
-    source: Source,
-    *,
-    allow: AllowList | None = None,
-) -> Exception:
-    """Rebuild an exception. Raises nothing but ``KeyboardInterrupt``; arguments as for ``load_call``."""
+def load_exception(header: dict[str, Any], source: Source, load: Callable[[], Any] | None) -> Exception:
+    """Rebuild an exception. Raises nothing but ``KeyboardInterrupt``.
+
+    Args:
+        header: of the message.
+        source: who sent it.
+        load: rebuilds the exception itself, if it has been sent.
+    """
     try:
-        kind, text, remote_traceback, worker = map(str, header["!"])
+        kind, text, remote_traceback, worker = map(str, header[EXCEPTION])
     except (KeyError, TypeError, ValueError):
         return RemoteError(f"worker '{source.name}' reported a failure that cannot be read")
     error: Exception | None = None
     why = ""
-    if segments:
+    if load is not None:
         try:
-            loaded = loads(header, segments, arrivals, source, allow=allow)
+            loaded = load()
         except KeyboardInterrupt:
             raise
         except BaseException as reason:

@@ -11,9 +11,11 @@ from typing import Any, Final
 from rpc.errors import RpcError, SerializationError, with_article
 from rpc.serialization.functions import not_found
 from rpc.serialization.payload import Destination
-from rpc.serialization.pickler import dump
 
 __all__ = ["cannot_call", "cannot_send", "describe", "type_name", "unreadable"]
+
+Attempt = Callable[[Any], object]
+"""Pickles an object without sending it, or raises."""
 
 _MAX_DEPTH: Final = 12
 _MAX_TRIALS: Final = 1000
@@ -36,7 +38,12 @@ def type_name(kind: type) -> str:
 
 
 def cannot_call(
-    error: Exception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], to: Destination
+    error: Exception,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    to: Destination,
+    attempt: Attempt,
 ) -> Exception:
     """The error to raise when a call cannot be pickled: names the argument whose fault it is."""
     headline = f"cannot call {describe(func)} on worker '{to.name}'"
@@ -47,22 +54,24 @@ def cannot_call(
     pieces += [(f"argument {position}", value) for position, value in enumerate(args)]
     pieces += [(f"argument '{name}'", value) for name, value in kwargs.items()]
     for what, value in pieces:
-        cause = _try(value, to)
+        cause = _try(value, attempt)
         if cause is not None:
             said = f"{headline}: {what}, of type {type_name(type(value))}, cannot be sent"
-            return _explained(said, value, cause, to)
-    return _explained(f"{headline}: the call cannot be sent", (func, args, kwargs), error, to)
+            return _explained(said, value, cause, attempt)
+    return _explained(f"{headline}: the call cannot be sent", (func, args, kwargs), error, attempt)
 
 
-def cannot_send(error: Exception, obj: Any, to: Destination | None, what: object) -> Exception:
-    """The error to raise when one object cannot be pickled; ``what`` as for ``dumps``."""
+def cannot_send(
+    error: Exception, obj: Any, to: Destination | None, what: object, attempt: Attempt
+) -> Exception:
+    """The error to raise when one object cannot be pickled; ``what`` as for ``Serializer.dumps``."""
     if not isinstance(what, str):
         what = "the result" if what is None else f"the result of {describe(what)}"
     where = "" if to is None else f", to worker '{to.name}'"
     if _speaks_for_itself(error):
         error.add_note(f"cannot send {what}{where}")
         return error
-    return _explained(f"cannot send {what}, of type {type_name(type(obj))}{where}", obj, error, to)
+    return _explained(f"cannot send {what}, of type {type_name(type(obj))}{where}", obj, error, attempt)
 
 
 def _speaks_for_itself(error: Exception) -> bool:
@@ -70,10 +79,10 @@ def _speaks_for_itself(error: Exception) -> bool:
     return isinstance(error, RpcError) and not isinstance(error, SerializationError)
 
 
-def _explained(said: str, value: Any, cause: Exception, to: Destination | None) -> Exception:
+def _explained(said: str, value: Any, cause: Exception, attempt: Attempt) -> Exception:
     path, culprit = "", value
     if not isinstance(cause, RecursionError):
-        path, culprit, cause = _locate(value, cause, to)
+        path, culprit, cause = _locate(value, cause, attempt)
     if path:
         said = f"{said}, because of {path.lstrip()} in it, of type {type_name(type(culprit))}"
     error = SerializationError(f"{said}: {_reason(cause)}")
@@ -87,16 +96,16 @@ def _reason(cause: Exception) -> str:
     return str(cause) or type(cause).__name__
 
 
-def _try(obj: Any, to: Destination | None) -> Exception | None:
+def _try(obj: Any, attempt: Attempt) -> Exception | None:
     """Why an object cannot be pickled; None if it can."""
     try:
-        dump(obj, to, trial=True)
+        attempt(obj)
     except Exception as error:
         return error
     return None
 
 
-def _locate(obj: Any, cause: Exception, to: Destination | None) -> tuple[str, Any, Exception]:
+def _locate(obj: Any, cause: Exception, attempt: Attempt) -> tuple[str, Any, Exception]:
     """Follow the fault into an object: the way to the innermost part that cannot be pickled."""
     path = ""
     trials = 0
@@ -105,7 +114,7 @@ def _locate(obj: Any, cause: Exception, to: Destination | None) -> tuple[str, An
             trials += 1
             if trials > _MAX_TRIALS:
                 return path, obj, cause
-            error = _try(part, to)
+            error = _try(part, attempt)
             if error is not None:
                 path, obj, cause = path + step, part, error
                 break

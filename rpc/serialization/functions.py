@@ -44,8 +44,7 @@ __all__ = [
     "main_identity",
     "name_of",
     "operator",
-    "reduce_class",
-    "reduce_function",
+    "reduce_importable",
     "reduce_method",
     "reduce_operator",
     "reduce_script_function",
@@ -116,9 +115,12 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
     """
     if cloudpickle.list_registry_pickle_by_value():
         return None
-    known = builtin_names.get(obj) if type(obj) is BuiltinFunctionType else None
-    if known is not None and _find(*known) is obj:
-        return known
+    try:  # the usual case: its module holds it under its own name
+        known = builtin_names[obj] if type(obj) is BuiltinFunctionType else (obj.__module__, obj.__qualname__)
+        if sys.modules[known[0]].__dict__.get(known[1]) is obj and known[0] not in MAIN_NAMES:
+            return known
+    except Exception:  # an object may do anything when it is asked for its name
+        pass
     module = getattr(obj, "__module__", None)
     owner = getattr(obj, "__objclass__", None)  # of a method of a builtin class, such as torch.Tensor.add
     if module is None and owner is not None:
@@ -157,14 +159,11 @@ def resolve(module: str, name: str) -> Any:
         FunctionNotFoundError: there is no such module, or it has no such name.
     """
     try:
-        found: Any = sys.modules[module]
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
+        return sys.modules[module].__dict__[name]
     except (KeyError, AttributeError):
         pass
     try:
-        found = importlib.import_module(module)
+        found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except ModuleNotFoundError as error:
@@ -191,43 +190,16 @@ def not_found(module: str, name: str, why: str) -> FunctionNotFoundError:
 
 # ---- reducing
 
-_BUILTIN_REDUCTION: Final = NotImplemented
-"""Tells pickle to do what it always does, which is to save the name."""
 
-
-def _plainly_importable(obj: Any) -> bool:
-    """Quickly: whether ``obj`` goes by name, for the usual case; False if that takes a closer look."""
-    try:
-        module = obj.__module__
-        found = sys.modules[module].__dict__.get(obj.__qualname__) is obj
-    except (AttributeError, KeyError, TypeError):
-        return False
-    return found and module not in MAIN_NAMES and not cloudpickle.list_registry_pickle_by_value()
-
-
-def reduce_function(function: FunctionType, pickler: ByValue) -> Any:
-    """Reduce a Python function."""
-    if _plainly_importable(function):
-        return _BUILTIN_REDUCTION
-    name = name_of(function, pickler.to)
-    if name is None:
-        return pickler.by_value.reducer_override(function)
-    if function.__module__ == "__mp_main__":
-        return resolve, name
-    return _BUILTIN_REDUCTION
-
-
-def reduce_class(cls: type, pickler: ByValue) -> Any:
-    """Reduce a class."""
-    if _plainly_importable(cls):
-        return _BUILTIN_REDUCTION
-    name = name_of(cls, pickler.to)
+def reduce_importable(obj: FunctionType | type, pickler: ByValue) -> Any:
+    """Reduce a Python function or a class."""
+    name = name_of(obj, pickler.to)
     if name is None:
         # For classes such as NoneType, which no module holds, this is the builtin reduction too.
-        return pickler.by_value.reducer_override(cls)
-    if cls.__module__ == "__mp_main__":
+        return pickler.by_value.reducer_override(obj)
+    if obj.__module__ == "__mp_main__":
         return resolve, name
-    return _BUILTIN_REDUCTION
+    return NotImplemented  # what pickle always does, which is to save the name
 
 
 def reduce_method(method: MethodType, _: ByValue) -> Any:

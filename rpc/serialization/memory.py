@@ -1,8 +1,8 @@
-"""Where tensors lie in memory: out of a tensor into a segment, and out of a segment into a tensor.
+"""Where tensors lie in memory: out of a tensor into a buffer, and out of a buffer into a tensor.
 
-Memory of up to ``INLINE_BYTES`` is copied into the pickle, which costs less than a segment of its own; where
+Memory of up to ``INLINE_BYTES`` is copied into the pickle, which costs less than a buffer of its own; where
 a message has few tensors, so are larger ones, as long as all of it stays small. Larger memory becomes a
-segment without being copied. A tensor's memory is read through its address and
+buffer without being copied. A tensor's memory is read through its address and
 never through ``Tensor.numpy()``, which would forbid the caller to resize the tensor for ever after.
 """
 
@@ -26,6 +26,7 @@ __all__ = [
     "memory_at",
     "over",
     "settle",
+    "warm_up",
 ]
 
 INLINE_BYTES: Final = 4096
@@ -87,13 +88,13 @@ def is_borrowed(buffer: memoryview) -> bool:
     return not (type(region) is _Region and region.fresh)
 
 
-def settle(segment: Any) -> Any:
+def settle(buffer: Any) -> Any:
     """Memory that the receiver's object can be made over and own: writable, aligned, and not a small
-    part of something large that it would keep alive. It is the segment itself, or else a copy.
+    part of something large that it would keep alive. It is the buffer itself, or else a copy.
     """
-    if type(segment) is bytearray:
-        return segment
-    view = memoryview(segment)
+    if type(buffer) is bytearray:
+        return buffer
+    view = memoryview(buffer)
     size = view.nbytes
     whole: Any = view.obj
     if type(whole) is _ndarray and size == whole.nbytes and size >= _COPIED_BYTES and not view.readonly:
@@ -120,11 +121,14 @@ def over(data: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[i
     return torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, shape, stride)
 
 
-over(b"\0", torch.uint8, (1,), (1,))
-"""Once at import, where one thread does it. On the first use of ``set_``, PyTorch 2.13 looks something up
-under a lock of its own. If that lets go of the interpreter, to collect garbage for one thing, another
-thread may come to that lock with the interpreter in hand, and neither gets on any more.
-"""
+def warm_up() -> None:
+    """To be called on one thread, before others use ``over``.
+
+    On the first use of ``set_``, PyTorch 2.13 looks something up under a lock of its own. If that lets go of
+    the interpreter, to collect garbage for one thing, another thread may come to that lock with the
+    interpreter in hand, and neither gets on any more.
+    """
+    over(b"\0", torch.uint8, (1,), (1,))
 
 
 class Layout(NamedTuple):

@@ -7,20 +7,23 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-__all__ = ["TRACKED", "Arrivals", "Buffer", "Connect", "Destination", "Payload", "Source"]
+__all__ = ["EXCEPTION", "TRACKED", "Arrivals", "Buffer", "Connect", "Destination", "Payload", "Source"]
 
 Buffer = bytes | bytearray | memoryview
 """A contiguous run of bytes: ``len()`` is their number."""
 
 Arrivals = dict[str, Sequence[Any]]
-"""What travelled beside a pickle and has been adopted: the objects, by the kind of their carrier."""
+"""What travelled beside a payload and has been adopted: the objects, by the kind of their carrier."""
 
 Connect = Callable[[list[Tensor]], Sequence[Tensor]]
 """Makes those tensors of a message that require grad at the sender part of the receiver's graph: takes
 their values, returns what stands for them."""
 
+EXCEPTION: Final = "!"
+"""The header's key for the description of an exception."""
+
 TRACKED: Final = "tensors"
-"""The header's key for the segment with the tensors that were pickled apart, since they require grad."""
+"""The header's key for the buffer with the tensors that were pickled apart, since they require grad."""
 
 
 class Destination(Protocol):
@@ -47,21 +50,25 @@ class Payload:
     """A serialized object: a header and the buffers that belong to it.
 
     Attributes:
-        header: what must be known before the pickle is read, as msgpack can encode it; mostly empty. Its
-            keys are the kinds of carriers, and ``"!"`` for an exception; the agent may add its own.
-        buffers: the pickle first, always ``bytes``; then the memory of tensors and other large
+        header: what must be known before the buffers are read, as msgpack can encode it; mostly empty. Its
+            keys are the kinds of carriers, ``EXCEPTION`` and ``TRACKED``; the agent may add its own.
+        buffers: of a pickle, itself first, always ``bytes``; then the memory of tensors and other large
             buffers.
         borrowed: indices of those buffers that *are* the memory of the caller's tensors or arrays. They
             change when the caller changes these, until they are sent or ``capture`` has copied them.
             The buffers keep that memory alive.
+        codec: the number of the codec that they are in.
     """
 
-    __slots__ = ("borrowed", "buffers", "header")
+    __slots__ = ("borrowed", "buffers", "codec", "header")
 
-    def __init__(self, header: dict[str, Any], buffers: list[Any], borrowed: Sequence[int] = ()) -> None:
+    def __init__(
+        self, header: dict[str, Any], buffers: list[Any], borrowed: Sequence[int] = (), codec: int = 0
+    ) -> None:
         self.header = header
         self.buffers = buffers
         self.borrowed = borrowed
+        self.codec = codec
 
     def capture(self) -> None:
         """Copy what is borrowed, so that the caller may change its tensors from now on."""

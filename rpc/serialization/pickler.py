@@ -1,8 +1,8 @@
 """The pickler: protocol 5, with one table that says how a type travels.
 
 ``reducer_override`` sees every object that is not a plain scalar or container. It looks up the object's
-class in ``_reducers``, and after it the classes it derives from; what is found there reduces the object,
-everything else is pickled as ever. Larger memory leaves the pickle as segments, in protocol 5's way.
+class in ``Reducers``, and after it the classes it derives from; what is found there reduces the object,
+everything else is pickled as ever. Larger memory leaves the pickle as buffers, in protocol 5's way.
 """
 
 from __future__ import annotations
@@ -22,17 +22,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.storage import TypedStorage, UntypedStorage
 
 from rpc.errors import SerializationError, with_article
-from rpc.serialization.carriers import (
-    Carrier,
-    arrived,
-    receiving,
-    register_kind,
-    take_back,
-)
-from rpc.serialization.enums import reduce_enum
+from rpc.serialization.carriers import Carrier, arrived, receiving
 from rpc.serialization.functions import (
-    reduce_class,
-    reduce_function,
+    reduce_importable,
     reduce_method,
     reduce_operator,
     reduce_script_function,
@@ -42,12 +34,26 @@ from rpc.serialization.memory import INLINE_BYTES, is_borrowed, settle
 from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
 
-__all__ = ["PROTOCOL", "Pickler", "Reducer", "dump", "load", "register_carrier", "register_reducer"]
+__all__ = ["PROTOCOL", "Pickler", "Reducer", "Reducers", "dump", "load", "plainly", "sending", "unpickle"]
 
 PROTOCOL: Final = 5
 
 Reducer = Callable[[Any, Any], Any]
 """Takes an object and the pickler; returns what ``__reduce_ex__`` may return, or NotImplemented."""
+
+_STANDARD_ENUM: Final = (enum.Enum.__reduce_ex__, enum.Flag.__reduce_ex__)
+_MAX_FOUND: Final = 4096
+
+
+def plainly(reduce: Callable[[Any], Any]) -> Reducer:
+    """A reducer of a function that has no use for the pickler."""
+    return lambda obj, _: reduce(obj)
+
+
+def _reduce_enum(member: enum.Enum, _: Any) -> Any:
+    """By value: CPython 3.11.0 to 3.11.3 do it by name, through ``getattr``, which safe mode cannot admit."""
+    kind = type(member)
+    return (kind, (member.value,)) if kind.__reduce_ex__ in _STANDARD_ENUM else NotImplemented
 
 
 def _by_cloudpickle() -> dict[type, Reducer]:
@@ -56,18 +62,14 @@ def _by_cloudpickle() -> dict[type, Reducer]:
     """
     table = cloudpickle.Pickler.dispatch_table
     kinds = set(table) - set(copyreg.dispatch_table) - {MethodType, io.TextIOWrapper}
-    return {kind: _plainly(table[kind]) for kind in kinds if isinstance(kind, type)}
+    return {kind: plainly(table[kind]) for kind in kinds if isinstance(kind, type)}
 
 
-def _plainly(reduce: Callable[[Any], Any]) -> Reducer:
-    return lambda obj, _: reduce(obj)
-
-
-_reducers: dict[type, Reducer] = _by_cloudpickle() | {
-    FunctionType: reduce_function,
-    type: reduce_class,
+_BUILT_IN: Final[dict[type, Reducer]] = _by_cloudpickle() | {
+    FunctionType: reduce_importable,
+    type: reduce_importable,
     MethodType: reduce_method,
-    enum.Enum: reduce_enum,
+    enum.Enum: _reduce_enum,
     torch.Tensor: reduce_tensor,
     UntypedStorage: reduce_storage,
     TypedStorage: reduce_storage,
@@ -81,73 +83,42 @@ _reducers: dict[type, Reducer] = _by_cloudpickle() | {
     OpOverloadPacket: reduce_operator,
 }
 
-_found: dict[type, Reducer | None] = {}
-"""What looking up a class has found: a cache, so that each class is looked up once."""
 
-_MAX_FOUND: Final = 4096
+class Reducers(dict[type, Reducer | None]):
+    """How a type travels, derived types included: filled in as types are looked up. From any thread."""
 
+    def __init__(self) -> None:
+        self._registered = dict(_BUILT_IN)
 
-def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
-    """Say how objects of a type travel in messages, without changing how they are pickled elsewhere.
+    def register(self, kind: type, reduce: Reducer) -> None:
+        """Say how objects of a type travel; types derived from it are meant too, unless registered."""
+        self._registered[kind] = reduce
+        self.clear()
 
-    Args:
-        kind: the type; types derived from it are meant too, unless they have a reducer of their own.
-        reduce: takes the object and returns what ``__reduce_ex__`` may return, or NotImplemented to leave
-            the object to plain pickle.
-
-    Example::
-
-        register_reducer(Connection, lambda connection: (Connection, (connection.url,)))
-    """
-    _reducers[kind] = _plainly(reduce)
-    _found.clear()
-
-
-def register_carrier(kind: type, carrier: Carrier) -> None:
-    """Have objects of a type travel beside the pickle.
-
-    Args:
-        kind: the type; types derived from it are meant too.
-        carrier: see ``Carrier``. It may carry several types.
-
-    Raises:
-        ValueError: another carrier has the same ``carrier.kind``.
-    """
-    register_kind(carrier)
-    _reducers[kind] = lambda obj, pickler: pickler.carry(obj, carrier)
-    _found.clear()
-
-
-def _look_up(kind: type) -> Reducer | None:
-    if len(_found) >= _MAX_FOUND:
-        _found.clear()
-    reducer = next((_reducers[base] for base in kind.__mro__ if base in _reducers), None)
-    _found[kind] = reducer
-    return reducer
-
-
-class _Sending(threading.local):
-    pickler: Pickler | None = None
-
-
-sending = _Sending()
-"""What this thread pickles at the moment."""
+    def __missing__(self, kind: type) -> Reducer | None:
+        if len(self) >= _MAX_FOUND:
+            self.clear()
+        registered = self._registered
+        reducer = self[kind] = next((registered[base] for base in kind.__mro__ if base in registered), None)
+        return reducer
 
 
 class Pickler(pickle.Pickler):
     """Pickles one message. Made by ``dump``, which also sets the attributes.
 
     Attributes:
+        reducers: how types travel.
         to: where the message goes; None if that is not known.
-        carried: descriptors of what travels beside the pickle, by kind.
         trial: nothing will be sent: nothing departs.
         tracked: where tensors that require grad go, to be sent apart; None if they stay in the pickle.
+        carried: what travels beside the pickle, by kind: its carrier, and the descriptors.
     """
 
+    reducers: Reducers
     to: Destination | None = None
-    carried: dict[str, list[Any]] | None = None
-    trial: bool = False
+    trial = False
     tracked: list[torch.Tensor] | None = None
+    carried: dict[str, tuple[Carrier, list[Any]]] | None = None
     _by_value: Any = None
 
     @property
@@ -159,14 +130,8 @@ class Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for every object that is no plain scalar or container."""
-        kind = type(obj)
-        try:
-            reducer = _found[kind]
-        except KeyError:
-            reducer = _look_up(kind)
-        if reducer is None:
-            return NotImplemented
-        return reducer(obj, self)
+        reducer = self.reducers[type(obj)]
+        return NotImplemented if reducer is None else reducer(obj, self)
 
     def carry(self, obj: Any, carrier: Carrier) -> tuple[Any, ...]:
         """Have an object travel beside the pickle."""
@@ -177,14 +142,23 @@ class Pickler(pickle.Pickler):
             raise SerializationError(f"{with_article(type(obj))} can travel in messages between workers only")
         if self.carried is None:
             self.carried = {}
-        descriptors = self.carried.setdefault(carrier.kind, [])
+        _, descriptors = self.carried.setdefault(carrier.kind, (carrier, []))
         descriptors.append(descriptor)
         return arrived, (carrier.kind, len(descriptors) - 1)
+
+
+class _Sending(threading.local):
+    pickler: Pickler | None = None
+
+
+sending = _Sending()
+"""What this thread pickles at the moment."""
 
 
 def dump(
     record: Any,
     to: Destination | None,
+    reducers: Reducers,
     *,
     prepare: Callable[[Any], Any] | None = None,
     trial: bool = False,
@@ -195,17 +169,16 @@ def dump(
     Args:
         record: the object.
         to: where it will be sent.
+        reducers: how types travel.
         prepare: makes what is pickled out of ``record``; what it pickles itself, with a
             ``PortablePickler``, counts as part of this message.
         trial: only find out whether it can be pickled.
-        tracked: the tensors that require grad are put in here, and pickled apart, so that the receiver
-            has them before it builds what they are part of: see ``load``.
+        tracked: the tensors that require grad are put in here, and pickled apart: see ``tracked``.
 
     Raises:
         Exception: whatever pickling raises; what has departed by then is taken back.
     """
-    stream = io.BytesIO()
-    segments: list[Buffer] = [b""]
+    buffers: list[Buffer] = []
     borrowed: list[int] = []
 
     def leave(buffer: pickle.PickleBuffer) -> bool:
@@ -213,44 +186,54 @@ def dump(
         if memory.nbytes <= INLINE_BYTES:
             return True
         if is_borrowed(memory):
-            borrowed.append(len(segments))
-        segments.append(memory)
+            borrowed.append(len(buffers))
+        buffers.append(memory)
         return False
 
-    pickler = Pickler(stream, PROTOCOL, buffer_callback=leave)
-    pickler.to = to
+    def pickler_to(stream: io.BytesIO) -> Pickler:
+        pickler = Pickler(stream, PROTOCOL, buffer_callback=leave)
+        pickler.reducers = reducers
+        pickler.to = to
+        buffers.append(b"")  # the place of its pickle
+        return pickler
+
+    stream = io.BytesIO()
+    pickler = pickler_to(stream)
     pickler.trial = trial
     pickler.tracked = tracked
     outer, sending.pickler = sending.pickler, pickler
     try:
         pickler.dump(record if prepare is None else prepare(record))
-        segments[0] = stream.getvalue()
-        header: dict[str, Any] = pickler.carried or {}
+        buffers[0] = stream.getvalue()
+        carried = pickler.carried
+        header: dict[str, Any] = {kind: described for kind, (_, described) in (carried or {}).items()}
         if tracked:
-            place = header[TRACKED] = len(segments)
-            segments.append(b"")
-            apart = io.BytesIO()
-            pickler_apart = Pickler(apart, PROTOCOL, buffer_callback=leave)
-            pickler_apart.to = to
-            pickler_apart.dump(tuple([tensor.detach() for tensor in tracked]))
-            segments[place] = apart.getvalue()
+            place = header[TRACKED] = len(buffers)
+            stream = io.BytesIO()
+            pickler_to(stream).dump(tuple([tensor.detach() for tensor in tracked]))
+            buffers[place] = stream.getvalue()
     except BaseException:
-        if pickler.carried and to is not None:
-            take_back(pickler.carried, to)
+        for carrier, descriptors in (pickler.carried or {}).values():
+            carrier.take_back(descriptors, to)
         raise
     finally:
         sending.pickler = outer
-    return Payload(header, segments, borrowed)
+    return Payload(header, buffers, borrowed)
 
 
-def load(segments: Sequence[Any], arrivals: Arrivals | None) -> Any:
-    """Unpickle one object. Whatever was pickled runs its code."""
+def load(buffers: Sequence[Any], arrivals: Arrivals | None, read: Callable[[Sequence[Any]], Any]) -> Any:
+    """Read one pickle and its buffers, with what arrived beside it."""
     if arrivals is None:
-        if len(segments) == 1:
-            return pickle.loads(segments[0])
-        return pickle.loads(segments[0], buffers=map(settle, segments[1:]))
+        return read(buffers)
     outer, receiving.arrivals = receiving.arrivals, arrivals
     try:
-        return pickle.loads(segments[0], buffers=map(settle, segments[1:]))
+        return read(buffers)
     finally:
         receiving.arrivals = outer
+
+
+def unpickle(buffers: Sequence[Any]) -> Any:
+    """Unpickle one object. Whatever was pickled runs its code."""
+    if len(buffers) == 1:
+        return pickle.loads(buffers[0])
+    return pickle.loads(buffers[0], buffers=map(settle, buffers[1:]))

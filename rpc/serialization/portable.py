@@ -55,10 +55,10 @@ class _TablePickler(messages.Pickler):
 
     host: messages.Pickler | None = None
     table: list[torch.Tensor]
-    reducers: Mapping[type, Callable[[Any], Any]]
+    own_reducers: Mapping[type, Callable[[Any], Any]]
 
     def reducer_override(self, obj: Any) -> Any:
-        reduce = self.reducers.get(type(obj))
+        reduce = self.own_reducers.get(type(obj))
         if reduce is not None:
             return reduce(obj)
         if isinstance(obj, torch.Tensor):
@@ -101,9 +101,11 @@ def dumps_with_tensors(
     pickler = _TablePickler(stream, messages.PROTOCOL, buffer_callback=_stays)
     host = messages.sending.pickler
     if host is not None:
-        pickler.host, pickler.to, pickler.trial = host, host.to, host.trial
+        pickler.host, pickler.to, pickler.trial, pickler.reducers = host, host.to, host.trial, host.reducers
+    else:
+        pickler.reducers = messages.Reducers()
     pickler.table = []
-    pickler.reducers = reducers or {}
+    pickler.own_reducers = reducers or {}
     pickler.dump(obj)
     return stream.getvalue(), pickler.table
 

@@ -15,14 +15,11 @@ import copyreg
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from rpc.errors import SerializationError
 
-if TYPE_CHECKING:
-    from rpc.serialization.safe import AllowList
-
-__all__ = ["Machine"]
+__all__ = ["Admission", "Machine"]
 
 _MAX_TUPLE_DEPTH: Final = 100
 _MIN_TUPLE_WEIGHT: Final = 1 << 16
@@ -35,6 +32,16 @@ _i32: Final = struct.Struct("<i").unpack_from
 _f64: Final = struct.Struct(">d").unpack_from
 
 
+class Admission(Protocol):
+    """What is admitted: see ``AllowList``."""
+
+    def find(self, module: str, name: str) -> Any: ...
+
+    def may_construct(self, function: Any) -> bool: ...
+
+    def may_have_state(self, kind: type) -> bool: ...
+
+
 class Machine:
     """Reads one pickle.
 
@@ -44,7 +51,7 @@ class Machine:
         buffers: what left it, in order.
     """
 
-    def __init__(self, allow: AllowList, data: bytes, buffers: list[Any]) -> None:
+    def __init__(self, allow: Admission, data: bytes, buffers: list[Any]) -> None:
         self._allow = allow
         self._data = data
         self._at = 0

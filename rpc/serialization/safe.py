@@ -1,8 +1,8 @@
 """``deserialization="safe"``: reading pickles of those one does not trust.
 
 A pickle is a program for a small machine, and Python's own machine imports and calls whatever the program
-names. In safe mode messages are read by ``machine.Machine`` instead, which knows only the instructions that
-our pickler writes, and which admits only what an ``AllowList`` names:
+names. In safe mode messages are read by ``restricted_unpickler`` instead, which knows only the instructions
+that our pickler writes, and which admits only what an ``AllowList`` names:
 
 - scalars, texts, bytes, lists, tuples, dicts, sets; dates and times; ``OrderedDict``, ``deque``;
 - tensors: strided and sparse ones of all types, parameters, meta tensors, sizes, dtypes, devices, layouts;
@@ -30,6 +30,7 @@ import collections
 import datetime as dt
 import functools
 import math
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -40,16 +41,18 @@ from rpc.errors import SerializationError
 from rpc.serialization import carriers, tensor_kinds, tensors
 from rpc.serialization.functions import name_of
 from rpc.serialization.memory import layout_of, settle
-from rpc.serialization.payload import Arrivals, Connect
 from rpc.serialization.restricted_unpickler import Machine
 
-__all__ = ["AllowList", "allow_class", "allow_function", "allowed"]
+__all__ = ["AllowList", "checked_dense"]
 
 _CONSTANTS: Final = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class AllowList:
     """What may occur in messages that are read in safe mode. Threads may share it.
+
+    Args:
+        also: another list: what it admits, now or later, is admitted, too.
 
     Example::
 
@@ -58,11 +61,11 @@ class AllowList:
         allow.cls(Request)
     """
 
-    def __init__(self) -> None:
-        self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
-        self._constructors: dict[tuple[str, str], Callable[..., Any]] = dict(_CONSTRUCTORS)
-        self._callable: set[Any] = set(_CONSTRUCTORS.values())
-        self._classes = {kind for kind in _CONSTRUCTORS.values() if _is_exception(kind)}
+    def __init__(self, also: AllowList | None = None) -> None:
+        self._named: ChainMap[tuple[str, str], Any] = ChainMap({}, *(also._named.maps if also else ()))
+        """Functions and classes by their names."""
+        self._classes: ChainMap[Any, None] = ChainMap({}, *(also._classes.maps if also else (_EXCEPTIONS,)))
+        """Classes of which a pickle may make instances, and set their attributes."""
 
     def function(self, function: Callable[..., Any]) -> None:
         """Admit a function, or anything else that can be called by name.
@@ -72,7 +75,7 @@ class AllowList:
         """
         if isinstance(function, type):
             raise ValueError(f"{function!r} is a class: use cls(), which admits its instances too")
-        self._functions[_name(function)] = function
+        self._named[_name(function)] = function
 
     def cls(self, kind: type) -> None:
         """Admit a class: its instances, and the class itself as what is called or as an argument.
@@ -80,11 +83,8 @@ class AllowList:
         Raises:
             ValueError: it has no name under which it could be imported.
         """
-        name = _name(kind)
-        self._constructors[name] = kind
-        self._callable.add(kind)
-        self._functions[name] = kind
-        self._classes.add(kind)
+        self._named[_name(kind)] = kind
+        self._classes[kind] = None
 
     def find(self, module: str, name: str) -> Any:
         """What the list admits under a name.
@@ -93,74 +93,48 @@ class AllowList:
             SerializationError: nothing.
         """
         key = (module, name)
-        found = self._constructors.get(key) or self._functions.get(key)
+        found = _CONSTRUCTORS.get(key) or self._named.get(key)
         if found is None:
             raise SerializationError(
                 f"'{module}.{name}' is not on this worker's allow-list (it deserializes in safe mode: see "
-                "rpc.serialization.allow_function and allow_class)"
+                "rpc.allow_function and rpc.allow_class)"
             )
         return found
 
     def may_construct(self, function: Any) -> bool:
         """Whether a pickle may call this: an admitted class, or one of our rebuilding functions."""
-        return function in self._callable
+        return function in _CALLABLE or function in self._classes
 
     def may_have_state(self, kind: type) -> bool:
         """Whether a pickle may set attributes of new instances of this class."""
         return kind in self._classes
 
-    def load(self, segments: Sequence[Any], arrivals: Arrivals | None, connect: Connect | None = None) -> Any:
-        """Read an object.
+    def read(self, buffers: Sequence[Any]) -> Any:
+        """Read a pickle and its buffers: a record, which is a tuple.
 
         Raises:
             SerializationError: it holds what is not admitted, or it is malformed.
         """
-        record = self.read(segments, arrivals)
-        if len(record) == 1:
-            return record[0]
-        if connect is not None and len(record) == 4:
-            return connect([_dense(*record[:3])])[0]
-        return _dense(*record)
-
-    def load_tensors(self, segments: Sequence[Any]) -> list[torch.Tensor | None]:
-        """Read tensors and nothing else; raises as ``load`` does."""
-        tensors = [_dense(*each) if type(each) is tuple else each for each in self.read(segments, None)]
-        if not all(each is None or isinstance(each, torch.Tensor) for each in tensors):
-            raise SerializationError("what should be tensors are none")
-        return tensors
-
-    def read(self, segments: Sequence[Any], arrivals: Arrivals | None) -> Any:
-        """One pickle and its buffers, as a record: a tuple."""
-        outer, carriers.receiving.arrivals = carriers.receiving.arrivals, arrivals
-        try:
-            record = Machine(self, bytes(segments[0]), [settle(segment) for segment in segments[1:]]).run()
-        finally:
-            carriers.receiving.arrivals = outer
-        if type(record) is not tuple or not record:
+        record = Machine(self, bytes(buffers[0]), [settle(buffer) for buffer in buffers[1:]]).run()
+        if type(record) is not tuple:
             raise SerializationError("the message is not a record that this package writes")
         return record
 
-    def load_call(
-        self, segments: Sequence[Any], arrivals: Arrivals | None, connect: Connect | None = None
-    ) -> tuple[Any, Any, Any]:
-        """Read a call, whose function must be admitted; raises as ``load`` does."""
-        from rpc.serialization.calls import fill_in
+    def callee(self, module: Any, name: Any, args: Any, kwargs: Any) -> Any:
+        """The function of a call that has been read (see ``pickle_codec``).
 
-        record = self.read(segments, arrivals)
-        if len(record) == 3:
-            func, args, kwargs = record
-        elif len(record) in (4, 5) and type(record[0]) is str and type(record[1]) is str:
-            func, args, kwargs = self.find(record[0], record[1]), record[2], record[3]
-        else:
+        Raises:
+            SerializationError: it is not admitted, or the call is malformed.
+        """
+        if module is None and name is None:
             raise SerializationError("the call is of a kind that safe mode does not read")
-        if not any(func is known for known in self._functions.values()):
-            name = getattr(func, "__qualname__", type(func).__name__)
+        function = name if module is None else self.find(module, name)
+        if not any(function is known for known in self._named.values()):
+            name = getattr(function, "__qualname__", type(function).__name__)
             raise SerializationError(f"'{name}' is not a function on this worker's allow-list")
         if type(args) not in (tuple, list) or type(kwargs) is not dict:
             raise SerializationError("the arguments of the call are malformed")
-        if len(record) == 5:
-            return fill_in(func, args, kwargs, record[4], connect, _dense)
-        return func, tuple(args), kwargs
+        return function
 
 
 def _name(obj: Any) -> tuple[str, str]:
@@ -199,7 +173,8 @@ def _check_shape(shape: Any, stride: Any) -> None:
         raise SerializationError("a tensor has a malformed shape")
 
 
-def _dense(code: Any, shape: Any, data: Any, requires_grad: Any = False) -> torch.Tensor:
+def checked_dense(code: Any, shape: Any, data: Any, requires_grad: Any = False) -> torch.Tensor:
+    """``tensors.dense`` with arguments that are not trusted."""
     _check_shape(shape, shape)
     size = tensors.ITEM_SIZES.get(code)
     if size is None or math.prod(shape) * size != len(data):
@@ -238,7 +213,7 @@ def _ordered_dict() -> Any:
 def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
     """What may be called while a pickle is read, by the name that pickles use."""
     checked: dict[Callable[..., Any], Callable[..., Any]] = {
-        tensors.dense: _dense,
+        tensors.dense: checked_dense,
         tensors.placed: _placed,
         tensors.spread: _spread,
         tensors.conjugated: tensors.conjugated,
@@ -260,43 +235,5 @@ def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
 
 
 _CONSTRUCTORS: Final = _constructors()
-
-allowed: Final = AllowList()
-"""This process's allow-list."""
-
-
-def allow_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Admit a function to this process's allow-list, so that it can be called in safe mode.
-
-    Args:
-        function: whatever can be called and has a name to import it by.
-
-    Returns:
-        The function, so that this is also a decorator.
-
-    Raises:
-        ValueError: it is a class, or has no such name.
-
-    Example::
-
-        @rpc.serialization.allow_function
-        def score(batch: torch.Tensor) -> torch.Tensor: ...
-    """
-    allowed.function(function)
-    return function
-
-
-def allow_class(kind: type) -> type:
-    """Admit a class to this process's allow-list: instances, and calls of it.
-
-    Args:
-        kind: the class. If it defines ``__setstate__``, that must stand hostile input.
-
-    Returns:
-        The class, so that this is also a decorator.
-
-    Raises:
-        ValueError: it has no name to import it by.
-    """
-    allowed.cls(kind)
-    return kind
+_CALLABLE: Final = frozenset(_CONSTRUCTORS.values())
+_EXCEPTIONS: Final[dict[Any, None]] = dict.fromkeys(filter(_is_exception, _CONSTRUCTORS.values()))

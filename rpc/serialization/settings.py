@@ -1,22 +1,72 @@
-"""What users can set about serialization: another pickler, and what safe mode admits."""
+"""What the user's own modules say about serialization: another pickler, and what safe mode admits.
+
+They may say it when they are imported, before there is an agent, so that it belongs to the process. It is
+the only thing here that does; all else belongs to the agent's ``Serializer``.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
-from rpc.serialization import ReplacementPickler, allow_class, allow_function
+from rpc.serialization.portable import ReplacementPickler
+from rpc.serialization.safe import AllowList
 
-__all__ = ["allow_class", "allow_function", "replacement", "use_pickler"]
-
-
-class _Replacement:
-    """The pickler that the user has put in place of ours, process-wide; None while there is none."""
-
-    pickler: ReplacementPickler | None = None
+__all__ = ["Settings", "allow_class", "allow_function", "process_settings", "use_pickler"]
 
 
-replacement = _Replacement()
+class Settings:
+    """What a serializer asks for while it works, so that it may change at any time.
+
+    Attributes:
+        allowed: what safe mode admits, besides what the agent needs.
+        pickler: what serializes calls in place of our pickler; None for ours.
+    """
+
+    def __init__(self) -> None:
+        self.allowed = AllowList()
+        self.pickler: ReplacementPickler | None = None
+
+
+process_settings: Final = Settings()
+
+
+def allow_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function be called in safe mode (``deserialization="safe"``), in this process.
+
+    Args:
+        function: whatever can be called and has a name to import it by.
+
+    Returns:
+        The function, so that this is also a decorator.
+
+    Raises:
+        ValueError: it is a class, or has no such name.
+
+    Example::
+
+        @rpc.allow_function
+        def score(batch: torch.Tensor) -> torch.Tensor: ...
+    """
+    process_settings.allowed.function(function)
+    return function
+
+
+def allow_class(kind: type) -> type:
+    """Admit a class in safe mode, in this process: its instances, and calls of it.
+
+    Args:
+        kind: the class. If it defines ``__setstate__``, that must stand hostile input.
+
+    Returns:
+        The class, so that this is also a decorator.
+
+    Raises:
+        ValueError: it has no name to import it by.
+    """
+    process_settings.allowed.cls(kind)
+    return kind
 
 
 @contextlib.contextmanager
@@ -25,16 +75,16 @@ def use_pickler(pickler: ReplacementPickler) -> Iterator[None]:
 
     Args:
         pickler: has ``serialize(obj) -> (bytes, tensors)`` and ``deserialize(bytes, tensors) -> obj``; best
-            derived from ``rpc.serialization.PortablePickler``. The callee must use it too, unless it can
-            be read by the default one.
+            derived from ``rpc.PortablePickler``. The callee must use it too, unless it can be read by the
+            default one.
 
     Example::
 
         with rpc.use_pickler(MyPickler()):
             rpc.rpc_sync("worker1", evaluate, args=(batch,))
     """
-    before, replacement.pickler = replacement.pickler, pickler
+    before, process_settings.pickler = process_settings.pickler, pickler
     try:
         yield
     finally:
-        replacement.pickler = before
+        process_settings.pickler = before

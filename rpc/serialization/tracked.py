@@ -2,7 +2,7 @@
 
 The receiver must have all of them before it builds what they are part of, for one node of its graph brings
 them all. So they are pickled apart: in the pickle proper each is a number, as if it travelled beside it.
-Calls and results that are nothing but usual tensors need no second pickle (``calls``).
+Calls and results that are nothing but usual tensors need no second pickle (``pickle_codec``).
 
 A parameter arrives as a parameter of its own, since modules are made of them. One that is itself an argument
 of a call, or in a list, tuple or dict there, is none of a module's: a tensor stands for it (``stand_ins``).
@@ -21,7 +21,7 @@ from rpc.errors import SerializationError
 from rpc.serialization.carriers import arrived
 from rpc.serialization.payload import TRACKED, Arrivals, Connect
 
-__all__ = ["connected", "is_tracked", "rebuilt", "stand_ins", "take_out"]
+__all__ = ["is_tracked", "rebuilt", "stand_ins", "take_out"]
 
 _NO_PARAMETERS: Final = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 """Types of usual arguments."""
@@ -83,37 +83,29 @@ def take_out(tensor: Tensor, tracked: list[Tensor]) -> tuple[Any, ...]:
 
 def rebuilt(
     header: dict[str, Any],
-    segments: Sequence[Any],
+    buffers: Sequence[Any],
     arrivals: Arrivals | None,
     connect: Connect | None,
-    read: Callable[[Sequence[Any], Arrivals | None], Any],
-) -> tuple[Sequence[Any], Arrivals | None]:
-    """Read the tensors that were pickled apart, if there are any.
+    read: Callable[[Sequence[Any]], Any],
+) -> tuple[Sequence[Any], Arrivals]:
+    """Read the tensors of a message that were pickled apart.
 
     Args:
-        header, segments, arrivals: of the message.
+        header, buffers, arrivals: of the message.
         connect: makes them part of a graph; without, they arrive as leaves that require grad.
         read: reads one pickle and its buffers.
 
     Returns:
-        The segments of the pickle proper, and what it is to be read with.
+        The buffers of the pickle proper, and what it is to be read with.
 
     Raises:
         SerializationError: the message is malformed.
     """
-    place = header.get(TRACKED)
-    if place is None:
-        return segments, arrivals
-    if type(place) is not int or not 0 < place < len(segments):
-        raise SerializationError(f"the message has its tensors in segment {str(place)[:20]}, which cannot be")
-    tensors = read(segments[place:], None)
+    place = header[TRACKED]
+    if type(place) is not int or not 0 < place < len(buffers):
+        raise SerializationError(f"the message has its tensors in buffer {str(place)[:20]}, which cannot be")
+    tensors = read(buffers[place:])
     if type(tensors) is not tuple or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise SerializationError("what the message has in place of its tensors are none")
-    return segments[:place], {**(arrivals or {}), TRACKED: connected(list(tensors), connect)}
-
-
-def connected(tensors: list[Tensor], connect: Connect | None) -> Sequence[Tensor]:
-    """What stands for received tensors that require grad at the sender."""
-    if connect is not None:
-        return connect(tensors)
-    return [tensor.requires_grad_() for tensor in tensors]
+    found = connect(list(tensors)) if connect else [tensor.requires_grad_() for tensor in tensors]
+    return buffers[:place], {**(arrivals or {}), TRACKED: found}

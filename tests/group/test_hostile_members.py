@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import rpc
-from rpc import serialization
 from rpc.bulk.shared_memory.packing import Message, pack
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
@@ -276,7 +275,7 @@ def test_what_is_announced_and_never_sent_takes_no_memory(run_workers: RunWorker
 
 
 def leave_something(at: Target) -> None:
-    call = serialization.dump_call(Tracked, ("left",), {}, current_agent().own_peer)
+    call = current_agent().serializer.dump_call(Tracked, ("left",), {}, current_agent().own_peer)
     with Hostile(at) as peer:
         member = peer.newcomer(1)
         peer.join(member)
@@ -302,7 +301,7 @@ def answer_for_others(at: Target) -> None:
     with Hostile(at) as peer:
         peer.join(peer.newcomer(1))
         for call_id in range(1, 200):
-            peer.say(frame(Kind.REPLY, {}, serialization.dumps("forged", None).buffers, call_id))
+            peer.say(frame(Kind.REPLY, {}, current_agent().serializer.dumps("forged", None).buffers, call_id))
         peer.hear_all()
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import rpc
-from rpc import serialization
 from rpc.bulk.shared_memory import ledger
 from rpc.bulk.shared_memory.copying import Copier
 from rpc.bulk.shared_memory.packing import Message, pack
@@ -277,7 +276,7 @@ def test_what_cannot_be_shared_goes_through_the_socket(
 
 def test_who_checks_what_it_receives_takes_no_shared_memory(run_workers: RunWorkers) -> None:
     def be_safe(worker: Worker) -> None:
-        serialization.allow_function(torch.numel)
+        rpc.allow_function(torch.numel)
         serve(worker, deserialization="safe")
 
     run_workers([in_group(lambda worker: fall_back(worker, "safe mode")), be_safe], 2)

@@ -11,6 +11,7 @@ from rpc.agent.pending_call import PendingCall
 from rpc.errors import ProtocolError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Executor
+from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame
 from tests.support.members import peer
 from tests.support.streams import until
@@ -23,6 +24,7 @@ class Owner:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
+        self.serializer = Serializer()
         self.open: dict[int, PendingCall] = {}
         self.decoded: list[int] = []
         self.decoding_threads: list[threading.Thread] = []

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rpc import serialization
+from rpc.serialization.portable import dumps_with_tensors, loads_with_tensors
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -53,11 +53,11 @@ class _InternalRPCPickler:
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
         """An object as bytes and the tensors in it."""
-        return serialization.dumps_with_tensors(obj, self._class_reducer_dict)
+        return dumps_with_tensors(obj, self._class_reducer_dict)
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Tensor]) -> Any:
         """The reverse of ``serialize``."""
-        return serialization.loads_with_tensors(binary_data, tensor_table)
+        return loads_with_tensors(binary_data, tensor_table)
 
 
 _internal_rpc_pickler = _InternalRPCPickler()

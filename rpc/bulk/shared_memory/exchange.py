@@ -33,7 +33,7 @@ from rpc.bulk.shared_memory.packing import Message, pack, unpack
 from rpc.bulk.shared_memory.pool import Limits, Pool, Segment
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
-from rpc.serialization import Payload
+from rpc.serialization.payload import Payload
 from rpc.transport import SMALL_BYTES
 from rpc.wire.frames import MAX_SEGMENTS, Frame, Kind, encode_small
 

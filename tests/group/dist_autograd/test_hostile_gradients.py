@@ -15,7 +15,6 @@ from dist_autograd.ddp import Models
 from dist_autograd.passes import Pass
 from dist_autograd.recording import Sent
 from dist_autograd.root import Root, Workers
-from rpc import serialization
 from rpc.errors import ProtocolError
 from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
@@ -85,7 +84,9 @@ def test_an_answer_that_brings_gradients_for_no_message_ends_the_backward() -> N
 
 def send_unasked(at: Target, kind: int) -> None:
     """Has the worker send a tensor in a context, and sends gradients for another one, that was never sent."""
-    call = serialization.dump_call(torch.ones, (3,), {"requires_grad": True}, current_agent().own_peer)
+    call = current_agent().serializer.dump_call(
+        torch.ones, (3,), {"requires_grad": True}, current_agent().own_peer
+    )
     with Hostile(at) as peer:
         member = peer.newcomer(kind)
         peer.join(member)

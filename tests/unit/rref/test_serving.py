@@ -11,6 +11,7 @@ import pytest
 from rpc.agent.request_runner import Request
 from rpc.runtime.executor import Task
 from rpc.runtime.mailbox import Counter
+from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame
 from rref.requests import FETCH, fetch
 from rref.serving import Server
@@ -36,6 +37,7 @@ class Agent:
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[Any, Frame], Task | None]] = {}
         self.postponed = Counter()
+        self.serializer = Serializer()
         self.dispatcher = SimpleNamespace(count_request=lambda: None, accept=self.accept)
         self.on_gone = lambda _: None
         self.told: list[int] = []

@@ -18,6 +18,7 @@ from rpc.agent.pending_call import PendingCall
 from rpc.errors import RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.loop import LoopThread
+from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame
 from tests.support import clockwork as clockwork_module
 from tests.support.clockwork import Clockwork
@@ -30,6 +31,7 @@ class Owner:
     """Decodes nothing; notes the futures that it would have completed by an executor."""
 
     def __init__(self) -> None:
+        self.serializer = Serializer()
         self.settled: list[Future[Any]] = []
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:

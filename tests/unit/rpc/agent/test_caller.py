@@ -11,7 +11,7 @@ from rpc.agent.call_table import CallTable
 from rpc.agent.caller import Caller
 from rpc.agent.pending_call import PendingCall
 from rpc.errors import RpcTimeoutError, WorkerLostError
-from rpc.serialization import Payload
+from rpc.serialization.payload import Payload
 from rpc.transport import QueueFull
 from rpc.wire.frames import Kind
 from tests.support.answering import fail

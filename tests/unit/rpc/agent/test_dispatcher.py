@@ -6,13 +6,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from rpc import serialization
 from rpc.agent.dispatcher import Dispatcher
 from rpc.agent.request_runner import Request
 from rpc.runtime.executor import Task
 from rpc.runtime.mailbox import Counter
+from rpc.serialization.serializer import Serializer
 
 
 class Agent:
@@ -20,6 +18,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.postponed = Counter()
+        self.serializer = Serializer()
         self.executor = SimpleNamespace(submit=self.run)
         self.told: list[int] = []
 
@@ -32,9 +31,7 @@ class Agent:
         self.told.append(self.postponed.value)
 
 
-def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more() -> None:
     """The request may have ended before: what is told then comes too early."""
     agent = Agent()
     confirmations: list[Callable[[], object]] = []
@@ -43,7 +40,7 @@ def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more(
         confirmations.append(when_ready)
         return False
 
-    monkeypatch.setattr(serialization, "ready", ready)
+    agent.serializer.ready = ready  # type: ignore[assignment]
     ran: list[Request] = []
     tasks: list[Task] = []
     request: Any = Request(None, None, {"rref": []})  # type: ignore[arg-type]

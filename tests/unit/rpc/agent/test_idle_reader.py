@@ -12,7 +12,8 @@ from rpc.agent.idle_reader import Standby
 from rpc.bulk.shared_memory import SharedMemory
 from rpc.bulk.shared_memory.packing import Message, pack
 from rpc.group.peer import Peer
-from rpc.serialization import Carrier, carriers
+from rpc.serialization.carriers import Carrier
+from rpc.serialization.serializer import Serializer
 from rpc.transport.inline_read.reading import DirectReading
 from rpc.wire.frames import Frame, Kind
 
@@ -24,9 +25,9 @@ FOR_THE_LOOP = Kind.EXTENSION + 1
 
 
 @pytest.fixture
-def standby(monkeypatch: pytest.MonkeyPatch) -> Standby:
-    monkeypatch.setitem(carriers._carriers, BRINGS, cast("Carrier", None))
-    agent: Any = SimpleNamespace()
+def standby() -> Standby:
+    agent: Any = SimpleNamespace(serializer=Serializer())
+    agent.serializer.register_carrier(SimpleNamespace, cast("Carrier", SimpleNamespace(kind=BRINGS)))
     agent.dispatcher = Dispatcher(agent)
     agent.dispatcher.on(FOR_ANY_THREAD, lambda peer, frame: None, any_thread=True)
     agent.dispatcher.on(FOR_THE_LOOP, lambda peer, frame: None)

@@ -8,8 +8,12 @@ from typing import Any
 
 import msgpack
 
-from rpc import serialization
-from rpc.serialization import AllowList, Payload
+from rpc.serialization.codecs import Call
+from rpc.serialization.payload import Connect, Payload
+from rpc.serialization.portable import ReplacementPickler
+from rpc.serialization.safe import AllowList
+from rpc.serialization.serializer import Serializer
+from rpc.serialization.settings import Settings
 
 
 @dataclass
@@ -22,25 +26,48 @@ class Worker:
 
 CALLER = Worker("caller")
 CALLEE = Worker("callee")
+SERIALIZER = Serializer()
+"""That of workers which nothing extends."""
+
+
+def replaced_by(pickler: ReplacementPickler) -> Serializer:
+    """A serializer whose user has put a pickler in place of ours."""
+    settings = Settings()
+    settings.pickler = pickler
+    return Serializer(settings)
+
+
+def safely(allow: AllowList) -> Serializer:
+    """A serializer that reads in safe mode."""
+    settings = Settings()
+    settings.allowed = allow
+    return Serializer(settings, safe=True)
 
 
 def deliver(payload: Payload) -> tuple[dict[str, Any], list[memoryview]]:
-    """What arrives of a payload: header and segments, these in one block and aligned to 16 bytes."""
+    """What arrives of a payload: header and buffers, these in one block and aligned to 16 bytes."""
     header = msgpack.unpackb(msgpack.packb(payload.header))
     block = bytearray()
     places = []
-    for segment in payload.buffers:
+    for buffer in payload.buffers:
         block += bytes(-len(block) % 16)
-        places.append((len(block), len(block) + len(segment)))
-        block += segment
+        places.append((len(block), len(block) + len(buffer)))
+        block += buffer
     return header, [memoryview(block)[start:end] for start, end in places]
 
 
-def send(obj: Any, to: Worker = CALLEE, source: Worker = CALLER, *, allow: AllowList | None = None) -> Any:
-    """An object as it arrives."""
-    header, segments = deliver(serialization.dumps(obj, to))
-    arrivals = serialization.adopt(header, source)
-    return serialization.loads(header, segments, arrivals, source, allow=allow)
+def send(
+    obj: Any,
+    to: Worker = CALLEE,
+    source: Worker = CALLER,
+    *,
+    by: Serializer = SERIALIZER,
+    at: Serializer | None = None,
+) -> Any:
+    """An object as it arrives at ``at``, or at who serialized it."""
+    at = at or by
+    header, buffers = deliver(by.dumps(obj, to))
+    return at.loads(header, buffers, at.adopt(header, source), source)
 
 
 def send_call(
@@ -48,20 +75,25 @@ def send_call(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
     to: Worker = CALLEE,
-    **options: Any,
-) -> serialization.Call:
-    """A call as it arrives."""
-    header, segments = deliver(serialization.dump_call(func, tuple(args), kwargs or {}, to))
-    arrivals = serialization.adopt(header, CALLER)
-    return serialization.load_call(header, segments, arrivals, CALLER, **options)
+    *,
+    by: Serializer = SERIALIZER,
+    at: Serializer | None = None,
+    connect: Connect | None = None,
+) -> Call:
+    """A call as it arrives at ``at``, or at who serialized it."""
+    at = at or by
+    header, buffers = deliver(by.dump_call(func, tuple(args), kwargs or {}, to))
+    return at.load_call(header, buffers, at.adopt(header, CALLER), CALLER, connect=connect)
 
 
-def raise_remotely(error: BaseException, **options: Any) -> Exception:
+def raise_remotely(
+    error: BaseException, *, by: Serializer = SERIALIZER, at: Serializer | None = None
+) -> Exception:
     """An exception as it arrives at the caller, after it was raised on the callee."""
+    at = at or by
     try:
         raise error
     except BaseException as raised:
-        payload = serialization.dump_exception(raised, CALLEE, CALLER)
-    header, segments = deliver(payload)
-    arrivals = serialization.adopt(header, CALLEE)
-    return serialization.load_exception(header, segments, arrivals, CALLEE, **options)
+        payload = by.dump_exception(raised, CALLEE.name, CALLER)
+    header, buffers = deliver(payload)
+    return at.load_exception(header, buffers, at.adopt(header, CALLEE), CALLEE)

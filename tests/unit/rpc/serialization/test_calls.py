@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from rpc import serialization
 from rpc.errors import RpcError, SerializationError
 from tests.unit.rpc.serialization.callees import DropsLock, FailsToLoad, Locked, Plain, null
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, deliver, send, send_call
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, deliver, send, send_call
 
 ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((), {}),
@@ -50,14 +49,14 @@ def test_tensors_keep_their_places() -> None:
 def test_callers_arguments_are_left_alone() -> None:
     tensor = torch.ones(2)
     args, kwargs = (tensor, 1), {"k": tensor + 1}
-    serialization.dump_call(null, args, kwargs, CALLEE)
+    SERIALIZER.dump_call(null, args, kwargs, CALLEE)
 
     assert args[0] is tensor
     assert isinstance(kwargs["k"], torch.Tensor)
 
 
 def test_null_call_has_no_header_and_one_small_segment() -> None:
-    payload = serialization.dump_call(null, (), {}, CALLEE)
+    payload = SERIALIZER.dump_call(null, (), {}, CALLEE)
 
     assert payload.header == {}
     assert len(payload.buffers) == 1
@@ -83,7 +82,7 @@ def test_nested_list_of_a_million_elements() -> None:
 
 def cannot_call(*args: Any, **kwargs: Any) -> str:
     with pytest.raises(SerializationError) as caught:
-        serialization.dump_call(null, args, kwargs, CALLEE)
+        SERIALIZER.dump_call(null, args, kwargs, CALLEE)
     assert isinstance(caught.value, TypeError)
     assert caught.value.__cause__ is not None
     return str(caught.value)
@@ -125,7 +124,7 @@ def test_error_names_the_function_itself() -> None:
     lock = threading.Lock()
 
     with pytest.raises(SerializationError, match="the function, of type function"):
-        serialization.dump_call(lambda: lock, (), {}, CALLEE)
+        SERIALIZER.dump_call(lambda: lock, (), {}, CALLEE)
 
 
 def test_error_does_not_blame_what_getstate_leaves_out() -> None:
@@ -138,7 +137,7 @@ def test_error_for_result_says_so() -> None:
     with pytest.raises(
         SerializationError, match=r"cannot send the result, of type generator, to worker 'callee'"
     ):
-        serialization.dumps((i for i in range(3)), CALLEE)
+        SERIALIZER.dumps((i for i in range(3)), CALLEE)
 
 
 def test_future_cannot_be_sent_and_says_what_pytorch_says() -> None:
@@ -164,7 +163,7 @@ def test_interrupt_while_pickling_is_not_taken_for_an_error() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        serialization.dump_call(null, (Interrupted(),), {}, CALLEE)
+        SERIALIZER.dump_call(null, (Interrupted(),), {}, CALLEE)
 
 
 def test_failed_call_leaves_nothing_behind() -> None:
@@ -177,23 +176,23 @@ def test_failed_call_leaves_nothing_behind() -> None:
 
 
 def test_failure_in_unpickling_says_who_sent_it_and_why() -> None:
-    _, segments = deliver(serialization.dump_call(null, (FailsToLoad(),), {}, CALLEE))
+    _, buffers = deliver(SERIALIZER.dump_call(null, (FailsToLoad(),), {}, CALLEE))
 
     with pytest.raises(SerializationError, match=r"worker 'caller'.*ValueError: cannot be rebuilt") as caught:
-        serialization.load_call({}, segments, None, CALLER)
+        SERIALIZER.load_call({}, buffers, None, CALLER)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", b"\x80\x05N.", b"\x80\x05]."])
 def test_malformed_pickle_is_an_rpc_error(data: bytes) -> None:
     with pytest.raises(RpcError):
-        serialization.load_call({}, [data], None, CALLER)
+        SERIALIZER.load_call({}, [data], None, CALLER)
     with pytest.raises(RpcError):
-        serialization.loads({}, [data], None, CALLER)
+        SERIALIZER.loads({}, [data], None, CALLER)
 
 
-def test_missing_segment_is_an_rpc_error() -> None:
-    _, segments = deliver(serialization.dumps([torch.ones(100, 100)], CALLEE))
+def test_missing_buffer_is_an_rpc_error() -> None:
+    _, buffers = deliver(SERIALIZER.dumps([torch.ones(200, 200)], CALLEE))
 
     with pytest.raises(SerializationError):
-        serialization.loads({}, segments[:1], None, CALLER)
+        SERIALIZER.loads({}, buffers[:1], None, CALLER)

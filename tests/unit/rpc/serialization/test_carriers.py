@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from rpc import serialization
 from rpc.errors import RRefError, SerializationError
-from rpc.serialization import carriers, pickler
+from rpc.serialization import carriers
+from rpc.serialization.payload import Arrivals
+from rpc.serialization.portable import PortablePickler
+from rpc.serialization.serializer import Serializer
 from tests.unit.rpc.serialization.callees import FailsToLoad, null
 from tests.unit.rpc.serialization.journey import CALLEE, CALLER, Worker, deliver, send, send_call
 
@@ -62,175 +64,186 @@ class TicketOffice:
 
 
 @pytest.fixture
-def office(monkeypatch: pytest.MonkeyPatch) -> Iterator[TicketOffice]:
-    monkeypatch.setattr(carriers, "_carriers", dict(carriers._carriers))
-    monkeypatch.setattr(pickler, "_reducers", dict(pickler._reducers))
-    pickler._found.clear()
-    office = TicketOffice()
-    serialization.register_carrier(Ticket, office)
-    yield office
-    pickler._found.clear()
+def office() -> TicketOffice:
+    return TicketOffice()
 
 
-def test_object_travels_in_the_header(office: TicketOffice) -> None:
-    payload = serialization.dump_call(null, (Ticket(1), [Season(2)]), {"k": Ticket(3)}, CALLEE)
+@pytest.fixture
+def serializer(office: TicketOffice) -> Serializer:
+    serializer = Serializer()
+    serializer.register_carrier(Ticket, office)
+    return serializer
+
+
+def test_object_travels_in_the_header(serializer: Serializer, office: TicketOffice) -> None:
+    payload = serializer.dump_call(null, (Ticket(1), [Season(2)]), {"k": Ticket(3)}, CALLEE)
 
     assert payload.header == {"ticket": [[1, "x"], [2, "x"], [3, "x"]]}
     assert office.departed == [(1, CALLEE), (2, CALLEE), (3, CALLEE)]
 
 
-def test_object_arrives_at_its_places(office: TicketOffice) -> None:
+def test_object_arrives_at_its_places(serializer: Serializer, office: TicketOffice) -> None:
     ticket = Ticket(5)
 
-    first, second, other = send([ticket, ticket, Ticket(6)])
+    first, second, other = send([ticket, ticket, Ticket(6)], by=serializer)
 
     assert first is second
     assert (first.number, other.number) == (5, 6)
     assert office.arrived == [5, 6]
 
 
-def test_object_in_a_closure_travels_too(office: TicketOffice) -> None:
+def test_object_in_a_closure_travels_too(serializer: Serializer, office: TicketOffice) -> None:
     ticket = Ticket(7)
 
-    func, _, _ = send_call(lambda: ticket.number)
+    func, _, _ = send_call(lambda: ticket.number, by=serializer)
 
     assert func() == 7
     assert office.arrived == [7]
 
 
-def test_object_and_tensors_in_one_message(office: TicketOffice) -> None:
+def test_object_and_tensors_in_one_message(serializer: Serializer, office: TicketOffice) -> None:
     large, small = torch.rand(100, 100), torch.rand(2)
 
-    arrived = send([large, Ticket(1), small, Ticket(2), large])
+    arrived = send([large, Ticket(1), small, Ticket(2), large], by=serializer)
 
     assert torch.equal(arrived[0], large)
     assert arrived[4] is arrived[0]
     assert (arrived[1].number, arrived[3].number) == (1, 2)
 
 
-def test_failed_pickling_takes_back_what_departed(office: TicketOffice) -> None:
+def test_failed_pickling_takes_back_what_departed(serializer: Serializer, office: TicketOffice) -> None:
     with pytest.raises(SerializationError, match="argument 1"):
-        serialization.dump_call(null, (Ticket(1), threading.Lock()), {}, CALLEE)
+        serializer.dump_call(null, (Ticket(1), threading.Lock()), {}, CALLEE)
 
     assert office.returned == [1]
     assert len(office.departed) == 1  # looking for the culprit makes nothing depart
 
 
-def test_unsent_message_is_taken_back_by_its_header(office: TicketOffice) -> None:
-    payload = serialization.dumps([Ticket(1), Ticket(2)], CALLEE)
+def test_unsent_message_is_taken_back_by_its_header(serializer: Serializer, office: TicketOffice) -> None:
+    payload = serializer.dumps([Ticket(1), Ticket(2)], CALLEE)
 
-    serialization.take_back({"trace": [1]} | payload.header, CALLEE)
+    serializer.take_back({"trace": [1]} | payload.header, CALLEE)
 
     assert office.returned == [1, 2]
 
 
-def test_description_of_an_error_that_is_not_sent_brings_nothing(office: TicketOffice) -> None:
-    payload = serialization.dump_exception(ValueError(Ticket(1)), CALLER, CALLEE)
+def test_description_of_an_error_that_is_not_sent_brings_nothing(
+    serializer: Serializer, office: TicketOffice
+) -> None:
+    payload = serializer.dump_exception(ValueError(Ticket(1)), CALLER.name, CALLEE)
     assert "ticket" in payload.header
 
-    described = serialization.without_exception(payload.header, ValueError("over the limit"))
+    described = serializer.without_exception(payload.header, ValueError("over the limit"))
 
     assert list(described.header) == ["!"]
     assert not described.buffers
 
 
-def test_error_of_a_carrier_keeps_its_class_and_names_the_call(office: TicketOffice) -> None:
+def test_error_of_a_carrier_keeps_its_class_and_names_the_call(
+    serializer: Serializer, office: TicketOffice
+) -> None:
     office.withdrawn = True
 
     with pytest.raises(RRefError, match="not valid any more") as caught:
-        serialization.dump_call(null, (Ticket(1),), {}, CALLEE)
+        serializer.dump_call(null, (Ticket(1),), {}, CALLEE)
     assert "callees.null on worker 'callee'" in caught.value.__notes__[0]
 
 
-def test_adopting_does_not_need_the_pickle(office: TicketOffice) -> None:
-    header, _ = deliver(serialization.dumps([Ticket(1)], CALLEE))
+def test_adopting_does_not_need_the_pickle(serializer: Serializer, office: TicketOffice) -> None:
+    header, _ = deliver(serializer.dumps([Ticket(1)], CALLEE))
 
-    arrivals = serialization.adopt(header, CALLER)
+    arrivals = serializer.adopt(header, CALLER)
 
     assert arrivals is not None
     assert [ticket.number for ticket in arrivals["ticket"]] == [1]
 
 
-def test_failed_unpickling_has_adopted_already(office: TicketOffice) -> None:
-    header, segments = deliver(serialization.dumps([FailsToLoad(), Ticket(1)], CALLEE))
-    arrivals = serialization.adopt(header, CALLER)
+def test_failed_unpickling_has_adopted_already(serializer: Serializer, office: TicketOffice) -> None:
+    header, buffers = deliver(serializer.dumps([FailsToLoad(), Ticket(1)], CALLEE))
+    arrivals = serializer.adopt(header, CALLER)
 
     with pytest.raises(SerializationError):
-        serialization.loads(header, segments, arrivals, CALLER)
+        serializer.loads(header, buffers, arrivals, CALLER)
     assert office.arrived == [1]
 
 
-def test_message_without_objects_has_no_arrivals(office: TicketOffice) -> None:
-    assert serialization.adopt({}, CALLER) is None
-    assert serialization.adopt({"trace": 1}, CALLER) is None
+def test_message_without_objects_has_no_arrivals(serializer: Serializer, office: TicketOffice) -> None:
+    assert serializer.adopt({}, CALLER) is None
+    assert serializer.adopt({"trace": 1}, CALLER) is None
 
 
 @pytest.mark.parametrize("descriptors", [1, "x", [1], [[1, 2, 3]]])
-def test_malformed_descriptors_are_an_error(office: TicketOffice, descriptors: Any) -> None:
+def test_malformed_descriptors_are_an_error(
+    serializer: Serializer, office: TicketOffice, descriptors: Any
+) -> None:
     with pytest.raises(SerializationError, match=r"worker 'caller'.*'ticket'"):
-        serialization.adopt({"ticket": descriptors}, CALLER)
+        serializer.adopt({"ticket": descriptors}, CALLER)
 
 
-def test_pickle_that_refers_to_what_did_not_arrive_is_an_error(office: TicketOffice) -> None:
-    header, segments = deliver(serialization.dumps([Ticket(1)], CALLEE))
+def test_pickle_that_refers_to_what_did_not_arrive_is_an_error(
+    serializer: Serializer, office: TicketOffice
+) -> None:
+    header, buffers = deliver(serializer.dumps([Ticket(1)], CALLEE))
 
     with pytest.raises(SerializationError, match="which it does not bring"):
-        serialization.loads(header, segments, None, CALLER)
+        serializer.loads(header, buffers, None, CALLER)
     with pytest.raises(SerializationError, match="which it does not bring"):
-        serialization.loads(header, segments, {"ticket": []}, CALLER)
+        serializer.loads(header, buffers, {"ticket": []}, CALLER)
 
 
-def test_arrivals_are_forgotten_after_loading(office: TicketOffice) -> None:
-    send([Ticket(1)])
+def test_arrivals_are_forgotten_after_loading(serializer: Serializer, office: TicketOffice) -> None:
+    send([Ticket(1)], by=serializer)
 
     assert carriers.receiving.arrivals is None
 
 
-def test_ready_at_once(office: TicketOffice) -> None:
-    assert serialization.ready({"ticket": [Ticket(1)]}, pytest.fail)
+def test_ready_at_once(serializer: Serializer, office: TicketOffice) -> None:
+    assert serializer.ready({"ticket": [Ticket(1)]}, pytest.fail)
 
 
-def test_ready_later_calls_back_once(office: TicketOffice) -> None:
+def test_ready_later_calls_back_once(serializer: Serializer, office: TicketOffice) -> None:
     calls = itertools.count()
 
-    assert not serialization.ready({"ticket": [Ticket(-1)]}, lambda: next(calls))
+    assert not serializer.ready({"ticket": [Ticket(-1)]}, lambda: next(calls))
     assert len(office.waiting) == 1
     office.waiting.pop()()
 
     assert next(calls) == 1
 
 
-def test_ready_waits_for_each_carrier_in_turn(office: TicketOffice) -> None:
+def test_ready_waits_for_each_carrier_in_turn(serializer: Serializer, office: TicketOffice) -> None:
     class Other(TicketOffice):
         kind = "other"
 
     other = Other()
-    serialization.register_carrier(Season, other)
+    serializer.register_carrier(Season, other)
     calls = itertools.count()
 
-    arrivals: serialization.Arrivals = {"ticket": [Ticket(-1)], "other": [Season(-2)]}
-    assert not serialization.ready(arrivals, lambda: next(calls))
+    arrivals: Arrivals = {"ticket": [Ticket(-1)], "other": [Season(-2)]}
+    assert not serializer.ready(arrivals, lambda: next(calls))
     office.waiting.pop()()
     other.waiting.pop()()
 
     assert next(calls) == 1
 
 
-def test_kind_can_be_taken_only_once(office: TicketOffice) -> None:
+def test_kind_can_be_taken_only_once(serializer: Serializer, office: TicketOffice) -> None:
     with pytest.raises(ValueError, match="'ticket' is taken"):
-        serialization.register_carrier(Season, TicketOffice())
-    serialization.register_carrier(Season, office)
+        serializer.register_carrier(Season, TicketOffice())
+    serializer.register_carrier(Season, office)
 
 
-def test_object_outside_of_messages_is_refused(office: TicketOffice) -> None:
+def test_object_outside_of_messages_is_refused(serializer: Serializer, office: TicketOffice) -> None:
     with pytest.raises(SerializationError, match="in messages between workers only"):
-        serialization.PortablePickler().serialize(Ticket(1))
+        serializer.dumps(Ticket(1), None)
 
 
-def test_object_pickled_by_a_nested_pickler_travels_with_the_message(office: TicketOffice) -> None:
+def test_object_pickled_by_a_nested_pickler_travels_with_the_message(
+    serializer: Serializer, office: TicketOffice
+) -> None:
     nested = Nested(Ticket(1))
 
-    arrived = send([Ticket(0), nested])
+    arrived = send([Ticket(0), nested], by=serializer)
 
     assert arrived[1].ticket.number == 1
     assert office.arrived == [0, 1]
@@ -243,17 +256,17 @@ class Nested:
         self.ticket = ticket
 
     def __getstate__(self) -> Any:
-        return serialization.PortablePickler().serialize([self.ticket])
+        return PortablePickler().serialize([self.ticket])
 
     def __setstate__(self, state: Any) -> None:
-        (self.ticket,) = serialization.PortablePickler().deserialize(*state)
+        (self.ticket,) = PortablePickler().deserialize(*state)
 
 
-def test_registered_reducer_applies_to_derived_classes(office: TicketOffice) -> None:
-    serialization.register_reducer(Custom, lambda obj: (Custom.rebuilt, (obj.value,)))
+def test_registered_reducer_applies_to_derived_classes(serializer: Serializer, office: TicketOffice) -> None:
+    serializer.register_reducer(Custom, lambda obj: (Custom.rebuilt, (obj.value,)))
 
-    assert send(Custom(2)).value == "rebuilt 2"
-    assert send([DerivedCustom(3)])[0].value == "rebuilt 3"
+    assert send(Custom(2), by=serializer).value == "rebuilt 2"
+    assert send([DerivedCustom(3)], by=serializer)[0].value == "rebuilt 3"
 
 
 class Custom:

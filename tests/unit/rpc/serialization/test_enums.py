@@ -6,8 +6,8 @@ import enum
 
 import pytest
 
-from rpc.serialization import AllowList
-from tests.unit.rpc.serialization.journey import send
+from rpc.serialization.safe import AllowList
+from tests.unit.rpc.serialization.journey import safely, send
 
 
 class Level(enum.IntEnum):
@@ -60,4 +60,4 @@ def test_a_member_arrives_as_itself(member: enum.Enum) -> None:
 def test_safe_mode_needs_nothing_but_the_class(member: enum.Enum) -> None:
     allow = AllowList()
     allow.cls(type(member))
-    assert send(member, allow=allow) is member
+    assert send(member, at=safely(allow)) is member

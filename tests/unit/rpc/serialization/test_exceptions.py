@@ -10,19 +10,20 @@ import msgpack
 import pytest
 import torch
 
-from rpc import serialization
 from rpc.errors import FunctionNotFoundError, RemoteError, RpcTimeoutError, WorkerLostError
+from rpc.serialization.exceptions import text_of
+from rpc.serialization.safe import AllowList
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import DetailedError, MutedError, OddError, RefusingError, trouble
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, deliver, raise_remotely
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, deliver, raise_remotely, safely
 
 
 def raised(function: Any, *args: Any) -> Exception:
     """What a function raises, as it arrives at the caller."""
     with pytest.raises(Exception) as caught:  # noqa: PT011  # whatever it raises is what is wanted
         function(*args)
-    header, segments = deliver(serialization.dump_exception(caught.value, CALLEE, CALLER))
-    return serialization.load_exception(header, segments, None, CALLEE)
+    header, buffers = deliver(SERIALIZER.dump_exception(caught.value, CALLEE.name, CALLER))
+    return SERIALIZER.load_exception(header, buffers, None, CALLEE)
 
 
 def printed(error: BaseException) -> str:
@@ -149,10 +150,10 @@ def test_exception_that_cannot_be_rebuilt_is_a_remote_error(error: Exception, te
 
 
 def test_exception_of_a_class_missing_here_is_a_remote_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    header, segments = deliver(serialization.dump_exception(DetailedError("gone"), CALLEE, CALLER))
+    header, buffers = deliver(SERIALIZER.dump_exception(DetailedError("gone"), CALLEE.name, CALLER))
     monkeypatch.delattr(callees, "DetailedError")
 
-    arrived = serialization.load_exception(header, segments, None, CALLEE)
+    arrived = SERIALIZER.load_exception(header, buffers, None, CALLEE)
 
     assert type(arrived) is RemoteError
     assert arrived.remote_type == "tests.unit.rpc.serialization.callees.DetailedError"
@@ -199,15 +200,15 @@ def test_function_not_found_arrives_as_itself() -> None:
 def test_lone_surrogates_and_long_tracebacks_can_be_sent() -> None:
     error = ValueError("x\udc80" + "y" * 2_000_000)
 
-    payload = serialization.dump_exception(error, CALLEE, CALLER)
+    payload = SERIALIZER.dump_exception(error, CALLEE.name, CALLER)
 
     assert len(msgpack.packb(payload.header)) < 5_000_000
-    header, segments = deliver(payload)
-    assert type(serialization.load_exception(header, segments, None, CALLEE)) is ValueError
+    header, buffers = deliver(payload)
+    assert type(SERIALIZER.load_exception(header, buffers, None, CALLEE)) is ValueError
 
 
 def test_text_that_the_header_has_is_cut() -> None:
-    text = serialization.text_of(ValueError("a" + "y" * 2_000_000 + "z"))
+    text = text_of(ValueError("a" + "y" * 2_000_000 + "z"))
 
     assert text.startswith("ayyy")
     assert text.endswith("yyyz")
@@ -218,14 +219,14 @@ def test_exception_too_large_to_be_sent_is_described_in_few_bytes() -> None:
     kind = type("\U0001f422" * 10_000, (Exception,), {})
     with pytest.raises(Exception) as caught:  # noqa: PT011  # its class has no name here
         raise kind("\U0001f422" * 1_000_000)
-    payload = serialization.dump_exception(caught.value, CALLEE, CALLER)
+    payload = SERIALIZER.dump_exception(caught.value, CALLEE.name, CALLER)
 
-    described = serialization.without_exception(payload.header | {"done": 7}, ValueError("over the limit"))
+    described = SERIALIZER.without_exception(payload.header | {"done": 7}, ValueError("over the limit"))
 
     assert len(msgpack.packb(described.header)) < 64 << 10
     assert described.header["done"] == 7
-    header, segments = deliver(described)
-    arrived = serialization.load_exception(header, segments, None, CALLEE)
+    header, buffers = deliver(described)
+    arrived = SERIALIZER.load_exception(header, buffers, None, CALLEE)
     assert type(arrived) is RemoteError
     assert "It was too large to be sent: over the limit" in str(arrived)
     assert arrived.remote_traceback.endswith("\U0001f422")
@@ -235,7 +236,7 @@ def test_leading_frames_of_the_agent_are_left_out() -> None:
     module: dict[str, Any] = {"__name__": "rpc.agent.request_runner", "trouble": trouble}
     exec("def run():\n    try:\n        trouble(0)\n    except ValueError as e:\n        return e", module)
 
-    header, _ = deliver(serialization.dump_exception(module["run"](), CALLEE, CALLER))
+    header, _ = deliver(SERIALIZER.dump_exception(module["run"](), CALLEE.name, CALLER))
 
     assert "in trouble" in header["!"][2]
     assert "in run" not in header["!"][2]
@@ -245,21 +246,21 @@ def test_leading_frames_of_the_agent_are_left_out() -> None:
     "header", [{}, {"!": 1}, {"!": []}, {"!": ["a", "b", "c"]}, {"!": ["a", "b", "c", "d", "e"]}]
 )
 def test_malformed_failure_is_a_remote_error(header: dict[str, Any]) -> None:
-    assert type(serialization.load_exception(header, [b"x"], None, CALLEE)) is RemoteError
+    assert type(SERIALIZER.load_exception(header, [b"x"], None, CALLEE)) is RemoteError
 
 
 def test_pickle_of_something_else_is_a_remote_error() -> None:
-    header, _ = deliver(serialization.dump_exception(ValueError("x"), CALLEE, CALLER))
+    header, _ = deliver(SERIALIZER.dump_exception(ValueError("x"), CALLEE.name, CALLER))
     for other in (3, KeyboardInterrupt(), ValueError):
-        segments = serialization.dumps(other, CALLER).buffers
-        assert type(serialization.load_exception(header, segments, None, CALLEE)) is RemoteError
+        buffers = SERIALIZER.dumps(other, CALLER).buffers
+        assert type(SERIALIZER.load_exception(header, buffers, None, CALLEE)) is RemoteError
 
 
 def test_exception_in_safe_mode() -> None:
-    allow = serialization.AllowList()
+    allow = AllowList()
 
-    assert type(raise_remotely(ValueError("x"), allow=allow)) is ValueError
-    assert type(raise_remotely(WorkerLostError("x", "w", "r"), allow=allow)) is WorkerLostError
-    refused = raise_remotely(DetailedError("x"), allow=allow)
+    assert type(raise_remotely(ValueError("x"), at=safely(allow))) is ValueError
+    assert type(raise_remotely(WorkerLostError("x", "w", "r"), at=safely(allow))) is WorkerLostError
+    refused = raise_remotely(DetailedError("x"), at=safely(allow))
     assert type(refused) is RemoteError
     assert "allow-list" in str(refused)

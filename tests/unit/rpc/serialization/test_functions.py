@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from rpc import serialization
 from rpc.errors import FunctionNotFoundError
 from rpc.serialization import functions
 from rpc.serialization.functions import main_identity
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, Worker, deliver, send, send_call
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, Worker, deliver, send, send_call
 
 BY_NAME: list[Any] = [
     callees.null,
@@ -61,7 +60,7 @@ def test_what_can_be_imported_goes_by_name(callee: Any) -> None:
     assert send([callee])[0] is callee
     if callable(callee):
         assert send_call(callee)[0] is callee
-        payload = serialization.dump_call(callee, (), {}, CALLEE)
+        payload = SERIALIZER.dump_call(callee, (), {}, CALLEE)
         assert len(payload.buffers[0]) < 250
 
 
@@ -170,7 +169,7 @@ def test_closures_of_one_message_share_their_variable() -> None:
 def test_tensor_in_a_closure_travels_as_a_segment() -> None:
     large = torch.arange(100_000.0)
 
-    payload = serialization.dump_call(lambda x: large.sum() + x, (), {}, CALLEE)
+    payload = SERIALIZER.dump_call(lambda x: large.sum() + x, (), {}, CALLEE)
 
     assert [len(segment) for segment in payload.buffers[1:]] == [400_000]
 
@@ -192,14 +191,13 @@ def test_function_by_value_works_in_another_process(tmp_path: Path) -> None:
         def apply(self, x: torch.Tensor) -> torch.Tensor:
             return x + offset
 
-    payload = serialization.dump_call(lambda x: Shifted().apply(x), (torch.ones(2),), {}, CALLEE)
+    payload = SERIALIZER.dump_call(lambda x: Shifted().apply(x), (torch.ones(2),), {}, CALLEE)
     (tmp_path / "payload").write_bytes(pickle.dumps(payload.buffers))
     script = """
         import pickle, sys
-        from rpc import serialization
-        from tests.unit.rpc.serialization.journey import CALLER
-        segments = pickle.loads(open(sys.argv[1], "rb").read())
-        func, args, kwargs = serialization.load_call({}, segments, None, CALLER)
+        from tests.unit.rpc.serialization.journey import CALLER, SERIALIZER
+        buffers = pickle.loads(open(sys.argv[1], "rb").read())
+        func, args, kwargs = SERIALIZER.load_call({}, buffers, None, CALLER)
         print(func(*args, **kwargs).tolist())
     """
     ran = subprocess.run(
@@ -232,21 +230,21 @@ def test_script_function_that_its_module_does_not_hold_goes_by_value() -> None:
 
 
 def test_function_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, segments = deliver(serialization.dump_call(callees.null, (), {}, CALLEE))
+    _, buffers = deliver(SERIALIZER.dump_call(callees.null, (), {}, CALLEE))
     monkeypatch.delattr(callees, "null")
 
     with pytest.raises(FunctionNotFoundError, match="RPC pickler does not serialize") as caught:
-        serialization.load_call({}, segments, None, CALLER)
+        SERIALIZER.load_call({}, buffers, None, CALLER)
     assert "'tests.unit.rpc.serialization.callees.null'" in str(caught.value)
     assert isinstance(caught.value, AttributeError)
 
 
 def test_class_of_an_argument_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, segments = deliver(serialization.dump_call(callees.null, (Plain(1),), {}, CALLEE))
+    _, buffers = deliver(SERIALIZER.dump_call(callees.null, (Plain(1),), {}, CALLEE))
     monkeypatch.delattr(callees, "Plain")
 
     with pytest.raises(FunctionNotFoundError, match=r"'tests\.unit\.rpc\.serialization\.callees\.Plain'"):
-        serialization.load_call({}, segments, None, CALLER)
+        SERIALIZER.load_call({}, buffers, None, CALLER)
 
 
 @pytest.mark.parametrize("as_argument", [False, True])
@@ -255,11 +253,11 @@ def test_module_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch, as_argume
     exec("def func(): pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "only_here", module)
     func, args = (callees.null, (module.func,)) if as_argument else (module.func, ())
-    _, segments = deliver(serialization.dump_call(func, args, {}, CALLEE))
+    _, buffers = deliver(SERIALIZER.dump_call(func, args, {}, CALLEE))
     monkeypatch.delitem(sys.modules, "only_here")
 
     with pytest.raises(FunctionNotFoundError, match="no module named 'only_here'"):
-        serialization.load_call({}, segments, None, CALLER)
+        SERIALIZER.load_call({}, buffers, None, CALLER)
 
 
 def test_module_that_fails_to_import_is_no_missing_function(
@@ -340,11 +338,11 @@ def test_lambda_of_a_shared_main_refers_to_the_receivers_main(run_as_main: Any) 
 
 def test_what_only_the_callers_main_has_is_not_found(run_as_main: Any) -> None:
     main = run_as_main(SCRIPT)
-    _, segments = deliver(serialization.dump_call(main.helper, (), {}, Worker(main=main_identity())))
+    _, buffers = deliver(SERIALIZER.dump_call(main.helper, (), {}, Worker(main=main_identity())))
     del main.helper
 
     with pytest.raises(FunctionNotFoundError, match="if __name__ =="):
-        serialization.load_call({}, segments, None, CALLER)
+        SERIALIZER.load_call({}, buffers, None, CALLER)
 
 
 def test_spawned_child_calls_its_main_by_the_parents_name(run_as_main: Any) -> None:
@@ -352,9 +350,9 @@ def test_spawned_child_calls_its_main_by_the_parents_name(run_as_main: Any) -> N
     peer = Worker(main=main_identity())
 
     for value in (main.helper, main.Model, [main.helper], main.Model()):
-        payload = serialization.dump_call(callees.null, (value,), {}, peer)
+        payload = SERIALIZER.dump_call(callees.null, (value,), {}, peer)
         assert b"__mp_main__" not in bytes(payload.buffers[0])
-    assert b"__mp_main__" not in bytes(serialization.dump_call(main.helper, (), {}, peer).buffers[0])
+    assert b"__mp_main__" not in bytes(SERIALIZER.dump_call(main.helper, (), {}, peer).buffers[0])
     assert send_call(main.helper, to=peer)[0] is main.helper
 
 

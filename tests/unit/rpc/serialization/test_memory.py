@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from rpc import serialization
 from rpc.serialization.memory import INLINE_BYTES, inline_limit, layout_of, memory_at, settle
-from tests.unit.rpc.serialization.journey import CALLEE, deliver
+from rpc.serialization.payload import Payload
+from tests.unit.rpc.serialization.journey import CALLEE, SERIALIZER, deliver
 
 SMALL_FRAME_BYTES = 64 << 10
 
-Dump = Callable[[list[torch.Tensor]], serialization.Payload]
+Dump = Callable[[list[torch.Tensor]], Payload]
 
 
-def as_arguments(tensors: list[torch.Tensor]) -> serialization.Payload:
-    return serialization.dump_call(torch.stack, tuple(tensors), {}, CALLEE)
+def as_arguments(tensors: list[torch.Tensor]) -> Payload:
+    return SERIALIZER.dump_call(torch.stack, tuple(tensors), {}, CALLEE)
 
 
-def as_gradients(tensors: list[torch.Tensor]) -> serialization.Payload:
-    return serialization.dump_tensors(tensors, CALLEE, "gradients")
+def as_gradients(tensors: list[torch.Tensor]) -> Payload:
+    return SERIALIZER.dump_tensors(tensors, CALLEE, "gradients")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_layout_agrees_with_enumerated_addresses() -> None:
 
 def test_large_tensor_leaves_as_the_callers_own_memory() -> None:
     tensor = torch.zeros(inline_limit(1))
-    payload = serialization.dumps(tensor, CALLEE)
+    payload = SERIALIZER.dumps(tensor, CALLEE)
 
     assert list(payload.borrowed) == [1]
     tensor[0] = 7
@@ -73,7 +73,7 @@ def test_large_tensor_leaves_as_the_callers_own_memory() -> None:
 
 def test_captured_payload_does_not_follow_the_tensor() -> None:
     tensor = torch.zeros(INLINE_BYTES)
-    payload = serialization.dumps([tensor, np.zeros(INLINE_BYTES)], CALLEE)
+    payload = SERIALIZER.dumps([tensor, np.zeros(INLINE_BYTES)], CALLEE)
     assert list(payload.borrowed) == [1, 2]
 
     payload.capture()
@@ -84,21 +84,21 @@ def test_captured_payload_does_not_follow_the_tensor() -> None:
 
 
 def test_segments_keep_the_tensors_memory_alive() -> None:
-    payload = serialization.dumps(torch.arange(100_000.0), CALLEE)
+    payload = SERIALIZER.dumps(torch.arange(100_000.0), CALLEE)
     torch.full((100_000,), -1.0)  # would reuse the memory
 
     assert np.array_equal(np.frombuffer(payload.buffers[1], "f"), np.arange(100_000, dtype="f"))
 
 
 def test_copies_made_for_sending_are_not_called_borrowed() -> None:
-    payload = serialization.dumps(torch.zeros(4000, 4000)[:, :2], CALLEE)
+    payload = SERIALIZER.dumps(torch.zeros(4000, 4000)[:, :2], CALLEE)
 
     assert len(payload.buffers) == 2
     assert list(payload.borrowed) == []
 
 
 def test_small_tensor_stays_in_the_pickle() -> None:
-    payload = serialization.dumps(torch.zeros(INLINE_BYTES // 4), CALLEE)
+    payload = SERIALIZER.dumps(torch.zeros(INLINE_BYTES // 4), CALLEE)
 
     assert len(payload.buffers) == 1
     assert isinstance(payload.buffers[0], bytes)
@@ -127,8 +127,8 @@ def test_where_tensors_are_many_only_small_ones_stay_in_the_pickle() -> None:
 
 def test_sending_does_not_forbid_resizing() -> None:
     for tensor in (torch.ones(3), torch.ones(INLINE_BYTES)):
-        serialization.dumps(tensor, CALLEE)
-        serialization.dumps([tensor], CALLEE)
+        SERIALIZER.dumps(tensor, CALLEE)
+        SERIALIZER.dumps([tensor], CALLEE)
         tensor.resize_(100_000)
 
 
@@ -158,20 +158,20 @@ def test_readonly_memory_is_copied() -> None:
 
 
 def test_received_large_tensor_is_the_frames_memory() -> None:
-    _, segments = deliver(serialization.dumps(torch.zeros(1 << 18), CALLEE))
+    _, buffers = deliver(SERIALIZER.dumps(torch.zeros(1 << 18), CALLEE))
 
-    tensor = serialization.loads({}, segments, None, CALLEE)
+    tensor = SERIALIZER.loads({}, buffers, None, CALLEE)
     tensor[0] = 1
 
-    assert bytes(segments[1][:4]) != bytes(4)
+    assert bytes(buffers[1][:4]) != bytes(4)
 
 
 @pytest.mark.parametrize("size", [16, INLINE_BYTES, 1 << 16])
 def test_numpy_array_arrives_writable(size: int) -> None:
     array = np.arange(size, dtype=np.int64).reshape(2, -1)
-    _, segments = deliver(serialization.dumps({"a": array}, CALLEE))
+    _, buffers = deliver(SERIALIZER.dumps({"a": array}, CALLEE))
 
-    arrived = serialization.loads({}, segments, None, CALLEE)["a"]
+    arrived = SERIALIZER.loads({}, buffers, None, CALLEE)["a"]
 
     assert np.array_equal(arrived, array)
     assert arrived.flags.writeable

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from rpc import serialization
 from rpc.errors import FunctionNotFoundError, SerializationError
-from rpc.serialization import PortablePickler, PythonUDF
 from rpc.serialization import pickler as messages
+from rpc.serialization.portable import PortablePickler, PythonUDF, dumps_with_tensors, loads_with_tensors
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Plain, add
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, deliver, send
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, deliver, replaced_by, send
 
 
 def test_tensors_are_left_as_they_are() -> None:
@@ -45,9 +44,9 @@ def test_functions_follow_the_usual_rules() -> None:
 
 
 def test_reducers_of_its_own() -> None:
-    data, table = serialization.dumps_with_tensors([Plain(1)], {Plain: lambda obj: (str, (obj.value,))})
+    data, table = dumps_with_tensors([Plain(1)], {Plain: lambda obj: (str, (obj.value,))})
 
-    assert serialization.loads_with_tensors(data, table) == ["1"]
+    assert loads_with_tensors(data, table) == ["1"]
 
 
 def test_missing_function_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +99,14 @@ def test_replacement_pickler_serializes_calls(on_both_sides: bool) -> None:
     pickler = Counting()
     large = torch.rand(100, 100)
 
-    payload = serialization.dump_call(add, (1, large), {}, CALLEE, pickler=pickler)
-    header, segments = deliver(payload)
-    reader = pickler if on_both_sides else None
-    func, args, kwargs = serialization.load_call(header, segments, None, CALLER, pickler=reader)
+    payload = replaced_by(pickler).dump_call(add, (1, large), {}, CALLEE)
+    header, buffers = deliver(payload)
+    reader = replaced_by(pickler) if on_both_sides else SERIALIZER
+    func, args, kwargs = reader.load_call(header, buffers, None, CALLER)
 
     assert pickler.serialized == [PythonUDF(add, (1, large), {})]
     assert pickler.deserialized == on_both_sides
-    assert len(segments) == 2
+    assert len(buffers) == 2
     assert (func, args[0], kwargs) == (add, 1, {})
     assert torch.equal(args[1], large)
 
@@ -118,4 +117,4 @@ def test_replacement_pickler_that_fails() -> None:
             raise OSError("disk full")
 
     with pytest.raises(SerializationError, match=r"cannot call .*add on worker 'callee'.*disk full"):
-        serialization.dump_call(add, (1, 2), {}, CALLEE, pickler=Failing())
+        replaced_by(Failing()).dump_call(add, (1, 2), {}, CALLEE)

@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rpc.serialization import AllowList
 from rpc.serialization.memory import layout_of
+from rpc.serialization.safe import AllowList
 from rpc.serialization.tensors import SMALL_GAPS_BYTES
 from tests.unit.rpc.serialization.callees import null
-from tests.unit.rpc.serialization.journey import send, send_call
+from tests.unit.rpc.serialization.journey import safely, send, send_call
 
 DTYPES = [
     torch.float32,
@@ -122,7 +122,7 @@ def test_object_arrives_equal(value: Any) -> None:
 @PROFILE
 @given(values)
 def test_object_arrives_equal_in_safe_mode(value: Any) -> None:
-    assert same(send(value, allow=AllowList()), value)
+    assert same(send(value, at=safely(AllowList())), value)
 
 
 @PROFILE

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rpc import serialization
 from tests.unit.rpc.serialization.callees import Plain
-from tests.unit.rpc.serialization.journey import CALLER, deliver
+from tests.unit.rpc.serialization.journey import CALLER, SERIALIZER, deliver
 
 
 class Level(enum.IntEnum):
@@ -23,10 +22,10 @@ class Tracked(torch.Tensor):
 
 @pytest.mark.parametrize("obj", [None, True, 3, 2.5, 1j, "a" * 1000, b"x", torch.arange(6).view(2, 3)])
 def test_small_plain_objects_are_dumped_at_once(obj: Any) -> None:
-    payload = serialization.dump_quickly(obj)
+    payload = SERIALIZER.dump_quickly(obj)
     assert payload is not None
-    header, segments = deliver(payload)
-    arrived = serialization.loads(header, segments, None, CALLER)
+    header, buffers = deliver(payload)
+    arrived = SERIALIZER.loads(header, buffers, None, CALLER)
     assert torch.equal(arrived, obj) if isinstance(obj, torch.Tensor) else arrived == obj
 
 
@@ -45,4 +44,4 @@ def test_small_plain_objects_are_dumped_at_once(obj: Any) -> None:
     ids=lambda obj: type(obj).__name__,
 )
 def test_all_others_are_left_to_other_threads(obj: Any) -> None:
-    assert serialization.dump_quickly(obj) is None
+    assert SERIALIZER.dump_quickly(obj) is None

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rpc import serialization
 from rpc.errors import SerializationError
-from rpc.serialization import AllowList
+from rpc.serialization.portable import PortablePickler
+from rpc.serialization.safe import AllowList
+from rpc.serialization.serializer import Serializer
+from rpc.serialization.settings import allow_class, allow_function, process_settings
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point, Slotted
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, send, send_call
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, replaced_by, safely, send, send_call
 from tests.unit.rpc.serialization.test_tensor_kinds import COMPRESSED, SPARSE_COO
 from tests.unit.rpc.serialization.test_tensors import STRIDED
 
@@ -54,7 +56,7 @@ def allow() -> AllowList:
     ids=lambda value: type(value).__name__,
 )
 def test_plain_values(allow: AllowList, value: Any) -> None:
-    arrived = send(value, allow=allow)
+    arrived = send(value, at=safely(allow))
 
     assert arrived == value
     assert type(arrived) is type(value)
@@ -63,7 +65,7 @@ def test_plain_values(allow: AllowList, value: Any) -> None:
 @pytest.mark.parametrize("name", STRIDED)
 def test_strided_tensors(allow: AllowList, name: str) -> None:
     for tensor in (STRIDED[name], torch.nn.Parameter(torch.ones(100, 100))):
-        arrived = send([tensor], allow=allow)[0]
+        arrived = send([tensor], at=safely(allow))[0]
         assert torch.equal(arrived.to(torch.complex64), tensor.to(torch.complex64))
         assert type(arrived) is type(tensor)
         assert arrived.requires_grad == tensor.requires_grad
@@ -71,7 +73,7 @@ def test_strided_tensors(allow: AllowList, name: str) -> None:
 
 @pytest.mark.parametrize("tensor", [*SPARSE_COO.values(), *COMPRESSED.values()], ids=str)
 def test_sparse_tensors(allow: AllowList, tensor: torch.Tensor) -> None:
-    arrived = send(tensor, allow=allow)
+    arrived = send(tensor, at=safely(allow))
 
     assert arrived.layout is tensor.layout
     assert torch.equal(arrived.to_dense(), tensor.to_dense())
@@ -81,7 +83,7 @@ def test_recursive_containers(allow: AllowList) -> None:
     loop: list[Any] = []
     loop.append((loop, {"loop": loop}))
 
-    arrived = send(loop, allow=allow)
+    arrived = send(loop, at=safely(allow))
 
     assert arrived[0][0] is arrived
     assert arrived[0][1]["loop"] is arrived
@@ -92,7 +94,7 @@ def test_deep_lists(allow: AllowList) -> None:
     for _ in range(200):
         nested = [nested]
 
-    assert send(nested, allow=allow) == nested
+    assert send(nested, at=safely(allow)) == nested
 
 
 def test_instances_of_admitted_classes(allow: AllowList) -> None:
@@ -100,7 +102,7 @@ def test_instances_of_admitted_classes(allow: AllowList) -> None:
         allow.cls(kind)
 
     arrived = send(
-        [Plain(torch.ones(2)), Point(1, tags=["a"]), Slotted(3), Color.RED, Pair(1, 2)], allow=allow
+        [Plain(torch.ones(2)), Point(1, tags=["a"]), Slotted(3), Color.RED, Pair(1, 2)], at=safely(allow)
     )
 
     assert torch.equal(arrived[0].value, torch.ones(2))
@@ -114,7 +116,7 @@ def test_instances_of_admitted_classes(allow: AllowList) -> None:
 def test_admitted_function_can_be_called(allow: AllowList, args: Any) -> None:
     allow.function(callees.null)
 
-    func, received, kwargs = send_call(callees.null, args, {"k": 1}, allow=allow)
+    func, received, kwargs = send_call(callees.null, args, {"k": 1}, at=safely(allow))
 
     assert func is callees.null
     assert len(received) == len(args)
@@ -124,29 +126,28 @@ def test_admitted_function_can_be_called(allow: AllowList, args: Any) -> None:
 def test_admitted_operator_can_be_called(allow: AllowList) -> None:
     allow.function(torch.add)
 
-    assert send_call(torch.add, (torch.ones(2), 1), allow=allow)[0] is torch.add
+    assert send_call(torch.add, (torch.ones(2), 1), at=safely(allow))[0] is torch.add
 
 
 def test_admitted_class_can_be_called(allow: AllowList) -> None:
     allow.cls(Plain)
 
-    assert send_call(Plain, (1,), allow=allow)[0] is Plain
+    assert send_call(Plain, (1,), at=safely(allow))[0] is Plain
 
 
 def test_admitted_function_can_be_an_argument(allow: AllowList) -> None:
     allow.function(callees.null)
 
-    assert send_call(callees.null, ([callees.null],), allow=allow)[1] == ([callees.null],)
+    assert send_call(callees.null, ([callees.null],), at=safely(allow))[1] == ([callees.null],)
 
 
-def test_decorators_admit_to_the_lists_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rpc.serialization import safe
+def test_decorators_admit_to_the_list_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_settings, "allowed", AllowList())
+    assert allow_function(callees.null) is callees.null
+    reader = Serializer(safe=True)
+    assert allow_class(Plain) is Plain  # also after there is an agent
 
-    monkeypatch.setattr(safe, "allowed", AllowList())
-    assert serialization.allow_function(callees.null) is callees.null
-    assert serialization.allow_class(Plain) is Plain
-
-    assert send_call(callees.null, ([Plain(1)],), allow=safe.allowed)[1][0][0].value == 1
+    assert send_call(callees.null, ([Plain(1)],), at=reader)[1][0][0].value == 1
 
 
 def test_what_has_no_name_cannot_be_admitted(allow: AllowList) -> None:
@@ -182,7 +183,7 @@ def test_what_has_no_name_cannot_be_admitted(allow: AllowList) -> None:
 )
 def test_everything_else_is_refused_by_name(allow: AllowList, value: Any) -> None:
     with pytest.raises(SerializationError, match=r"'[\w.]+' is not on this worker's allow-list"):
-        send([value], allow=allow)
+        send([value], at=safely(allow))
 
 
 def test_call_of_another_function_is_refused_by_name(allow: AllowList) -> None:
@@ -191,22 +192,22 @@ def test_call_of_another_function_is_refused_by_name(allow: AllowList) -> None:
     with pytest.raises(
         SerializationError, match=r"'tests\.unit\.rpc\.serialization\.callees\.null' is not on"
     ):
-        send_call(callees.null, allow=allow)
+        send_call(callees.null, at=safely(allow))
     with pytest.raises(SerializationError, match="not on this worker's allow-list"):
-        send_call(lambda: 0, allow=allow)
+        send_call(lambda: 0, at=safely(allow))
 
 
 def test_call_by_a_replacement_pickler_is_refused(allow: AllowList) -> None:
     allow.function(callees.null)
-    pickler = serialization.PortablePickler()
-    payload = serialization.dump_call(callees.null, (), {}, CALLEE, pickler=pickler)
+    pickler = PortablePickler()
+    payload = replaced_by(pickler).dump_call(callees.null, (), {}, CALLEE)
 
     with pytest.raises(SerializationError, match="does not read"):
-        serialization.load_call({}, payload.buffers, None, CALLER, allow=allow)
+        safely(allow).load_call({}, payload.buffers, None, CALLER)
 
 
 def test_rebuilding_function_is_no_callee(allow: AllowList) -> None:
     from rpc.serialization.tensors import dense
 
     with pytest.raises(SerializationError, match="is not a function"):
-        send_call(dense, ("f", (1,), b"1234"), allow=allow)
+        send_call(dense, ("f", (1,), b"1234"), at=safely(allow))

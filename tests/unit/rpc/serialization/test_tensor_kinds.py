@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rpc import serialization
 from rpc.errors import SerializationError
 from rpc.serialization.memory import INLINE_BYTES
 from tests.unit.rpc.serialization.callees import Tagged
-from tests.unit.rpc.serialization.journey import CALLEE, send
+from tests.unit.rpc.serialization.journey import CALLEE, SERIALIZER, send
 
 REPEATED = torch.tensor([[0, 1, 1], [2, 0, 0]])
 
@@ -105,7 +104,7 @@ def test_quantized_to_four_bits() -> None:
 
 
 def test_quantized_view_sends_its_own_elements_only() -> None:
-    payload = serialization.dumps(QUANTIZED["view"], CALLEE)
+    payload = SERIALIZER.dumps(QUANTIZED["view"], CALLEE)
 
     assert sum(len(segment) for segment in payload.buffers) < 1000
 
@@ -130,7 +129,7 @@ def test_mkldnn() -> None:
 def test_meta_tensor_sends_no_elements() -> None:
     tensor = torch.empty(1000, 1000, dtype=torch.bfloat16, device="meta", requires_grad=True).T
 
-    payload = serialization.dumps(tensor, CALLEE)
+    payload = SERIALIZER.dumps(tensor, CALLEE)
     arrived = send(tensor)
 
     assert len(payload.buffers[0]) < 500
@@ -185,7 +184,7 @@ def test_subclass() -> None:
     tensor = torch.arange(1_000_000.0).as_subclass(Tagged)[:2]
     tensor.__dict__["note"] = 1
 
-    payload = serialization.dumps(tensor, CALLEE)
+    payload = SERIALIZER.dumps(tensor, CALLEE)
     arrived = send(tensor)
 
     assert type(arrived) is Tagged

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from rpc.errors import SerializationError
-from rpc.serialization import AllowList, dump_tensors, dumps, load_tensors
+from rpc.serialization.safe import AllowList
+from rpc.serialization.serializer import Serializer
+from tests.unit.rpc.serialization.journey import SERIALIZER, safely
 
 
 @dataclass
@@ -33,12 +35,16 @@ KINDS = {
 }
 
 
+def reader(safe: bool) -> Serializer:
+    return safely(AllowList()) if safe else SERIALIZER
+
+
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), list(KINDS)], ids=str)
 def test_tensors_arrive_as_they_were(kinds: list[str], safe: bool) -> None:
     tensors = [KINDS[kind] for kind in kinds]
-    payload = dump_tensors(tensors, ELSEWHERE, "some tensors")
-    arrived = load_tensors(payload.buffers, ELSEWHERE, allow=AllowList() if safe else None)
+    payload = SERIALIZER.dump_tensors(tensors, ELSEWHERE, "some tensors")
+    arrived = reader(safe).load_tensors(payload.buffers, ELSEWHERE)
     assert len(arrived) == len(tensors)
     for before, after in zip(tensors, arrived, strict=True):
         if before is None or after is None:
@@ -50,8 +56,8 @@ def test_tensors_arrive_as_they_were(kinds: list[str], safe: bool) -> None:
 
 def test_what_arrives_shares_no_memory() -> None:
     tensor = torch.rand(3)
-    payload = dump_tensors([tensor, tensor], ELSEWHERE, "some tensors")
-    first, second = load_tensors(payload.buffers, ELSEWHERE, allow=None)
+    payload = SERIALIZER.dump_tensors([tensor, tensor], ELSEWHERE, "some tensors")
+    first, second = SERIALIZER.load_tensors(payload.buffers, ELSEWHERE)
     assert isinstance(first, Tensor)
     assert isinstance(second, Tensor)
     first.zero_()
@@ -62,11 +68,11 @@ def test_what_cannot_be_sent_is_named() -> None:
     unsendable = torch.rand(2)
     unsendable.__dict__["lock"] = (each for each in "")
     with pytest.raises(SerializationError, match="cannot send the gradients of a message"):
-        dump_tensors([unsendable], ELSEWHERE, "the gradients of a message")
+        SERIALIZER.dump_tensors([unsendable], ELSEWHERE, "the gradients of a message")
 
 
 @pytest.mark.parametrize("safe", [False, True])
 def test_anything_else_is_an_error(safe: bool) -> None:
-    payload = dumps([1, "two"], ELSEWHERE)
+    payload = SERIALIZER.dumps([1, "two"], ELSEWHERE)
     with pytest.raises(SerializationError):
-        load_tensors(payload.buffers, ELSEWHERE, allow=AllowList() if safe else None)
+        reader(safe).load_tensors(payload.buffers, ELSEWHERE)

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from rpc import serialization
 from rpc.errors import SerializationError
 from rpc.serialization.memory import INLINE_BYTES, inline_limit
 from tests.unit.rpc.serialization.callees import null
-from tests.unit.rpc.serialization.journey import CALLEE, send, send_call
+from tests.unit.rpc.serialization.journey import CALLEE, SERIALIZER, send, send_call
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted(
@@ -86,7 +85,7 @@ def test_values_and_strides_are_kept(name: str) -> None:
 
 
 def sent_bytes(tensor: torch.Tensor) -> int:
-    return sum(len(segment) for segment in serialization.dumps(tensor, CALLEE).buffers)
+    return sum(len(segment) for segment in SERIALIZER.dumps(tensor, CALLEE).buffers)
 
 
 def test_view_sends_its_own_elements_only() -> None:
@@ -232,7 +231,7 @@ def test_freed_memory_is_refused() -> None:
 def test_tensor_inside_a_transform_is_refused() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         with pytest.raises(SerializationError, match=r"argument 1, of type torch\.Tensor"):
-            serialization.dump_call(null, (1, x), {}, CALLEE)
+            SERIALIZER.dump_call(null, (1, x), {}, CALLEE)
         return x
 
     torch.func.vmap(body)(torch.ones(3, 2))

@@ -9,7 +9,7 @@ from typing import Any, cast
 from rpc.agent.agent import Agent
 from rpc.bulk.shared_memory.exchange import SharedMemory
 from rpc.group.peer import Peer
-from rpc.serialization import Payload
+from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 from tests.support.frames import LIMIT, feed, greeted
 

@@ -1,0 +1,304 @@
+"""The codec that every worker has: pickles, with the memory of tensors beside them. The hot path.
+
+The pickle, buffer 0, is of a tuple:
+
+- of a call: ``(module, name, args, kwargs, tensors)``; ``(None, func, args, kwargs, ())`` if the function
+  goes by value or is some object; ``(None, None, data, table, ())`` if a replacement pickler made these two;
+- of a value: ``(value, tensors)``.
+
+Most arguments and values are scalars, texts and usual tensors. Then no Python code runs for each object that
+is pickled: tensors are taken out first, and C's plain ``pickle.dumps`` does the rest. ``tensors`` has the
+place of each (position or keyword; None is in the place itself) and its arguments of ``dense``. If the value
+itself is a tensor, ``tensors`` is its arguments of ``dense``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from rpc.errors import RpcError
+from rpc.serialization.codecs import PICKLE, Call
+from rpc.serialization.failures import cannot_call, cannot_send, unreadable
+from rpc.serialization.functions import name_of, resolve
+from rpc.serialization.memory import inline_limit
+from rpc.serialization.payload import TRACKED, Arrivals, Connect, Destination, Payload, Source
+from rpc.serialization.pickler import PROTOCOL, Reducers, dump, load, unpickle
+from rpc.serialization.portable import PortablePickler, PythonUDF, ReplacementPickler
+from rpc.serialization.safe import AllowList, checked_dense
+from rpc.serialization.settings import Settings
+from rpc.serialization.tensors import dense, plain
+from rpc.serialization.tracked import rebuilt
+
+__all__ = ["PickleCodec"]
+
+_NUMBERS: Final = frozenset((NoneType, bool, int, float, complex))
+_SCALARS: Final = _NUMBERS | {str, bytes}
+_SEQUENCES: Final = frozenset((list, tuple))
+_SHORT: Final = 64
+_QUICK_BYTES: Final = 1024
+_WITH_GRAD: Final = 4
+"""So many arguments ``dense`` gets for a tensor that requires grad."""
+
+_inference = torch.is_inference_mode_enabled
+_pickle = pickle.dumps
+_NONE: Final = _pickle((None, ()), PROTOCOL)
+_INLINE_ALONE: Final = inline_limit(1)
+
+Taken = tuple[Sequence[Any], dict[str, Any], Sequence[Any]]
+"""Arguments with None where a tensor was, and the tensors: their places, and the arguments of ``dense``."""
+
+
+class PickleCodec:
+    """See ``Codec``.
+
+    Args:
+        reducers: how types travel.
+        settings: what the user puts in place of our pickler.
+        allow: read with this allow-list ("safe"); without, pickles may run any code.
+    """
+
+    id = PICKLE
+
+    def __init__(self, reducers: Reducers, settings: Settings, allow: AllowList | None) -> None:
+        self._reducers = reducers
+        self._settings = settings
+        self._allow = allow
+        self._read = unpickle if allow is None else allow.read
+        self._dense = dense if allow is None else checked_dense
+
+    # ---- calls
+
+    def dump_call(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        to: Destination,
+        tracked: list[Tensor] | None,
+    ) -> Payload:
+        """Serialize a call."""
+        record: Any
+        prepare: Callable[[Any], Any] | None = None
+        if self._settings.pickler is None:
+            name = name_of(func, to)
+            if name is not None:
+                if not args and not kwargs:
+                    return Payload({}, [_pickle((*name, (), {}, ()), PROTOCOL)])
+                taken = _take_tensors(args, kwargs, tracked)
+                if taken is not None:
+                    return _with_buffers((*name, *taken))
+                record = (*name, args, kwargs, ())
+            else:
+                record = (None, func, args, kwargs, ())
+        else:
+            record = PythonUDF(func, args, kwargs)
+            prepare = functools.partial(_replaced, self._settings.pickler)
+        try:
+            return dump(record, to, self._reducers, prepare=prepare, tracked=tracked)
+        except Exception as error:
+            reason = error
+        # Out here, so that no error is the other's context.
+        raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to))
+
+    def load_call(
+        self,
+        header: dict[str, Any],
+        buffers: Sequence[Any],
+        arrivals: Arrivals | None,
+        source: Source,
+        connect: Connect | None,
+    ) -> Call:
+        """Rebuild a call."""
+        if _inference():
+            with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
+                return self.load_call(header, buffers, arrivals, source, connect)
+        try:
+            module, name, args, kwargs, tensors = self._record(header, buffers, arrivals, connect)
+            if self._allow is not None:
+                func = self._allow.callee(module, name, args, kwargs)
+            elif module is not None:
+                func = resolve(module, name)
+            elif name is not None:
+                func = name
+            else:
+                data, table = args, kwargs
+                pickler = self._settings.pickler or PortablePickler()
+                func, args, kwargs = pickler.deserialize(data, table)
+                return func, tuple(args or ()), dict(kwargs or {})
+            if tensors:
+                args = list(args)
+                for place, tensor in self._rebuild(tensors, connect):
+                    if type(place) is int:
+                        args[place] = tensor
+                    else:
+                        kwargs[place] = tensor
+            return func, tuple(args), kwargs
+        except RpcError:
+            raise
+        except Exception as error:
+            raise unreadable(error, f"a call from worker '{source.name}'") from error
+
+    # ---- values
+
+    def dump(self, value: Any, to: Destination | None, what: object, tracked: list[Tensor] | None) -> Payload:
+        """Serialize a value."""
+        kind = type(value)
+        if kind in _SCALARS or (kind in _SEQUENCES and _is_short_sequence(value)):
+            return Payload({}, [_NONE if value is None else _pickle((value, ()), PROTOCOL)])
+        if kind is Tensor:
+            usual = _usual(value, _INLINE_ALONE)
+            if usual is not None:
+                if tracked is not None and len(usual) == _WITH_GRAD:
+                    tracked.append(value)
+                return _with_buffers((None, usual))
+        elif kind in _SEQUENCES and (len(value) <= _SHORT or type(value[0]) in (Tensor, NoneType)):
+            taken = _take_tensors(value, {}, tracked)
+            if taken is not None:
+                return _with_buffers((taken[0], taken[2]))
+        try:
+            return dump((value, ()), to, self._reducers, tracked=tracked)
+        except Exception as error:
+            reason = error
+        raise cannot_send(reason, value, to, what, lambda part: self._try(part, to))
+
+    def dump_quickly(self, value: Any) -> Payload | None:
+        """Serialize a small value without running any code of the user's; None if that cannot be.
+
+        May be called on the agent's loop.
+        """
+        kind = type(value)
+        if kind in _NUMBERS or ((kind is str or kind is bytes) and len(value) <= _QUICK_BYTES):
+            return self.dump(value, None, None, None)
+        usual = _usual(value, _QUICK_BYTES) if kind is Tensor and value.is_cpu else None
+        if usual is None or type(usual[2]) is not bytes or len(usual[2]) > _QUICK_BYTES:
+            return None
+        return _with_buffers((None, usual))
+
+    def load(
+        self,
+        header: dict[str, Any],
+        buffers: Sequence[Any],
+        arrivals: Arrivals | None,
+        source: Source,
+        connect: Connect | None,
+    ) -> Any:
+        """Rebuild a value."""
+        if _inference():
+            with torch.inference_mode(False):
+                return self.load(header, buffers, arrivals, source, connect)
+        try:
+            value, tensors = self._record(header, buffers, arrivals, connect)
+            if not tensors:
+                return value
+            if value is None:
+                if connect is None or len(tensors) < _WITH_GRAD:
+                    return self._dense(*tensors)
+                return connect([self._dense(*tensors[:3])])[0]
+            items = list(value)
+            for place, tensor in self._rebuild(tensors, connect):
+                items[place] = tensor
+            return items if type(value) is list else tuple(items)
+        except RpcError:
+            raise
+        except Exception as error:
+            raise unreadable(error, f"what worker '{source.name}' sent") from error
+
+    # ---- for both
+
+    def _try(self, part: Any, to: Destination | None) -> None:
+        dump(part, to, self._reducers, trial=True)
+
+    def _record(
+        self,
+        header: dict[str, Any],
+        buffers: Sequence[Any],
+        arrivals: Arrivals | None,
+        connect: Connect | None,
+    ) -> Any:
+        if TRACKED in header:
+            buffers, arrivals = rebuilt(header, buffers, arrivals, connect, self._read)
+        return self._read(buffers) if arrivals is None else load(buffers, arrivals, self._read)
+
+    def _rebuild(self, tensors: Sequence[Any], connect: Connect | None) -> Iterable[tuple[Any, Tensor]]:
+        """The tensors that were taken out of a message, with their places."""
+        rebuild = self._dense
+        if connect is None:
+            return [(place, rebuild(*usual)) for place, usual in tensors]
+        made = [(place, rebuild(*usual)) for place, usual in tensors if len(usual) < _WITH_GRAD]
+        tracked = [(place, usual) for place, usual in tensors if len(usual) == _WITH_GRAD]
+        if tracked:
+            connected = connect([rebuild(*usual[:3]) for _, usual in tracked])
+            made += zip([place for place, _ in tracked], connected, strict=True)
+        return made
+
+
+def _replaced(pickler: ReplacementPickler, call: PythonUDF) -> tuple[Any, ...]:
+    """The record of a call that a replacement pickler serializes."""
+    return (None, None, *pickler.serialize(call), ())
+
+
+def _usual(tensor: Tensor, inline: int) -> Any:
+    """The arguments of ``dense`` for a tensor of class ``Tensor``; None if it is unusual."""
+    try:
+        return None if tensor.__dict__ else plain(tensor, inline)
+    except RuntimeError:
+        return None  # inside a torch.func transform; the slow way says which
+
+
+def _take_tensors(args: Sequence[Any], kwargs: dict[str, Any], tracked: list[Tensor] | None) -> Taken | None:
+    """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        tracked: as for ``Serializer.dump_call``; filled only if this succeeds.
+    """
+    tensors: list[Any] = []
+    with_grad: list[Tensor] = []
+    seen: set[int] = set()
+    inline = inline_limit(len(args) + len(kwargs))
+    place: Any
+    for place, value in itertools.chain(enumerate(args), kwargs.items()):
+        kind = type(value)
+        if kind is Tensor:
+            usual = _usual(value, inline)
+            if usual is None or id(value) in seen:
+                return None  # one tensor twice must arrive as one: the pickler's memo sees to it
+            seen.add(id(value))
+            tensors.append((place, usual))
+            if len(usual) == _WITH_GRAD:
+                with_grad.append(value)
+        elif kind not in _SCALARS and not (kind in _SEQUENCES and _is_short_sequence(value)):
+            return None
+    if not tensors:
+        return args, kwargs, ()
+    if tracked is not None:
+        tracked += with_grad
+    places, words = list(args), dict(kwargs) if kwargs else kwargs
+    for place, _ in tensors:
+        if type(place) is int:
+            places[place] = None
+        else:
+            words[place] = None
+    return places if type(args) is list else tuple(places), words, tensors
+
+
+def _is_short_sequence(value: Any) -> bool:
+    """Whether a list or tuple is of scalars, and so short that a look at each costs less than a pickler."""
+    return len(value) <= _SHORT and _SCALARS.issuperset(map(type, value))
+
+
+def _with_buffers(record: tuple[Any, ...]) -> Payload:
+    buffers: list[Any] = []
+    pickled = _pickle(record, PROTOCOL, buffer_callback=buffers.append)
+    if not buffers:
+        return Payload({}, [pickled])
+    return Payload({}, [pickled, *map(pickle.PickleBuffer.raw, buffers)], range(1, len(buffers) + 1))
