@@ -361,7 +361,6 @@ class SharedMemory:
     def close(self) -> None:
         """This worker leaves."""
         self._closed = True
-        self._copier.close()
         if self._trimming is not None:
             self._trimming.cancel()
         for incarnation in {*self._doors, *self._unproved, *self._outgoing, *self._incoming}:

@@ -42,7 +42,7 @@ class Ends:
         self.pool = Pool(BOUND)
         self.pool.open(1, Limits(BOUND, 8, slots))
         self.ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))
-        self.copier = Copier(cores=1)
+        self.copier = Copier()
         self.lock = threading.RLock()
         self.discarded: list[Segment] = []
         self.said: list[str] = []
