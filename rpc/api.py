@@ -7,12 +7,12 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future, collected_futures
+from rpc.agent.interface import AgentInterface
 from rpc.errors import with_article
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import WorkerInfo
-from rpc.options import RpcBackendOptions
+from rpc.options import UNSET_TIMEOUT, RpcBackendOptions
 from rpc.runtime.current import current_agent
 
 __all__ = [
@@ -70,8 +70,8 @@ def rpc_sync(
     """
     if type(args) is not tuple:
         args = positional(args)
-    caller = current_agent().caller
-    return caller.ask(to, callable_(func), args, keywords(kwargs) if kwargs else {}, timeout)
+    agent: AgentInterface = current_agent()
+    return agent.call(to, callable_(func), args, keywords(kwargs) if kwargs else {}, timeout)
 
 
 def rpc_async(
@@ -97,9 +97,8 @@ def rpc_async(
         futures = [rpc.rpc_async(worker, evaluate, args=(batch,)) for worker in workers]
         scores = [future.wait() for future in futures]
     """
-    agent = current_agent()
-    call = agent.caller.call(to, callable_(func), positional(args), keywords(kwargs), timeout, gather=True)
-    future: Future[Any] = agent.caller.future(call)
+    agent: AgentInterface = current_agent()
+    future = agent.call_async(to, callable_(func), positional(args), keywords(kwargs), timeout)
     collect(future)
     return future
 
@@ -150,13 +149,14 @@ def get_worker_info(worker_name: WorkerReference | None = None) -> WorkerInfo:
     Raises:
         UnknownWorkerError: there is no worker of that name.
     """
-    info: WorkerInfo = current_agent().get_worker_info(worker_name)
-    return info
+    agent: AgentInterface = current_agent()
+    return agent.get_worker_info(worker_name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:
     """Names and ids of all workers in the group, by id."""
-    return list(current_agent().get_worker_infos())
+    agent: AgentInterface = current_agent()
+    return list(agent.get_worker_infos())
 
 
 def get_rpc_timeout() -> float:
@@ -197,8 +197,8 @@ def all_gather(
 
         losses = rpc.all_gather(loss.item())      # {"trainer0": 0.31, "trainer1": 0.29}
     """
-    gathered: dict[str, Any] = current_agent().extensions["gather"].all_gather(obj, worker_names, timeout)
-    return gathered
+    agent: AgentInterface = current_agent()
+    return agent.all_gather(obj, worker_names, timeout)
 
 
 def barrier(worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
@@ -219,10 +219,5 @@ def get_debug_info() -> dict[str, int]:
 
         rpc.get_debug_info()["agent.pending_calls"]
     """
-    agent = current_agent()
-    info: dict[str, int] = dict(agent.get_debug_info())
-    for extension in getattr(agent, "extensions", {}).values():
-        describe = getattr(extension, "debug_info", None)
-        if describe is not None:
-            info |= describe()
-    return info
+    agent: AgentInterface = current_agent()
+    return agent.get_debug_info()

@@ -23,6 +23,8 @@ __all__ = [
 ]
 
 DEFAULT_RPC_TIMEOUT = 60.0
+UNSET_TIMEOUT: Final = -1.0
+"""As a call's timeout: the agent's default."""
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 

@@ -1,12 +1,14 @@
-"""The agent: one per process, on which everything else is built.
+"""The agent: one per process, on which everything else is built. It composes its parts, and ends them.
 
 A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of calls and hands
-the frame (``messages``) to the peer, which writes it to the socket. Frames come in on the loop's thread, in
-``dispatch``: a request goes to the executor (``callee``), a reply to whoever waits for it (``pending``,
-``futures``). The loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
+the frame (``outbox``) to the peer, which writes it to the socket. Frames come in on the loop's thread, in
+``dispatcher``: a request goes to the executor (``request_runner``), a reply to whoever waits for it
+(``pending_call``, ``futures``). The loop moves bytes and nothing else: no user code runs on it, no pickle is
+read on it.
 
-What stands on the agent extends it at three points: message kinds (``on``, and ``control`` for small
-messages that must arrive), the tape (``tape``), and carriers and reducers (``serialization``).
+What stands on the agent extends it at four points: message kinds (``on``, and ``control`` for small messages
+that must arrive), the turns of its life (``hooks``), the tape (``tape``), and carriers and reducers
+(``serialization``).
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from rpc.agent.activity import Activity
 from rpc.agent.call_table import CallTable
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.departure import Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Future
+from rpc.agent.gather import Gathering
+from rpc.agent.hooks import Hooks
 from rpc.agent.idle_reader import Standby
 from rpc.agent.outbox import Messages
+from rpc.agent.peer_table import PeerTable
 from rpc.agent.pending_call import PendingCall
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Recording, Tape
@@ -38,12 +43,11 @@ from rpc.group.membership import Membership, WorkerReference
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
-from rpc.runtime import file_limit, process_tuning
-from rpc.runtime.events import Events, PeerJoined, PeerLost
+from rpc.runtime.events import Events, PeerLost
 from rpc.runtime.executor import Executor, Task
-from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 from rpc.runtime.loop import LoopThread
-from rpc.runtime.mailbox import Counter, Mailbox
+from rpc.runtime.mailbox import Mailbox
+from rpc.runtime.process_tuning import ProcessTuning
 from rpc.serialization.serializer import Serializer
 from rpc.transport import Connection, transports
 from rpc.wire.frames import Frame, Kind
@@ -55,7 +59,7 @@ _STOP_SECONDS: Final = 1.0
 
 
 class Agent:
-    """Sends calls, runs the calls of others, and knows who is there.
+    """Sends calls, runs the calls of others, and knows who is there: an ``AgentInterface``.
 
     Made in two steps, since peers must know where it listens before the group is known:
     ``Agent(...)`` listens, ``join`` makes it part of a group.
@@ -64,79 +68,106 @@ class Agent:
         options: of the backend.
         listen_host: where TCP listens, a host name or address.
         listen_port: 0 for any.
+
+    Attributes:
+        extensions: what stands on this agent, by name: each part's own object, where its code finds it again.
+        tape: notes what tensors calls carry.
     """
+
+    info: WorkerInfo
+    view: Membership
 
     def __init__(self, options: AgentOptions, listen_host: str, listen_port: int = 0) -> None:
         self.options = options
         self.rpc_timeout = options.rpc_timeout
         self.incarnation = secrets.randbits(63)
-        self.events = Events()
         self.serializer = Serializer(safe=options.deserialization == "safe")
+        self.extensions: dict[str, Any] = {}
         self.tape: Tape | None = None
+        self.closed = False
+        self._process = ProcessTuning(options.switch_interval, options.kept_memory_bytes)
+
+        self.events = Events()
+        self.hooks = hooks = Hooks()
+        self.on_joined, self.on_gone, self.on_forked = (
+            hooks.joined.append,
+            hooks.gone.append,
+            hooks.forked.append,
+        )
+        self.on_close, self.on_closed = hooks.close.append, hooks.closed.append
         self._loop_thread = LoopThread(
             "farcall-loop", "a blocking call on the agent's own thread would stop the agent"
         )
         self.loop = self._loop_thread.loop
+        self.on_loop = self._loop_thread.call
+        self.mailbox = Mailbox(self.loop)
         self.executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)
-        self.calls = CallTable(self, self.loop, self._complete_all)
-        self.caller = Caller(self)
-        self.runner = RequestRunner(self)
-        self.dispatcher = Dispatcher(self)
-        self.frames_received = self.dispatcher.frames_received
-        messages = Messages(self)
-        self.send, self.answer = messages.send, messages.answer
-        self.reply, self.dump_reply, self.fail = messages.reply, messages.dump_reply, messages.fail
+        self.activity = Activity(self.mailbox, self.executor)
+        self.postponed, self.something_ended = self.activity.postponed, self.activity.ended
+
+        self.peers = PeerTable(self._make_peer, self._connect, hooks, self.events)
+        self.peer, self.peer_for = self.peers.find, self.peers.ensure
+        self.peer_by_incarnation = self.peers.by_incarnation
         self.connections = Connections(
             self.loop,
             transports(self.loop, options.send_queue_bytes, options.transports),
             self,
             options.max_message_bytes,
         )
-        self.dispatcher.on(Kind.GOODBYE, self.connections.goodbye_received)
-        self._gone_handlers: list[Callable[[Peer, str], None]] = []
-        self._close_handlers: list[Callable[[], object]] = []
-        self._closed_handlers: list[Callable[[], object]] = []
-        self._forked_handlers: list[Callable[[], object]] = []
-        self._joined_handlers: list[Callable[[Peer], None]] = []
-        self.mailbox = Mailbox(self.loop, self._look_whether_idle)
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
-        self.dispatcher.on(Kind.CONTROL, self.control.received)
+
+        self.calls = CallTable(self, self.loop, self._complete_all)
+        self.caller = Caller(self)
+        self.call = self.caller.ask
+        self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer)
+        self.all_gather = self.gathering.all_gather
+        self.runner = RequestRunner(self)
+        self.dispatcher = Dispatcher(self)
+        self.frames_received = self.dispatcher.frames_received
+        messages = Messages(self)
+        self.send, self.answer = messages.send, messages.answer
+        self.reply, self.dump_reply, self.fail = messages.reply, messages.dump_reply, messages.fail
+
         self.shared_memory = SharedMemory(
             self, options.shared_memory_bytes, options.max_message_bytes, takes=self.serializer.allow is None
         )
         self.unwrap = self.shared_memory.unwrap
-        self.dispatcher.on(Kind.SEGMENTS, self.shared_memory.received)
-        self.dispatcher.on(Kind.IN_SEGMENT, self.shared_memory.message_received)
-        self.on_gone(self.shared_memory.peer_gone)
         self.stripes = Striping(self, options.tcp_stripes, options.max_message_bytes)
-        self.dispatcher.on(Kind.STRIPES, self.stripes.received)
-        self.dispatcher.on(Kind.STRIPED, self.stripes.message_opened)
         self.connections.stripe_came = self.stripes.stripe_came
-        self.on_gone(self.stripes.peer_gone)
         self.bulk = Bulk(
             self.shared_memory.send,
             self.stripes.send,
             lambda peer, reason: self.mailbox.call(self.connections.lose, peer, reason),
         )
+
+        self.departure = Departure(
+            self.activity, self.peers, self.connections, self._loop_thread, hooks.closed
+        )
+        hooks.gone.extend((self.shared_memory.peer_gone, self.stripes.peer_gone, self.bulk.peer_gone))
+        hooks.closed.append(self.bulk.close)
+        hooks.forked.append(self.bulk.abandon)
+        for kind, handler in (
+            (Kind.CONTROL, self.control.received),
+            (Kind.GOODBYE, self.connections.goodbye_received),
+            (Kind.SEGMENTS, self.shared_memory.received),
+            (Kind.IN_SEGMENT, self.shared_memory.message_received),
+            (Kind.STRIPES, self.stripes.received),
+            (Kind.STRIPED, self.stripes.message_opened),
+            (Kind.SHUTDOWN, self.departure.received),
+        ):
+            self.dispatcher.on(kind, handler)
         self.dispatcher.on(Kind.BULK, self.bulk.received, any_thread=True)
         self.dispatcher.on(Kind.BULK_CREDIT, self.bulk.credited, any_thread=True)
-        self.on_gone(self.bulk.peer_gone)
-        self.on_closed(self.bulk.close)
-        self.on_forked(self.bulk.abandon)
-        self.extensions: dict[str, Any] = {}
-        """What stands on this agent, by name: each part's own object, where its code finds it again."""
-        self._peers: dict[int, Peer] = {}
-        self.peer_by_incarnation: Callable[[int], Peer | None] = self._peers.get
-        """Returns the peer of an incarnation, present or gone; None if it was never in the group."""
-        self._routes: dict[str, Peer] = {}
-        self.postponed = Counter()
-        """Requests that no task works on, but which are still to be run or answered."""
-        self.departure: Departure | None = None
-        self.closed = False
-        self._interval: float | None = None
-        self._kept_memory = 0
+        self.activity.count(
+            under_way=(self.calls.unanswered, self.control.unacknowledged),
+            begun=(
+                lambda: self.calls.opened,
+                lambda: self.dispatcher.requests_begun,
+                lambda: self.control.posted,
+            ),
+        )
         try:
-            self.addresses = self._loop_thread.call(self.connections.listen, listen_host, listen_port)
+            self.addresses = self.on_loop(self.connections.listen, listen_host, listen_port)
         except BaseException as error:
             self.close("it cannot listen")
             if isinstance(error, OSError):
@@ -157,112 +188,101 @@ class Agent:
         """
         self.info = me.info
         self.view = Membership(me, static=static)
-        self._peers[me.incarnation] = self.own_peer = Peer(me, self._connect, is_self=True)
+        self.own_peer = Peer(me, self._connect, is_self=True)
         self.own_peer.agent = self
         self.connections.loop_back(self.own_peer, self.serializer.brings_nothing)
-        self.departure = Departure(self, members if static else None)
-        self.dispatcher.on(Kind.SHUTDOWN, self.departure.received)
-        if self.options.switch_interval is not None:
-            self._interval = sys.getswitchinterval()
-            sys.setswitchinterval(min(self._interval, self.options.switch_interval))
-        defer_interrupts()
-        if process_tuning.keep(self.options.kept_memory_bytes):
-            self._kept_memory = self.options.kept_memory_bytes
+        self.peers.form(self.view, self.own_peer)
+        self.departure.form(me, members if static else None)
+        self._process.apply()
 
         def form() -> None:
             for member in members:
                 self.view.join(member)
-            for member in self.view.present():
-                self.peer_for(member)
+            self.peers.present()
             self.connections.join_group(self.view, group)
 
-        self._loop_thread.call(form)
+        self.on_loop(form)
 
-    def peer(self, callee: WorkerReference) -> Peer:
-        """The peer that a callee names.
-
-        Raises:
-            UnknownWorkerError: there is no such worker in the group.
-            ValueError: ``callee`` is neither a name, an id nor a ``WorkerInfo``.
-        """
-        if type(callee) is str:  # nothing else: 1.0 and True would be found under 1
-            peer = self._routes.get(callee)
-            if peer is not None and peer.lost is None:  # else another may have the name now
-                return peer
-        peer = self._peers[self.view.resolve(callee).incarnation]
-        self._routes[peer.name] = peer
-        return peer
-
-    def peer_for(self, member: Member) -> Peer:
-        peer = self._peers.get(member.incarnation)
-        if peer is None:
-            file_limit.provide_for(len(self._peers))
-            peer = self._peers[member.incarnation] = Peer(
-                member,
-                self._connect,
-                send_queue_bytes=self.options.send_queue_bytes,
-                near=member.host == self.view.me.host,
-            )
-            peer.agent = self
-            self._routes.clear()
-            for handler in self._joined_handlers:
-                handler(peer)
-            if self.events.peer_joined:
-                self.events.tell(self.events.peer_joined, PeerJoined(member.name, member.id))
+    def _make_peer(self, member: Member) -> Peer:
+        peer = Peer(
+            member,
+            self._connect,
+            send_queue_bytes=self.options.send_queue_bytes,
+            near=member.host == self.view.me.host,
+        )
+        peer.agent = self
         return peer
 
     def _connect(self, peer: Peer) -> None:
         self.mailbox.call(self.connections.connect, peer)
 
-    def watch_over(self, peer: Peer) -> None:
-        """Be connected to a peer from now on, so that its death is noticed though nothing is sent to it."""
-        if not peer.connected:
-            self._connect(peer)
-
     def peer_connected(self, peer: Peer, connection: Connection) -> None:
+        """There is a connection, on which idle threads may wait for requests."""
         if connection.direct is not None:
             peer.standby = Standby(self, peer, connection.direct)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
-        self.view.leave(peer.incarnation, reason)
-        self._routes.clear()
+        """A worker is gone for good: end what was under way with it."""
+        self.peers.leave(peer, reason)
         self.control.forget(peer)
-        assert self.departure is not None
         unattended = [
             call.future
             for call in self.calls.take_all(peer)
             if call.settle(call.lost_error()) and call.future is not None
         ]
         self._complete_all(unattended)
-        for handler in self._gone_handlers:
+        for handler in self.hooks.gone:
             handler(peer, reason)
         self.departure.worker_gone(peer)
         if self.events.peer_lost:
             self.events.tell(self.events.peer_lost, PeerLost(peer.name, peer.member.id, reason))
 
-    def on_gone(self, handler: Callable[[Peer, str], None]) -> None:
-        """Have ``handler`` called, on the loop's thread, when a worker is gone for good."""
-        self._gone_handlers.append(handler)
+    # ---- what the API needs (AgentInterface)
 
-    def on_close(self, handler: Callable[[], object]) -> None:
-        """Have ``handler`` called, on the closing thread, when this worker leaves."""
-        self._close_handlers.append(handler)
+    def call_async(
+        self,
+        to: WorkerReference,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> Future[Any]:
+        """Send a call and return its future; what cannot be sent raises here."""
+        return self.caller.future(self.caller.call(to, function, args, kwargs, timeout, gather=True))
 
-    def on_closed(self, handler: Callable[[], object]) -> None:
-        """Have ``handler`` called, on the closing thread, when this worker has left: nobody it waits for
-        will answer any more.
+    def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
+        """This worker's name and id, or those of the one that ``worker`` names."""
+        return self.info if worker is None else self.view.resolve(worker).info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Name and id of everybody in the group, by id."""
+        return self.view.infos()
+
+    def get_debug_info(self) -> dict[str, int]:
+        """Counts of threads, tasks, calls and messages right now, under keys that begin ``agent.``, and of
+        what stands on the agent.
         """
-        self._closed_handlers.append(handler)
+        counts = self.executor.counts()
+        counts |= {
+            "thread_pool_size": self.options.num_worker_threads,
+            "pending_calls": len(self.calls),
+            "postponed_requests": self.postponed.value,
+            "unacknowledged_control_messages": self.control.unacknowledged(),
+            "connected_peers": sum(peer.connected and not peer.is_self for peer in self.peers.all()),
+        }
+        info = {f"agent.{key}": value for key, value in counts.items()}
+        for extension in self.extensions.values():
+            describe = getattr(extension, "debug_info", None)
+            if describe is not None:
+                info |= describe()
+        return info
 
-    def on_forked(self, handler: Callable[[], object]) -> None:
-        """Have ``handler`` called in a forked child, where it may wait for no lock."""
-        self._forked_handlers.append(handler)
+    @property
+    def is_static_group(self) -> bool:
+        """Whether nobody joins later; PyTorch's name."""
+        return self.view.static
 
-    def on_joined(self, handler: Callable[[Peer], None]) -> None:
-        """Have ``handler`` called, on the loop's thread, when a worker joins."""
-        self._joined_handlers.append(handler)
-
-    # ---- receiving
+    # ---- extension points
 
     def on(
         self,
@@ -272,7 +292,7 @@ class Agent:
         any_thread: bool = False,
         followed: bool = False,
     ) -> None:
-        """Extension point: have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
+        """Have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
 
         It runs on the loop's thread, or with ``any_thread`` on any other: it must neither block nor run user
         code. What does, it may return as a task for an executor thread. More is said in ``Dispatcher.on``.
@@ -280,6 +300,14 @@ class Agent:
         if kind < Kind.EXTENSION:
             raise ValueError(f"message kind {kind} is reserved")
         self.dispatcher.on(kind, handler, any_thread=any_thread, followed=followed)
+
+    def recording_of(self, header: dict[str, Any], source: Peer, *, answer: bool = False) -> Recording | None:
+        """What a request with this header, or an answer, is noted in."""
+        tape = self.tape
+        if tape is None or tape.key not in header:
+            return None
+        follow = tape.answered if answer else tape.received
+        return follow(header[tape.key], source)
 
     # ---- what pending calls need (CallOwner)
 
@@ -291,18 +319,9 @@ class Agent:
         connect = None if recording is None else recording.connect
         return self.serializer.loads(header, buffers, call.arrivals, call.peer, connect=connect)
 
-    def recording_of(self, header: dict[str, Any], source: Peer, *, answer: bool = False) -> Recording | None:
-        """What a request with this header, or an answer, is noted in."""
-        tape = self.tape
-        if tape is None or tape.key not in header:
-            return None
-        follow = tape.answered if answer else tape.received
-        return follow(header[tape.key], source)
-
     def answered(self, call: PendingCall) -> None:
         self.calls.take(call.call_id)
-        if self.departure is not None and self.departure.listening:
-            self.something_ended()
+        self.something_ended()
 
     def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
         if frame.kind != Kind.REPLY or frame.header:
@@ -328,63 +347,6 @@ class Agent:
         if not self.executor.submit_batch(tasks):
             _complete_futures(tasks)
 
-    def on_loop(self, function: Callable[..., Any], *args: object) -> Any:
-        """Run a function on the loop's thread and return its result."""
-        return self._loop_thread.call(function, *args)
-
-    # ---- looking in
-
-    def under_way(self) -> int:
-        """How much is under way here: calls not answered yet, requests not answered yet, tasks, callbacks,
-        and control messages not acknowledged.
-        """
-        return (
-            self.calls.unanswered()
-            + self.postponed.value
-            + self.executor.active()
-            + self.control.unacknowledged()
-            + self.mailbox.pending()
-        )
-
-    def begun(self) -> int:
-        """How many calls, requests and control messages have ever begun here: grows with each."""
-        return self.calls.opened + self.dispatcher.requests_begun + self.control.posted
-
-    def something_ended(self) -> None:
-        """This worker may have become idle, which interests who waits to leave."""
-        if self.departure is not None and self.departure.listening:
-            self.mailbox.call(self.departure.look)
-
-    def _look_whether_idle(self) -> None:
-        if self.departure is not None and self.departure.listening:
-            self.departure.look()
-
-    @property
-    def is_static_group(self) -> bool:
-        return self.view.static
-
-    def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
-        """This worker's name and id, or those of the one that ``worker`` names."""
-        return self.info if worker is None else self.view.resolve(worker).info
-
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        """Name and id of everybody in the group, by id."""
-        return self.view.infos()
-
-    def get_debug_info(self) -> dict[str, int]:
-        """Counts of threads, tasks, calls and messages right now, under keys that begin ``agent.``."""
-        counts = self.executor.counts()
-        counts |= {
-            "thread_pool_size": self.options.num_worker_threads,
-            "pending_calls": len(self.calls),
-            "postponed_requests": self.postponed.value,
-            "unacknowledged_control_messages": self.control.unacknowledged(),
-            "connected_peers": sum(
-                peer.connected and not peer.is_self for peer in list(self._peers.values())
-            ),
-        }
-        return {f"agent.{key}": value for key, value in counts.items()}
-
     # ---- the end
 
     def close(self, reason: str) -> None:
@@ -397,14 +359,14 @@ class Agent:
         self.closed = True
         _do_all(
             self.mailbox.close,
-            *self._close_handlers,
+            *self.hooks.close,
             functools.partial(self._leave_group, reason),
             self._settle_calls,
-            *self._closed_handlers,
+            *self.hooks.closed,
             self.runner.stop,
             self._stop_executor,
             self._loop_thread.stop,
-            self._restore_process,
+            self._process.restore,
         )
 
     def _leave_group(self, reason: str) -> None:
@@ -417,7 +379,7 @@ class Agent:
             await self.stripes.finish()
         finally:
             try:
-                await self.connections.close(list(self._peers.values()), reason)
+                await self.connections.close(self.peers.all(), reason)
             finally:
                 self.shared_memory.close()
                 self.stripes.close()
@@ -439,13 +401,6 @@ class Agent:
         finally:
             _complete_futures(dropped)
 
-    def _restore_process(self) -> None:
-        restore_interrupts()
-        if self._interval is not None:
-            sys.setswitchinterval(self._interval)
-        if self._kept_memory:
-            process_tuning.release(self._kept_memory)
-
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.
 
@@ -455,19 +410,15 @@ class Agent:
         """
         self.closed = True
         self.mailbox.close()
-        _inherited.append(self)  # destroying the loop here would touch what the parent still uses
-        for handler in self._forked_handlers:
+        for handler in self.hooks.forked:
             handler()
-        for connection in self.connections.connections(self._peers.values()):
+        for connection in self.connections.connections(self.peers.all()):
             connection.abandon()
         self.shared_memory.abandon()
         self.stripes.abandon()
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
-        if self._interval is not None:
-            sys.setswitchinterval(self._interval)
-        if self._kept_memory:
-            process_tuning.release(self._kept_memory, give_back=False)
+        self._process.restore(give_back=False)
 
 
 def _do_all(*steps: Callable[[], object]) -> None:
@@ -486,6 +437,3 @@ def _complete_futures(tasks: Sequence[Task]) -> None:
             if isinstance(getattr(function, "__self__", None), Future)
         )
     )
-
-
-_inherited: Final[list[Agent]] = []

@@ -18,6 +18,7 @@ from rpc.agent.tape import note
 from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
+from rpc.options import UNSET_TIMEOUT
 from rpc.serialization.payload import Payload
 from rpc.serialization.tracked import stand_ins
 from rpc.transport import INFINITE, QueueFull
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from rpc.agent.agent import Agent
 
 __all__ = ["UNSET_TIMEOUT", "Caller"]
-
-UNSET_TIMEOUT: Final = -1.0
-"""As a call's timeout: the agent's default."""
 
 
 _FEW: Final = 16

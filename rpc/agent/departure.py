@@ -11,17 +11,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from rpc.agent.activity import Activity
+from rpc.agent.peer_table import PeerTable
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
+from rpc.group.connections import Connections
 from rpc.group.peer import Peer
 from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, wait_for_event
+from rpc.runtime.loop import LoopThread
 from rpc.wire.frames import Frame, Kind, encode
-
-if TYPE_CHECKING:
-    from rpc.agent.agent import Agent
 
 __all__ = ["Departure"]
 
@@ -36,20 +37,40 @@ class Departure:
     """One agent's way out of its group.
 
     Args:
-        agent: of this worker.
-        members: of a static group; None in a dynamic one, where each leaves when its own work is done.
+        activity: what is under way here.
+        peers, connections: of this worker.
+        loop_thread: the agent's.
+        closed: handlers called when the agent has ended.
     """
 
-    def __init__(self, agent: Agent, members: Sequence[Member] | None) -> None:
-        self._agent = agent
-        self._termination = None if members is None else Termination(agent.own_peer.member, members, ROUNDS)
-        self.listening = False
-        """Whether it makes a difference to ``look`` when this worker may have become idle."""
+    def __init__(
+        self,
+        activity: Activity,
+        peers: PeerTable,
+        connections: Connections,
+        loop_thread: LoopThread,
+        closed: list[Callable[[], object]],
+    ) -> None:
+        self._activity = activity
+        self._peers = peers
+        self._connections = connections
+        self._loop_thread = loop_thread
+        self._termination: Termination | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: Callable[[str | None], None] | None = None
         self._claimed = threading.Lock()
         self._is_closed = False
-        agent.on_closed(self._closed)
+        closed.append(self._closed)
+
+    def form(self, me: Member, members: Sequence[Member] | None) -> None:
+        """The group is formed.
+
+        Args:
+            me: this worker.
+            members: of a static group; None in a dynamic one, where each leaves when its own work is done.
+        """
+        self._me = me
+        self._termination = None if members is None else Termination(me, members, ROUNDS)
 
     def wait(self, timeout: float) -> None:
         """Wait for the end of a round (in a dynamic group: of this worker's own work). Ctrl-C interrupts.
@@ -69,7 +90,7 @@ class Departure:
             ended.set()
 
         try:
-            self._agent.on_loop(self._begin, end, timeout)
+            self._loop_thread.call(self._begin, end, timeout)
         except RuntimeError:
             if not self._is_closed:
                 raise
@@ -79,10 +100,10 @@ class Departure:
             failure[0] = f"this worker still has {self._report().active} calls or tasks under way"
         if failure[0] is not None:
             raise RpcTimeoutError(
-                f"worker '{self._agent.info.name}' has left without waiting any longer: {failure[0]}"
+                f"worker '{self._me.name}' has left without waiting any longer: {failure[0]}"
             )
 
-    def look(self, _: object = None) -> None:
+    def look(self) -> None:
         """This worker may have become idle."""
         if self._termination is not None:
             self._act(self._termination.became_idle(self._report()))
@@ -123,46 +144,38 @@ class Departure:
             self._act(self._termination.enter(time.monotonic(), self._report(), timeout))
             self._watch_over_all()
         else:
-            self._listen(True)
+            self._activity.listen(self.look)
             self.look()
 
     def _watch_over_all(self) -> None:
         """The leader waits for everybody, so it must notice if somebody dies who never had to do with it."""
         assert self._termination is not None
-        if self._waiting is not None and self._termination.leader == self._agent.incarnation:
-            for member in self._agent.view.present():
-                self._agent.watch_over(self._agent.peer_for(member))
-
-    def _listen(self, listening: bool) -> None:
-        """Have the agent say when something ended, or no longer: it is asked at every call otherwise."""
-        if listening != self.listening:
-            self.listening = listening
-            self._agent.executor.when_idle(self._agent.something_ended if listening else None)
-            if listening:  # what has ended since the last report could not say so
-                self._agent.mailbox.call(self.look)
+        if self._waiting is not None and self._termination.leader == self._me.incarnation:
+            for peer in self._peers.present():
+                self._peers.watch_over(peer)
 
     def _report(self) -> Report:
-        begun = self._agent.begun()  # first: what begins after it was read is missed by neither number
-        return Report(self._agent.under_way(), begun)
+        begun = self._activity.begun()  # first: what begins after it was read is missed by neither number
+        return Report(self._activity.under_way(), begun)
 
     def _act(self, actions: Sequence[Any]) -> None:
-        agent = self._agent
+        find = self._peers.by_incarnation
         for action in actions:
             match action:
                 case Send(incarnation, message):
-                    peer = agent.peer_by_incarnation(incarnation)
+                    peer = find(incarnation)
                     if peer is not None:
                         _send(peer, message)
                 case CutOff(incarnation):
-                    peer = agent.peer_by_incarnation(incarnation)
+                    peer = find(incarnation)
                     if peer is not None:
-                        agent.connections.lose(peer, "the worker that leads the shutdown found it gone")
+                        self._connections.lose(peer, "the worker that leads the shutdown found it gone")
                 case Quiescent() | Leave():
                     self._end(None)
                 case Failed(reason):
                     self._end(reason)
         assert self._termination is not None
-        self._listen(self._termination.awaits_idleness)
+        self._activity.listen(self.look if self._termination.awaits_idleness else None)
         self._set_timer()
 
     def _end(self, reason: str | None) -> None:
@@ -177,7 +190,7 @@ class Departure:
         assert self._termination is not None
         due = self._termination.next_tick
         if due is not None:
-            self._timer = self._agent.loop.call_later(max(0.0, due - time.monotonic()), self._tick)
+            self._timer = self._loop_thread.loop.call_later(max(0.0, due - time.monotonic()), self._tick)
 
     def _tick(self) -> None:
         self._timer = None

@@ -15,12 +15,16 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rpc.agent.agent import UNSET_TIMEOUT, Agent
+from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.futures import Future
+from rpc.agent.hooks import Hooks
+from rpc.agent.peer_table import PeerTable
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for_event
 from rpc.runtime.current import current_agent
+from rpc.runtime.interrupts import protected
+from rpc.serialization.serializer import Serializer
 
 __all__ = ["Gathering"]
 
@@ -44,54 +48,65 @@ class _Round:
 class Gathering:
     """The rounds that one agent takes part in. From any thread."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, caller: Caller, peers: PeerTable, hooks: Hooks, serializer: Serializer) -> None:
+        self._caller = caller
+        self._peers = peers
         self._lock = threading.RLock()  # a finalizer may come back here
         self._next: dict[Names, int] = {}
         self._rounds: dict[Key, _Round] = {}
         self._given_up: dict[Names, tuple[int, RpcError]] = {}  # by this worker, the last time that it led
         for function in (_contribute, _publish, _fail):
-            agent.serializer.allow_function(function)
-        agent.on_gone(self._worker_gone)
-        agent.on_closed(self._closed)
+            serializer.allow_function(function)
+        hooks.gone.append(self._worker_gone)
+        hooks.closed.append(self._closed)
 
     def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """See ``rpc.all_gather``."""
         check_may_block()
-        agent = self._agent
-        me = agent.info.name
-        names = tuple(sorted(set(worker_names or (info.name for info in agent.get_worker_infos()))))
+        me = self._peers.own.name
+        names = tuple(sorted(set(worker_names or (info.name for info in self._peers.view.infos()))))
         if me not in names:
             raise ValueError(f"worker '{me}' gathers among {list(names)} without being one of them")
-        peers = [agent.peer(name) for name in names]
-        call_timeout = agent.caller.effective_timeout(timeout)
+        peers = [self._peers.find(name) for name in names]
+        call_timeout = self._caller.effective_timeout(timeout)
         wait_timeout = call_timeout if timeout > 0 and call_timeout else None
         leads = names[0] == me
-        key: Key | None = None
+        entered: list[tuple[Key, _Round]] = []
         try:
-            try:
-                with self._lock:
-                    number = self._next.get(names, 0)
-                    key = (names, number)
-                    self._next[names] = number + 1
-                    state = self._rounds.setdefault(key, _Round())
-                if leads:
-                    objects, told = self._lead(key, state, value, peers, call_timeout, wait_timeout)
-                else:
-                    self._check_present(names, peers)
-                    self._follow(key, value, call_timeout)
-            except BaseException as error:
-                if key is None or (isinstance(error, RpcTimeoutError) and not leads):  # it may arrive yet
-                    raise
-                raise self._give_up(key, error, names[1:] if leads else names[:1]) from error.__cause__
+            self._enter(names, entered)
+            ((key, state),) = entered
+            if leads:
+                objects, told = self._lead(key, state, value, peers, call_timeout, wait_timeout)
+            else:
+                self._check_present(names, peers)
+                self._follow(key, value, call_timeout)
+        except BaseException as error:
+            if not entered or (isinstance(error, RpcTimeoutError) and not leads):  # it may arrive yet
+                self._forget(entered)
+                raise
+            raise self._give_up(entered[0][0], error, names[1:] if leads else names[:1]) from error.__cause__
+        try:
             if not leads:
                 return self._await(key, state, wait_timeout)
             _check_told(told, call_timeout)
             return objects
         finally:
-            if key is not None:
-                with self._lock:
-                    self._rounds.pop(key, None)
+            self._forget(entered)
+
+    @protected
+    def _enter(self, names: Names, entered: list[tuple[Key, _Round]]) -> None:
+        """Begin the next round of some workers, and note it where Ctrl-C does not lose it."""
+        with self._lock:
+            number = self._next.get(names, 0)
+            self._next[names] = number + 1
+            key = (names, number)
+            entered.append((key, self._rounds.setdefault(key, _Round())))
+
+    @protected
+    def _forget(self, entered: list[tuple[Key, _Round]]) -> None:
+        with self._lock:
+            for key, _ in entered:
+                self._rounds.pop(key, None)
 
     def _check_present(self, names: Names, peers: Iterable[Peer]) -> None:
         for peer in peers:
@@ -108,15 +123,14 @@ class Gathering:
         wait_timeout: float | None,
     ) -> tuple[dict[str, Any], dict[str, Future[Any]]]:
         """Returns what was gathered, and for each follower the call that tells it."""
-        agent = self._agent
         names, number = key
-        self.contribute(names, number, agent.info.name, value)
+        self.contribute(names, number, names[0], value)
         for peer in peers:
-            agent.watch_over(peer)
+            self._peers.watch_over(peer)
         self._check_present(names, peers)
         objects = self._await(key, state, wait_timeout)
         whole = {"objects": objects}
-        caller = agent.caller
+        caller = self._caller
         return objects, {
             name: caller.future(caller.call(name, _publish, (names, number), whole, call_timeout))
             for name in names[1:]
@@ -124,14 +138,14 @@ class Gathering:
 
     def _follow(self, key: Key, value: Any, call_timeout: float) -> None:
         names, number = key
-        caller = self._agent.caller
-        contribution = (names, number, self._agent.info.name)
+        caller = self._caller
+        contribution = (names, number, self._peers.own.name)
         caller.call(names[0], _contribute, contribution, {"value": value}, call_timeout).result()
 
     def _give_up(self, key: Key, error: BaseException, others: Names) -> BaseException:
         """Tell others that the round fails; who contributes from now on is told then. Returns the error."""
         names, number = key
-        me = self._agent.info.name
+        me = self._peers.own.name
         headline, _, what = str(error).partition(": ")
         if type(error) is SerializationError and headline.startswith("cannot call "):
             error = SerializationError(f"worker '{me}' cannot take part in _all_gather: {what}")
@@ -142,7 +156,7 @@ class Gathering:
             self._next[names] = max(self._next.get(names, 0), number + 1)
             self._rounds.pop(key, None)
             self._given_up[names] = number, told
-        caller = self._agent.caller
+        caller = self._caller
         for name in others:
             with contextlib.suppress(RpcError):
                 caller.future(caller.call(name, _fail, (names, number, told), {}, UNSET_TIMEOUT))
@@ -151,7 +165,7 @@ class Gathering:
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
         names, _ = key
         if not wait_for_event(state.complete, time.monotonic() + timeout if timeout else INFINITE):
-            me = self._agent.info.name
+            me = self._peers.own.name
             missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
             raise RpcTimeoutError(
                 f"worker '{me}' timed out in _all_gather after {timeout or 0:.2f} seconds, "
@@ -231,12 +245,12 @@ def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:
 
 
 def _contribute(names: Names, number: int, name: str, *, value: Any) -> None:
-    current_agent().extensions["gather"].contribute(names, number, name, value)
+    current_agent().gathering.contribute(names, number, name, value)
 
 
 def _publish(names: Names, number: int, *, objects: dict[str, Any]) -> None:
-    current_agent().extensions["gather"].publish(names, number, objects)
+    current_agent().gathering.publish(names, number, objects)
 
 
 def _fail(names: Names, number: int, error: RpcError) -> None:
-    current_agent().extensions["gather"].fail(names, number, error)
+    current_agent().gathering.fail(names, number, error)

@@ -60,7 +60,7 @@ def shutdown(
     departure = agent.departure
     left_to_another = False
     try:
-        if graceful and departure is not None:
+        if graceful:
             left_to_another = not departure.claim()
             if left_to_another:
                 raise RpcError(f"worker '{agent.info.name}' is being shut down by another thread already")

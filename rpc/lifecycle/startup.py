@@ -13,15 +13,20 @@ from typing import Final
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from rpc.agent.agent import UNSET_TIMEOUT, Agent
-from rpc.agent.gather import Gathering
+from rpc.agent.agent import Agent
 from rpc.device_maps import check_device_maps
 from rpc.errors import AlreadyInitializedError, WorkerLostError
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo, check_name
 from rpc.lifecycle import backend_registry
 from rpc.lifecycle.backend_registry import BackendType
-from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions, parse_listen
+from rpc.options import (
+    UNSET_TIMEOUT,
+    AgentOptions,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    parse_listen,
+)
 from rpc.rendezvous.address import host_identity, listen_address
 from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.dynamic import join_dynamic
@@ -194,7 +199,6 @@ def start_agent(
         for install in _installers:
             install(agent)
         agent.serializer.allow_function(_noop)
-        agent.extensions["gather"] = Gathering(agent)
         group: Group
         if world_size is None:
             joined = join_dynamic(store, draft, options.rendezvous_timeout, job=job_key(os.environ))

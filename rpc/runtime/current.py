@@ -11,6 +11,8 @@ __all__ = ["check_not_forked", "clear_current_agent", "current_agent", "is_initi
 
 _agent: Any = None
 _forked_from: int | None = None
+_inherited: list[Any] = []
+"""Agents of this process's ancestors: destroying their loops here would touch what those still use."""
 
 
 def current_agent() -> Any:
@@ -68,6 +70,7 @@ def _forked() -> None:
         return
     _agent = None
     _forked_from = os.getppid()
+    _inherited.append(agent)
     leave = getattr(agent, "abandon_after_fork", None)
     if leave is not None:
         leave()

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from rpc.runtime.executor import Task
+from rpc.runtime.interrupts import protected
+from rpc.runtime.tasks import Task
 
 __all__ = ["Counter", "Mailbox"]
 
@@ -26,44 +27,35 @@ class Mailbox:
 
     Args:
         loop: the agent's.
-        done: called on the loop's thread each time that the queue has been emptied.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, done: Callable[[], object]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._done = done
+        self._emptied: Callable[[], object] = lambda: None
         self._queue: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._woken = False
         self._timed = False
         self._closed = False
 
+    @protected
     def soon(self, function: Callable[[Any], object], argument: Any) -> None:
         """Run ``function(argument)`` as soon as the loop can."""
         if self._closed:
             return
-        try:
-            self._queue.put((function, argument))
-            if not self._woken:
-                self._woken = True
-                self.call(self._run)
-        except BaseException:  # Ctrl-C: whether the loop was woken is not known
-            self._woken = False
+        self._queue.put((function, argument))
+        if not self._woken:
+            self._woken = True
             self.call(self._run)
-            raise
 
+    @protected
     def gathered(self, function: Callable[[Any], object], argument: Any) -> None:
         """As ``soon``, for what is in no hurry: it is done together with what follows in the next moments."""
         if self._closed:
             return
-        try:
-            self._queue.put((function, argument))
-            if not self._timed:
-                self._timed = True
-                self.call(self._loop.call_later, _GATHER_SECONDS, self._run)
-        except BaseException:  # Ctrl-C: whether the timer is set is not known
-            self._timed = False
-            self.call(self._run)
-            raise
+        self._queue.put((function, argument))
+        if not self._timed:
+            self._timed = True
+            self.call(self._loop.call_later, _GATHER_SECONDS, self._run)
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
         """``call_soon_threadsafe``, and nothing once the loop has ended."""
@@ -72,6 +64,10 @@ class Mailbox:
         except RuntimeError:
             if not self._closed:
                 raise
+
+    def when_emptied(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called on the loop's thread each time that all is done."""
+        self._emptied = callback
 
     def pending(self) -> bool:
         """Whether anything waits."""
@@ -89,7 +85,7 @@ class Mailbox:
                 function(argument)
             except Exception:
                 logger.exception("a deferred action failed")
-        self._done()
+        self._emptied()
 
 
 class Counter:

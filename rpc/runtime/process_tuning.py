@@ -1,23 +1,28 @@
-"""Freed memory stays with the process while an agent runs, for what is allocated next.
+"""What an agent sets for its whole process while it runs: when threads switch, what memory is kept, Ctrl-C.
 
-A training step allocates its gradients and activations anew each time. Left alone, glibc gives such memory
-back to the kernel as soon as some megabytes lie free, and each step pays a fault for every page of it: the
-backward of a model with 4 MB of parameters took 3.4 ms, and takes 1.8 ms without faults (measured). So as
-long as there is an agent, glibc is told to keep more.
+*Thread switches.* A call in a process whose main thread computes waits for the interpreter two or three
+times, 5 ms each by Python's default. So the interval is shortened.
 
-The setting is one of the process, and counts for each of glibc's arenas: the main thread's keeps as much free
-memory as the option says, that of another thread 64 MiB at most, which is the size of its heaps. What is
-larger than 32 MiB goes back to the kernel always. When the last agent is closed, all that lies free is given
-back.
+*Freed memory.* A training step allocates its gradients and activations anew each time. Left alone, glibc
+gives such memory back to the kernel as soon as some megabytes lie free, and each step pays a fault for every
+page of it: the backward of a model with 4 MB of parameters took 3.4 ms, and takes 1.8 ms without faults
+(measured). So glibc is told to keep more. The setting counts for each of glibc's arenas: the main thread's
+keeps as much free memory as the option says, that of another thread 64 MiB at most, which is the size of its
+heaps. What is larger than 32 MiB goes back to the kernel always.
+
+*Ctrl-C* is deferred in short sections: see ``interrupts``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from typing import Final
 
-__all__ = ["keep", "release"]
+from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
+
+__all__ = ["ProcessTuning"]
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -35,49 +40,52 @@ _USERS_TUNABLES: Final = tuple(
     f"glibc.malloc.{name}" for name in ("trim_threshold", "mmap_threshold", "top_pad")
 )
 
-_wanted: Final[list[int]] = []
-"""What the agents of this process have asked for."""
 
-
-def keep(size: int) -> bool:
-    """Have glibc keep up to ``size`` bytes of freed memory, until as many are passed to ``release``.
-
-    Of several agents the one that wants most decides.
-
-    Returns:
-        False if the allocator is left alone: it is not glibc's, or the environment says how it shall be, or
-        ``size`` is 0. Then there is nothing to release.
-    """
-    libc = ctypes.CDLL(None)
-    if not size or not hasattr(libc, "gnu_get_libc_version") or _is_set_by_user():
-        return False
-    _wanted.append(size)
-    _set(libc, max(_wanted))
-    return True
-
-
-def release(size: int, *, give_back: bool = True) -> None:
-    """An agent for which ``keep`` returned true is closed.
+class ProcessTuning:
+    """One agent's settings.
 
     Args:
-        give_back: if it was the last, give back to the kernel what lies free. (A forked child had better not
-            touch it: it shares that memory with its parent.)
+        switch_interval: in seconds; None leaves the interpreter's alone. A shorter one stays.
+        kept_memory_bytes: how much freed memory to keep. The allocator is left alone if that is 0, if it is
+            not glibc's, or where the environment says what it shall do.
     """
-    _wanted.remove(size)
-    libc = ctypes.CDLL(None)
-    if _wanted:
-        _set(libc, max(_wanted))
-        return
-    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-    libc.mallopt(_M_TRIM_THRESHOLD, _USUAL_TRIM_THRESHOLD)
-    if give_back:
-        libc.malloc_trim(ctypes.c_size_t(0))
 
+    def __init__(self, switch_interval: float | None, kept_memory_bytes: int) -> None:
+        self._switch_interval = switch_interval
+        self._kept_memory_bytes = kept_memory_bytes
+        self._interval_before: float | None = None
+        self._libc: ctypes.CDLL | None = None
 
-def _set(libc: ctypes.CDLL, size: int) -> None:
-    mapped_from = min(max(size, _SMALLEST_MMAP_THRESHOLD), _LARGEST_MMAP_THRESHOLD)
-    libc.mallopt(_M_MMAP_THRESHOLD, mapped_from)
-    libc.mallopt(_M_TRIM_THRESHOLD, min(size, _INT_MAX))
+    def apply(self) -> None:
+        """Put the settings into effect, until ``restore``."""
+        defer_interrupts()
+        if self._switch_interval is not None:
+            self._interval_before = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._interval_before, self._switch_interval))
+        libc = ctypes.CDLL(None)
+        size = self._kept_memory_bytes
+        if size and hasattr(libc, "gnu_get_libc_version") and not _is_set_by_user():
+            self._libc = libc
+            mapped_from = min(max(size, _SMALLEST_MMAP_THRESHOLD), _LARGEST_MMAP_THRESHOLD)
+            libc.mallopt(_M_MMAP_THRESHOLD, mapped_from)
+            libc.mallopt(_M_TRIM_THRESHOLD, min(size, _INT_MAX))
+
+    def restore(self, *, give_back: bool = True) -> None:
+        """Undo ``apply``.
+
+        Args:
+            give_back: return to the kernel what lies free. (A forked child had better not touch it: it shares
+                that memory with its parent.)
+        """
+        restore_interrupts()
+        if self._interval_before is not None:
+            sys.setswitchinterval(self._interval_before)
+        libc, self._libc = self._libc, None
+        if libc is not None:
+            libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+            libc.mallopt(_M_TRIM_THRESHOLD, _USUAL_TRIM_THRESHOLD)
+            if give_back:
+                libc.malloc_trim(ctypes.c_size_t(0))
 
 
 def _is_set_by_user() -> bool:

@@ -19,7 +19,6 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.runtime.current import current_agent
 from tests.support.serving import first_of, in_group, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
@@ -140,50 +139,6 @@ def test_gathering_fails_everywhere_when_a_worker_is_killed(run_workers: RunWork
     workers.wait_for("gathering")
     workers[1].kill()
     assert workers.results() == [["worker1"] * 2, None, ["worker1"] * 2]
-
-
-class Interruption:
-    """Ctrl-C at a moment at which a worker begins to gather."""
-
-    def __init__(self, moment: str) -> None:
-        self._gathering = current_agent().extensions["gather"]
-        if moment == "it is numbered":
-            self._gathering._next = self
-        else:
-            self._gathering._lock, self._lock = self, self._gathering._lock
-
-    def get(self, *_: object) -> int:
-        return 0
-
-    def __setitem__(self, *_: object) -> None:
-        self._gathering._next = {}
-        raise KeyboardInterrupt
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._gathering._lock = self._lock
-        self._lock.release()
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("moment", ["it is numbered", "its number is known"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_who_is_interrupted_as_it_begins_to_gather_tells_the_others(
-    run_workers: RunWorkers, victim: int, moment: str
-) -> None:
-    def gather_interrupted(worker: Worker) -> None:
-        if worker.rank == victim:
-            Interruption(moment)
-            with pytest.raises(KeyboardInterrupt):
-                rpc.barrier()
-        else:
-            with pytest.raises(RpcError, match=f"worker 'worker{victim}' gave up _all_gather"):
-                rpc.barrier()
-        assert rpc.all_gather(worker.rank) == {f"worker{rank}": rank for rank in range(3)}
-
-    run_workers(in_group(gather_interrupted), 3)
 
 
 # ---- barriers

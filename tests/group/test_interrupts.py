@@ -23,7 +23,6 @@ from rpc.agent.departure import Departure
 from rpc.errors import NotInitializedError, WorkerLostError
 from rpc.group import connections
 from rpc.options import AgentOptions
-from rpc.runtime import process_tuning
 from rpc.runtime.current import current_agent
 from tests.support.ctrl_c import CtrlC
 from tests.support.interrupting import interrupted
@@ -198,7 +197,6 @@ class Closing:
         assert self.outcome == [NotInitializedError]
         assert not rpc.is_initialized()
         assert sys.getswitchinterval() == interval
-        assert not process_tuning._wanted
         until(lambda: not threads_of_the_agent())
 
 

@@ -176,7 +176,7 @@ def leave_at_once(worker: Worker) -> list[Any]:
         in_thread(rpc.shutdown),
     ]
     agent: Agent = current_agent()
-    until(lambda: agent.departure is not None and agent.departure._waiting is not None and agent.calls)
+    until(lambda: agent.departure._waiting is not None and agent.calls)
     with pytest.raises(RpcError, match="by another thread already"):
         rpc.shutdown()
     rpc.shutdown(graceful=False)
@@ -209,11 +209,10 @@ def come_back_while_another_thread_is_still_leaving(worker: Worker) -> int:
         clear_current_agent(which)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["rpc.shutdown"], "clear_current_agent", clear_late)
+        patch.setattr(sys.modules["rpc.lifecycle.shutdown"], "clear_current_agent", clear_late)
         rpc.rpc_async(worker.name, wait_to_be_made)
         slow, _ = in_thread(rpc.shutdown)
-        assert agent.departure is not None
-        until(lambda: agent.departure is not None and agent.departure._waiting is not None)
+        until(lambda: agent.departure._waiting is not None)
         rpc.shutdown(graceful=False)
         about_to_clear.wait()
         made.set()

@@ -58,7 +58,7 @@ LOOKS_UP: set[str] = {
 IN_A_CIRCLE: set[str] = {
     "rpc/agent/agent.py",
     "rpc/agent/caller.py",
-    "rpc/agent/departure.py",
+    "rpc/agent/gather.py",
     "rpc/agent/dispatcher.py",
     "rpc/agent/futures.py",
     "rpc/agent/outbox.py",

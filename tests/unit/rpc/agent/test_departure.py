@@ -2,144 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rpc.agent import departure as module
+from rpc.agent.activity import Activity
 from rpc.agent.departure import Departure
 from rpc.errors import RpcTimeoutError
+from rpc.group.workers import Member
+from rpc.runtime.loop import LoopThread
+from rpc.runtime.mailbox import Mailbox
 from rpc.wire.frames import Frame, Kind, decode_one
-from tests.support.clockwork import Clockwork
-from tests.support.members import member, peer
-from tests.support.stepping import Step
+from tests.support.members import member
+from tests.support.streams import SOON, until
 
 LEADER, HERE = member("leader", 0), member("here", 1)
 
 
-class Agent:
-    """An agent's part: a loop, and one task, which ends on another thread right after it was counted."""
+class Tasks:
+    """An executor's part: of tasks that are counted, the last ends right after that, on another thread."""
 
-    def __init__(self, clockwork: Clockwork, members: Sequence[Any] | None) -> None:
-        self.loop = clockwork
-        self.own_peer = peer("here", 1)
-        self.info, self.incarnation = HERE.info, HERE.incarnation
-        self.mailbox = SimpleNamespace(call=clockwork.call_soon)
-        self.executor = SimpleNamespace(when_idle=self.when_idle)
-        self.view = SimpleNamespace(present=list)
-        self.sent: list[Any] = []
-        leader = SimpleNamespace(incarnation=LEADER.incarnation, send=self.send)
-        self.peer_by_incarnation = {LEADER.incarnation: leader}.get
-        self.tasks = 0
+    def __init__(self) -> None:
+        self.left = 0
         self.on_idle: Callable[[], None] | None = None
-        self.departure = Departure(self, members)  # type: ignore[arg-type]
 
-    def on_closed(self, handler: Callable[[], object]) -> None:
-        self.close = handler
-
-    def on_loop(self, function: Callable[..., Any], *args: object) -> None:
-        function(*args)
-
-    def when_idle(self, callback: Callable[[], None] | None) -> None:
-        self.on_idle = callback
-
-    def something_ended(self) -> None:
-        self.mailbox.call(self.departure.look)
-
-    def under_way(self) -> int:
-        counted, self.tasks = self.tasks, 0
+    def active(self) -> int:
+        counted, self.left = self.left, 0
         if counted and self.on_idle is not None:
             self.on_idle()
         return counted
 
-    def begun(self) -> int:
-        return 1
+    def when_idle(self, callback: Callable[[], None] | None) -> None:
+        self.on_idle = callback
 
-    def send(self, buffers: Sequence[Any], size: int, *, wait: float) -> None:
-        self.sent.append(decode_one(bytearray().join(buffers)).header["message"])
+
+class Leaving:
+    """A worker whose leader is played by the test."""
+
+    def __init__(self, members: Sequence[Member] | None) -> None:
+        self.loop_thread = LoopThread("test-loop", "not on this thread")
+        self.tasks = Tasks()
+        self.said: list[str] = []
+        self.leader: Any = SimpleNamespace(incarnation=LEADER.incarnation, send=self._send)
+        peers: Any = SimpleNamespace(
+            by_incarnation={LEADER.incarnation: self.leader}.get, present=list, watch_over=None
+        )
+        self._closed: list[Callable[[], object]] = []
+        activity = Activity(Mailbox(self.loop_thread.loop), self.tasks)  # type: ignore[arg-type]
+        connections: Any = None
+        self.departure = Departure(activity, peers, connections, self.loop_thread, self._closed)
+        self.departure.form(HERE, members)
+        self._thread = ThreadPoolExecutor(1)
+
+    def _send(self, buffers: Sequence[Any], size: int, *, wait: float) -> None:
+        self.said.append(decode_one(bytearray().join(buffers)).header["message"][1])
+
+    def begin(self) -> Future[None]:
+        """Waits on another thread."""
+        return self._thread.submit(self.departure.wait, 0)
 
     def hear(self, *message: Any) -> None:
         """The leader says something."""
-        leader = self.peer_by_incarnation(LEADER.incarnation)
-        self.departure.received(leader, Frame(Kind.SHUTDOWN, 0, {"message": list(message)}, []))  # type: ignore[arg-type]
+        frame = Frame(Kind.SHUTDOWN, 0, {"message": list(message)}, [])
+        self.loop_thread.call(self.departure.received, self.leader, frame)
+
+    def close(self) -> None:
+        for handler in self._closed:
+            handler()
+
+    def end(self) -> None:
+        self.close()
+        self._thread.shutdown()
+        assert self.loop_thread.stop()
 
 
 @pytest.fixture
-def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
-    made = Clockwork()
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
-    return made
+def leave() -> Iterator[Callable[[Sequence[Member] | None], Leaving]]:
+    made: list[Leaving] = []
+
+    def make(members: Sequence[Member] | None) -> Leaving:
+        made.append(Leaving(members))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
 
 
-# ---- what ends while nobody is told yet
+Leave = Callable[[Sequence[Member] | None], Leaving]
 
 
 @pytest.mark.parametrize("members", [[HERE], None], ids=["static", "dynamic"])
 def test_the_last_task_may_end_between_being_counted_and_being_listened_for(
-    clockwork: Clockwork, members: Sequence[Any] | None
+    leave: Leave, members: Sequence[Member] | None
 ) -> None:
-    agent = Agent(clockwork, members)
-    outcomes: list[str | None] = []
-    agent.tasks = 1
-    agent.departure._begin(outcomes.append, 0)
-    assert outcomes == []
-    clockwork.advance(1)
-    assert outcomes == [None]
+    worker = leave(members)
+    worker.tasks.left = 1
+    worker.begin().result(SOON)
 
 
-def test_a_follower_whose_last_task_ends_while_it_answers_the_leader_says_so(clockwork: Clockwork) -> None:
-    agent = Agent(clockwork, [LEADER, HERE])
-    agent.departure._begin(lambda _: None, 0)
-    agent.tasks = 1
-    agent.hear(0, "probe", 1, [])
-    clockwork.advance(1)
-    assert [message[1] for message in agent.sent] == ["entered", "report", "changed"]
+def test_a_follower_whose_last_task_ends_while_it_answers_the_leader_says_so(leave: Leave) -> None:
+    worker = leave([LEADER, HERE])
+    worker.begin()
+    until(lambda: worker.said == ["entered"])
+    worker.tasks.left = 1
+    worker.hear(0, "probe", 1, [])
+    until(lambda: worker.said == ["entered", "report", "changed"])
 
 
-# ---- the agent ends
-
-
-def test_a_round_that_begins_when_the_agent_is_closed_ends_at_once(clockwork: Clockwork) -> None:
-    agent = Agent(clockwork, [LEADER, HERE])
-    agent.close()
+def test_who_waits_is_told_when_another_thread_closes_the_agent(leave: Leave) -> None:
+    worker = leave([LEADER, HERE])
+    waiting = worker.begin()
+    until(lambda: worker.said)
+    worker.close()
     with pytest.raises(RpcTimeoutError, match="another thread has ended the agent"):
-        agent.departure.wait(0)
+        waiting.result(SOON)
 
 
-@pytest.mark.parametrize("first", ["the round begins", "the agent closes"])
-def test_a_round_ends_whenever_another_thread_closes_the_agent(clockwork: Clockwork, first: str) -> None:
-    """Before any instruction of the one, the other is done as a whole."""
-    step = None
-    while step is None or step.taken:
-        agent = Agent(clockwork, [LEADER, HERE])
-        outcomes: list[str | None] = []
-
-        def begin(agent: Agent = agent, outcomes: list[str | None] = outcomes) -> None:
-            agent.departure._begin(outcomes.append, 0)
-
-        doing, other = (begin, agent.close) if first == "the round begins" else (agent.close, begin)
-        step = Step(1 if step is None else step.number + 1, other, files=[module.__file__])
-        with step:
-            doing()
-        if not step.taken:
-            other()
-        assert set(outcomes) == {"another thread has ended the agent"}, step.number
-    assert step.number > 10
-
-
-def test_who_wants_to_wait_when_the_loop_has_ended_is_told_who_ended_it(
-    clockwork: Clockwork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent = Agent(clockwork, [LEADER, HERE])
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("Event loop is closed")
-
-    monkeypatch.setattr(agent, "on_loop", refuse)
-    with pytest.raises(RuntimeError, match="Event loop is closed"):
-        agent.departure.wait(0)
-    agent.close()
+def test_who_begins_to_wait_when_the_agent_is_closed_is_told_so(leave: Leave) -> None:
+    worker = leave([LEADER, HERE])
+    worker.close()
     with pytest.raises(RpcTimeoutError, match="another thread has ended the agent"):
-        agent.departure.wait(0)
+        worker.departure.wait(0)
+    worker.loop_thread.stop()
+    with pytest.raises(RpcTimeoutError, match="another thread has ended the agent"):
+        worker.departure.wait(0)
+
+
+def test_a_second_thread_that_wants_to_wait_is_refused(leave: Leave) -> None:
+    worker = leave(None)
+    assert worker.departure.claim()
+    assert not worker.departure.claim()

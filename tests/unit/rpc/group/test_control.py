@@ -24,7 +24,7 @@ class Worker:
         self.lost: list[tuple[str, str]] = []
         self.heard: list[tuple[str, Any]] = []
         loop: Any = clockwork
-        self.control = Control(loop, Mailbox(loop, lambda: None), self.lose)
+        self.control = Control(loop, Mailbox(loop), self.lose)
         self.control.on("news", lambda peer, body: self.heard.append((peer.name, body)))
 
     def lose(self, peer: Any, reason: str) -> None:

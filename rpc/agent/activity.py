@@ -1,0 +1,66 @@
+"""How much is under way on an agent, and who is told when that may have become nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rpc.runtime.executor import Executor
+from rpc.runtime.mailbox import Counter, Mailbox
+
+__all__ = ["Activity"]
+
+Count = Callable[[], int]
+
+
+class Activity:
+    """Counts what is under way. From any thread.
+
+    Nothing can be on its way between two workers that is not under way at its sender: a call is until it is
+    answered, a control message until it is acknowledged.
+
+    Attributes:
+        postponed: requests that no task works on, but which are still to be run or answered.
+    """
+
+    def __init__(self, mailbox: Mailbox, executor: Executor) -> None:
+        self._mailbox = mailbox
+        self._executor = executor
+        self.postponed = Counter()
+        self._under_way: list[Count] = [executor.active, mailbox.pending, lambda: self.postponed.value]
+        self._begun: list[Count] = []
+        self._listener: Callable[[], object] | None = None
+        mailbox.when_emptied(self._look)
+
+    def count(self, *, under_way: Sequence[Count], begun: Sequence[Count]) -> None:
+        """Add numbers to those that make up ``under_way`` and ``begun``."""
+        self._under_way += under_way
+        self._begun += begun
+
+    def under_way(self) -> int:
+        """How much is under way: calls and requests not answered yet, tasks, callbacks, control messages not
+        acknowledged.
+        """
+        return sum(count() for count in self._under_way)
+
+    def begun(self) -> int:
+        """How many calls, requests and control messages have ever begun here: grows with each."""
+        return sum(count() for count in self._begun)
+
+    def listen(self, listener: Callable[[], object] | None) -> None:
+        """On the loop's thread: have ``listener`` called there whenever something may have ended, from now
+        on, or nobody any longer. (Only then is it worth the time to say so.)
+        """
+        if listener == self._listener:
+            return
+        self._listener = listener
+        self._executor.when_idle(None if listener is None else self.ended)
+        self.ended()  # what has ended since it was last counted could not say so
+
+    def ended(self) -> None:
+        """Something ended: this worker may have become idle."""
+        if self._listener is not None:
+            self._mailbox.call(self._look)
+
+    def _look(self) -> None:
+        if self._listener is not None:
+            self._listener()
