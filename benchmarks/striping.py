@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -32,11 +33,13 @@ def limit_connections(bytes_per_second: int) -> int:
         How many there are.
     """
     limited = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername():
-                sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_per_second)
-                limited += 1
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(path).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(path.name))) as sock:
+                    if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername():
+                        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_per_second)
+                        limited += 1
     return limited
 
 

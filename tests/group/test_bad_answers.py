@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import BlockingCallError, RemoteError, RpcError, SerializationError
+from rpc.errors import RemoteError, SerializationError
 from tests.support.refusals import refused
 from tests.support.serving import first_of
 from tests.support.workers import RunWorkers, Worker
@@ -216,24 +216,3 @@ def have_threads_ended(_: Worker) -> None:
 
 def test_a_callee_cannot_end_its_worker_nor_its_caller(run_workers: RunWorkers) -> None:
     first_of(run_workers, have_threads_ended)
-
-
-@rpc.functions.async_execution
-def promise_nothing() -> Any:
-    return 3
-
-
-async def block() -> Any:
-    return rpc.rpc_sync("worker0", my_name)
-
-
-def break_rules(_: Worker) -> None:
-    said = (
-        "must return a torch.futures.Future object, but promise_nothing on worker 'worker1' returned an int"
-    )
-    refused(RpcError, said, rpc.rpc_sync, "worker1", promise_nothing)
-    refused(BlockingCallError, r"use 'await rpc_async\(...\)'", rpc.rpc_sync, "worker1", block)
-
-
-def test_callees_that_break_the_rules_are_told_how_to_keep_them(run_workers: RunWorkers) -> None:
-    first_of(run_workers, break_rules)

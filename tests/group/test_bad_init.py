@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import rpc
 from rpc.errors import (
@@ -185,25 +184,20 @@ ENTRANCES: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("entrance", ENTRANCES)
-def test_without_init_everything_says_to_call_it(entrance: str) -> None:
-    with pytest.raises(NotInitializedError, match=r"RPC has not been initialized.*Call init_rpc first"):
-        ENTRANCES[entrance]()
+def use_too_early_and_too_late(worker: Worker) -> None:
+    for _ in range(2):
+        for use in ENTRANCES.values():
+            with pytest.raises(
+                NotInitializedError, match=r"RPC has not been initialized.*Call init_rpc first"
+            ):
+                use()
+        with worker.group():
+            assert rpc.is_initialized()
+        assert not rpc.is_initialized()
 
 
-def use_after_shutdown(worker: Worker) -> list[str]:
-    with worker.group():
-        pass
-    refused = []
-    for entrance, use in ENTRANCES.items():
-        with contextlib.suppress(NotInitializedError):
-            use()
-            refused.append(entrance)
-    return refused
-
-
-def test_after_shutdown_it_is_as_if_there_had_been_none(run_workers: RunWorkers) -> None:
-    assert run_workers(use_after_shutdown, 1) == [[]]
+def test_without_init_and_after_shutdown_everything_says_to_call_it(run_workers: RunWorkers) -> None:
+    run_workers(use_too_early_and_too_late, 1)
 
 
 # ---- workers that disagree
@@ -430,24 +424,3 @@ def test_a_port_taken_by_another_program_is_named_to_rank_0(run_workers: RunWork
     (message,) = run_workers(take_port, 1)
     assert "the rendezvous at 127.0.0.1:" in message
     assert "Check that it is a c10d store" in message
-
-
-# ---- interrupted
-
-
-def be_interrupted(worker: Worker) -> None:
-    class Reporting(HashStore):
-        def add(self, key: str, amount: int) -> int:
-            worker.report("has arrived")  # on a thread of its own: the main thread waits for it
-            return int(super().add(key, amount))
-
-    with pytest.raises(KeyboardInterrupt):
-        rpc.init_with_store(None, Reporting(), worker.name, 1, 2, AgentOptions(rendezvous_timeout=60))
-    then_it_works(worker)
-
-
-def test_ctrl_c_ends_the_wait_for_others_at_once(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(be_interrupted, 1)
-    workers[0].wait_for("has arrived")
-    workers[0].interrupt()
-    workers.results()

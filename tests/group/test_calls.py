@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import traceback
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import RpcError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from rpc.errors import RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from tests.support.serving import first_of, in_group, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
@@ -171,44 +170,7 @@ def test_an_exception_arrives_as_itself_with_the_remote_traceback(run_workers: R
         assert "worker1" in text
 
 
-def exit_the_callee() -> None:
-    raise SystemExit(3)
-
-
-def call_what_exits(_: Worker) -> str:
-    try:
-        rpc.rpc_sync("worker1", exit_the_callee)
-    except Exception as error:
-        return f"{error}, and {rpc.rpc_sync('worker1', my_name)} goes on"
-    return "nothing was raised"
-
-
-def test_a_callee_that_exits_ends_its_call_only(run_workers: RunWorkers) -> None:
-    assert re.search("SystemExit.*worker1 goes on", first_of(run_workers, call_what_exits), re.DOTALL)
-
-
 # ---- how it ends: a timeout
-
-
-def time_out(_: Worker) -> list[str]:
-    ended = []
-    calls: list[Callable[[], Any]] = [
-        lambda: rpc.rpc_sync("worker1", wait_at_gate, timeout=0.05),
-        lambda: rpc.rpc_async("worker1", wait_at_gate, timeout=0.05).wait(),
-    ]
-    for wait in calls:
-        with pytest.raises(
-            RpcTimeoutError, match=r"timeout of 50 ms: wait_at_gate on worker 'worker1'"
-        ) as caught:
-            wait()
-        assert isinstance(caught.value, TimeoutError)
-        ended.append(rpc.rpc_sync("worker1", my_name))
-    rpc.rpc_sync("worker1", open_gate)
-    return ended
-
-
-def test_a_call_that_takes_too_long_times_out_and_says_what_was_asked(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, time_out) == ["worker1"] * 2
 
 
 def time_out_by_default(_: Worker) -> tuple[float, str]:
@@ -289,28 +251,3 @@ def test_an_unknown_callee_is_named_and_the_known_are_listed(run_workers: RunWor
     messages = first_of(run_workers, call_nobody)
     assert len(messages) == 12
     assert all("7" in message and "'worker0' (id 0), 'worker1' (id 1)" in message for message in messages)
-
-
-def send_what_cannot_be_sent(_: Worker) -> str:
-    for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
-        with pytest.raises(RpcError, match="lock") as caught:
-            call("worker1", echo, args=([1, threading.Lock()],))
-        assert isinstance(caught.value, TypeError)
-    return str(rpc.rpc_sync("worker1", my_name))
-
-
-def test_an_argument_that_cannot_be_sent_raises_where_the_call_is_made(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, send_what_cannot_be_sent) == "worker1"
-
-
-def make_lock() -> Any:
-    return threading.Lock()
-
-
-def test_a_value_that_cannot_be_sent_is_the_callers_error(run_workers: RunWorkers) -> None:
-    def ask(_: Worker) -> str:
-        with pytest.raises(RpcError, match="lock") as caught:
-            rpc.rpc_sync("worker1", make_lock)
-        return type(caught.value).__name__
-
-    assert first_of(run_workers, ask) == "SerializationError"

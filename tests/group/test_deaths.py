@@ -119,32 +119,6 @@ def test_whoever_waits_for_a_killed_worker_is_told_which_and_why(run_workers: Ru
         assert len(re.findall(f"^{lost('worker1', 1)}", log_of(survivor), re.MULTILINE)) == 1
 
 
-def fill_the_queue(worker: Worker) -> int:
-    with worker.group(rpc_timeout=0, send_queue_bytes=1 << 16):
-        assert rpc.rpc_sync("worker1", my_name) == "worker1"
-        worker.report("connected")
-        worker.wait_for("go")
-        megabyte = torch.zeros(1 << 18)
-        futures = []
-        for _ in range(30):
-            worker.report("sending")
-            futures.append(rpc.rpc_async("worker1", my_name, args=(megabyte,)))
-        for future in futures:
-            refused(WorkerLostError, lost("worker1", 1), future.wait)
-        return len(futures)
-
-
-def test_who_waits_to_send_to_a_stopped_worker_is_told_when_it_is_killed(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([fill_the_queue, serve_until_told])
-    workers[0].wait_for("connected")
-    workers[1].stop()
-    workers[0].tell("go")
-    workers[0].wait_for("sending")
-    workers[1].kill()
-    assert workers[0].result() == 30
-    workers.results()
-
-
 def call_through(_: Worker) -> None:
     with pytest.raises(WorkerLostError) as caught:
         rpc.rpc_sync("worker1", rpc.rpc_sync, args=("worker2", wait_at_gate))
@@ -309,41 +283,3 @@ def test_survivors_can_form_a_new_group(run_workers: RunWorkers) -> None:
         workers[1].wait_for("at the gate")
     workers[1].kill()
     assert workers.results() == [["worker2", "worker0", "worker2"], None, ["worker0", "worker0", "worker2"]]
-
-
-# ---- in a dynamic group
-
-
-def come_back(worker: Worker) -> None:
-    with worker.group(dynamic=True):
-        worker.report("here")
-        worker.wait_for("leave")
-
-
-def remember(worker: Worker) -> list[Any]:
-    with worker.group(dynamic=True):
-        worker.wait_for("go")
-        old = rpc.remote("worker1", Tracked, args=("old",))
-        assert old.rpc_sync().say_name() == "old"
-        worker.report("remembers")
-        worker.wait_for("it is back")
-        refused(RpcError, lost("worker1", 1), old.to_here)
-        refused(RpcError, lost("worker1", 1), rpc.rpc_sync, "worker2", my_name, args=(old,))
-        return [rpc.rpc_sync(name, my_name) for name in ("worker1", "worker2")]
-
-
-def test_a_worker_that_comes_back_under_its_name_is_another(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(remember, 1)
-    workers.add(come_back)
-    workers[1].wait_for("here")
-    workers[0].tell("go")
-    workers[0].wait_for("remembers")
-    workers[1].kill()
-    workers[1].result()
-    for rank in (1, 2):
-        workers.add(come_back, rank=rank).wait_for("here")
-    workers[0].tell("it is back")
-    assert workers[0].result() == ["worker1", "worker2"]
-    for worker in (workers[2], workers[3]):
-        worker.tell("leave")
-    workers.results()

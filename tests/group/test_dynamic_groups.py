@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import GroupMismatchError, RRefError, WorkerLostError
+from rpc.errors import RRefError, WorkerLostError
 from rpc.options import AgentOptions
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.tracked import Tracked
@@ -61,24 +61,6 @@ def test_workers_join_all_at_once(run_workers: RunWorkers) -> None:
     workers = start(run_workers, 4)
     assert [ask(worker, present) for worker in workers] == [[(f"worker{n}", n) for n in range(4)]] * 4
     assert [ask(worker, call_all) for worker in workers] == [[f"worker{n}" for n in range(4)]] * 4
-    dismiss(workers)
-
-
-@pytest.mark.parametrize(("name", "rank"), [("worker0", 5), ("other", 0)])
-def test_a_name_or_rank_that_a_living_worker_has_is_refused(
-    run_workers: RunWorkers, name: str, rank: int
-) -> None:
-    def intrude(worker: Worker) -> str:
-        with pytest.raises(GroupMismatchError) as caught:
-            join(worker, name, rank)
-        assert not rpc.is_initialized()
-        return str(caught.value)
-
-    workers = start(run_workers, 1)
-    message = workers.add(intrude).result()
-    assert "not unique" in message
-    assert "'worker0'" in message
-    assert ask(workers[0], present) == [("worker0", 0)]
     dismiss(workers)
 
 

@@ -12,8 +12,6 @@ import torch
 
 import rpc
 from rpc.errors import (
-    AlreadyInitializedError,
-    NotInitializedError,
     RpcError,
     RpcTimeoutError,
     UnknownWorkerError,
@@ -75,17 +73,6 @@ def test_some_workers_gather_without_the_others(run_workers: RunWorkers) -> None
     for rank, gathered in enumerate(run_workers(in_group(gather_in_pairs), 4)):
         partners = [(distance - rank) % 4 for distance in range(4)]
         assert gathered == [{f"worker{each}": each for each in {rank, partner}} for partner in partners]
-
-
-def gather_among_others(_: Worker) -> None:
-    with pytest.raises(ValueError, match=r"'worker0' gathers among \['worker1'\]"):
-        rpc.all_gather(1, ["worker1"])
-    with pytest.raises(UnknownWorkerError, match="worker9"):
-        rpc.all_gather(1, ["worker0", "worker9"])
-
-
-def test_a_worker_gathers_only_where_it_takes_part(run_workers: RunWorkers) -> None:
-    first_of(run_workers, gather_among_others)
 
 
 @pytest.mark.parametrize("alone", [0, 1])
@@ -189,32 +176,6 @@ def look_at_the_group(worker: Worker) -> tuple[Any, ...]:
 def test_worker_infos(run_workers: RunWorkers) -> None:
     infos = [("worker0", 0), ("worker1", 1), ("worker2", 2)]
     assert run_workers(in_group(look_at_the_group), 3) == [(*info, infos) for info in infos]
-
-
-def start_twice(worker: Worker) -> list[bool]:
-    seen = [rpc.is_initialized()]
-    for use in (
-        rpc.get_worker_info,
-        rpc.shutdown,
-        lambda: rpc.rpc_sync("worker0", int),
-        lambda: rpc.RRef(1),
-    ):
-        with pytest.raises(NotInitializedError, match="init_rpc"):
-            use()
-    with worker.group():
-        seen.append(rpc.is_initialized())
-        with pytest.raises(AlreadyInitializedError, match=r"'worker0'.*shutdown"):
-            rpc.init_rpc("other", rank=0, world_size=1)
-        assert rpc.rpc_sync("worker0", rpc.get_worker_info).name == "worker0"
-    seen.append(rpc.is_initialized())
-    for use in (rpc.get_worker_info, rpc.shutdown, lambda: rpc.rpc_sync("worker0", int)):
-        with pytest.raises(NotInitializedError, match="init_rpc"):
-            use()
-    return seen
-
-
-def test_there_is_one_agent_at_a_time_and_nothing_works_without(run_workers: RunWorkers) -> None:
-    assert run_workers(start_twice, 1) == [[False, True, False]]
 
 
 # ---- defaults

@@ -225,34 +225,6 @@ def test_a_timeout_ends_the_wait_for_room_in_the_queue(run_workers: RunWorkers) 
 # ---- speed and memory
 
 
-def test_small_calls_do_not_wait_for_large_transfers(run_workers: RunWorkers) -> None:
-    """While tensors of 64 MB stream both ways; the bound is generous, and `make bench` measures it."""
-
-    def task(_: Worker) -> float:
-        tensor = torch.ones(16 * MIB)
-        stop = threading.Event()
-
-        def stream() -> None:
-            while not stop.is_set():
-                rpc.rpc_sync("worker1", echo, args=(tensor,))
-
-        rpc.rpc_sync("worker1", echo, args=(tensor,))
-        streams = [threading.Thread(target=stream) for _ in range(2)]
-        for each in streams:
-            each.start()
-        times = []
-        for _round in range(100):
-            begin = time.perf_counter()
-            rpc.rpc_sync("worker1", echo, args=(1,))
-            times.append(time.perf_counter() - begin)
-        stop.set()
-        for each in streams:
-            each.join()
-        return sorted(times)[50]
-
-    assert first_of(run_workers, task, **ACROSS) < 0.02  # two such tensors take five times as long, at least
-
-
 def test_sending_takes_no_memory_and_receiving_takes_it_once(run_workers: RunWorkers) -> None:
     size = 128 * MIB
 

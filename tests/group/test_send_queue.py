@@ -12,7 +12,6 @@ import torch
 
 import rpc
 from rpc.errors import WorkerLostError
-from tests.support.interrupting import interrupted
 from tests.support.orders import ask, dismiss, start_followers
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Workers
@@ -99,24 +98,6 @@ def test_callers_that_wait_fail_when_the_peer_is_killed(run_workers: RunWorkers)
     assert ask(workers[0], fail_to_finish) == MESSAGES
     assert ask(workers[0], call_the_third, 10) == 10
     dismiss(workers)
-
-
-def interrupt_sending() -> bool:
-    interrupted(send_all)
-    return call_the_third(10) == 10
-
-
-def test_ctrl_c_interrupts_who_waits_for_room(run_workers: RunWorkers) -> None:
-    workers = start(run_workers)
-    workers[1].stop()
-    assert ask(workers[0], interrupt_sending)
-    workers[1].resume()
-    assert ask(workers[0], send_and_finish) == EXPECTED
-    dismiss(workers)
-
-
-def send_and_finish() -> list[float]:
-    return [float(future.wait()) for future in send_all()]
 
 
 def ask_for_much() -> None:

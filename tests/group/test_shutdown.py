@@ -12,7 +12,7 @@ import torch
 import rpc
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, RRefError, WorkerLostError
 from rpc.options import AgentOptions
-from tests.support.serving import Gate, in_group, open_gate, report, serve, wait_at_gate
+from tests.support.serving import Gate, in_group, open_gate, report, wait_at_gate
 from tests.support.workers import RunWorkers, Worker, current_worker
 
 
@@ -105,10 +105,6 @@ def test_who_is_in_shutdown_serves_until_all_are(run_workers: RunWorkers) -> Non
     workers.results()
 
 
-def test_a_worker_alone_leaves_at_once(run_workers: RunWorkers) -> None:
-    run_workers(serve, 1)
-
-
 # ---- graceful, with a limit
 
 
@@ -156,48 +152,6 @@ def test_a_timeout_names_who_is_busy(run_workers: RunWorkers) -> None:
     workers.wait_for("gave up")
     workers.tell("go")
     assert any("worker1" in message or "worker0" in message for message in workers.results())
-
-
-# ---- with the dead
-
-
-def shut_down_with_the_dead(worker: Worker) -> str:
-    join(worker)
-    worker.report("joined")
-    rpc.shutdown()
-    return "left"
-
-
-def wait_to_be_killed(worker: Worker) -> None:
-    join(worker)
-    worker.report("joined")
-    worker.wait_for("never")
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_worker_killed_before_it_shuts_down_holds_nobody_up(run_workers: RunWorkers, victim: int) -> None:
-    tasks = [wait_to_be_killed if rank == victim else shut_down_with_the_dead for rank in range(3)]
-    workers = run_workers.start(tasks)
-    workers.wait_for("joined")
-    workers[victim].kill()
-    assert workers.results() == [None if rank == victim else "left" for rank in range(3)]
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_worker_killed_in_shutdown_holds_nobody_up(run_workers: RunWorkers, victim: int) -> None:
-    def shut_down_unless_last(worker: Worker) -> str:
-        join(worker)
-        worker.report("joined")
-        if worker.rank == (victim + 1) % 3:
-            worker.wait_for("go")
-        rpc.shutdown()
-        return "left"
-
-    workers = run_workers.start(shut_down_unless_last, 3)
-    workers.wait_for("joined")
-    workers[victim].kill()
-    workers[(victim + 1) % 3].tell("go")
-    assert workers.results() == [None if rank == victim else "left" for rank in range(3)]
 
 
 # ---- ungraceful: now

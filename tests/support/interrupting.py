@@ -5,15 +5,22 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
-from tests.support.ctrl_c import CtrlC
 from tests.support.leftovers import process_state
+from tests.support.streams import until
 
-__all__ = ["interrupted"]
+__all__ = ["interrupted", "press"]
+
+_AGAIN_SECONDS: Final = 1.0
+"""A signal that comes right before a thread falls asleep in a lock is noticed with the next one only."""
+
+
+def press() -> None:
+    """From any thread: what Ctrl-C does to this process."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def interrupted(wait: Callable[[], Any]) -> None:
@@ -21,12 +28,18 @@ def interrupted(wait: Callable[[], Any]) -> None:
 
     Returns when ``wait`` has raised ``KeyboardInterrupt``. If it waits on, so does this.
     """
-    key = CtrlC()
-    before = signal.signal(signal.SIGINT, key.handle)
+    raised = threading.Event()
     main = threading.get_native_id()
-    with ThreadPoolExecutor(1) as fingers:
-        pressing = fingers.submit(key.press_when, lambda: process_state(main) == "S")
-        with pytest.raises(KeyboardInterrupt):
-            wait()
-        pressing.result()
-    signal.signal(signal.SIGINT, before)
+
+    def press_until_raised() -> None:
+        until(lambda: process_state(main) == "S")
+        press()
+        while not raised.wait(_AGAIN_SECONDS):
+            press()
+
+    thread = threading.Thread(target=press_until_raised)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    raised.set()
+    thread.join()

@@ -39,16 +39,3 @@ def test_equal_stacks_are_shown_once_and_without_what_all_have_in_common() -> No
         '  File "/usr/lib/python3.11/threading.py", line 622 in wait',
         '  File "/farcall/rpc/runtime/blocking.py", line 52 in wait_for',
     ]
-
-
-def test_what_has_no_stacks_stays_as_it_is() -> None:
-    lines = ["one", "", "  File two", "three"]
-    assert condensed(lines) == lines
-
-
-def test_a_thread_that_has_just_begun_shows_so() -> None:
-    head, only = (
-        "Thread 0x01 (most recent call first):",
-        '  File "/usr/lib/threading.py", line 995 in _bootstrap',
-    )
-    assert condensed([head, only]) == [head, only]

@@ -56,9 +56,9 @@ def _without(program: Program, number: int, gone: Step) -> Program:
     made = gone.slot if isinstance(gone, Keep) else gone.outputs
     made = (made,) if isinstance(made, str) else made
     if isinstance(gone, Call) and gone.style is Style.ASYNC:
-        wait = next(step for step in steps if isinstance(step, Wait) and step.call == gone.number)
-        steps.remove(wait)
-        made = wait.outputs
+        for wait in [step for step in steps if isinstance(step, Wait) and step.call == gone.number]:
+            steps.remove(wait)
+            made = wait.outputs
     instead = gone.inputs[0] if isinstance(gone, Operation) else "leaf0"
     names = dict.fromkeys(made, instead)
     bodies = list(program.bodies)

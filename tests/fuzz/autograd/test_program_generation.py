@@ -68,11 +68,10 @@ def test_a_program_is_shown_with_all_its_steps() -> None:
                 assert str(step) in shown
 
 
-def test_shrinking_leaves_only_what_is_needed() -> None:
-    program = next(
-        program for program in map(generate, range(100)) if Feature.CHECKPOINT in features(program)
-    )
-    small = shrink(program, lambda candidate: Feature.CHECKPOINT in features(candidate))
-    assert str(small).count("checkpoint(") == 1
-    assert not any(Feature.CHECKPOINT in features(candidate) for candidate in simpler(small))
+@pytest.mark.parametrize("feature", [Feature.CHECKPOINT, Feature.COROUTINE, Feature.SPARSE_CROSSING])
+def test_shrinking_leaves_only_what_is_needed(feature: Feature) -> None:
+    program = next(program for program in map(generate, range(100)) if feature in features(program))
+    small = shrink(program, lambda candidate: feature in features(candidate))
+    assert feature in features(small)
+    assert not any(feature in features(candidate) for candidate in simpler(small))
     assert sum(len(body.steps) for body in small.bodies) < 6
