@@ -1,36 +1,119 @@
-"""What two workers say to each other before the first call, and who is let in: no I/O.
+"""What two workers say to each other before the first call: a machine of a few steps, without I/O.
 
-The side that connects sends *hello*: who it is, whom it wants (by incarnation, so that a message for a
-worker that has since been replaced is refused) and the group that it belongs to. The other side answers
-*welcome* or *refused*; a refusal names both sides and why.
+The side that connects, the *dialler*, says hello: who it is, whom it wants (by incarnation, so that a
+message for a worker that has since been replaced is refused) and the group that it belongs to. The other
+side, the *acceptor*, may ask for a proof that the dialler belongs to the job. It answers welcome, with a
+proof of its own if it asked for one, or refused, and why. The two speak by turns, so both ends step through
+the same table, ``TRANSITIONS``; whatever is not in it ends the connection::
 
-There is one connection per pair. When two workers connect to each other at the same moment, the attempt
-of the one with the smaller incarnation counts: it refuses the other's as *crossed*, and the other, when it
-sees the smaller one's hello, lets its own attempt go.
+    dialler                      acceptor
+    HELLO      member, wanted, group  ->
+               <-  CHALLENGE              only with an authenticator
+    PROOF                         ->      likewise
+               <-  WELCOME or REFUSED
+
+What CHALLENGE, PROOF and WELCOME carry is the authenticator's affair; each proof is over a digest of all
+that was said before, identities included. Everything that affects the order of messages is in this file;
+who is let in is decided in ``admission``.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from enum import Enum
+from typing import Any, Final, Protocol
 
-from rpc.errors import ProtocolError, RpcError
-from rpc.group.membership import Membership
+from rpc.errors import ProtocolError
 from rpc.group.workers import Member
+from rpc.wire.frames import Kind, pack_header
 
-__all__ = ["CROSSED", "Hello", "Refusal", "judge", "legible", "parse_refusal"]
-
-CROSSED: Final = "crossed"
-STRANGER: Final = "stranger"
-GONE: Final = "gone"
-MISTAKEN: Final = "mistaken"
+__all__ = [
+    "TRANSITIONS",
+    "Authenticator",
+    "Handshake",
+    "Hello",
+    "Message",
+    "Refusal",
+    "Role",
+    "State",
+    "Welcomed",
+    "legible",
+    "parse_refusal",
+]
 
 _LONGEST_TEXT: Final = 1000
 
 
+class Role(Enum):
+    """Which side of a connection a worker is."""
+
+    DIALLER = "dialler"
+    ACCEPTOR = "acceptor"
+
+
+class State(Enum):
+    """What was said last."""
+
+    BEGUN = "nothing was said"
+    GREETED = "the dialler has said hello"
+    CHALLENGED = "the acceptor wants a proof"
+    PROVEN = "the dialler has given one"
+    WELCOMED = "the connection is established"
+    REFUSED = "the acceptor closes the connection"
+
+
+TRANSITIONS: Final[Mapping[State, Mapping[int, State]]] = {
+    State.BEGUN: {Kind.HELLO: State.GREETED},
+    State.GREETED: {
+        Kind.CHALLENGE: State.CHALLENGED,
+        Kind.WELCOME: State.WELCOMED,
+        Kind.REFUSED: State.REFUSED,
+    },
+    State.CHALLENGED: {Kind.PROOF: State.PROVEN},
+    State.PROVEN: {Kind.WELCOME: State.WELCOMED, Kind.REFUSED: State.REFUSED},
+    State.WELCOMED: {},
+    State.REFUSED: {},
+}
+"""By the kind of a message, whoever says it."""
+
+_SAID_BY: Final = {
+    Kind.HELLO: Role.DIALLER,
+    Kind.CHALLENGE: Role.ACCEPTOR,
+    Kind.PROOF: Role.DIALLER,
+    Kind.WELCOME: Role.ACCEPTOR,
+    Kind.REFUSED: Role.ACCEPTOR,
+}
+_NAMES: Final = {
+    Kind.HELLO: "hello",
+    Kind.CHALLENGE: "challenge",
+    Kind.PROOF: "proof",
+    Kind.WELCOME: "welcome",
+    Kind.REFUSED: "refused",
+}
+
+
+class Authenticator(Protocol):
+    """Proves to the other side that this worker belongs to the job, and has it prove the same.
+
+    Headers are maps that msgpack can encode. ``said`` is a digest of all messages before the proof. Whoever
+    proves signs its role with it, so that nobody's proof can be given back as one's own.
+    """
+
+    def challenge(self) -> dict[str, Any]:
+        """At the acceptor: the header of CHALLENGE, different each time."""
+
+    def prove(self, role: Role, said: bytes) -> dict[str, Any]:
+        """The header of PROOF, for a dialler, which should differ each time as well, or of WELCOME."""
+
+    def verify(self, role: Role, said: bytes, proof: dict[str, Any]) -> bool:
+        """Whether that is what ``prove`` returns at a worker of this job in this role."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first thing that the connecting side says."""
+    """The first thing that the dialler says; at the acceptor: to be judged, by ``welcome`` or ``refuse``."""
 
     member: Member
     wanted: int
@@ -53,14 +136,125 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """To be sent."""
+
+    kind: int
+    header: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Welcomed:
+    """At the dialler: the connection is established."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a hello is not accepted; ``code`` is for the program, ``reason`` for people."""
+    """Why a hello is not accepted.
+
+    Attributes:
+        code: for the program.
+        reason: for people on the other side, who may be strangers.
+        detail: for the log of this side only.
+    """
 
     code: str
     reason: str
+    detail: str = ""
 
     def header(self) -> dict[str, Any]:
         return {"code": self.code, "reason": self.reason}
+
+
+NOT_PROVEN: Final = Refusal("stranger", "it does not belong to this job: its proof is wrong")
+
+
+class Handshake:
+    """One side of one handshake.
+
+    Args:
+        role: which side.
+        authenticator: None where whoever knows the group and the incarnation is let in. Both sides have one,
+            or neither.
+
+    Example::
+
+        handshake = Handshake(Role.DIALLER)
+        send(handshake.greet(hello))
+        match handshake.receive(frame.kind, frame.header):
+            case Message(kind, header): ...  # send it
+            case Welcomed(): ...
+            case Refusal(code, reason): ...
+    """
+
+    def __init__(self, role: Role, authenticator: Authenticator | None = None) -> None:
+        self.role = role
+        self.state = State.BEGUN
+        self._authenticator = authenticator
+        self._said = hashlib.sha256()
+        self._hello: Hello | None = None
+
+    def greet(self, hello: Hello) -> Message:
+        """At the dialler, first of all."""
+        return self._say(Kind.HELLO, hello.header())
+
+    def welcome(self) -> Message:
+        """At the acceptor: let the other side in, of which ``receive`` has returned the hello."""
+        if self._authenticator is None:
+            return self._say(Kind.WELCOME, {})
+        return self._say(Kind.WELCOME, self._authenticator.prove(self.role, self._said.digest()))
+
+    def refuse(self, refusal: Refusal) -> Message:
+        """At the acceptor: do not let it in."""
+        return self._say(Kind.REFUSED, refusal.header())
+
+    def receive(self, kind: int, header: dict[str, Any]) -> Message | Hello | Welcomed | Refusal:
+        """Take in a message; returns what is to be done. A refusal at the acceptor is to be sent.
+
+        Raises:
+            ProtocolError: it must not come now, or is malformed: the connection is to be closed.
+        """
+        before = self.state
+        self._step(kind, received=True)
+        authenticator, said = self._authenticator, self._said.digest()
+        self._note(kind, header)
+        match kind:
+            case Kind.HELLO:
+                self._hello = Hello.parse(header)
+                if authenticator is None:
+                    return self._hello
+                return self._say(Kind.CHALLENGE, authenticator.challenge())
+            case Kind.CHALLENGE:
+                if authenticator is None:
+                    raise ProtocolError("it wants a proof, which this worker has not been given")
+                return self._say(Kind.PROOF, authenticator.prove(self.role, self._said.digest()))
+            case Kind.PROOF:
+                assert authenticator is not None
+                assert self._hello is not None
+                return self._hello if authenticator.verify(Role.DIALLER, said, header) else NOT_PROVEN
+            case Kind.WELCOME:
+                if authenticator is not None and (
+                    before is not State.PROVEN or not authenticator.verify(Role.ACCEPTOR, said, header)
+                ):
+                    raise ProtocolError("it has not proven that it belongs to this job")
+                return Welcomed()
+        return parse_refusal(header)
+
+    def _say(self, kind: int, header: dict[str, Any]) -> Message:
+        self._step(kind, received=False)
+        self._note(kind, header)
+        return Message(kind, header)
+
+    def _step(self, kind: int, *, received: bool) -> None:
+        possible = TRANSITIONS[self.state]
+        if kind not in possible or (_SAID_BY[kind] is self.role) is received:
+            expected = " or ".join(_NAMES[each] for each in possible if _SAID_BY[each] is not self.role)
+            raise ProtocolError(f"expected {expected or 'nothing'}, got a frame of kind {kind}")
+        self.state = possible[kind]
+
+    def _note(self, kind: int, header: dict[str, Any]) -> None:
+        if self._authenticator is not None:
+            self._said.update(bytes([kind]) + pack_header(header))
 
 
 def parse_refusal(header: dict[str, Any]) -> Refusal:
@@ -72,49 +266,3 @@ def legible(text: object) -> str:
     """What another process says, made fit for logs and errors: of one line, and not too long."""
     shown = str(text)[:_LONGEST_TEXT]
     return shown if shown.isprintable() else repr(shown)
-
-
-def judge(hello: Hello, view: Membership, group: str, *, connected: bool, connecting: bool) -> Refusal | None:
-    """Decide about a hello.
-
-    Args:
-        hello: what the other side said.
-        view: this worker's membership; in a dynamic group a newcomer joins it here.
-        group: the group that this worker belongs to.
-        connected: there is a connection to that worker already.
-        connecting: this worker is trying to connect to that worker right now.
-
-    Returns:
-        None to welcome it, else the refusal.
-    """
-    me, other = view.me, hello.member
-    sides = f"worker '{other.name}' asked worker '{me.name}' (id {me.id}, incarnation {me.incarnation:x})"
-    if hello.group != group:
-        theirs = repr(hello.group)[:200]
-        return Refusal(
-            STRANGER, f"{sides} in the name of another group ({theirs}; this worker's is '{group}')"
-        )
-    if hello.wanted != me.incarnation:
-        return Refusal(
-            MISTAKEN, f"{sides}, but wanted incarnation {hello.wanted:x}, which is no longer at this address"
-        )
-    if other.incarnation == me.incarnation:
-        return Refusal(STRANGER, f"{sides}, but claims to be that very worker")
-    gone = view.gone_reason(other.incarnation)
-    if gone is not None:
-        return Refusal(GONE, f"{sides}, which has given it up ({gone})")
-    known = view.find(other.incarnation)
-    if known is None:
-        if view.static:
-            return Refusal(STRANGER, f"{sides}, but is not among the workers that formed the group")
-        try:
-            view.join(other)
-        except RpcError as error:
-            return Refusal(STRANGER, f"{sides}, but {error}")
-    elif known != other:
-        return Refusal(STRANGER, f"{sides}, but describes itself otherwise than it did to the group")
-    if connected:
-        return Refusal(CROSSED, f"{sides}, but they are connected already")
-    if connecting and me.incarnation < other.incarnation:
-        return Refusal(CROSSED, f"{sides}, which is just connecting to it")
-    return None

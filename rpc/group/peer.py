@@ -1,4 +1,4 @@
-"""One other worker, as seen from this one: where its frames go out, and whether it is still there."""
+"""A worker, as seen from this one: where its frames go out, and whether it is still there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from time import monotonic
 from typing import Any, Final
 
 from rpc.errors import WorkerLostError
+from rpc.group.connection_state import TRANSITIONS, Event, State
 from rpc.group.workers import Member
+from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Station
 from rpc.transport import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 
@@ -26,8 +28,8 @@ class Peer:
 
     Args:
         member: the worker.
-        connect: called on the sender's thread when the first frame waits for a connection; it must not
-            block, and calling it twice must do no harm.
+        connect: called on the sender's thread when a frame waits for a connection; it must not block, and
+            calling it twice must do no harm.
         send_queue_bytes: callers of ``send`` wait while more than this waits for the connection.
         near: it is on this host.
         is_self: it is this worker.
@@ -38,13 +40,12 @@ class Peer:
         "_lock",
         "_near",
         "_queue_limit",
-        "_requested",
         "_room",
         "_waiting",
         "_waiting_bytes",
         "agent",
-        "connecting",
         "connection",
+        "dialled",
         "incarnation",
         "is_self",
         "lost",
@@ -52,6 +53,7 @@ class Peer:
         "member",
         "name",
         "standby",
+        "state",
     )
 
     def __init__(
@@ -70,8 +72,10 @@ class Peer:
         """For carriers, which are told the peer only; set by the agent, and nothing here reads it."""
         self.is_self = is_self
         self.main = member.main
-        self.connecting = False
-        """An attempt of ours is under way; read and set on the loop's thread."""
+        self.state = State.UNCONNECTED
+        """Of its connection; read on the loop's thread."""
+        self.dialled = False
+        """Whether this side made the connection, and not the other."""
         self._connect = connect
         self.connection: Connection | None = None
         """Once it is established and until the worker is gone."""
@@ -83,7 +87,6 @@ class Peer:
         self._queue_limit = send_queue_bytes
         self._near = near
         self._room = threading.Condition(self._lock)
-        self._requested = False
         self.standby: Station | None = None
         """Where idle threads may wait for its requests, while there is a connection; set by the agent."""
 
@@ -93,6 +96,13 @@ class Peer:
     @property
     def connected(self) -> bool:
         return self.connection is not None
+
+    def step(self, event: Event) -> bool:
+        """Something happens to the connection; returns whether it makes a difference in this state."""
+        following = TRANSITIONS[self.state].get(event)
+        if following is not None:
+            self.state = following
+        return following is not None
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """The error for whatever was asked of this worker and will not happen; a new one each time.
@@ -143,26 +153,31 @@ class Peer:
         if connection is not None:
             connection.flush()
 
+    @protected
     def _keep(self, buffers: Sequence[Any], size: int, aliased: bool, wait: float) -> Connection | None:
         """Queue the frame until there is a connection; returns the connection if there is one by now."""
         pieces = [self._capture(buffer) for buffer in buffers] if aliased else list(buffers)
         deadline = monotonic() + wait
         with self._lock:
             while wait and self._is_full():
-                left = deadline - monotonic()
-                if left <= 0:
-                    raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
-                self._room.wait(min(left, _SLICE_SECONDS))
+                self._wait_for_room(deadline)
             if self.connection is not None:
                 return self.connection
             if self.lost is not None:
                 raise self.lost_error()
+            is_first = not self._waiting
             self._waiting.append((pieces, size))
             self._waiting_bytes += size
-            if not self._requested:
+            if is_first:
                 self._connect(self)
-                self._requested = True
         return None
+
+    @interruptible
+    def _wait_for_room(self, deadline: float) -> None:
+        left = deadline - monotonic()
+        if left <= 0:
+            raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
+        self._room.wait(min(left, _SLICE_SECONDS))
 
     def _is_full(self) -> bool:
         waits = self.connection is None and self.lost is None
@@ -178,7 +193,6 @@ class Peer:
     def established(self, connection: Connection) -> None:
         """There is a connection: send what waits for it, in order, before anything else."""
         with self._lock:
-            self._requested = True
             for buffers, size in self._waiting:
                 connection.send(buffers, size, wait=False)
             self._forget_waiting()

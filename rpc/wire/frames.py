@@ -97,6 +97,8 @@ class Kind:
     STRIPED: Final = 17
     BULK: Final = 18
     BULK_CREDIT: Final = 19
+    CHALLENGE: Final = 20
+    PROOF: Final = 21
     EXTENSION: Final = 32
 
 

@@ -37,7 +37,7 @@ class Target:
 def target() -> Target:
     """To be called remotely: what one needs to know to attack this worker."""
     agent = current_agent()
-    return Target(agent.view.me, agent.connections._group)
+    return Target(agent.view.me, agent.connections.group)
 
 
 class Hostile:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import pytest
 
 from rpc.group.connections import Connections
+from rpc.group.handshake import Authenticator
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
@@ -34,6 +35,7 @@ class MakeNode(Protocol):
         incarnation: int | None = None,
         host: str = "host",
         reach: dict[str, Transport] | None = None,
+        authenticator: Authenticator | None = None,
     ) -> Node: ...
 
 
@@ -47,6 +49,7 @@ class Node:
         reach: the transports; by default those of this machine.
         host: identity of its host: Unix sockets are for workers on the same.
         listen_on: where to listen.
+        authenticator: what has others prove that they belong to the job.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Node:
         reach: dict[str, Transport] | None = None,
         host: str = "host",
         listen_on: str = "127.0.0.1",
+        authenticator: Authenticator | None = None,
     ) -> None:
         self.loop = loop
         self.thread: LoopThread | None = None
@@ -73,7 +77,7 @@ class Node:
         self._changed = threading.Condition()
         if reach is None:
             reach = on_loop(transports, loop, 1 << 20)
-        self.connections = Connections(loop, reach, self, 1 << 30)
+        self.connections = Connections(loop, reach, self, 1 << 30, authenticator)
         addresses = on_loop(self.connections.listen, listen_on, 0)
         self.member = Member(WorkerInfo(name, worker_id), incarnation, host, tuple(addresses))
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rpc.group.handshake import Authenticator
 from rpc.runtime import loop as loop_module
 from rpc.runtime.executor import Executor
 from rpc.runtime.loop import LoopThread
@@ -67,10 +68,12 @@ def make_node() -> Iterator[MakeNode]:
         incarnation: int | None = None,
         host: str = "host",
         reach: dict[str, Transport] | None = None,
+        authenticator: Authenticator | None = None,
     ) -> Node:
         index = len(made)
+        thread, incarnation = threads[index % 2], incarnation or 100 + index
         made.append(
-            Node.on(threads[index % 2], name, index, incarnation or 100 + index, host=host, reach=reach)
+            Node.on(thread, name, index, incarnation, host=host, reach=reach, authenticator=authenticator)
         )
         return made[-1]
 

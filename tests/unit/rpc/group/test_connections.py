@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from rpc.errors import WorkerLostError
-from rpc.group import connections as module
 from rpc.group.connections import CRASHED
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
@@ -145,12 +144,12 @@ def test_a_worker_without_an_address_for_us_is_unreachable(make_node: MakeNode) 
 
 
 def test_a_worker_that_does_not_answer_is_given_up(
-    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+    make_node: MakeNode,
 ) -> None:
-    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.05)
     network = MemoryNetwork()
     reach: dict[str, Transport] = {"memory": MemoryTransport(network)}
     left, right = make_node("left", reach=reach), make_node("right", reach=reach)
+    left.connections.connect_seconds = 0.05
     left.form_group(right.member)
     left.send(right, 1)
     assert left.wait_gone() == ("right", "it cannot be reached at memory:127.0.0.1: no answer within 0.05 s")
@@ -244,9 +243,9 @@ def stuck(node: Node) -> Iterator[None]:
         go_on.set()
 
 
-def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FAREWELL_SECONDS", 0.05)
+def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode) -> None:
     left, right = pair(make_node)
+    left.connections.farewell_seconds = 0.05
     left.send(right, 1)
     right.wait_until(lambda: right.received)
     with stuck(right):
@@ -255,10 +254,10 @@ def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode, monkeypatch: pyt
 
 
 def test_leaving_that_is_cancelled_closes_what_its_peers_do_not_read(
-    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+    make_node: MakeNode,
 ) -> None:
-    monkeypatch.setattr(module, "FAREWELL_SECONDS", 1000.0)
     left, right = pair(make_node)
+    left.connections.farewell_seconds = 1000.0
     left.send(right, 1)
     right.wait_until(lambda: right.received)
     with stuck(right):
@@ -276,7 +275,7 @@ def test_leaving_while_connecting_says_nothing_wrong(
     left, right = make_node("left"), make_node("right")
     left.form_group(right.member)
     left.send(right, 1)
-    until(lambda: right.connections._early)
+    until(lambda: right.connections.handshaking)
     right.leave()
     left.leave()
     assert all("shutting down" not in record.getMessage() for record in caplog.records)
@@ -292,7 +291,7 @@ def test_a_forked_child_can_let_go_of_everything_that_is_open(
     left.send(right, 1)
     right.wait_until(lambda: right.received)
     visitor = stranger(right)
-    until(lambda: right.connections._handshakes)
+    until(lambda: right.connections.handshaking)
     told, tell = os.pipe()
     child = os.fork()
     if not child:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rpc.group.connection_state import State
 from rpc.transport import Transport
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.memory_transport import MemoryNetwork, MemoryTransport
@@ -78,8 +79,8 @@ def check(left: Node, right: Node) -> None:
         assert here.numbers_from(there) == list(range(MESSAGES))
         assert here.gone == []
         assert len(here.open_connections()) == 1
-        assert not here.connections._handshakes
-        assert not here.peers[there.member.incarnation].connecting
+        assert not here.connections.handshaking
+        assert here.peers[there.member.incarnation].state is State.ESTABLISHED
     (end,), (other_end,) = left.open_connections(), right.open_connections()
     assert end.other is other_end  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Who is let in: the wanted worker, by members of its group, on one connection per pair."""
+"""The handshake: nothing but what the table allows; with an authenticator, only who has the token."""
 
 from __future__ import annotations
 
@@ -11,144 +11,152 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
+from rpc.group.admission import judge
 from rpc.group.handshake import (
-    CROSSED,
-    GONE,
-    MISTAKEN,
-    STRANGER,
+    TRANSITIONS,
+    Authenticator,
+    Handshake,
     Hello,
+    Message,
     Refusal,
-    judge,
+    Role,
+    State,
+    Welcomed,
     legible,
     parse_refusal,
 )
 from rpc.group.membership import Membership
 from rpc.group.workers import Member
+from rpc.wire.frames import Kind
 from tests.support.effort import PROFILE
 from tests.support.members import member
+from tests.support.token import Token
 
-ME = member("me", 0, 500)
-SMALLER, LARGER = member("smaller", 1, 400), member("larger", 2, 600)
-GROUP = "job/1"
-
-
-def view(*others: Member, static: bool = True) -> Membership:
-    made = Membership(ME, static=static)
-    for other in others:
-        made.join(other)
-    return made
+ME, OTHER = member("me", 0, 500), member("other", 1, 400)
+HELLO = Hello(OTHER, ME.incarnation, "job/1")
 
 
-def judged(
-    who: Member,
-    group: Membership,
-    *,
-    wanted: int = ME.incarnation,
-    name: str = GROUP,
-    connected: bool = False,
-    connecting: bool = False,
-) -> Refusal | None:
-    return judge(Hello(who, wanted, name), group, GROUP, connected=connected, connecting=connecting)
+def sides(dialler: Authenticator | None, acceptor: Authenticator | None) -> tuple[Handshake, Handshake]:
+    return Handshake(Role.DIALLER, dialler), Handshake(Role.ACCEPTOR, acceptor)
 
 
-def code(refusal: Refusal | None) -> str:
-    return refusal.code if refusal else "welcome"
+def converse(dialler: Handshake, acceptor: Handshake, *, change: int = 0) -> tuple[list[int], Any]:
+    """Let the two speak; the acceptor lets in whom its machine lets it judge.
+
+    Args:
+        change: the kind of a message that is changed on its way.
+
+    Returns:
+        The kinds of what they said, and what the dialler learns in the end.
+    """
+    said: list[int] = []
+    message, receiver, other = dialler.greet(HELLO), acceptor, dialler
+    while True:
+        said.append(message.kind)
+        header = msgpack.unpackb(msgpack.packb(message.header))
+        if message.kind == change:
+            header["more"] = 1
+        match receiver.receive(message.kind, header):
+            case Message() as message:
+                pass
+            case Hello():
+                message = receiver.welcome()
+            case Refusal() as refusal if receiver is acceptor:
+                message = receiver.refuse(refusal)
+            case outcome:
+                return said, outcome
+        receiver, other = other, receiver
 
 
-def test_a_member_of_the_group_is_welcome() -> None:
-    assert judged(SMALLER, view(SMALLER)) is None
+# ---- the order of messages
+
+
+def test_without_an_authenticator_welcome_follows_hello() -> None:
+    dialler, acceptor = sides(None, None)
+    assert converse(dialler, acceptor) == ([Kind.HELLO, Kind.WELCOME], Welcomed())
+    assert dialler.state is acceptor.state is State.WELCOMED
+
+
+def test_with_an_authenticator_both_sides_prove_that_they_belong_to_the_job() -> None:
+    dialler, acceptor = sides(Token(b"token"), Token(b"token"))
+    assert converse(dialler, acceptor) == ([Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME], Welcomed())
+    assert dialler.state is acceptor.state is State.WELCOMED
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("state", State)
+def test_whatever_is_not_in_the_table_or_the_receivers_own_to_say_is_refused(
+    role: Role, state: State
+) -> None:
+    for kind in range(256):
+        side = Handshake(role, Token(b"token"))
+        side.state = state
+        by_dialler = kind in (Kind.HELLO, Kind.PROOF)
+        if kind in TRANSITIONS[state] and by_dialler == (role is Role.ACCEPTOR):
+            with contextlib.suppress(Exception):  # for its content
+                side.receive(kind, {})
+            assert side.state is not state
+        else:
+            with pytest.raises(ProtocolError, match=f"expected .*, got a frame of kind {kind}"):
+                side.receive(kind, {})
+            assert side.state is state
+
+
+def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
+    reachable, todo = set[State](), [State.BEGUN]
+    while todo:
+        state = todo.pop()
+        if state not in reachable:
+            reachable.add(state)
+            todo += TRANSITIONS[state].values()
+    assert reachable == set(State)
+    assert {state for state in State if not TRANSITIONS[state]} == {State.WELCOMED, State.REFUSED}
+
+
+# ---- proofs
+
+
+def test_a_dialler_with_another_token_is_refused_before_it_is_told_anything() -> None:
+    said, outcome = converse(*sides(Token(b"guess"), Token(b"token")))
+    assert said == [Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.REFUSED]
+    assert outcome == Refusal("stranger", "it does not belong to this job: its proof is wrong")
 
 
 @pytest.mark.parametrize(
-    ("refusal", "expected_code", "parts"),
+    ("dialler", "acceptor", "complaint"),
     [
-        (judged(SMALLER, view(SMALLER), name="job/2"), STRANGER, ["another group", "'job/2'", "'job/1'"]),
-        (judged(SMALLER, view(SMALLER), wanted=501), MISTAKEN, ["wanted incarnation 1f5", "no longer"]),
-        (judged(SMALLER, view()), STRANGER, ["is not among the workers that formed the group"]),
-        (
-            judged(member("smaller", 1, 400, "tcp:elsewhere:1"), view(SMALLER)),
-            STRANGER,
-            ["describes itself otherwise"],
-        ),
-        (judged(member("larger", 3, 400), view(SMALLER)), STRANGER, ["describes itself otherwise"]),
-        (judged(ME, view(SMALLER)), STRANGER, ["claims to be that very worker"]),
-        (judged(SMALLER, view(SMALLER), connected=True), CROSSED, ["connected already"]),
-        (judged(LARGER, view(LARGER), connecting=True), CROSSED, ["just connecting"]),
+        (Token(b"token"), None, "has not proven"),
+        (None, Token(b"token"), "wants a proof"),
     ],
+    ids=["the acceptor has none", "the dialler has none"],
 )
-def test_a_refusal_names_both_sides_and_says_why(
-    refusal: Refusal, expected_code: str, parts: list[str]
+def test_an_authenticator_on_one_side_only_ends_the_connection(
+    dialler: Authenticator | None, acceptor: Authenticator | None, complaint: str
 ) -> None:
-    assert refusal.code == expected_code
-    for part in ["asked worker 'me' (id 0, incarnation 1f4)", *parts]:
-        assert part in refusal.reason
+    with pytest.raises(ProtocolError, match=complaint):
+        converse(*sides(dialler, acceptor))
 
 
-def test_a_gone_worker_is_refused_with_the_reason_why_it_is_held_to_be_gone() -> None:
-    group = view(SMALLER)
-    group.leave(SMALLER.incarnation, "its connection broke")
-    refusal = judged(SMALLER, group)
-    assert code(refusal) == GONE
-    assert refusal is not None
-    assert "worker 'smaller' asked worker 'me'" in refusal.reason
-    assert "given it up (its connection broke)" in refusal.reason
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.CHALLENGE])
+def test_a_proof_is_over_all_that_was_said_before(kind: int) -> None:
+    _, outcome = converse(*sides(Token(b"token"), Token(b"token")), change=kind)
+    assert isinstance(outcome, Refusal)
 
 
-def test_of_two_that_connect_to_each_other_the_attempt_of_the_smaller_incarnation_counts() -> None:
-    assert code(judged(SMALLER, view(SMALLER), connecting=True)) == "welcome"
-    assert code(judged(LARGER, view(LARGER), connecting=True)) == CROSSED
-    assert code(judged(LARGER, view(LARGER))) == "welcome"
+def test_the_acceptors_proof_is_over_the_diallers() -> None:
+    with pytest.raises(ProtocolError, match="has not proven"):
+        converse(*sides(Token(b"token"), Token(b"token")), change=Kind.PROOF)
 
 
-@PROFILE
-@given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_of_two_simultaneous_attempts_exactly_one_counts(left: int, right: int) -> None:
-    if left == right:
-        return
-    members = [member("left", 0, left), member("right", 1, right)]
-    verdicts = []
-    for me, other in (members, reversed(members)):
-        group = Membership(me, static=True)
-        group.join(other)
-        hello = Hello(other, me.incarnation, GROUP)
-        verdicts.append(code(judge(hello, group, GROUP, connected=False, connecting=True)))
-    assert sorted(verdicts) == [CROSSED, "welcome"]
-
-
-# ---- dynamic groups
-
-
-def test_a_newcomer_joins_a_dynamic_group_with_its_first_hello() -> None:
-    group = view(static=False)
-    assert judged(LARGER, group) is None
-    assert group.present() == [ME, LARGER]
-    assert judged(LARGER, group) is None
-
-
-def test_a_newcomer_with_a_name_that_is_taken_is_refused() -> None:
-    group = view(SMALLER, static=False)
-    refusal = judged(member("smaller", 7, 700), group)
-    assert code(refusal) == STRANGER
-    assert refusal is not None
-    assert "the name 'smaller' is taken by worker 'smaller' (id 1)" in refusal.reason
-    assert group.present() == [ME, SMALLER]
-
-
-def test_a_worker_that_returns_under_its_name_joins_as_a_new_incarnation() -> None:
-    group = view(SMALLER, static=False)
-    group.leave(SMALLER.incarnation, "it died")
-    returned = member("smaller", 1, 700)
-    assert judged(returned, group) is None
-    assert group.resolve("smaller") == returned
-    assert code(judged(SMALLER, group)) == GONE
-
-
-@pytest.mark.parametrize("reason", ["name", "wanted"])
-def test_nobody_joins_with_a_hello_that_is_refused(reason: str) -> None:
-    group = view(static=False)
-    refused = {"name": judged(LARGER, group, name="job/2"), "wanted": judged(LARGER, group, wanted=1)}
-    assert refused[reason] is not None
-    assert group.present() == [ME]
+def test_a_proof_cannot_be_given_back_as_ones_own() -> None:
+    dialler, acceptor = sides(Token(b"token"), Token(b"token"))
+    hello = dialler.greet(HELLO)
+    challenge = acceptor.receive(hello.kind, hello.header)
+    assert isinstance(challenge, Message)
+    proof = dialler.receive(challenge.kind, challenge.header)
+    assert isinstance(proof, Message)
+    with pytest.raises(ProtocolError, match="has not proven"):
+        dialler.receive(Kind.WELCOME, proof.header)
 
 
 # ---- on the wire
@@ -175,11 +183,11 @@ def test_a_hello_arrives_as_it_was_said(who: Member, wanted: int, group: str) ->
 
 
 def test_a_refusal_arrives_as_it_was_given() -> None:
-    refusal = Refusal(STRANGER, "worker 'a' asked worker 'b'")
+    refusal = Refusal("stranger", "worker 'a' asked worker 'b'")
     assert parse_refusal(over_the_wire(refusal.header())) == refusal
 
 
-FIELDS = SMALLER.to_wire()
+FIELDS = ME.to_wire()
 
 
 @pytest.mark.parametrize(
@@ -228,7 +236,7 @@ json_like = st.recursive(
 def test_nothing_that_calls_itself_a_hello_does_harm(header: dict[str, Any]) -> None:
     with contextlib.suppress(ProtocolError):
         hello = Hello.parse(header)
-        judge(hello, view(static=False), GROUP, connected=False, connecting=False)
+        judge(hello, Membership(ME, static=False), "job/1", connected=False, connecting=False)
 
 
 @PROFILE

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rpc.group import connections as module
 from rpc.group.handshake import parse_refusal
 from rpc.group.workers import Member
 from rpc.wire.frames import MAGIC, PREAMBLE, Kind
@@ -17,6 +16,7 @@ from tests.support.members import member
 from tests.support.nodes import MESSAGE, MakeNode, Node, pair, refusals
 from tests.support.stranger import Stranger, frame, hello_to
 from tests.support.streams import SOON, until
+from tests.support.token import Token
 
 # ---- who comes in
 
@@ -36,9 +36,34 @@ def test_a_hello_that_comes_before_the_group_is_formed_is_answered_then(make_nod
     early, late = make_node("early"), make_node("late")
     early.form_group(late.member)
     early.send(late, 1)
-    until(lambda: late.connections._early)
+    until(lambda: late.connections.handshaking)
     late.form_group(early.member)
     late.wait_until(lambda: late.numbers_from(early) == [1])
+
+
+def test_workers_with_the_jobs_token_connect_and_others_are_refused(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, friend = (make_node(name, authenticator=Token(b"token")) for name in ("here", "friend"))
+    guesser = make_node("guesser", authenticator=Token(b"guess"))
+    here.form_group(friend.member, guesser.member)
+    for other in (friend, guesser):
+        other.form_group(here.member)
+        other.send(here, 1)
+    here.wait_until(lambda: here.numbers_from(friend) == [1])
+    said = "it refused the connection: it does not belong to this job: its proof is wrong"
+    assert guesser.wait_gone() == ("here", said)
+    assert len(refusals(caplog)) == 1
+    assert here.numbers_from(guesser) == []
+
+
+def test_a_worker_that_asks_for_no_proof_is_not_believed(make_node: MakeNode) -> None:
+    here, impostor = make_node("here", authenticator=Token(b"token")), make_node("impostor")
+    here.form_group(impostor.member)
+    impostor.form_group(here.member)
+    here.send(impostor, 1)
+    said = "the handshake with it failed: it has not proven that it belongs to this job"
+    assert here.wait_gone() == ("impostor", said)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +96,7 @@ def test_who_does_not_belong_here_is_told_why_naming_both_sides_and_it_is_logged
     (answer,) = visitor.hear()
     assert answer.kind == Kind.REFUSED
     reason = parse_refusal(answer.header).reason
-    assert f"worker '{hello.member.name}' asked worker 'left' (id 0, incarnation 64)" in reason
+    assert f"worker '{hello.member.name}' asked worker 'left' (id 0)" in reason
     assert said in reason
     (logged,) = refusals(caplog)
     assert reason in logged
@@ -89,9 +114,9 @@ def test_who_does_not_belong_here_is_told_why_naming_both_sides_and_it_is_logged
         (PREAMBLE + b"\xff" * 100, "over the limit of 65536"),
         (PREAMBLE + frame(Kind.HELLO, {"member": "me"}), "a malformed hello"),
         (PREAMBLE + frame(Kind.HELLO, {}, b"x" * 65537), "over the limit of 65536"),
-        (PREAMBLE + frame(Kind.CALL, {}, b"a pickle"), "expected one hello, got a frame of kind 5"),
-        (PREAMBLE + frame(Kind.WELCOME, {}), "expected one hello, got a frame of kind 2"),
-        (PREAMBLE + frame(MESSAGE, {}), "expected one hello, got a frame of kind 32"),
+        (PREAMBLE + frame(Kind.CALL, {}, b"a pickle"), "expected hello, got a frame of kind 5"),
+        (PREAMBLE + frame(Kind.WELCOME, {}), "expected hello, got a frame of kind 2"),
+        (PREAMBLE + frame(MESSAGE, {}), "expected hello, got a frame of kind 32"),
     ],
     ids=["http", "tls", "version", "garbage", "bad hello", "huge hello", "call", "welcome", "extension"],
 )
@@ -119,7 +144,6 @@ def test_who_says_hello_twice_is_cut_off(make_node: MakeNode, stranger: Callable
     node = make_node("node")  # its group is not formed yet, so it does not answer
     visitor = stranger(node)
     visitor.say_hello(hello_to(node))
-    until(lambda: node.connections._early)
     visitor.say(frame(Kind.HELLO, hello_to(node).header()))
     assert visitor.is_cut_off()
     node.form_group()  # answers nobody
@@ -128,12 +152,11 @@ def test_who_says_hello_twice_is_cut_off(make_node: MakeNode, stranger: Callable
 def test_who_says_nothing_is_cut_off_in_time(
     make_node: MakeNode,
     stranger: Callable[[Node], Stranger],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.05)
     caplog.set_level(logging.DEBUG)
     node, _ = pair(make_node)
+    node.connections.connect_seconds = 0.05
     visitor = stranger(node)
     assert visitor.is_cut_off()
     until(lambda: "no handshake within 0.05 s" in caplog.text)
@@ -144,9 +167,9 @@ def test_who_only_looks_in_is_no_news(
 ) -> None:
     node, _ = pair(make_node)
     visitor = stranger(node)
-    until(lambda: node.connections._handshakes)
+    until(lambda: node.connections.handshaking)
     visitor.close()
-    until(lambda: not node.connections._handshakes)
+    until(lambda: not node.connections.handshaking)
     assert refusals(caplog) == []
 
 
@@ -180,7 +203,7 @@ def test_a_worker_that_refuses_us_is_gone_and_says_why(make_node: MakeNode) -> N
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the peer does not speak farcall's protocol"),
         (MAGIC + b"\x02", "the peer speaks version 2 of farcall's protocol, this worker version 1"),
-        (PREAMBLE + frame(Kind.REPLY, {}), "expected welcome or refused, got a frame of kind 6"),
+        (PREAMBLE + frame(Kind.REPLY, {}), "expected challenge or welcome or refused, got a frame of kind 6"),
         (PREAMBLE + frame(Kind.REFUSED, {"reason": "no\nlines"}), "it refused the connection: 'no\\nlines'"),
         (PREAMBLE + frame(Kind.REFUSED, {}), "it refused the connection: no reason given"),
         (b"", "the connection was closed by the other side"),

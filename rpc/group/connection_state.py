@@ -1,0 +1,60 @@
+"""The life of the connection between this worker and another, as a table.
+
+Everything that affects the order of its states is here; ``Peer`` steps through it, ``Connections`` acts on
+it. A connection that is lost is not made again, so its worker is gone for good: nothing would tell which of
+the messages on it have arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final
+
+__all__ = ["CONNECTING", "TRANSITIONS", "Event", "State"]
+
+
+class State(Enum):
+    """Where the connection stands, as seen from this side."""
+
+    UNCONNECTED = "nothing was sent yet"
+    DIALLING = "this worker tries the other's addresses"
+    HANDSHAKING = "this worker has said hello"
+    CROSSED = "the other connects as well, and its attempt counts: it is awaited"
+    ESTABLISHED = "frames flow"
+    LEFT = "this worker has said goodbye"
+    LOST = "the other worker is gone"
+
+
+class Event(Enum):
+    """What happens to it."""
+
+    DIAL = "something is to be sent"
+    REACH = "somebody listens at one of the other's addresses"
+    WELCOME = "the other side has accepted this side's attempt"
+    CROSS = "the other side has refused it, since it connects itself"
+    ACCEPT = "this side has accepted the other's attempt"
+    LEAVE = "this worker leaves"
+    LOSE = "the other worker has died, left, said nonsense, cannot be reached, or refuses"
+
+
+_END: Final = {Event.LEAVE: State.LEFT, Event.LOSE: State.LOST}
+
+TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
+    State.UNCONNECTED: {Event.DIAL: State.DIALLING, Event.ACCEPT: State.ESTABLISHED, **_END},
+    State.DIALLING: {Event.REACH: State.HANDSHAKING, Event.ACCEPT: State.ESTABLISHED, **_END},
+    State.HANDSHAKING: {
+        Event.WELCOME: State.ESTABLISHED,
+        Event.CROSS: State.CROSSED,
+        Event.ACCEPT: State.ESTABLISHED,
+        **_END,
+    },
+    State.CROSSED: {Event.ACCEPT: State.ESTABLISHED, **_END},
+    State.ESTABLISHED: _END,
+    State.LEFT: {},
+    State.LOST: {},
+}
+"""What is not in a row changes nothing in that state: an attempt whose end comes too late is dropped."""
+
+CONNECTING: Final = frozenset({State.DIALLING, State.HANDSHAKING, State.CROSSED})
+"""An attempt of this worker is under way."""
