@@ -34,7 +34,7 @@ from rpc.agent.pending_call import PendingCall
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Recording, Tape
 from rpc.bulk.point_to_point import Bulk
-from rpc.bulk.shared_memory import SharedMemory
+from rpc.bulk.shared_memory.exchange import SharedMemory
 from rpc.bulk.striping import Striping
 from rpc.errors import ForkedProcessError, NotInitializedError
 from rpc.group.connections import Connections
@@ -129,7 +129,14 @@ class Agent:
         self.reply, self.dump_reply, self.fail = messages.reply, messages.dump_reply, messages.fail
 
         self.shared_memory = SharedMemory(
-            self, options.shared_memory_bytes, options.max_message_bytes, takes=self.serializer.allow is None
+            self.loop,
+            self.mailbox.call,
+            self.frames_received,
+            self.connections.lose,
+            lambda peer: bool(peer.member.host == self.view.me.host),
+            bound=options.shared_memory_bytes,
+            max_message_bytes=options.max_message_bytes,
+            takes=self.serializer.allow is None,
         )
         self.unwrap = self.shared_memory.unwrap
         self.stripes = Striping(self, options.tcp_stripes, options.max_message_bytes)

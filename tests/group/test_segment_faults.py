@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import os
 import resource
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import rpc
+from rpc.bulk import copying
 from rpc.bulk.shared_memory import ledger
-from rpc.bulk.shared_memory.copying import Copier
-from rpc.bulk.shared_memory.packing import Message, pack
 from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
-from rpc.wire.frames import Kind, encode_small
 from tests.group.test_fork import in_child, works
 from tests.support.leftovers import nothing_left
-from tests.support.serving import first_of, in_group, open_gate, serve, wait_at_gate
+from tests.support.serving import first_of, open_gate, serve, wait_at_gate
 from tests.support.shared_memory import (
     all_returned,
     arriving_in_segment,
@@ -168,11 +164,11 @@ def die_while_copying(worker: Worker) -> None:
     with worker.group():
         send_through_segments("worker1", 4 * MIB, keep)
 
-        def copy_half_and_die(_: Copier, buffer: Any, into: memoryview) -> None:
-            into[: len(buffer) // 2] = buffer[: len(buffer) // 2]
+        def copy_half_and_die(source: memoryview | bytes, target: memoryview) -> None:
+            target[: len(source) // 2] = source[: len(source) // 2]
             worker.die()
 
-        Copier.copy = copy_half_and_die  # type: ignore[method-assign,assignment]
+        copying.copy = copy_half_and_die
         while True:
             rpc.rpc_sync("worker1", torch.numel, args=(torch.zeros(MIB),))
 
@@ -199,7 +195,7 @@ def lose_link_and_live(worker: Worker) -> None:
         send_through_segments("worker1", MIB, keep)
         agent = current_agent()
         agent.on_loop(agent.connections.lose, agent.peer("worker1"), "the test cuts it off")
-        assert agent.shared_memory._pool.size == 0
+        assert agent.shared_memory.usage() == (0, 0)
         until(has_no_segments)
         with pytest.raises(WorkerLostError):
             rpc.rpc_sync("worker1", keep, args=(torch.zeros(MIB),))
@@ -238,7 +234,7 @@ def fall_back(_: Worker, reason: str, prepare: Callable[[], object] = int) -> No
     assert len(said) == 1
     assert "large tensors for worker 'worker1' go through the socket" in said[0]
     assert reason in said[0]
-    assert current_agent().shared_memory._pool.size == 0
+    assert current_agent().shared_memory.usage() == (0, 0)
 
 
 def read_another_nonce() -> None:
@@ -274,21 +270,6 @@ def test_what_cannot_be_shared_goes_through_the_socket(
     first_of(run_workers, task)
 
 
-def test_who_checks_what_it_receives_takes_no_shared_memory(run_workers: RunWorkers) -> None:
-    def be_safe(worker: Worker) -> None:
-        rpc.allow_function(torch.numel)
-        serve(worker, deserialization="safe")
-
-    run_workers([in_group(lambda worker: fall_back(worker, "safe mode")), be_safe], 2)
-
-
-def test_a_receiver_that_has_it_turned_off_is_not_shared_with(run_workers: RunWorkers) -> None:
-    def be_apart(worker: Worker) -> None:
-        serve(worker, shared_memory_bytes=0)
-
-    run_workers([in_group(lambda worker: fall_back(worker, "turned off there")), be_apart], 2)
-
-
 # ---- forks
 
 
@@ -316,27 +297,6 @@ def test_forks_change_no_tensor_anywhere(run_workers: RunWorkers) -> None:
     first_of(run_workers, task)
 
 
-def test_a_child_that_lives_on_keeps_its_tensors(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        echo_through_segments("worker1", MIB)
-        mine = torch.arange(MIB // 4, dtype=torch.int32)
-        tensor = arriving_in_segment(lambda: rpc.rpc_sync("worker1", torch.neg, args=(mine,)))
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(writing)
-            os.read(reading, 1)  # until the parent has gone on for a while
-            os._exit(0 if torch.equal(tensor, -mine) else 1)
-        tensor.zero_()
-        del tensor
-        echo_through_segments("worker1", MIB)
-        os.close(writing)
-        assert os.waitpid(pid, 0)[1] == 0
-        os.close(reading)
-
-    first_of(run_workers, task)
-
-
 def fork_once() -> None:
     in_child(int)
 
@@ -344,40 +304,30 @@ def fork_once() -> None:
 def test_a_receiver_may_fork_while_a_tensor_is_copied_for_it(run_workers: RunWorkers) -> None:
     def task(_: Worker) -> None:
         tensor = torch.ones(MIB)
-        copy = Copier.copy
+        copy = copying.copy
 
         def send_another() -> None:
             rpc.rpc_sync("worker1", fork_once)
             assert rpc.rpc_sync("worker1", torch.numel, args=(tensor,)) == MIB
 
-        def copy_while_it_forks(copier: Copier, buffer: Any, into: memoryview) -> None:
-            Copier.copy = copy  # type: ignore[method-assign]
+        def copy_while_it_forks(source: memoryview | bytes, target: memoryview) -> None:
+            copying.copy = copy
             another = threading.Thread(target=send_another)
             another.start()
             another.join()
-            copy(copier, buffer, into)
+            copy(source, target)
 
         send_through_segments("worker1", 4 * MIB)
         until(all_returned)
-        Copier.copy = copy_while_it_forks  # type: ignore[method-assign,assignment]
+        copying.copy = copy_while_it_forks
         assert float(rpc.rpc_sync("worker1", torch.sum, args=(tensor,))) == MIB
-        assert Copier.copy is copy
+        assert copying.copy is copy
         send_through_segments("worker1", 4 * MIB)
 
     first_of(run_workers, task)
 
 
-# ---- strange peers, and strange users
-
-
-NONSENSE: list[bytes] = [
-    encode_small(Kind.SEGMENTS, 0, {"hello": 1}, ()),
-    encode_small(Kind.SEGMENTS, 0, {"proof": bytes(32)}, ()),
-    encode_small(Kind.SEGMENTS, 0, {"come": ["name", bytes(16), 1, 1]}, ()),
-    encode_small(Kind.IN_SEGMENT, 0, {}, (pack(Message(Kind.CALL, {}, 1, 1, (5,), b"")),)),
-    encode_small(Kind.IN_SEGMENT, 0, {}, (b"",)),
-    encode_small(Kind.IN_SEGMENT, 0, {}, ()),
-]
+# ---- strange users
 
 
 def test_tensors_that_change_while_they_are_sent_do_no_harm(run_workers: RunWorkers) -> None:
@@ -398,24 +348,3 @@ def test_tensors_that_change_while_they_are_sent_do_no_harm(run_workers: RunWork
         changer.join()
 
     first_of(run_workers, task)
-
-
-def talk_nonsense(worker: Worker) -> None:
-    """Says to each of the others something about segments that makes no sense."""
-    with worker.group():
-        for number, frame in enumerate(NONSENSE, start=1):
-            peer = current_agent().peer(f"worker{number}")
-            rpc.rpc_sync(peer.name, int)
-            peer.send_small(frame, True)
-            until(functools.partial(getattr, peer, "lost"))
-
-
-def cut_off(worker: Worker) -> None:
-    with worker.group():
-        peer = current_agent().peer("worker0")
-        until(lambda: peer.lost)
-        assert "malformed message" in peer.lost
-
-
-def test_a_peer_that_talks_nonsense_about_segments_is_cut_off(run_workers: RunWorkers) -> None:
-    run_workers([talk_nonsense, *[cut_off] * len(NONSENSE)], 1 + len(NONSENSE))

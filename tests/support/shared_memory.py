@@ -42,12 +42,8 @@ def in_segment(tensor: torch.Tensor) -> bool:
 
 def all_returned() -> bool:
     """Whether none of this worker's segments is lent."""
-    segments = current_agent().shared_memory
-    with segments._lock:
-        for each in segments._outgoing.values():
-            if each is not None:
-                each.look(0.0)
-        return not any(segment.lent for segment in segments._pool.all_segments())
+    _, lent = current_agent().shared_memory.usage()
+    return bool(lent == 0)
 
 
 def arriving_in_segment(call: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -1,11 +1,7 @@
-"""Segments between this worker and all others: how two begin, what is said on their connection, and the end.
+"""Shared memory between this worker and all others: what is said about it on their connections.
 
-Whoever has something large for a peer on the same host *asks*, once, and meanwhile sends through the socket.
-The peer opens a door and says *come*, with the door's name and a token. The sender connects there, its
-channel for descriptors, and sends the descriptor of a ledger with a nonce in it; the peer maps that and says
-the nonce on the connection: *proof* that both share this memory, and that the channel is the peer's. From
-then on there may be segments. Whatever goes wrong on the way, the sender stays with the socket, and says so
-once in its log.
+``negotiation.py`` has the states that two workers go through. Whatever goes wrong on the way, large messages
+take the socket, and the log says so once.
 """
 
 from __future__ import annotations
@@ -18,27 +14,23 @@ import socket
 import threading
 from collections.abc import Callable, Sequence, Sized
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import msgpack
-
+from rpc.bulk.ports import Peer
 from rpc.bulk.shared_memory import fd_channel, memory
-from rpc.bulk.shared_memory.copying import Copier
-from rpc.bulk.shared_memory.fd_listener import Door
+from rpc.bulk.shared_memory.fd_listener import FdListener
 from rpc.bulk.shared_memory.incoming import TAKEN, IncomingSegments
 from rpc.bulk.shared_memory.ledger import LEDGER_BYTES, SLOTS, Ledger
 from rpc.bulk.shared_memory.memory import Mapping
+from rpc.bulk.shared_memory.negotiation import RECEIVER, SENDER, Event, Negotiation, State
 from rpc.bulk.shared_memory.outgoing import OutgoingSegments
 from rpc.bulk.shared_memory.packing import Message, pack, unpack
 from rpc.bulk.shared_memory.pool import Limits, Pool, Segment
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
-from rpc.group.peer import Peer
+from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
-from rpc.transport import SMALL_BYTES
+from rpc.transport.base import SMALL_BYTES
 from rpc.wire.frames import MAX_SEGMENTS, Frame, Kind, encode_small
-
-if TYPE_CHECKING:
-    from rpc.agent.agent import Agent
 
 __all__ = ["SharedMemory"]
 
@@ -53,68 +45,117 @@ IDLE_SECONDS: Final = 20.0
 _MAX_COUNT: Final = 64
 
 
+class _Link:
+    """What is shared with one peer, either way, and where that has got to."""
+
+    __slots__ = ("connected", "incoming", "listener", "outgoing", "peer", "receiving", "sending")
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.sending = Negotiation(SENDER)
+        self.connected: tuple[socket.socket, Ledger, Limits] | None = None
+        self.outgoing: OutgoingSegments | None = None
+        self.receiving = Negotiation(RECEIVER)
+        self.listener: FdListener | None = None
+        self.incoming: IncomingSegments | None = None
+
+    def disconnect(self) -> None:
+        """Forget what was to become shared memory to send through."""
+        if self.connected is not None:
+            self.connected[0].close()
+            self.connected = None
+
+    def close(self) -> None:
+        """The peer is gone, or this worker leaves."""
+        self.sending.on(Event.GONE)
+        self.disconnect()
+        outgoing, self.outgoing = self.outgoing, None
+        if outgoing is not None:
+            outgoing.close()
+        self.receiving.on(Event.GONE)
+        if self.listener is not None:
+            self.listener.close()
+        incoming, self.incoming = self.incoming, None
+        if incoming is not None:
+            incoming.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the descriptors, which the parent goes on using."""
+        if self.connected is not None:
+            os.close(self.connected[0].detach())
+        for each in (self.outgoing, self.listener, self.incoming):
+            if each is not None:
+                each.abandon()
+
+
 class SharedMemory:
-    """All segments of one agent. ``send`` and ``unwrap`` from any thread, everything else on the loop's.
+    """All shared memory of one agent. ``send`` and ``unwrap`` from any thread, everything else on the loop's.
 
     Args:
-        agent: whose they are.
+        loop: the agent's.
+        soon: runs a function on the loop's thread; from any thread.
+        take_in: takes in frames of a peer.
+        lose: cuts off a peer, and says why.
+        is_near: whether a peer is on this host.
         bound: bytes of all segments that it sends through, and of those that it takes from any one peer;
             0: it uses none and takes none.
         max_message_bytes: the largest message.
-        takes: whether it takes any. (Those who check what they receive must not: its sender could change it
-        after.)
+        takes: whether it takes any. (Who checks what it receives must not: its sender could change it after.)
     """
 
     def __init__(
         self,
-        agent: Agent,
+        loop: asyncio.AbstractEventLoop,
+        soon: Callable[..., object],
+        take_in: Callable[[Any, list[Frame]], object],
+        lose: Callable[[Any, str], object],
+        is_near: Callable[[Any], bool],
+        *,
         bound: int,
         max_message_bytes: int,
-        *,
         takes: bool = True,
     ) -> None:
-        self._agent = agent
-        self._loop: asyncio.AbstractEventLoop = agent.loop
+        self._loop = loop
+        self._soon = soon
+        self._take_in = take_in
+        self._lose = lose
+        self._is_near = is_near
         self._bound = bound if memory.AVAILABLE else 0
         self._max_message_bytes = max_message_bytes
         self._takes = takes
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._pool = Pool(bound)
-        self._copier = Copier()
-        self._outgoing: dict[int, OutgoingSegments | None] = {}
-        self._unproved: dict[int, tuple[socket.socket, Ledger, Limits]] = {}
-        self._doors: dict[int, Door] = {}
-        self._incoming: dict[int, tuple[IncomingSegments, socket.socket]] = {}
+        self._links: dict[int, _Link] = {}
         self._trimming: asyncio.TimerHandle | None = None
         self._said = False
         self._closed = False
 
-    # ---- sending
+    # ---- messages
 
+    @protected
     def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, wait: float) -> bool:
         """Send a message through a segment, if it is large enough and there is one for it.
 
         Returns:
             Whether it was sent. If not, it is to go through the socket.
         """
-        header, segments = payload.header, payload.buffers
-        size = sum(map(len, segments)) - len(segments[0])
-        if not SMALLEST_BYTES <= size <= self._max_message_bytes or len(segments) > MAX_SEGMENTS:
+        header, buffers = payload.header, payload.buffers
+        size = sum(map(len, buffers)) - len(buffers[0])
+        if not SMALLEST_BYTES <= size <= self._max_message_bytes or len(buffers) > MAX_SEGMENTS:
             return False
-        try:
-            outgoing = self._outgoing[peer.incarnation]
-        except KeyError:
-            self._agent.mailbox.call(self._begin, peer)
-            return False
+        link = self._links.get(peer.incarnation)
+        outgoing = None if link is None else link.outgoing
         if outgoing is None:
+            if link is None or link.sending.state is State.NEW:
+                self._soon(self._begin, peer)
             return False
-        loan = outgoing.lend(segments[1:])
+        loan = outgoing.lend(buffers[1:])
         if self._trimming is None:
-            self._agent.mailbox.call(self._trim_later)
+            self._soon(self._trim_later)
         if loan is None:
             return False
         try:
-            message = Message(kind, header, loan.segment.number, loan.use, loan.lengths, segments[0])
+            message = Message(kind, header, loan.segment.number, loan.use, loan.lengths, buffers[0])
             frame = encode_small(Kind.IN_SEGMENT, call_id, {}, (pack(message),))
             if len(frame) <= SMALL_BYTES:
                 peer.send_small(frame, wait)
@@ -126,35 +167,9 @@ class SharedMemory:
             raise
         return True
 
-    def _begin(self, peer: Peer) -> None:
-        """Ask a peer if it was not asked before; those that cannot share memory are not asked at all."""
-        if peer.incarnation in self._outgoing:
-            return
-        self._outgoing[peer.incarnation] = None
-        mine = self._agent.view.me
-        if self._bound and not peer.is_self and peer.member.host == mine.host and not self._closed:
-            self._say(peer, {"ask": True})
-
-    def _say(self, peer: Peer, header: dict[str, Any]) -> None:
-        with contextlib.suppress(WorkerLostError):
-            frame = encode_small(Kind.SEGMENTS, 0, header, ())
-            peer.send_small(frame, False)
-
-    def _fall_back(self, peer: Peer, reason: str) -> None:
-        level = logging.DEBUG if self._said else logging.WARNING
-        self._said = True
-        logger.log(
-            level,
-            "large tensors for worker '%s' go through the socket, not through shared memory: %s",
-            peer.name,
-            reason,
-        )
-
-    # ---- what peers say
-
     def message_received(self, peer: Peer, frame: Frame) -> None:
         """A message came whose large buffers lie in a segment: hand it on as if they had come with it."""
-        self._agent.frames_received(peer, [self.unwrap(peer, frame)])
+        self._take_in(peer, [self.unwrap(peer, frame)])
 
     @staticmethod
     def outline(segment: Any) -> tuple[int, dict[str, Any]] | None:
@@ -176,47 +191,94 @@ class SharedMemory:
         Raises:
             ProtocolError: it stands for none.
         """
-        incoming = self._incoming.get(peer.incarnation)
+        link = self._links.get(peer.incarnation)
+        incoming = None if link is None else link.incoming
         if incoming is None or frame.header or len(frame.buffers) != 1:
             raise ProtocolError("a malformed message in a segment")
         kind, header, number, use, lengths, pickle = unpack(frame.buffers[0])
         if kind == Kind.IN_SEGMENT:
             raise ProtocolError("a message in a segment in a segment")
-        buffers = incoming[0].open(number, use, lengths, self._max_message_bytes, taken)
+        buffers = incoming.open(number, use, lengths, self._max_message_bytes, taken)
         return Frame(kind, frame.call_id, header, [pickle, *buffers])
 
+    # ---- negotiation
+
     def received(self, peer: Peer, frame: Frame) -> None:
-        """A peer says something about segments."""
-        handlers: dict[str, Callable[[Peer, Any], None]] = {
-            "ask": self._asked,
-            "come": self._told_to_come,
-            "proof": self._proved,
-            "refuse": self._refused,
-            "drop": self._dropped,
-        }
-        for key, value in frame.header.items():
-            if key not in handlers:
-                raise ProtocolError("an unknown message about segments")
-            handlers[key](peer, value)
+        """A peer says something about shared memory."""
+        link = self._link(peer)
+        for said, value in frame.header.items():
+            match said, value:
+                case "ask", _:
+                    self._asked(link)
+                case "come", [str(name), bytes(token), int(bound), int(count)]:
+                    self._told_to_come(link, name, token, Limits(bound, count, SLOTS))
+                case "proof", bytes(nonce):
+                    self._proved(link, nonce)
+                case "refuse", _:
+                    link.sending.on(Event.REFUSE)
+                    link.disconnect()
+                    self._fall_back(peer, str(value)[:300])
+                case "drop", _:
+                    link.receiving.on(Event.DROP)
+                    assert link.incoming is not None
+                    link.incoming.drop(value)
+                case _:
+                    raise ProtocolError("a malformed message about shared memory")
 
-    # ---- to receive through segments
+    def _link(self, peer: Peer) -> _Link:
+        link = self._links.get(peer.incarnation)
+        if link is None:
+            link = self._links[peer.incarnation] = _Link(peer)
+        return link
 
-    def _asked(self, peer: Peer, _: object) -> None:
-        if peer.incarnation in self._doors or peer.incarnation in self._incoming:
-            raise ProtocolError("it asks for segments for the second time")
+    def _say(self, peer: Peer, what: str, value: object) -> None:
+        with contextlib.suppress(WorkerLostError):
+            peer.send_small(encode_small(Kind.SEGMENTS, 0, {what: value}, ()), False)
+
+    def _fall_back(self, peer: Peer, reason: str) -> None:
+        level = logging.DEBUG if self._said else logging.WARNING
+        self._said = True
+        logger.log(
+            level,
+            "large tensors for worker '%s' go through the socket, not through shared memory: %s",
+            peer.name,
+            reason,
+        )
+
+    def _begin(self, peer: Peer) -> None:
+        """Ask a peer if it was not asked before; those that cannot share memory are not asked at all."""
+        link = self._link(peer)
+        if link.sending.state is not State.NEW:
+            return
+        suits = self._bound and not peer.is_self and self._is_near(peer) and not self._closed
+        link.sending.on(Event.NEED if suits else Event.FAILED)
+        if suits:
+            self._say(peer, "ask", True)
+
+    def _asked(self, link: _Link) -> None:
+        link.receiving.on(Event.ASK)
         try:
             if not self._bound:
                 raise RpcError("shared memory is turned off there, or its system has none of this kind")
             if not self._takes:
                 raise RpcError("it deserializes in safe mode, so it takes no memory that others could change")
-            door = Door(self._loop, lambda sock, descriptor: self._entered(peer, sock, descriptor))
+            listener = FdListener(self._loop, lambda sock, descriptor: self._entered(link, sock, descriptor))
         except (OSError, RpcError) as error:
-            self._say(peer, {"refuse": str(error)})
+            link.receiving.on(Event.FAILED)
+            self._say(link.peer, "refuse", str(error))
             return
-        self._doors[peer.incarnation] = door
-        self._say(peer, {"come": [door.name, door.token, self._bound, _MAX_COUNT]})
+        link.listener = listener
+        self._say(link.peer, "come", [listener.name, listener.token, self._bound, _MAX_COUNT])
 
-    def _entered(self, peer: Peer, sock: socket.socket, descriptor: int | None) -> None:
+    def _told_to_come(self, link: _Link, name: str, token: bytes, limits: Limits) -> None:
+        link.sending.on(Event.COME)
+        try:
+            link.connected = *_connect(name, token), limits
+        except OSError as error:
+            link.sending.on(Event.FAILED)
+            self._fall_back(link.peer, error.strerror or str(error))
+
+    def _entered(self, link: _Link, sock: socket.socket, descriptor: int | None) -> None:
         try:
             if descriptor is None:
                 raise OSError("a descriptor did not arrive: it may have no more files open")
@@ -224,86 +286,39 @@ class SharedMemory:
             ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))
         except (OSError, RpcError) as error:
             sock.close()
-            self._say(peer, {"refuse": str(error)})
+            link.receiving.on(Event.FAILED)
+            self._say(link.peer, "refuse", str(error))
             return
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-        incoming = IncomingSegments(peer.name, ledger, self._bound, _MAX_COUNT)
-        self._incoming[peer.incarnation] = incoming, sock
-        self._loop.add_reader(sock.fileno(), self._introduced, peer, incoming, sock)
-        self._say(peer, {"proof": ledger.nonce()})
+        link.receiving.on(Event.ENTERED)
+        link.incoming = IncomingSegments(link.peer.name, self._loop, sock, ledger, self._bound, _MAX_COUNT)
+        self._loop.add_reader(sock.fileno(), self._introduced, link, link.incoming)
+        self._say(link.peer, "proof", ledger.nonce())
 
-    def _introduced(self, peer: Peer, incoming: IncomingSegments, sock: socket.socket) -> None:
-        """Take the segments that a peer introduces on the channel."""
+    def _introduced(self, link: _Link, incoming: IncomingSegments) -> None:
         try:
-            record, descriptor = fd_channel.receive(sock)
-            if not record:
-                self._loop.remove_reader(sock.fileno())
-                return
-            try:
-                number, slot, size, use = msgpack.unpackb(record)
-            except Exception as error:
-                if descriptor is not None:
-                    os.close(descriptor)
-                raise ProtocolError("a malformed introduction of a segment") from error
-            incoming.introduce(number, slot, size, use, descriptor)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            logger.debug("no more segments come from worker '%s': %s", peer.name, error)
-            self._loop.remove_reader(sock.fileno())
+            incoming.receive()
         except ProtocolError as error:
-            self._agent.connections.lose(peer, f"it sent {error}")
+            self._lose(link.peer, f"it sent {error}")
 
-    def _dropped(self, peer: Peer, numbers: object) -> None:
-        incoming = self._incoming.get(peer.incarnation)
-        if incoming is not None:
-            incoming[0].drop(numbers)
-
-    # ---- to send through segments
-
-    def _told_to_come(self, peer: Peer, value: object) -> None:
-        if self._outgoing.get(peer.incarnation, self) is not None or peer.incarnation in self._unproved:
-            raise ProtocolError("it says where to come, and was not asked")
-        match value:
-            case [str(name), bytes(token), int(bound), int(count)]:
-                limits = Limits(bound, count, SLOTS)
-            case _:
-                raise ProtocolError("a malformed message about segments")
-        try:
-            sock, ledger = _connect(name, token)
-        except OSError as error:
-            self._fall_back(peer, error.strerror or str(error))
-        else:
-            self._unproved[peer.incarnation] = sock, ledger, limits
-
-    def _proved(self, peer: Peer, nonce: object) -> None:
-        if peer.incarnation not in self._unproved:
-            raise ProtocolError("it proves what was not asked")
-        sock, ledger, limits = self._unproved.pop(peer.incarnation)
+    def _proved(self, link: _Link, nonce: bytes) -> None:
+        peer = link.peer
+        link.sending.on(Event.PROOF)
+        assert link.connected is not None
+        sock, ledger, limits = link.connected
         if nonce != ledger.nonce():
-            sock.close()
+            link.sending.on(Event.FAILED)
+            link.disconnect()
             self._fall_back(peer, "what is written here is not what is read there")
             return
+        link.connected = None
         with self._lock:
             self._pool.open(peer.incarnation, limits)
-            self._outgoing[peer.incarnation] = OutgoingSegments(
-                peer,
-                self._pool,
-                self._lock,
-                sock,
-                ledger,
-                self._copier,
-                self._discard,
-                lambda why: self._fall_back(peer, why),
-            )
-
-    def _refused(self, peer: Peer, reason: object) -> None:
-        unproved = self._unproved.pop(peer.incarnation, None)
-        if unproved is not None:
-            unproved[0].close()
-        self._fall_back(peer, str(reason)[:300])
+        link.outgoing = OutgoingSegments(
+            peer, self._pool, self._lock, sock, ledger, self._discard, lambda why: self._fall_back(peer, why)
+        )
 
     # ---- the end of segments
 
@@ -311,13 +326,11 @@ class SharedMemory:
         """Unmap segments that left the pool, and have their peers do so. From any thread."""
         numbers: dict[int, list[int]] = {}
         for segment in segments:
-            outgoing = self._outgoing.get(segment.peer)
+            outgoing = self._links[segment.peer].outgoing
             if outgoing is not None and outgoing.forget(segment):
                 numbers.setdefault(segment.peer, []).append(segment.number)
         for incarnation, those in numbers.items():
-            peer = self._agent.peer_by_incarnation(incarnation)
-            if peer is not None:
-                self._say(peer, {"drop": those})
+            self._say(self._links[incarnation].peer, "drop", those)
 
     def _trim_later(self) -> None:
         if self._trimming is None and not self._closed:
@@ -326,66 +339,46 @@ class SharedMemory:
     def _trim(self) -> None:
         """Give back the memory of segments that have rested long enough; look again while there are any."""
         self._trimming = None  # before the look: what is made after it finds no timer and sets one
-        now = monotonic()
-        for outgoing in list(self._outgoing.values()):
-            if outgoing is not None:
-                outgoing.look(now)
+        self._note_returns()
         with self._lock:
-            dropped = self._pool.trim(now, IDLE_SECONDS)
+            dropped = self._pool.trim(monotonic(), IDLE_SECONDS)
             left = self._pool.size
         self._discard(dropped)
         if left:
             self._trim_later()
 
+    def _note_returns(self) -> None:
+        now = monotonic()
+        for link in list(self._links.values()):
+            if link.outgoing is not None:
+                link.outgoing.note_returns(now)
+
+    def usage(self) -> tuple[int, int]:
+        """Bytes of all segments that it sends through, and how many of these are lent. From any thread."""
+        self._note_returns()
+        with self._lock:
+            return self._pool.size, sum(each.lent for each in self._pool.all_segments())
+
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone: its segments are not used again; what was received through them stays."""
-        self._close_door(peer.incarnation)
-        unproved = self._unproved.pop(peer.incarnation, None)
-        if unproved is not None:
-            unproved[0].close()
-        outgoing = self._outgoing.get(peer.incarnation)
-        self._outgoing[peer.incarnation] = None
-        if outgoing is not None:
-            outgoing.close()
-        incoming = self._incoming.pop(peer.incarnation, None)
-        if incoming is not None:
-            incoming[0].close()
-            self._loop.remove_reader(incoming[1].fileno())
-            incoming[1].close()
-
-    def _close_door(self, incarnation: int) -> None:
-        door = self._doors.pop(incarnation, None)
-        if door is not None:
-            door.close()
+        self._link(peer).close()
 
     def close(self) -> None:
         """This worker leaves."""
         self._closed = True
         if self._trimming is not None:
             self._trimming.cancel()
-        for incarnation in {*self._doors, *self._unproved, *self._outgoing, *self._incoming}:
-            peer = self._agent.peer_by_incarnation(incarnation)
-            if peer is not None:
-                self.peer_gone(peer, "")
+        for link in list(self._links.values()):
+            link.close()
 
     def abandon(self) -> None:
         """In a forked child: let go of what the parent goes on using, without taking a lock."""
-        for door in self._doors.values():
-            door.abandon()
-        for outgoing in self._outgoing.values():
-            if outgoing is not None:
-                outgoing.abandon()
-        for sock in [
-            *(each[0] for each in self._unproved.values()),
-            *(each[1] for each in self._incoming.values()),
-        ]:
-            os.close(sock.detach())
-        for incoming, _ in self._incoming.values():
-            incoming.close()
+        for link in self._links.values():
+            link.abandon()
 
 
 def _connect(name: str, token: bytes) -> tuple[socket.socket, Ledger]:
-    """Go through a peer's door, with a new ledger in the hand."""
+    """Connect to where a peer listens, and send it a new ledger."""
     descriptor = memory.create(LEDGER_BYTES)
     try:
         ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))
@@ -393,7 +386,7 @@ def _connect(name: str, token: bytes) -> tuple[socket.socket, Ledger]:
         sock = fd_channel.connect(name)
         try:
             fd_channel.send(sock, token, descriptor)
-        except BaseException:
+        except OSError:
             sock.close()
             raise
     finally:

@@ -1,4 +1,4 @@
-"""Where a peer that was told to come connects its channel: open once, for a moment, for this peer alone."""
+"""Where a peer that was told to come connects its descriptor channel: once, within a time, with a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 
 from rpc.bulk.shared_memory import fd_channel
 
-__all__ = ["Door"]
+__all__ = ["FdListener"]
 
 _TOKEN_BYTES: Final = 16
 _OPEN_SECONDS: Final = 20.0
@@ -21,7 +21,7 @@ _MAX_WAITING: Final = 8
 Entered = Callable[[socket.socket, int | None], None]
 
 
-class Door:
+class FdListener:
     """Listens until the peer connects that shows the token. On the loop's thread.
 
     Whoever shows another, or none in time, is turned away, and descriptors that they bring are closed.

@@ -3,29 +3,33 @@
 What is received *is* the segment's memory, and the receiver's own: writable, and nobody changes it, until the
 last tensor, view or array over it is gone. Then the finalizer of that memory notes its use as returned.
 
-**Forks.** A forked child shares what its parent has mapped, so without more ado it would see the parent's
-changes, and those of later messages. Therefore all these mappings are exchanged for private ones right before
-a fork, in place, and
-retired: they are never returned, and what is written after the fork is the writer's own, as with any other
-    memory.
+**Forks.** A forked child shares what its parent has mapped: it would see what the parent and later messages
+write there. So right before a fork all these mappings are exchanged for private ones, in place, and retired:
+they are never returned, and what is written after the fork is the writer's own, as with any other memory.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 import resource
+import socket
 import threading
 import weakref
 from collections.abc import Sequence, Sized
 from typing import Any, Final
 
+import msgpack
 import numpy as np
 
+from rpc.bulk.shared_memory import fd_channel
 from rpc.bulk.shared_memory.ledger import REFUSED, RETIRED, SLOTS, Ledger
 from rpc.bulk.shared_memory.memory import Mapping, SegmentRefused, check
 from rpc.bulk.shared_memory.packing import places
 from rpc.errors import ProtocolError
+from rpc.runtime.interrupts import protected
 
 __all__ = ["TAKEN", "IncomingSegments"]
 
@@ -40,32 +44,30 @@ TAKEN: Final = (True,)
 
 
 class _Segment:
-    """One segment of a peer, as its receiver sees it."""
+    """One segment of a peer, as its receiver sees it.
 
-    __slots__ = ("__weakref__", "ledger", "mapping", "memory", "retired", "slot", "taken", "use")
+    Attributes:
+        taken: of the message that was looked at last: not empty from when it is taken until all is returned.
+        retired: it is kept for good, since this process was forked.
+    """
+
+    __slots__ = ("__weakref__", "ledger", "mapping", "retired", "slot", "taken")
 
     def __init__(self, mapping: Mapping, slot: int, ledger: Ledger) -> None:
         self.mapping = mapping
         self.slot = slot
         self.ledger = ledger
         self.taken: Sized = ()
-        """Of the message that was looked at last: not empty from when it is taken until all is returned."""
         self.retired = False
-        self.use = 0
-        self.memory: weakref.ref[_Memory] | None = None
-
-    def return_if_forgotten(self) -> None:
-        """Make good what a Ctrl-C in the middle of a finalizer has left undone."""
-        if self.taken and self.memory is not None and self.memory() is None:
-            self.returned(self.use)
 
     def returned(self, use: int) -> None:
         """Nobody refers to the memory any more. From any thread, in the middle of anything."""
         self.taken = ()
-        if not self.retired:
-            self.ledger.words[self.slot] = use
-            if self._was_retired():
-                self.ledger.words[self.slot] = RETIRED
+        if self.retired:
+            return  # the slot may be another's by now
+        self.ledger.words[self.slot] = use
+        if self._was_retired():
+            self.ledger.words[self.slot] = RETIRED
 
     def _was_retired(self) -> bool:
         """Whether this process was forked since ``retired`` was looked at."""
@@ -78,11 +80,31 @@ class _Segment:
         self.mapping.make_private()
 
 
-_segments: weakref.WeakSet[_Segment] = weakref.WeakSet()
-"""All of this process: those whose peer is gone as well, as long as there are tensors in them."""
+class _Mapped:
+    """All incoming segments of this process: tensors in them may outlive their peers, and their agent.
 
-_forking: Final = threading.RLock()
-"""Held while this process forks and while a segment is mapped, so that none is mapped in between."""
+    Attributes:
+        lock: held while this process forks and while a segment is mapped, so that none is mapped in between.
+    """
+
+    def __init__(self) -> None:
+        self.segments: weakref.WeakSet[_Segment] = weakref.WeakSet()
+        self.lock = threading.RLock()
+        os.register_at_fork(
+            before=self._retire, after_in_parent=self.lock.release, after_in_child=self.lock.release
+        )
+
+    def _retire(self) -> None:
+        self.lock.acquire()
+        for segment in list(self.segments):
+            if not segment.retired:
+                try:
+                    segment.retire()
+                except OSError as error:
+                    logger.error("tensors in shared memory will be shared with a forked child: %s", error)
+
+
+_mapped: Final = functools.cache(_Mapped)
 
 
 class _Memory:
@@ -91,7 +113,7 @@ class _Memory:
     Unless the message was not taken: then another thread takes it, and returns what has this memory there.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "_segment", "_taken", "_use")
+    __slots__ = ("__array_interface__", "_segment", "_taken", "_use")
 
     def __init__(self, segment: _Segment, size: int, use: int, taken: Sized) -> None:
         self.__array_interface__ = {
@@ -101,10 +123,10 @@ class _Memory:
             "version": 3,
         }
         self._segment = segment
-        self._use = segment.use = use
-        segment.memory = weakref.ref(self)
+        self._use = use
         self._taken = segment.taken = taken
 
+    @protected
     def __del__(self) -> None:
         if self._taken:
             self._segment.returned(self._use)
@@ -115,13 +137,25 @@ class IncomingSegments:
 
     Args:
         name: of the peer, for the log.
+        loop: the agent's.
+        sock: the channel on which it introduces them.
         ledger: where returns are noted.
         bound: bytes of all its segments, at most.
         count: how many segments, at most.
     """
 
-    def __init__(self, name: str, ledger: Ledger, bound: int, count: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        ledger: Ledger,
+        bound: int,
+        count: int,
+    ) -> None:
         self._name = name
+        self._loop = loop
+        self._socket = sock
         self._ledger = ledger
         self._bound = bound
         self._count = count
@@ -133,6 +167,30 @@ class IncomingSegments:
     def size(self) -> int:
         """Bytes of all its segments that are mapped here."""
         return self._size
+
+    def receive(self) -> None:
+        """Take the next segment that the peer introduces on the channel, if there is one.
+
+        Raises:
+            ProtocolError: what came is no introduction.
+        """
+        try:
+            record, descriptor = fd_channel.receive(self._socket)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            logger.debug("no more segments come from worker '%s': %s", self._name, error)
+            record = b""
+        if not record:
+            self._loop.remove_reader(self._socket.fileno())
+            return
+        try:
+            number, slot, size, use = msgpack.unpackb(record)
+        except Exception as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            raise ProtocolError("a malformed introduction of a segment") from error
+        self.introduce(number, slot, size, use, descriptor)
 
     def introduce(
         self, number: object, slot: object, size: object, use: object, descriptor: int | None
@@ -149,8 +207,6 @@ class IncomingSegments:
         Raises:
             ProtocolError: that is no introduction.
         """
-        for segment in self._segments.values():
-            segment.return_if_forgotten()
         try:
             if (
                 not (type(number) is int and type(slot) is int and type(size) is int and type(use) is int)
@@ -184,12 +240,12 @@ class IncomingSegments:
             raise SegmentRefused(
                 f"its segments would be more than {self._count}, or than {self._bound} bytes"
             )
-        if len(_segments) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS:
+        if len(_mapped().segments) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS:
             raise SegmentRefused("too many of the files that this process may have open are segments")
         check(descriptor, size)
-        with _forking:
+        with _mapped().lock:
             segment = _Segment(Mapping(descriptor, size, keep=True), slot, self._ledger)
-            _segments.add(segment)
+            _mapped().segments.add(segment)
         return segment
 
     def open(
@@ -237,6 +293,14 @@ class IncomingSegments:
         """The peer is gone. What was received stays as it is; everything else is unmapped."""
         self._segments.clear()
         self._size = 0
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of what the parent goes on using."""
+        self._segments.clear()
+        os.close(self._socket.detach())
 
 
 def _piece(whole: Any, offset: int, length: int) -> memoryview:
@@ -245,16 +309,3 @@ def _piece(whole: Any, offset: int, length: int) -> memoryview:
     if length < _LARGE_BYTES and length * _SMALL_SHARE < len(whole):
         return memoryview(whole)[offset:end]
     return memoryview(whole[offset:end])
-
-
-def _before_fork() -> None:
-    _forking.acquire()
-    for segment in list(_segments):
-        if not segment.retired:
-            try:
-                segment.retire()
-            except OSError as error:
-                logger.error("tensors in shared memory will be shared with a forked child: %s", error)
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_forking.release, after_in_child=_forking.release)

@@ -11,13 +11,13 @@ from typing import Final, NamedTuple
 
 import msgpack
 
+from rpc.bulk import copying
+from rpc.bulk.ports import Peer
 from rpc.bulk.shared_memory import fd_channel
-from rpc.bulk.shared_memory.copying import Copier
 from rpc.bulk.shared_memory.ledger import REFUSED, RETIRED, Ledger
 from rpc.bulk.shared_memory.memory import Mapping, create
 from rpc.bulk.shared_memory.packing import places
 from rpc.bulk.shared_memory.pool import Pool, Segment
-from rpc.group.peer import Peer
 
 __all__ = ["Loan", "OutgoingSegments"]
 
@@ -47,7 +47,6 @@ class OutgoingSegments:
         lock: guards the pool.
         sock: for descriptors.
         ledger: where the peer notes what it returns.
-        copier: of the agent.
         discard: called with segments that are not in the pool any more.
         say: tells the user why large messages do not go through segments.
     """
@@ -59,7 +58,6 @@ class OutgoingSegments:
         lock: threading.RLock,
         sock: socket.socket,
         ledger: Ledger,
-        copier: Copier,
         discard: Callable[[Sequence[Segment]], None],
         say: Callable[[str], None],
     ) -> None:
@@ -68,7 +66,6 @@ class OutgoingSegments:
         self._lock = lock
         self._socket = sock
         self._ledger = ledger
-        self._copier = copier
         self._discard = discard
         self._say = say
         self._mappings: dict[int, Mapping] = {}
@@ -100,17 +97,15 @@ class OutgoingSegments:
         loan = Loan(segment, segment.use, lengths)
         try:
             mapping.allocate()
-            for offset, buffer in zip(offsets, buffers, strict=True):
-                self._copier.copy(buffer, mapping.memory[offset : offset + len(buffer)])
-        except BaseException as error:
+        except OSError as error:
             self.withdraw(loan)
-            if not isinstance(error, OSError):
-                raise
             self._pause(now, error.strerror or str(error))
             return None
+        for offset, buffer in zip(offsets, buffers, strict=True):
+            copying.copy(buffer, mapping.memory[offset : offset + len(buffer)])
         return loan
 
-    def look(self, now: float) -> None:
+    def note_returns(self, now: float) -> None:
         """See what has been returned, or will never be."""
         with self._lock:
             useless = self._note_returns(now)
@@ -142,16 +137,11 @@ class OutgoingSegments:
         self._unsent.discard(loan.use)
 
     def withdraw(self, loan: Loan) -> None:
-        """It is not certain that a message with these buffers was sent, nor that it was not: never use their
-        segment again, unless it has been returned and lent to another.
-        """
-        segment = loan.segment
+        """The message that names these buffers was not sent, most likely: never use their segment again."""
         with self._lock:
             self._unsent.discard(loan.use)
-            if segment.use != loan.use:
-                return
-            self._pool.drop(segment, keep_slot=True)
-        self._discard([segment])
+            self._pool.drop(loan.segment, keep_slot=True)
+        self._discard([loan.segment])
 
     def forget(self, segment: Segment) -> bool:
         """Unmap a segment; returns whether the peer knows it."""
@@ -171,19 +161,17 @@ class OutgoingSegments:
             return
         try:
             self._introduce(segment)
-        except BaseException as error:
+        except OSError as error:
             with self._lock:
                 self._pool.drop(segment, keep_slot=True)
             self._discard([segment])
-            if not isinstance(error, OSError):
-                raise
             self._pause(now, error.strerror or str(error))
 
     def _introduce(self, segment: Segment) -> None:
         descriptor = create(segment.size)
         try:
             mapping = Mapping(descriptor, segment.size, keep=True)
-        except BaseException:
+        except OSError:
             os.close(descriptor)
             raise
         record = msgpack.packb([segment.number, segment.slot, segment.size, segment.use])

@@ -14,7 +14,6 @@ that do not fit in together do not have segments made and unmade with each messa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -201,37 +200,32 @@ class Pool:
         no way, and then nothing is dropped.
         """
         limits = account.limits
-        if size > min(self._bound, limits.size):
+        rested = [each for each in self.all_segments() if not each.lent and now - each.since >= _REST_SECONDS]
+        rested.sort(key=lambda each: each.since)
+        own = [each for each in rested if each in account.segments]
+        if (
+            account.size - _bytes(own) + size > limits.size
+            or len(account.segments) - len(own) >= limits.count
+            or not (own or account.slots)
+            or self._size - _bytes(rested) + size > self._bound
+        ):
             return None
-        resting = [
-            each for each in self.all_segments() if not each.lent and now - each.since >= _REST_SECONDS
-        ]
-        resting.sort(key=lambda each: each.since)
         dropped: list[Segment] = []
-        taken, mine, count, slots = self._size, account.size, len(account.segments), len(account.slots)
-        owned = account.segments
 
-        def give_up(give: Callable[[Segment], bool]) -> None:
-            nonlocal taken, mine, count, slots
-            segment = next(each for each in resting if give(each))
-            resting.remove(segment)
-            dropped.append(segment)
-            taken -= segment.size
-            if segment in owned:
-                mine -= segment.size
-                count -= 1
-                slots += 1
-
-        try:
-            while mine + size > limits.size or count >= limits.count or not slots:
-                give_up(lambda each: each in owned)
-            while taken + size > self._bound:
-                give_up(lambda each: True)
-        except StopIteration:
-            return None
-        for segment in dropped:
+        def give_up(segment: Segment) -> None:
             self.drop(segment)
+            dropped.append(segment)
+
+        while account.size + size > limits.size or len(account.segments) >= limits.count or not account.slots:
+            give_up(own.pop(0))
+        others = iter([each for each in rested if each not in dropped])
+        while self._size + size > self._bound:
+            give_up(next(others))
         return dropped
+
+
+def _bytes(segments: list[Segment]) -> int:
+    return sum(each.size for each in segments)
 
 
 def _in_grains(size: int) -> int:

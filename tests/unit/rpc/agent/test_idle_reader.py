@@ -9,7 +9,7 @@ import pytest
 
 from rpc.agent.dispatcher import Dispatcher
 from rpc.agent.idle_reader import Standby
-from rpc.bulk.shared_memory import SharedMemory
+from rpc.bulk.shared_memory.exchange import SharedMemory
 from rpc.bulk.shared_memory.packing import Message, pack
 from rpc.group.peer import Peer
 from rpc.serialization.carriers import Carrier

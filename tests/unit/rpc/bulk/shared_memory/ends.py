@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -10,16 +11,13 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-import msgpack
-
-from rpc.bulk.shared_memory import fd_channel, memory
-from rpc.bulk.shared_memory.copying import Copier
+from rpc.bulk.ports import Peer
+from rpc.bulk.shared_memory import memory
 from rpc.bulk.shared_memory.incoming import IncomingSegments
 from rpc.bulk.shared_memory.ledger import LEDGER_BYTES, SLOTS, Ledger
 from rpc.bulk.shared_memory.memory import Mapping
 from rpc.bulk.shared_memory.outgoing import Loan, OutgoingSegments
 from rpc.bulk.shared_memory.pool import Limits, Pool, Segment
-from rpc.group.peer import Peer
 
 __all__ = ["MIB", "Ends", "in_child", "open_descriptors"]
 
@@ -39,10 +37,10 @@ class Ends:
         self.here, self.there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.here.setblocking(False)
         self.there.setblocking(False)
+        self.loop = asyncio.new_event_loop()
         self.pool = Pool(BOUND)
         self.pool.open(1, Limits(BOUND, 8, slots))
         self.ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))
-        self.copier = Copier()
         self.lock = threading.RLock()
         self.discarded: list[Segment] = []
         self.said: list[str] = []
@@ -53,11 +51,12 @@ class Ends:
             self.lock,
             self.here,
             self.ledger,
-            self.copier,
             self._discard,
             self._say,
         )
-        self.incoming = IncomingSegments("sender", Ledger(Mapping(descriptor, LEDGER_BYTES)), BOUND, 8)
+        self.incoming = IncomingSegments(
+            "sender", self.loop, self.there, Ledger(Mapping(descriptor, LEDGER_BYTES)), BOUND, 8
+        )
         os.close(descriptor)
 
     def _discard(self, segments: Sequence[Segment]) -> None:
@@ -79,9 +78,8 @@ class Ends:
         count = 0
         with contextlib.suppress(BlockingIOError):
             while True:
-                record, descriptor = fd_channel.receive(self.there)
-                number, slot, size, use = msgpack.unpackb(record)
-                self.incoming.introduce(number, slot, size, use, descriptor)
+                self.there.recv(1, socket.MSG_PEEK)
+                self.incoming.receive()
                 count += 1
         return count
 
@@ -101,7 +99,7 @@ class Ends:
     def close(self) -> None:
         self.incoming.close()
         self.outgoing.close()
-        self.there.close()
+        self.loop.close()
         self.__dict__.clear()  # there are cycles, and nothing is to wait for their collection
 
 

@@ -1,16 +1,14 @@
-"""Two workers reduced to their segments, on one loop that only turns when it is told to."""
+"""Two workers reduced to their shared memory, on one loop that only turns when it is told to."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from rpc.agent.agent import Agent
 from rpc.bulk.shared_memory.exchange import SharedMemory
-from rpc.group.peer import Peer
 from rpc.serialization.payload import Payload
-from rpc.wire.frames import Frame, Kind
+from rpc.wire.frames import Frame, Kind, encode_small
 from tests.support.frames import LIMIT, feed, greeted
 
 __all__ = ["Side", "Sides"]
@@ -23,68 +21,72 @@ class Side:
     """One of the two, as an agent and as the peer of the other one."""
 
     is_self = False
+    member: Any = SimpleNamespace(max_message_bytes=LIMIT)
+    lost = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop, incarnation: int) -> None:
         self.loop = loop
         self.incarnation = incarnation
         self.name = f"worker{incarnation}"
-        self.lost: list[str] = []
-        self.heard: list[Frame] = []
+        self.near = True
+        self.heard: list[str] = []
         self.received: list[bytes] = []
         self.other: Side
-        member = SimpleNamespace(host="host")
-        agent = SimpleNamespace(
-            loop=loop,
-            mailbox=SimpleNamespace(call=loop.call_soon),
-            view=SimpleNamespace(me=member),
-            connections=SimpleNamespace(lose=lambda _, reason: self.lost.append(reason)),
-            peer_by_incarnation=lambda _: self.other,
-            frames_received=self._frames_received,
+
+    def join(self, other: Side, **options: Any) -> None:
+        self.other = other
+        self.shared: Any = SharedMemory(
+            self.loop,
+            self.loop.call_soon,
+            lambda _, frames: self.received.extend(bytes(frame.buffers[1]) for frame in frames),
+            lambda _, reason: self.heard.append(reason),
+            lambda peer: peer.near,
+            **{"bound": LIMIT, "max_message_bytes": LIMIT} | options,
         )
-        self.member = member
-        self.exchange = SharedMemory(cast("Agent", agent), LIMIT, LIMIT)
 
     def send(self, data: bytes) -> bool:
         """Send a message; whether it went through a segment."""
         payload = Payload({}, [b"pickle", memoryview(data)])
-        return self.exchange.send(cast("Peer", self.other), Kind.CALL, 1, payload, 0.0)
+        sent: bool = self.shared.send(self.other, Kind.CALL, 1, payload, 0.0)
+        return sent
 
-    def send_small(self, frame: bytes, _: float) -> None:
+    def say(self, **header: Any) -> None:
+        """Say something about shared memory to the other one."""
+        self.other.send_small(encode_small(Kind.SEGMENTS, 0, header, ()), 0.0)
+
+    def send_small(self, frame: bytes, _: float, *, gather: bool = False) -> None:
         """As its peer: say something to it."""
         self.loop.call_soon(self._hear, frame)
 
     def _hear(self, data: bytes) -> None:
+        frame: Frame
         (frame,) = feed(greeted(), data)
-        self.heard.append(frame)
-        take = self.exchange.received if frame.kind == Kind.SEGMENTS else self.exchange.message_received
-        take(cast("Peer", self.other), frame)
-
-    def _frames_received(self, _: object, frames: list[Frame]) -> None:
-        self.received += [bytes(frame.buffers[1]) for frame in frames]
-
-    def asked(self) -> int:
-        """How often it was asked for segments."""
-        return sum(frame.kind == Kind.SEGMENTS and "ask" in frame.header for frame in self.heard)
+        if frame.kind == Kind.SEGMENTS:
+            self.heard += frame.header
+            self.shared.received(self.other, frame)
+        else:
+            self.shared.message_received(self.other, frame)
 
 
 class Sides:
-    """Both of them: ``here`` sends, ``there`` receives."""
+    """Both of them: ``here`` sends, ``there`` receives. Options are the receiver's."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self.here, self.there = Side(self._loop, 1), Side(self._loop, 2)
-        self.here.other, self.there.other = self.there, self.here
+    def __init__(self, **options: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.here, self.there = Side(self.loop, 1), Side(self.loop, 2)
+        self.here.join(self.there)
+        self.there.join(self.here, **options)
 
     def turn(self) -> None:
         """Let the loop do what there is to do."""
         for _ in range(_TURNS):
-            self._loop.call_soon(self._loop.stop)
-            self._loop.run_forever()
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
 
     def close(self) -> None:
-        for side in (self.here, self.there):
-            side.exchange.close()
-        self._loop.close()
         sides: list[Any] = [self.here, self.there]
+        for side in sides:
+            side.shared.close()
+        self.loop.close()
         for side in sides:
             side.__dict__.clear()  # there are cycles, and nothing is to wait for their collection

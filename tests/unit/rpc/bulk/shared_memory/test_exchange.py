@@ -1,24 +1,22 @@
-"""How two begin to share segments and end it, whatever else each of them does meanwhile."""
+"""How two begin to share memory and end it, and what is said on the way."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from rpc.bulk.shared_memory import exchange
-from tests.unit.rpc.bulk.shared_memory.meanwhile import meanwhile
 from tests.unit.rpc.bulk.shared_memory.sides import Sides
 
 DATA = bytes(range(256)) * 512
-OTHER = DATA[::-1]
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Sides]:
-    sides = Sides()
+def opened(**options: Any) -> Iterator[Sides]:
+    sides = Sides(**options)
     yield sides
     sides.close()
 
@@ -39,77 +37,123 @@ def send_until_shared(sides: Sides) -> None:
     raise AssertionError("messages go through no segment")
 
 
-def at_each_line(
-    function: Callable[[Sides], object],
-    happens: Callable[[Sides], object],
-    prepare: Callable[[Sides], object] = bool,
-) -> Iterator[Sides]:
-    """Two sides for each line of the exchange that a function runs, after something happened before it."""
-    line = 0
-    ran = True
-    while ran:
-        line += 1
-        with opened() as sides:
-            prepare(sides)
-            ran = meanwhile(
-                line, functools.partial(happens, sides), functools.partial(function, sides), exchange
-            )
-            if ran:
-                yield sides
-    assert line > 5
-
-
 def test_the_first_large_message_asks_and_a_later_one_goes_through_a_segment(sides: Sides) -> None:
     assert not sides.here.send(DATA)
     send_until_shared(sides)
     assert sides.there.received == [DATA]
-    assert sides.there.asked() == 1
+    assert (sides.there.heard, sides.here.heard) == (["ask"], ["come", "proof"])
 
 
-def test_two_threads_that_send_first_before_the_loop_turns_ask_once() -> None:
-    for sides in at_each_line(lambda sides: sides.here.send(DATA), lambda sides: sides.here.send(OTHER)):
-        send_until_shared(sides)
-        assert sides.there.asked() == 1
-        assert not sides.there.lost
-
-
-def test_a_thread_that_sends_first_undoes_nothing_that_another_has_begun() -> None:
-    for sides in at_each_line(lambda sides: sides.here.send(DATA), send_until_shared):
-        sides.turn()
-        send_until_shared(sides)
-        assert sides.there.asked() == 1
-        assert not sides.there.lost
-
-
-def test_a_peer_that_is_gone_by_the_time_is_not_asked() -> None:
-    def lose(sides: Sides) -> None:
-        sides.here.exchange.peer_gone(sides.there, "it died")  # type: ignore[arg-type]
-
-    for sides in at_each_line(lambda sides: sides.here.send(DATA), lose):
-        sides.turn()
+def test_of_several_large_messages_one_asks(sides: Sides) -> None:
+    for _ in range(3):
         assert not sides.here.send(DATA)
-        assert not sides.there.heard
+    send_until_shared(sides)
+    assert sides.there.heard == ["ask"]
 
 
-def test_a_worker_that_has_left_asks_nobody() -> None:
-    for sides in at_each_line(lambda sides: sides.here.send(DATA), lambda sides: sides.here.exchange.close()):
-        sides.turn()
-        assert not sides.here.send(DATA)
-        assert not sides.there.heard
+def test_both_may_send(sides: Sides) -> None:
+    send_until_shared(sides)
+    sides.here, sides.there = sides.there, sides.here
+    send_until_shared(sides)
+    assert sides.there.received == [DATA]
 
 
-def test_what_is_made_while_the_rest_is_given_back_is_given_back_later(
-    monkeypatch: pytest.MonkeyPatch,
+def test_small_messages_ask_nobody(sides: Sides) -> None:
+    assert not sides.here.send(DATA[:1000])
+    sides.turn()
+    assert not sides.there.heard
+
+
+def test_a_worker_on_another_host_is_not_asked(sides: Sides) -> None:
+    sides.there.near = False
+    assert not sides.here.send(DATA)
+    sides.turn()
+    assert not sides.there.heard
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"bound": 0}, "turned off there"), ({"takes": False}, "safe mode")],
+    ids=["off", "safe"],
+)
+def test_who_takes_no_shared_memory_refuses_and_the_log_says_why(
+    options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def prepare(sides: Sides) -> None:
-        with monkeypatch.context() as rests_long:
-            rests_long.setattr(exchange, "IDLE_SECONDS", 60.0)
-            send_until_shared(sides)
+    with opened(**options) as sides:
+        for _ in range(3):
+            assert not sides.here.send(DATA)
+            sides.turn()
+        assert (sides.there.heard, sides.here.heard) == (["ask"], ["refuse"])
+        assert reason in caplog.text
 
+
+def test_a_peer_that_is_gone_by_then_is_not_asked(sides: Sides) -> None:
+    assert not sides.here.send(DATA)
+    sides.here.shared.peer_gone(sides.there, "it died")
+    sides.turn()
+    assert not sides.here.send(DATA)
+    sides.turn()
+    assert not sides.there.heard
+
+
+def test_a_worker_that_has_left_asks_nobody(sides: Sides) -> None:
+    sides.here.shared.close()
+    assert not sides.here.send(DATA)
+    sides.turn()
+    assert not sides.there.heard
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_a_peer_may_be_gone_at_any_stage(turns: int, sides: Sides) -> None:
+    for _ in range(turns):
+        sides.here.send(DATA)
+        sides.loop.call_soon(sides.loop.stop)
+        sides.loop.run_forever()
+    sides.there.shared.peer_gone(sides.here, "it died")
+    sides.here.shared.peer_gone(sides.there, "it died")
+    assert not sides.here.send(DATA)
+    assert sides.here.shared.usage() == (0, 0)
+
+
+def test_what_has_rested_is_given_back_and_what_is_used_stays(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exchange, "IDLE_SECONDS", 0.0)
-    for sides in at_each_line(
-        lambda sides: sides.here.exchange._trim(), lambda sides: sides.here.send(OTHER * 2), prepare
-    ):
+    assert not sides.here.send(DATA)
+    sides.turn()
+    assert not sides.here.send(DATA)
+    size, _ = sides.here.shared.usage()
+    assert size >= len(DATA)
+    while sides.here.shared.usage() != (0, 0):
         sides.turn()
-        assert sides.here.exchange._pool.size == 0
-        assert not sides.there.lost
+    sides.turn()
+    assert "drop" in sides.there.heard
+    assert sides.here.shared.usage() == (0, 0)
+
+
+NONSENSE: list[dict[str, Any]] = [
+    {"hello": 1},
+    {"come": ["name", bytes(16), 1, 1]},
+    {"come": "here"},
+    {"proof": bytes(32)},
+    {"refuse": "no"},
+    {"drop": [1]},
+]
+
+
+@pytest.mark.parametrize("said", NONSENSE, ids=str)
+def test_what_makes_no_sense_is_an_error(sides: Sides, said: dict[str, Any]) -> None:
+    errors: list[Any] = []
+    sides.loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+    sides.here.say(**said)
+    sides.turn()
+    assert [type(error).__name__ for error in errors] == ["ProtocolError"]
+
+
+def test_who_asks_twice_makes_no_sense(sides: Sides) -> None:
+    errors: list[Any] = []
+    sides.loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+    sides.here.say(ask=True)
+    sides.here.say(ask=True)
+    sides.turn()
+    assert "ProtocolError" in [type(error).__name__ for error in errors]

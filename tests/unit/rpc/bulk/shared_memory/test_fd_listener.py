@@ -9,15 +9,14 @@ from queue import SimpleQueue
 
 import pytest
 
-from rpc.bulk.shared_memory import fd_channel
-from rpc.bulk.shared_memory import fd_listener as door_module
-from rpc.bulk.shared_memory.fd_listener import Door
+from rpc.bulk.shared_memory import fd_channel, fd_listener
+from rpc.bulk.shared_memory.fd_listener import FdListener
 from rpc.runtime.loop import LoopThread
 from tests.support.streams import SOON, until
 from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
 
 Entered = SimpleQueue[tuple[socket.socket, int | None]]
-OpenDoor = Callable[[], Door]
+OpenListener = Callable[[], FdListener]
 
 
 @pytest.fixture
@@ -26,21 +25,23 @@ def entered() -> Entered:
 
 
 @pytest.fixture
-def open_door(loop: LoopThread, entered: Entered) -> Iterator[OpenDoor]:
-    made: list[Door] = []
+def open_listener(loop: LoopThread, entered: Entered) -> Iterator[OpenListener]:
+    made: list[FdListener] = []
 
-    def make() -> Door:
-        door = loop.call(lambda: Door(loop.loop, lambda sock, descriptor: entered.put((sock, descriptor))))
-        made.append(door)
-        return door
+    def make() -> FdListener:
+        listener = loop.call(
+            lambda: FdListener(loop.loop, lambda sock, descriptor: entered.put((sock, descriptor)))
+        )
+        made.append(listener)
+        return listener
 
     yield make
-    for door in made:
-        loop.call(door.close)
+    for listener in made:
+        loop.call(listener.close)
 
 
-def come(door: Door, shown: bytes) -> socket.socket:
-    sock = fd_channel.connect(door.name)
+def come(listener: FdListener, shown: bytes) -> socket.socket:
+    sock = fd_channel.connect(listener.name)
     fd_channel.send(sock, shown, sock.fileno())
     sock.settimeout(SOON)
     return sock
@@ -53,48 +54,50 @@ def is_turned_away(sock: socket.socket) -> bool:
         return True
 
 
-def test_who_shows_the_token_enters_with_what_it_brings(open_door: OpenDoor, entered: Entered) -> None:
-    door = open_door()
-    with come(door, door.token):
+def test_who_shows_the_token_enters_with_what_it_brings(
+    open_listener: OpenListener, entered: Entered
+) -> None:
+    listener = open_listener()
+    with come(listener, listener.token):
         sock, descriptor = entered.get(timeout=SOON)
     assert descriptor is not None
     os.close(descriptor)
     sock.close()
 
 
-def test_the_door_is_closed_behind_the_one_who_entered(open_door: OpenDoor, entered: Entered) -> None:
-    door = open_door()
-    with come(door, door.token):
+def test_nobody_enters_behind_the_one_who_entered(open_listener: OpenListener, entered: Entered) -> None:
+    listener = open_listener()
+    with come(listener, listener.token):
         sock, descriptor = entered.get(timeout=SOON)
     sock.close()
     assert descriptor is not None
     os.close(descriptor)
     with pytest.raises(ConnectionRefusedError):
-        fd_channel.connect(door.name)
+        fd_channel.connect(listener.name)
 
 
 def test_strangers_are_turned_away_and_what_they_bring_is_closed(
-    open_door: OpenDoor, entered: Entered
+    open_listener: OpenListener, entered: Entered
 ) -> None:
-    door = open_door()
+    listener = open_listener()
     before = open_descriptors()
-    for shown in (b"x", bytes(16), door.token[:-1], door.token + b"x", bytes(5000)):
-        with come(door, shown) as sock:
+    for shown in (b"x", bytes(16), listener.token[:-1], listener.token + b"x", bytes(5000)):
+        with come(listener, shown) as sock:
             assert is_turned_away(sock)
     until(lambda: open_descriptors() == before)
-    with come(door, door.token):
+    with come(listener, listener.token):
         sock, descriptor = entered.get(timeout=SOON)
     sock.close()
     assert descriptor is not None
     os.close(descriptor)
 
 
-def test_those_who_show_nothing_keep_nobody_out(open_door: OpenDoor, entered: Entered) -> None:
-    door = open_door()
-    silent = [fd_channel.connect(door.name) for _ in range(5)]
+def test_those_who_show_nothing_keep_nobody_out(open_listener: OpenListener, entered: Entered) -> None:
+    listener = open_listener()
+    silent = [fd_channel.connect(listener.name) for _ in range(5)]
     for each in silent:
         each.settimeout(SOON)
-    with come(door, door.token):
+    with come(listener, listener.token):
         sock, descriptor = entered.get(timeout=SOON)
     assert all(map(is_turned_away, silent))
     for each in (*silent, sock):
@@ -103,8 +106,10 @@ def test_those_who_show_nothing_keep_nobody_out(open_door: OpenDoor, entered: En
     os.close(descriptor)
 
 
-def test_a_door_that_nobody_comes_to_closes(open_door: OpenDoor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "_OPEN_SECONDS", 0.01)
+def test_a_listener_that_nobody_comes_to_closes(
+    open_listener: OpenListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fd_listener, "_OPEN_SECONDS", 0.01)
     before = open_descriptors()
-    open_door()
+    open_listener()
     until(lambda: open_descriptors() == before)
