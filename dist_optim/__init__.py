@@ -10,16 +10,9 @@ Example::
 
 from __future__ import annotations
 
-from pathlib import Path
+import farcall_guard
 
-import rpc
-
-_found = getattr(rpc, "__file__", None) or "a folder without a file"
-if Path(_found).parent.parent != Path(__file__).parent.parent:
-    raise ImportError(
-        f"'import rpc' finds {_found} in place of farcall's own package, which stands beside "
-        f"{Path(__file__).parent}: rename that file or folder, or start Python elsewhere"
-    )
+farcall_guard.check("rpc", "rref", "dist_autograd")
 
 from dist_optim.lr_scheduler import DistributedLRScheduler
 from dist_optim.optimizer import DistributedOptimizer

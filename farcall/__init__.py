@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import metadata as _metadata
 
-from farcall.neighbours import check as _check
+import farcall_guard as _guard
 
 __all__ = ["__version__"]
 
@@ -17,4 +17,4 @@ try:
 except _metadata.PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "unknown"
 
-_check()
+_guard.check(*_guard.PACKAGES)

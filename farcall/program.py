@@ -20,7 +20,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final, NoReturn
 
 from farcall import compat
-from farcall.neighbours import namesakes
+from farcall_guard import namesakes
 
 __all__ = ["run_module", "run_script"]
 

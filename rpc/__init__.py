@@ -11,13 +11,11 @@ Example::
 
 from __future__ import annotations
 
-from rpc.import_guard import check_companions
+import farcall_guard
 
-check_companions("rref", "dist_autograd")
+farcall_guard.check("rref", "dist_autograd")
 
-# The one place that looks up: what PyTorch has in this package, though it stands on it. A context that one
-# worker has made follows its calls to all others, so all take part in distributed autograd.
-from dist_autograd.installation import install as install_autograd
+# The one place that looks up: what PyTorch has in this package, though it stands on it.
 from rpc import errors, functions
 from rpc.agent.futures import Future, wait_all
 from rpc.api import (
@@ -40,17 +38,13 @@ from rpc.lifecycle.backend_registry import (
     register_backend,
 )
 from rpc.lifecycle.shutdown import shutdown
-from rpc.lifecycle.startup import init_rpc, init_with_store, on_agent_start
+from rpc.lifecycle.startup import init_rpc, init_with_store
 from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.runtime import events
 from rpc.runtime.current import is_initialized
 from rpc.serialization.settings import allow_class, allow_function, use_pickler
-from rref.installation import install
 from rref.reference import RRef
 from rref.remote import remote
-
-on_agent_start(install)
-on_agent_start(install_autograd)
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",

@@ -13,7 +13,6 @@ that must arrive), the turns of its life (``hooks``), the tape (``tape``), and c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import secrets
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from typing import Any, Final
 from rpc.agent.activity import Activity
 from rpc.agent.call_table import CallTable
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
+from rpc.agent.completions import Completions, do_all
 from rpc.agent.departure import Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Future
@@ -36,15 +36,17 @@ from rpc.agent.tape import Recording, Tape
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.shared_memory.exchange import SharedMemory
 from rpc.bulk.striping import Striping
-from rpc.errors import ForkedProcessError, NotInitializedError
+from rpc.errors import ForkedProcessError, NotInitializedError, RpcError
 from rpc.group.connections import Connections
 from rpc.group.control import Control
 from rpc.group.membership import Membership, WorkerReference
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
+from rpc.runtime.blocking import check_may_block
+from rpc.runtime.current import clear_current_agent
 from rpc.runtime.events import Events, PeerLost
-from rpc.runtime.executor import Executor, Task
+from rpc.runtime.executor import Executor
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Mailbox
 from rpc.runtime.process_tuning import ProcessTuning
@@ -102,6 +104,8 @@ class Agent:
         self.on_loop = self._loop_thread.call
         self.mailbox = Mailbox(self.loop)
         self.executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)
+        self._completions = Completions(self.executor)
+        self.run_soon, self.complete_soon = self._completions.run_soon, self._completions.complete_soon
         self.activity = Activity(self.mailbox, self.executor)
         self.postponed, self.something_ended = self.activity.postponed, self.activity.ended
 
@@ -116,7 +120,7 @@ class Agent:
         )
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
 
-        self.calls = CallTable(self, self.loop, self._complete_all)
+        self.calls = CallTable(self, self.loop, lambda futures: self.complete_soon(*futures))
         self.caller = Caller(self)
         self.call = self.caller.ask
         self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer)
@@ -237,7 +241,7 @@ class Agent:
             for call in self.calls.take_all(peer)
             if call.settle(call.lost_error()) and call.future is not None
         ]
-        self._complete_all(unattended)
+        self.complete_soon(*unattended)
         for handler in self.hooks.gone:
             handler(peer, reason)
         self.departure.worker_gone(peer)
@@ -337,24 +341,45 @@ class Agent:
         free = call is not None and call.any_thread and call.peer is peer and call.future is None
         return call if free else None
 
-    def complete_soon(self, future: Future[Any]) -> None:
-        self.run_soon([(future.complete, None)])
-
     def expire(self, call: PendingCall) -> BaseException | None:
         error = call.timeout_error() if self.calls.give_up(call) else None
         self.something_ended()  # if its callee is gone, or its answer has just come
         return error
 
-    def _complete_all(self, futures: Sequence[Future[Any]]) -> None:
-        if futures:
-            self.run_soon([(future.complete, None) for future in futures])
-
-    def run_soon(self, tasks: Sequence[Task]) -> None:
-        """Run tasks on executor threads; when these have ended, only futures are completed still."""
-        if not self.executor.submit_batch(tasks):
-            _complete_futures(tasks)
-
     # ---- the end
+
+    def shutdown(
+        self,
+        graceful: bool = True,
+        timeout: float = 0.0,
+        *,
+        release_references: bool = True,
+        raise_on_leaks: bool = False,
+    ) -> None:
+        """Leave the group and end; see ``rpc.shutdown``."""
+        if graceful:
+            check_may_block()
+            if self.executor.owns_current_thread():
+                raise RpcError("a callee cannot shut down gracefully: it would wait for its own call to end")
+        timeout = self.caller.effective_timeout(timeout)
+        if graceful and not self.departure.claim():
+            raise RpcError(f"worker '{self.info.name}' is being shut down by another thread already")
+        references = self.extensions["rref"]
+        try:
+            if graceful:
+                self.departure.wait(timeout)
+                if release_references:
+                    references.release_all()
+                self.departure.wait(timeout)
+                try:
+                    if raise_on_leaks:
+                        references.check_leaks()
+                finally:
+                    self.departure.wait(timeout)
+        finally:
+            references.released = True
+            clear_current_agent(self)
+            self.close("it has shut down" if graceful else "it has shut down without waiting")
 
     def close(self, reason: str) -> None:
         """Leave now: say goodbye to all, fail what is under way, end the threads. Idempotent.
@@ -364,14 +389,14 @@ class Agent:
         if self.closed:
             return
         self.closed = True
-        _do_all(
+        do_all(
             self.mailbox.close,
             *self.hooks.close,
             functools.partial(self._leave_group, reason),
             self._settle_calls,
             *self.hooks.closed,
             self.runner.stop,
-            self._stop_executor,
+            functools.partial(self._completions.stop, _STOP_SECONDS),
             self._loop_thread.stop,
             self._process.restore,
         )
@@ -392,7 +417,7 @@ class Agent:
                 self.stripes.close()
 
     def _settle_calls(self) -> None:
-        _do_all(*(functools.partial(self._settle, call) for call in self.calls.waiting()))
+        do_all(*(functools.partial(self._settle, call) for call in self.calls.waiting()))
 
     def _settle(self, call: PendingCall) -> None:
         if self.calls.take(call.call_id) is not None:
@@ -400,13 +425,6 @@ class Agent:
             error = NotInitializedError(f"RPC has been shut down: {asked} was not answered before")
             if call.settle(error) and call.future is not None:
                 call.future.complete()
-
-    def _stop_executor(self) -> None:
-        dropped = self.executor.drop_backlog()
-        try:
-            self.executor.stop(timeout=_STOP_SECONDS)
-        finally:
-            _complete_futures(dropped)
 
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.
@@ -426,21 +444,3 @@ class Agent:
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         self._process.restore(give_back=False)
-
-
-def _do_all(*steps: Callable[[], object]) -> None:
-    """Do one step after the other, also when one raises; what was raised is raised at the end."""
-    with contextlib.ExitStack() as stack:
-        for step in reversed(steps):
-            stack.callback(step)
-
-
-def _complete_futures(tasks: Sequence[Task]) -> None:
-    """Of tasks that no thread will run, complete the futures: nobody shall wait for them in vain."""
-    _do_all(
-        *(
-            functools.partial(function, argument)
-            for function, argument in tasks
-            if isinstance(getattr(function, "__self__", None), Future)
-        )
-    )

@@ -56,5 +56,9 @@ class AgentInterface(Protocol):
     def get_debug_info(self) -> dict[str, int]:
         """Counts of what there is right now, by name."""
 
-    def shutdown(self, graceful: bool = True, timeout: float = 0.0) -> None:
-        """Leave the group; see ``rpc.shutdown``. The agent is the current one no longer."""
+    def shutdown(
+        self, graceful: bool, timeout: float, *, release_references: bool, raise_on_leaks: bool
+    ) -> None:
+        """Leave the group; see ``rpc.shutdown``. From then on the agent is not the current one: it calls
+        ``rpc.runtime.current.clear_current_agent``.
+        """

@@ -7,7 +7,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from rpc.errors import RpcError
-from rpc.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT
+from rpc.lifecycle.own_backend import start_agent
+from rpc.options import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_RPC_TIMEOUT,
+    AgentOptions,
+    TensorPipeRpcBackendOptions,
+)
 
 __all__ = [
     "BackendType",
@@ -72,7 +78,7 @@ class BackendType(metaclass=_OpenEnumeration):
         value: its two functions.
     """
 
-    _members: ClassVar[dict[str, BackendType]] = {}
+    _members: ClassVar[dict[str, BackendType]]
 
     def __init__(self, name: str, value: BackendValue) -> None:
         self.name = name
@@ -83,6 +89,12 @@ class BackendType(metaclass=_OpenEnumeration):
 
     def __reduce__(self) -> tuple[Callable[[str], BackendType], tuple[str]]:
         return _member, (self.name,)
+
+
+BackendType._members = {
+    name: BackendType(name, BackendValue(options, start_agent))
+    for name, options in (("FARCALL", AgentOptions), ("TENSORPIPE", TensorPipeRpcBackendOptions))
+}
 
 
 def _member(name: str) -> BackendType:
@@ -107,7 +119,7 @@ def register_backend(
             keywords) and the user's further keywords; returns the options, an instance of a class of the
             backend's own that derives from ``RpcBackendOptions``.
         init_backend_handler: called with the keywords ``store``, ``name``, ``rank``, ``world_size`` and
-            ``rpc_backend_options``; returns the running agent.
+            ``rpc_backend_options``; returns the running agent, an ``AgentInterface``.
 
     Returns:
         The new member of ``BackendType``.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from rpc.agent.agent import Agent
-from rpc.errors import RpcError
-from rpc.runtime.blocking import check_may_block
-from rpc.runtime.current import clear_current_agent, current_agent
+from rpc.agent.interface import AgentInterface
+from rpc.runtime.current import current_agent
 
 __all__ = ["shutdown"]
 
@@ -44,37 +42,5 @@ def shutdown(
         ...
         rpc.shutdown()
     """
-    agent = current_agent()
-    if not isinstance(agent, Agent):
-        clear_current_agent(agent)
-        leave = getattr(agent, "shutdown", None)  # made by a registered backend
-        if leave is not None:
-            leave()
-        return
-    if graceful:
-        check_may_block()
-        if agent.executor.owns_current_thread():
-            raise RpcError("a callee cannot shut down gracefully: it would wait for its own call to end")
-    timeout = agent.caller.effective_timeout(timeout)
-    references = agent.extensions["rref"]
-    departure = agent.departure
-    left_to_another = False
-    try:
-        if graceful:
-            left_to_another = not departure.claim()
-            if left_to_another:
-                raise RpcError(f"worker '{agent.info.name}' is being shut down by another thread already")
-            departure.wait(timeout)
-            if release_references:
-                references.release_all()
-            departure.wait(timeout)
-            try:
-                if raise_on_leaks:
-                    references.check_leaks()
-            finally:
-                departure.wait(timeout)
-    finally:
-        if not left_to_another:
-            references.released = True
-            clear_current_agent(agent)
-            agent.close("it has shut down" if graceful else "it has shut down without waiting")
+    agent: AgentInterface = current_agent()
+    agent.shutdown(graceful, timeout, release_references=release_references, raise_on_leaks=raise_on_leaks)

@@ -5,58 +5,25 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Final
 
-import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from rpc.agent.agent import Agent
-from rpc.device_maps import check_device_maps
-from rpc.errors import AlreadyInitializedError, WorkerLostError
-from rpc.group.connections import CRASHED
-from rpc.group.workers import Member, WorkerInfo, check_name
+from rpc.errors import AlreadyInitializedError
+from rpc.group.workers import check_name
 from rpc.lifecycle import backend_registry
 from rpc.lifecycle.backend_registry import BackendType
+from rpc.lifecycle.own_backend import start_agent
 from rpc.options import (
-    UNSET_TIMEOUT,
     AgentOptions,
     RpcBackendOptions,
-    TensorPipeRpcBackendOptions,
-    parse_listen,
 )
-from rpc.rendezvous.address import host_identity, listen_address
-from rpc.rendezvous.arrivals import Group
-from rpc.rendezvous.dynamic import join_dynamic
-from rpc.rendezvous.init_method import job_key, open_store, resolve_group
-from rpc.rendezvous.static import join_static
+from rpc.rendezvous.init_method import open_store, resolve_group
 from rpc.rendezvous.store import SharedStore
-from rpc.runtime.current import clear_current_agent, current_agent, is_initialized, set_current_agent
-from rpc.serialization.exceptions import text_of
-from rpc.serialization.functions import main_identity
+from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["init_rpc", "init_with_store", "on_agent_start"]
-
-BACKEND: Final = "FARCALL"
-PYTORCH_BACKEND: Final = "TENSORPIPE"
-
-_SHOWN_OF_ERROR: Final = 200
-"""In so many characters the other workers are told of the exception that ended a program."""
-
-_installers: list[Callable[[Agent], None]] = []
-_stores: list[SharedStore] = []
-"""Kept until the process ends: others may still need a store that it serves, and c10d's file stores count
-the processes that let go of them."""
-
-
-def on_agent_start(install: Callable[[Agent], None]) -> None:
-    """Have ``install`` called with each agent before it joins its group: how a package extends the agent."""
-    if install not in _installers:
-        _installers.append(install)
+__all__ = ["init_rpc", "init_with_store"]
 
 
 def init_rpc(
@@ -91,13 +58,7 @@ def init_rpc(
         ...
         rpc.shutdown()
     """
-    backend, options = _check(name, backend, rpc_backend_options)
-    dynamic = isinstance(options, AgentOptions) and options.dynamic
-    place = resolve_group(rank, world_size, os.environ, dynamic, options.init_method)
-    timeout = options.rendezvous_timeout if isinstance(options, AgentOptions) else options.rpc_timeout
-    store = open_store(options.init_method, place.rank, place.world_size, timeout=timeout)
-    _stores.append(store)
-    _start(backend, store, name, place.rank, place.world_size, options)
+    _start(None, backend, name, rank, world_size, rpc_backend_options)
 
 
 def init_with_store(
@@ -109,13 +70,7 @@ def init_with_store(
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
     """As ``init_rpc``, with a c10d store that exists already in place of an ``init_method``."""
-    backend, options = _check(name, backend, rpc_backend_options)
-    dynamic = isinstance(options, AgentOptions) and options.dynamic
-    place = resolve_group(rank, world_size, os.environ, dynamic)
-    timeout = options.rendezvous_timeout if isinstance(options, AgentOptions) else options.rpc_timeout
-    shared = open_store(store, place.rank, place.world_size, timeout=timeout)
-    _stores.append(shared)
-    _start(backend, shared, name, place.rank, place.world_size, options)
+    _start(store, backend, name, rank, world_size, rpc_backend_options)
 
 
 def _check(
@@ -135,10 +90,10 @@ def _check(
         )
     check_name(name)
     if backend is None:
-        backend = BackendType[BACKEND] if options is None else _backend_of(options)
+        backend = BackendType.FARCALL if options is None else _backend_of(options)
     if options is None:
         options = backend_registry.construct_rpc_backend_options(backend)
-    if backend.name in (BACKEND, PYTORCH_BACKEND) and not isinstance(options, AgentOptions):
+    if _is_ours(backend) and not isinstance(options, AgentOptions):
         raise TypeError(
             "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions` or `AgentOptions` "
             f"for {backend!r}, not {options!r}"
@@ -151,109 +106,45 @@ def _backend_of(options: RpcBackendOptions) -> BackendType:
         if type(options) is type(backend_registry.construct_rpc_backend_options(candidate)):
             return candidate
     if isinstance(options, AgentOptions):
-        return BackendType[BACKEND]
+        return BackendType.FARCALL
     raise TypeError(f"Could not infer backend for options {options}")
 
 
 def _start(
-    backend: BackendType,
-    store: SharedStore,
+    store: Store | None,
+    backend: BackendType | None,
     name: str,
-    rank: int | None,
+    rank: int,
     world_size: int | None,
-    options: RpcBackendOptions,
+    rpc_backend_options: RpcBackendOptions | None,
 ) -> None:
-    ours = backend.name in (BACKEND, PYTORCH_BACKEND)
+    backend, options = _check(name, backend, rpc_backend_options)
+    ours = _is_ours(backend)
+    dynamic = isinstance(options, AgentOptions) and options.dynamic
+    timeout = options.rendezvous_timeout if isinstance(options, AgentOptions) else options.rpc_timeout
+    init_method = options.init_method if store is None else ""
+    place = resolve_group(rank, world_size, os.environ, dynamic, init_method)
+    shared = open_store(
+        options.init_method if store is None else store, place.rank, place.world_size, timeout=timeout
+    )
+    atexit.register(_keep, shared)
     agent = backend_registry.init_backend(
         backend,
-        store=store if ours else store.store,
+        store=shared if ours else shared.store,
         name=name,
-        rank=-1 if rank is None else rank,
-        world_size=world_size,
+        rank=-1 if place.rank is None else place.rank,
+        world_size=place.world_size,
         rpc_backend_options=options,
     )
     if not ours:
         set_current_agent(agent)
 
 
-def start_agent(
-    store: SharedStore, name: str, rank: int, world_size: int | None, rpc_backend_options: AgentOptions
-) -> Agent:
-    """Start our own agent: the ``init_backend`` handler of our backends."""
-    options = rpc_backend_options
-    place = resolve_group(rank, world_size, os.environ, options.dynamic or world_size is None)
-    if options.listen is not None:
-        host, port = parse_listen(options.listen)
-    else:
-        host, port = listen_address(store.master, single_host=place.single_host)
-    agent = Agent(options, host, port)
-    try:
-        draft = Member(
-            WorkerInfo(name, rank),
-            agent.incarnation,
-            host_identity(),
-            tuple(agent.addresses),
-            main_identity(),
-            options.max_message_bytes,
-        )
-        for install in _installers:
-            install(agent)
-        agent.serializer.allow_function(_noop)
-        group: Group
-        if world_size is None:
-            joined = join_dynamic(store, draft, options.rendezvous_timeout, job=job_key(os.environ))
-            agent.on_close(joined.leave)
-            group = joined
-        else:
-            group = join_static(store, draft, world_size, options.rendezvous_timeout, job=job_key(os.environ))
-        check_device_maps(
-            name,
-            options.device_maps,
-            options.devices,
-            torch.cuda.device_count() if options.device_maps or options.devices else 0,
-            [member.name for member in group.members] if group.static else None,
-        )
-        set_current_agent(agent)  # calls of others may arrive as soon as it has joined
-        agent.join(group.me, group.members, group.key, static=group.static)
-        if not group.static:
-            _introduce(agent, group.others)
-    except BaseException:
-        clear_current_agent(agent)
-        agent.close("it could not join its group")
-        raise
-    atexit.unregister(_leave_at_exit)  # what an earlier agent has left behind
-    atexit.register(_leave_at_exit, weakref.ref(agent), os.getpid())
-    return agent
+def _is_ours(backend: BackendType) -> bool:
+    return backend.value.init_backend_handler is start_agent
 
 
-def _introduce(agent: Agent, members: Sequence[Member]) -> None:
-    """Connect to the members of a dynamic group, so that they know this worker; who is gone is left out."""
-    for member in members:
-        try:
-            agent.caller.call(member.name, _noop, (), {}, UNSET_TIMEOUT).result()
-        except WorkerLostError as error:
-            logger.info("left out of the group: %s", error)
-
-
-def _noop() -> None:
-    """What is called to make a connection."""
-
-
-def _why_the_process_ends() -> str:
-    error = getattr(sys, "last_value", None)  # what Python has printed the traceback of
-    if not isinstance(error, Exception) or hasattr(sys, "ps1"):
-        return "its process ended without shutdown()"
-    said = " ".join(text_of(error).split())
-    return f"{CRASHED}, {type(error).__name__}: {said}"[:_SHOWN_OF_ERROR]
-
-
-def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
-    """The process ends without ``shutdown``: say goodbye, so that others need not find out."""
-    agent = which()
-    if os.getpid() == pid and agent is not None and not agent.closed:
-        agent.close(_why_the_process_ends())
-        clear_current_agent(agent)
-
-
-backend_registry.register_backend(BACKEND, AgentOptions, start_agent)
-backend_registry.register_backend(PYTORCH_BACKEND, TensorPipeRpcBackendOptions, start_agent)
+def _keep(store: SharedStore) -> None:
+    """Kept until the process ends: others may still need a store that it serves, and c10d's file stores count
+    the processes that let go of them.
+    """

@@ -209,7 +209,7 @@ def come_back_while_another_thread_is_still_leaving(worker: Worker) -> int:
         clear_current_agent(which)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["rpc.lifecycle.shutdown"], "clear_current_agent", clear_late)
+        patch.setattr(sys.modules["rpc.agent.agent"], "clear_current_agent", clear_late)
         rpc.rpc_async(worker.name, wait_to_be_made)
         slow, _ = in_thread(rpc.shutdown)
         until(lambda: agent.departure._waiting is not None)

@@ -10,21 +10,21 @@ from types import ModuleType
 
 import pytest
 
-from farcall import neighbours
-from farcall.neighbours import HiddenPackageError, check, namesakes
+import farcall_guard
+from farcall_guard import PACKAGES, HiddenPackageError, check, namesakes
 
-ROOT = Path(neighbours.__file__).resolve().parent.parent
+ROOT = Path(farcall_guard.__file__).resolve().parent
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has imported none of farcall's packages."""
     for name in list(sys.modules):
-        if name.partition(".")[0] in neighbours.PACKAGES:
+        if name.partition(".")[0] in PACKAGES:
             monkeypatch.delitem(sys.modules, name)
 
 
 def test_our_own_packages_pass() -> None:
-    check()
+    check(*PACKAGES)
 
 
 def test_a_file_that_comes_first_on_the_path_is_named(
@@ -34,7 +34,7 @@ def test_a_file_that_comes_first_on_the_path_is_named(
     forget(monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(HiddenPackageError, match="Rename that file") as caught:
-        check()
+        check(*PACKAGES)
     assert caught.value.path == str(tmp_path / "rpc.py")
     assert str(tmp_path / "rpc.py") in str(caught.value)
     assert "sys.path" in str(caught.value)
@@ -48,7 +48,7 @@ def test_a_package_that_comes_first_on_the_path_is_named(
     forget(monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(HiddenPackageError) as caught:
-        check()
+        check(*PACKAGES)
     assert caught.value.name == "rref"
     assert caught.value.path == str(tmp_path / "rref")
 
@@ -58,7 +58,7 @@ def test_a_module_that_was_imported_before_is_named(tmp_path: Path, monkeypatch:
     other.__file__ = str(tmp_path / "rpc.py")
     monkeypatch.setitem(sys.modules, "rpc", other)
     with pytest.raises(HiddenPackageError, match="imported before farcall") as caught:
-        check()
+        check(*PACKAGES)
     assert caught.value.path == str(tmp_path / "rpc.py")
 
 
@@ -80,18 +80,29 @@ def test_namesakes_finds_what_farcall_would_hide(tmp_path: Path) -> None:
 
 
 def test_our_own_folder_has_no_namesakes() -> None:
-    home = Path(neighbours.__file__).resolve().parent.parent
+    home = Path(farcall_guard.__file__).resolve().parent
     assert namesakes(str(home)) == {}
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["rref", "dist_autograd"])
+@pytest.mark.parametrize(
+    ("imported", "name"),
+    [
+        ("rpc", "rref"),
+        ("rpc", "dist_autograd"),
+        ("rref", "rpc"),
+        ("dist_autograd", "rpc"),
+        ("dist_optim", "dist_autograd"),
+    ],
+)
 @pytest.mark.parametrize("package", [True, False])
-def test_importing_rpc_names_what_hides_its_companions(tmp_path: Path, name: str, package: bool) -> None:
+def test_importing_a_package_names_what_hides_its_companions(
+    tmp_path: Path, imported: str, name: str, package: bool
+) -> None:
     other = tmp_path / name / "__init__.py" if package else tmp_path / f"{name}.py"
     other.parent.mkdir(exist_ok=True)
     other.write_text("")
-    (tmp_path / "program.py").write_text("import rpc\n")
+    (tmp_path / "program.py").write_text(f"import {imported}\n")
     done = subprocess.run(
         [sys.executable, "program.py"],
         cwd=tmp_path,
@@ -101,12 +112,12 @@ def test_importing_rpc_names_what_hides_its_companions(tmp_path: Path, name: str
         check=False,
     )
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"ImportError: farcall needs its package '{name}'")
-    assert str(other) in last
-    assert "rename" in last
+    assert last.startswith(f"farcall_guard.HiddenPackageError: farcall needs its package '{name}'")
+    assert str(other.parent if package else other) in last
+    assert "Rename" in last
 
 
-@pytest.mark.parametrize("name", neighbours.PACKAGES)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_every_package_is_looked_for(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.py").write_text("")
     assert namesakes(str(tmp_path)) == {name: tmp_path / f"{name}.py"}
@@ -114,4 +125,4 @@ def test_every_package_is_looked_for(tmp_path: Path, name: str) -> None:
 
 def test_the_packages_are_those_that_are_installed() -> None:
     installed = {path.parent.name for path in ROOT.glob("*/py.typed")}
-    assert {*neighbours.PACKAGES, "farcall"} == installed
+    assert {*PACKAGES, "farcall"} == installed

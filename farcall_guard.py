@@ -1,7 +1,8 @@
-"""Are the packages beside us the ones that ``import rpc`` finds?
+"""Are the packages that an import finds farcall's own?
 
 farcall installs packages with short names. A program's own ``rpc.py`` hides ours, or ours hides it, and the
-error that follows ("cannot import name ...") names neither. So the names are looked up before they are used.
+error that follows ("cannot import name ...") names neither. So each package looks its companions up before
+it imports them. This module has a name of its own that hardly any other has, and imports none of them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Final
 __all__ = ["PACKAGES", "HiddenPackageError", "check", "namesakes"]
 
 PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim")
-"""The packages that farcall consists of, besides itself."""
+"""The packages that farcall consists of, besides ``farcall`` itself."""
 
-_HOME: Final = Path(__file__).resolve().parent.parent
+_HOME: Final = Path(__file__).resolve().parent
 
 
 class HiddenPackageError(ImportError):
@@ -29,17 +30,16 @@ class HiddenPackageError(ImportError):
     """
 
 
-def check() -> None:
-    """Make sure that each of farcall's packages is what an import of its name finds, or has found.
+def check(*names: str) -> None:
+    """Make sure that each of these packages is what an import of its name finds, or has found.
 
     Raises:
         HiddenPackageError: another module has that name; the message says where it is and what to do.
     """
-    for name in PACKAGES:
-        found = _location(_spec(name))
-        if found == _HOME / name:
+    for name in names:
+        found, ours = _location(_spec(name)), _HOME / name
+        if found == ours:
             continue
-        ours = _HOME / name
         if found is None:
             raise HiddenPackageError(
                 f"farcall's package '{name}' is not where it should be, at {ours}: install farcall anew",

@@ -1,0 +1,121 @@
+"""The backend that is our own agent: it listens, meets the others at the store, and leaves at the end."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from rpc.agent.agent import Agent
+from rpc.device_maps import check_device_maps
+from rpc.errors import WorkerLostError
+from rpc.group.connections import CRASHED
+from rpc.group.workers import Member, WorkerInfo
+from rpc.lifecycle.extensions import install_extensions
+from rpc.options import UNSET_TIMEOUT, AgentOptions, parse_listen
+from rpc.rendezvous.address import host_identity, listen_address
+from rpc.rendezvous.arrivals import Group
+from rpc.rendezvous.dynamic import join_dynamic
+from rpc.rendezvous.init_method import job_key, resolve_group
+from rpc.rendezvous.static import join_static
+from rpc.rendezvous.store import SharedStore
+from rpc.runtime.current import clear_current_agent, set_current_agent
+from rpc.serialization.exceptions import text_of
+from rpc.serialization.functions import main_identity
+
+__all__ = ["start_agent"]
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_OF_ERROR: Final = 200
+"""In so many characters the other workers are told of the exception that ended a program."""
+
+
+def start_agent(
+    store: SharedStore, name: str, rank: int, world_size: int | None, rpc_backend_options: AgentOptions
+) -> Agent:
+    """Start an agent and join its group: the ``init_backend`` handler.
+
+    Args:
+        store: where the workers meet.
+        name, rank, world_size: as for ``init_rpc``.
+        rpc_backend_options: the agent's.
+    """
+    options = rpc_backend_options
+    place = resolve_group(rank, world_size, os.environ, options.dynamic or world_size is None)
+    if options.listen is not None:
+        host, port = parse_listen(options.listen)
+    else:
+        host, port = listen_address(store.master, single_host=place.single_host)
+    agent = Agent(options, host, port)
+    try:
+        draft = Member(
+            WorkerInfo(name, rank),
+            agent.incarnation,
+            host_identity(),
+            tuple(agent.addresses),
+            main_identity(),
+            options.max_message_bytes,
+        )
+        install_extensions(agent)
+        agent.serializer.allow_function(_noop)
+        group: Group
+        if world_size is None:
+            joined = join_dynamic(store, draft, options.rendezvous_timeout, job=job_key(os.environ))
+            agent.on_close(joined.leave)
+            group = joined
+        else:
+            group = join_static(store, draft, world_size, options.rendezvous_timeout, job=job_key(os.environ))
+        check_device_maps(
+            name,
+            options.device_maps,
+            options.devices,
+            torch.cuda.device_count() if options.device_maps or options.devices else 0,
+            [member.name for member in group.members] if group.static else None,
+        )
+        set_current_agent(agent)  # calls of others may arrive as soon as it has joined
+        agent.join(group.me, group.members, group.key, static=group.static)
+        if not group.static:
+            _introduce(agent, group.others)
+    except BaseException:
+        clear_current_agent(agent)
+        agent.close("it could not join its group")
+        raise
+    atexit.unregister(_leave_at_exit)  # what an earlier agent has left behind
+    atexit.register(_leave_at_exit, weakref.ref(agent), os.getpid())
+    return agent
+
+
+def _introduce(agent: Agent, members: Sequence[Member]) -> None:
+    """Connect to the members of a dynamic group, so that they know this worker; who is gone is left out."""
+    for member in members:
+        try:
+            agent.caller.call(member.name, _noop, (), {}, UNSET_TIMEOUT).result()
+        except WorkerLostError as error:
+            logger.info("left out of the group: %s", error)
+
+
+def _noop() -> None:
+    """What is called to make a connection."""
+
+
+def _why_the_process_ends() -> str:
+    error = getattr(sys, "last_value", None)  # what Python has printed the traceback of
+    if not isinstance(error, Exception) or hasattr(sys, "ps1"):
+        return "its process ended without shutdown()"
+    said = " ".join(text_of(error).split())
+    return f"{CRASHED}, {type(error).__name__}: {said}"[:_SHOWN_OF_ERROR]
+
+
+def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
+    """The process ends without ``shutdown``: say goodbye, so that others need not find out."""
+    agent = which()
+    if os.getpid() == pid and agent is not None and not agent.closed:
+        agent.close(_why_the_process_ends())
+        clear_current_agent(agent)
