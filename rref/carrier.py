@@ -8,6 +8,7 @@ from typing import Any
 from rpc.errors import ProtocolError, RRefError
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
+from rpc.runtime.interrupts import protected
 from rref.reference import EXTENSION, RRef
 from rref.references import References
 
@@ -23,6 +24,7 @@ class RRefCarrier:
 
     kind = "rref"
 
+    @protected
     def depart(self, obj: RRef[Any], to: Peer | None) -> list[Any]:
         shell = obj._references
         if shell.released or shell.agent.closed:
@@ -31,7 +33,7 @@ class RRefCarrier:
             raise RRefError(f"{obj!r} can only be sent in RPC messages")
         if obj._creation is not None:
             obj._creation.check()
-        descriptor = shell.fork(obj._ref, to)
+        descriptor = shell.fork(obj._rref, obj._ref, obj._owner, to)
         if not shell.agent.is_static_group:
             descriptor.append(obj._owner.member.to_wire())
         return descriptor

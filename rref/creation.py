@@ -72,7 +72,7 @@ class Creation(PendingCall):
 
     def future_of_end(self) -> Future[None]:
         """A future of the creation's end; the same one each time."""
-        with self._references.lock:  # one thread makes it, others find it
+        with self._references.futures:  # one thread makes it, others find it
             return self.future or Future.for_call(self)
 
     def check(self) -> None:

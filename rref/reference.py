@@ -13,6 +13,7 @@ from rpc.errors import RRefError, SerializationError
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import check_not_forked, current_agent
+from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
 from rref.protocol.messages import Ref, RRefId, State
@@ -70,6 +71,7 @@ class RRef(Generic[T]):
         "_type",
     )
 
+    @protected
     def __init__(self, value: T, type_hint: Any = None) -> None:
         del type_hint
         shell = references()
@@ -97,8 +99,9 @@ class RRef(Generic[T]):
         self._confirmed = False
         self._shown: str | None = None
 
+    @protected
     def __del__(self) -> None:
-        # May run anywhere, also inside a locked section of ours: nothing is done here but to queue it.
+        # May run anywhere, also in the middle of a step of the protocol: it is only queued.
         try:
             shell, ref = self._references, self._ref
         except AttributeError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rpc.errors import RpcTimeoutError
 from rpc.group.peer import Peer
@@ -18,20 +19,31 @@ __all__ = ["Fetch", "Value"]
 Fetch = tuple[Peer, int]
 """Who asks for the object, and the id of the call by which."""
 
+T = TypeVar("T")
+
 _OWN_PACKAGES: Final = ("rpc.", "rref.")
 
 
 class Value:
     """What a remote reference refers to, on its owner. From any thread.
 
-    It is set once, to a value or to the error of making it; then those who wait are told, on the thread
-    that sets it.
+    ======  =========================  ========================  ======================
+    state   a fetch                    a request that uses it    becomes
+    ======  =========================  ========================  ======================
+    making  is parked                  waits                     made (by ``set``)
+                                                                 failed (by ``fail``)
+    made    is answered at once        runs at once
+    failed  is answered by the error   is answered by the error
+    ======  =========================  ========================  ======================
+
+    Who waits is told on the thread that sets it, and parked fetches are handed to that thread. No lock is
+    taken: who is to wait is entered in a list first; if the state has changed by then, it is up to who takes
+    the entry out again, the one or the other, to go on with it.
     """
 
-    __slots__ = ("_content", "_error", "_lock", "_parked", "_ready", "_waiting")
+    __slots__ = ("_content", "_error", "_parked", "_ready", "_waiting")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may come back here
         self._ready = False
         self._content: Any = None
         self._error: BaseException | None = None
@@ -66,27 +78,23 @@ class Value:
         return self._finish(None, error)
 
     def _finish(self, content: Any, error: BaseException | None) -> list[Fetch]:
-        with self._lock:
-            self._content, self._error, self._ready = content, error, True
-            waiting, self._waiting = self._waiting, []
-            parked, self._parked = self._parked, []
-        for callback in waiting:
+        if self._ready:  # it failed when this worker left
+            return []
+        self._content, self._error = content, error
+        self._ready = True
+        for callback in _taken(self._waiting):
             callback()
-        return parked
+        return _taken(self._parked)
 
     def park(self, fetch: Fetch) -> bool:
         """Leave a fetch to whoever makes the object; false if it is there, or failed."""
-        with self._lock:
-            if not self._ready:
-                self._parked.append(fetch)
-            return not self._ready
+        self._parked.append(fetch)
+        return not (self._ready and _took_back(self._parked, fetch))
 
     def when_ready(self, callback: Callable[[], object]) -> bool:
         """Whether the object is there or failed; if not, ``callback`` is called once it is."""
-        with self._lock:
-            if not self._ready:
-                self._waiting.append(callback)
-            return self._ready
+        self._waiting.append(callback)
+        return self._ready and _took_back(self._waiting, callback)
 
     def get(self) -> Any:
         """The object; raises the error of making it. Only once it ``is_ready``."""
@@ -115,6 +123,24 @@ class Value:
                 waited = (time.monotonic() - began) * 1000
                 raise RpcTimeoutError(f"RPC ran for more than its timeout: {what}, waited {waited:.0f} ms")
         return self.get()
+
+
+def _taken(entries: list[T]) -> list[T]:
+    """All entries, each of which only one thread gets."""
+    taken: list[T] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            taken.append(entries.pop(0))
+    return taken
+
+
+def _took_back(entries: list[T], entry: T) -> bool:
+    """Whether nobody has taken an entry, which is out of the list now."""
+    try:
+        entries.remove(entry)
+    except ValueError:
+        return False
+    return True
 
 
 def _copy_of(error: BaseException) -> BaseException:

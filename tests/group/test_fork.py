@@ -132,7 +132,7 @@ def fork_in_a_step(_: Worker) -> tuple[bool, bool]:
         stepping.set()
         forked.wait()
 
-    thread = threading.Thread(target=references._do_alone, args=(step,))
+    thread = threading.Thread(target=references.steps.do, args=(step,))
     thread.start()
     stepping.wait()
 

@@ -26,6 +26,14 @@ class Cycle:
         self.itself = self
 
 
+class Meddler(Cycle):
+    """Garbage whose destructor makes and drops references, wherever it is found."""
+
+    def __del__(self) -> None:
+        rpc.RRef(self.contents)
+        rpc.remote("worker1", int)
+
+
 class Counted:
     """An object whose owner reports each time that the last of all is gone, and how many that makes."""
 
@@ -63,6 +71,7 @@ def make_cycles(number: int) -> float:
         total += float(rref.rpc_sync().read().sum())
         Cycle(rref, rref.rpc_async().read(), rpc.remote("worker1", Counted), rref.to_here)
         Cycle(rpc.rpc_sync("worker2", torch.full, args=((8,), number)))
+        Meddler()
     return total
 
 
@@ -142,6 +151,7 @@ def work_with_garbage(worker: Worker) -> int:
         gc.freeze()  # so that collections are quick
         tensors = rpc.rpc_sync("worker1", torch.ones, args=((300, 1000),)).unbind()
         CollectingLock.garbage = [Cycle(rpc.remote("worker1", Counted), tensor) for tensor in tensors]
+        CollectingLock.garbage[::10] = [Meddler() for _ in CollectingLock.garbage[::10]]
         del tensors
         while CollectingLock.garbage:
             rref = rpc.remote("worker1", Counted)

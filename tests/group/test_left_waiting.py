@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 import time
@@ -15,10 +14,9 @@ import torch
 
 import rpc
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
-from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, WorkerLostError
+from rpc.errors import NotInitializedError, RpcError, WorkerLostError
 from rpc.options import AgentOptions
 from rpc.runtime.current import clear_current_agent, current_agent
-from rref.references import References
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, current_worker
 
@@ -99,67 +97,6 @@ def test_the_function_of_a_forgotten_creation_is_not_destroyed_on_the_loop(run_w
     workers = run_workers.start(leave_the_function_to_the_agent, 2)
     assert workers[0].wait_for("destroyed on") != "farcall-loop"
     workers.results()
-
-
-def fork_while_references_are_locked(worker: Worker) -> int | None:
-    with worker.group():
-        if worker.rank:
-            return None
-        rpc.remote("worker1", Slow)
-        references = current_agent().extensions["rref"]
-        locked, forked = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with references.lock:
-                locked.set()
-                forked.wait()
-
-        threading.Thread(target=hold, daemon=True).start()
-        locked.wait()
-        child = os.fork()
-        if not child:
-            os._exit(7)
-        forked.set()
-        rpc.rpc_sync("worker1", let_be_made)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_fork_with_a_creation_under_way_needs_no_lock(run_workers: RunWorkers) -> None:
-    assert run_workers(fork_while_references_are_locked, 2)[0] == 7
-
-
-OWNER, SENDER = 77, 78  # incarnations of workers that were never met
-
-
-def wait_in_vain_for_a_reference(worker: Worker) -> tuple[int, list[str]]:
-    with worker.group():
-        references: References = current_agent().extensions["rref"]
-        protocol = references._protocol
-        told: list[str] = []
-        ref = references._do(protocol.adopt, [OWNER, (OWNER, 1), (SENDER, 1)], SENDER)
-        references.when_settled(ref, lambda: told.append("first"))
-        with pytest.raises(RpcTimeoutError, match="has not confirmed the reference"):
-            references.wait_settled(ref, 0.01, "owner")
-        references.when_settled(ref, lambda: told.append("last"))
-        [callbacks] = references._awaiting.values()
-        references._do(protocol.receive, OWNER, ["confirmed", [SENDER, 1]])
-        references.release(ref)
-        until(lambda: len(told) == 2)
-        return len(callbacks), told
-
-
-def test_who_waited_too_long_for_a_reference_is_not_told_of_it(run_workers: RunWorkers) -> None:
-    assert run_workers(wait_in_vain_for_a_reference, 1) == [(2, ["first", "last"])]
-
-
-def look_into_a_step(worker: Worker) -> tuple[bool, bool]:
-    with worker.group():
-        references = current_agent().extensions["rref"]
-        return references._do(gc.isenabled), gc.isenabled()
-
-
-def test_no_garbage_is_collected_in_a_step_of_the_reference_protocol(run_workers: RunWorkers) -> None:
-    assert run_workers(look_into_a_step, 1) == [(False, True)]
 
 
 def leave_at_once(worker: Worker) -> list[Any]:

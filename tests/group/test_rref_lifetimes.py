@@ -178,7 +178,7 @@ def fail_to_send(_: Worker) -> dict[str, int]:
     for owner in ("worker0", "worker1"):
         with pytest.raises(SerializationError, match="over the limit"):
             rpc.remote(owner, len, args=(bytes(1 << 20),))
-    counts: dict[str, int] = references._do(references._protocol.counts)
+    counts: dict[str, int] = references.counts()
     return {kind: counts[kind] for kind in ("users", "local", "owned")}
 
 
@@ -305,9 +305,9 @@ def objects_left(worker: Worker) -> int:
         fetch_what_failed()
         gc.collect()
         references = current_agent().extensions["rref"]
-        while references.debug_info() and references._values:
+        while references.counts()["objects"]:
             pass
-        return len(references._values)
+        return int(references.counts()["objects"])
 
 
 def test_an_own_object_that_failed_is_freed_though_its_error_was_raised(run_workers: RunWorkers) -> None:
@@ -330,7 +330,7 @@ def call_methods_and_let_go(worker: Worker) -> tuple[str, str, int]:
         agent.extensions["rref"].debug_info()  # a step before which all that was let go is given up
         free.set()
         values = called.wait(), made.to_here()
-        while (held := len(agent.extensions["rref"]._values)) > 1:  # but no longer than that
+        while (held := agent.extensions["rref"].counts()["objects"]) > 1:  # but no longer than that
             agent.extensions["rref"].debug_info()
         return *values, held
 

@@ -218,6 +218,13 @@ class Simulation:
         worker.protocol.release(ref)
         self._act(worker)
 
+    def release_all(self, peer: Peer) -> None:
+        """A worker leaves in order."""
+        worker = self.workers[peer]
+        worker.refs.clear()
+        worker.protocol.release_all()
+        self._act(worker)
+
     def sweep(self, peer: Peer) -> None:
         """Enough time has passed for what is late to be given up."""
         worker = self.workers[peer]

@@ -277,9 +277,7 @@ def test_shutdown_releases_every_reference_to_others() -> None:
     rref, at_two = group.own_and_pass_on(2)
     at_three = group.pass_on(2, 3, at_two)
     for peer in (1, 2, 3):
-        group.protocol(peer).release_all()
-        group._act(group.workers[peer])
-        group.workers[peer].refs.clear()
+        group.release_all(peer)
     group.deliver_everything()
     assert group.is_freed(rref)
     group.protocol(2).release(at_two)  # its Python object goes later

@@ -4,7 +4,7 @@ import pytest
 
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Fence, Send, State
-from rref.protocol.peers import DEAD_MOST
+from rref.protocol.peers import DEAD_MOST, Peers
 from tests.unit.rref.group import Group
 
 
@@ -348,10 +348,8 @@ def test_an_owner_that_raised_a_fence_and_died_is_not_answered() -> None:
     assert not any(worker.counts().values())
 
 
-@pytest.mark.parametrize("count", [DEAD_MOST + 10])
-def test_the_memory_of_the_dead_is_bounded(count: int) -> None:
-    owner = Protocol(1)
-    for peer in range(2, 2 + count):
-        owner.peer_lost(peer, "gone")
-    assert len(owner._peers.dead) == DEAD_MOST
-    assert len(owner._peers.unfenced) == DEAD_MOST
+def test_the_memory_of_the_dead_is_bounded() -> None:
+    peers = Peers(1)
+    for peer in range(2, 12 + DEAD_MOST):
+        assert peers.lost(peer, "gone")
+    assert len(peers.dead) == len(peers.unfenced) == DEAD_MOST

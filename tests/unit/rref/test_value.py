@@ -1,0 +1,42 @@
+"""An object at its owner: being made, made or failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpc.errors import RpcTimeoutError
+from rref.value import Value
+from tests.support.members import peer
+
+
+def test_who_comes_before_the_object_is_told_once_it_is_made() -> None:
+    value, called = Value(), []
+    fetch = (peer(), 1)
+    assert value.park(fetch)
+    assert not value.when_ready(lambda: called.append(value.get()))
+    assert value.set(5) == [fetch]
+    assert called == [5]
+
+
+def test_who_comes_after_the_object_need_not_wait() -> None:
+    value = Value.of(5)
+    assert value.is_ready
+    assert not value.park((peer(), 1))
+    assert value.when_ready(lambda: None)
+    assert value.set(6) == []
+    assert value.get() == value.wait(1, "it") == 5
+
+
+def test_what_fails_stays_failed() -> None:
+    value = Value()
+    assert value.park((peer(), 1))
+    assert len(value.fail(LookupError("not today"))) == 1
+    assert value.set(5) == []
+    for _ in range(2):
+        with pytest.raises(LookupError, match="not today"):
+            value.get()
+
+
+def test_who_waits_too_long_is_told_what_for() -> None:
+    with pytest.raises(RpcTimeoutError, match="it is still being made"):
+        Value().wait(0.01, "it is still being made")
