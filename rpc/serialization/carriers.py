@@ -98,16 +98,9 @@ class Carriers:
 
     def ready(self, arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:
         """Whether user code may have all that arrived; if not, ``when_ready`` is called once it may."""
-        rest = iter(list(arrivals.items()))
-
-        def all_ready() -> bool:
-            return all(self._carriers[kind].ready(objects, go_on) for kind, objects in rest)
-
-        def go_on() -> None:
-            if all_ready():
-                when_ready()
-
-        return all_ready()
+        return _Readiness(
+            [(self._carriers[kind], objects) for kind, objects in arrivals.items()], when_ready
+        ).all_ready()
 
     def take_back(self, header: dict[str, Any], to: Destination) -> None:
         """A message with this header was not sent: tell its carriers."""
@@ -117,6 +110,23 @@ class Carriers:
     def without_descriptors(self, header: dict[str, Any]) -> dict[str, Any]:
         """A header without what its carriers have put there."""
         return {key: value for key, value in header.items() if key not in self._carriers}
+
+
+class _Readiness:
+    """How far what arrived has become ready. Not closures, whose cycle would keep it until a collection."""
+
+    __slots__ = ("_rest", "_when_ready")
+
+    def __init__(self, arrived: Sequence[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> None:
+        self._rest = iter(arrived)
+        self._when_ready = when_ready
+
+    def all_ready(self) -> bool:
+        return all(carrier.ready(objects, self._go_on) for carrier, objects in self._rest)
+
+    def _go_on(self) -> None:
+        if self.all_ready():
+            self._when_ready()
 
 
 class _Receiving(threading.local):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -19,13 +18,11 @@ from tests.support.workers import RunWorkers, Worker
 INTERRUPTIONS = 100
 
 
-def remembered() -> int:
+def remembered() -> dict[str, int]:
     """How many references, objects and calls this worker knows of."""
     agent: Agent = current_agent()
-    counts = agent.extensions["rref"].counts()
-    return agent.calls.unanswered() + sum(
-        int(counts[each]) for each in ("users", "local", "owned", "objects")
-    )
+    counts = {**agent.extensions["rref"].counts(), "calls": agent.calls.unanswered()}
+    return {kind: count for kind, count in counts.items() if count}
 
 
 def use_there(rref: rpc.RRef[torch.Tensor]) -> float:
@@ -61,7 +58,6 @@ def use_references_in_a_storm(_: Worker) -> None:
         except KeyboardInterrupt:
             caught += 1
     presser.join()
-    gc.collect()
     until(lambda: not remembered())
     until(lambda: not rpc.rpc_sync("worker1", remembered))
 
