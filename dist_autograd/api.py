@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from dist_autograd.contexts import Context, current
-from dist_autograd.following import Inside
 from dist_autograd.installation import autograd
+from dist_autograd.propagation import Inside
 from rpc.errors import AutogradError
+from rpc.runtime.interrupts import protected
 
 __all__ = ["backward", "change_gradients", "context", "current_context", "get_gradients", "has_context"]
 
@@ -42,6 +43,7 @@ class context:  # noqa: N801  # PyTorch's name
 
     _context: Context | None = None
 
+    @protected
     def __enter__(self) -> int:
         contexts = autograd().contexts
         inside = contexts.current()
@@ -56,21 +58,20 @@ class context:  # noqa: N801  # PyTorch's name
         self._inside.__enter__()
         return context.id
 
+    @protected
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             self._inside.__exit__()
         finally:
-            self._release()
+            if self._context is not None:
+                self._context.contexts.release(self._context)
 
     def __del__(self) -> None:
-        self._release()  # Ctrl-C may have kept it from being left
-
-    def _release(self) -> None:
         context = self._context
-        if context is not None and not context.over:
-            context.contexts.release(context)
+        if context is not None and not context.over:  # it was entered by hand, and never left
+            context.contexts.release_soon(context)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:

@@ -30,6 +30,7 @@ from rpc.agent.agent import Agent
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Task
+from rpc.runtime.interrupts import interruptible, protected
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
@@ -100,6 +101,7 @@ class Context:
                 if known is not None:
                     self._gradients[id(leaf)] = leaf, change(known[1])
 
+    @interruptible
     def let_go(self) -> None:
         """Free what was recorded: destructors of the user's may run."""
         self.sends.clear()
@@ -127,11 +129,8 @@ class Contexts:
         when_made: called when a context is about to become known.
 
     Attributes:
-        when_released: called with each context that is over, before what it holds is freed.
         find: a function that returns the context of an id; None if it is over, or was never known here.
     """
-
-    when_released: Callable[[Context], object]
 
     def __init__(self, agent: Agent, when_made: Callable[[], object]) -> None:
         self._agent = agent
@@ -140,6 +139,7 @@ class Contexts:
         self.find: Callable[[int], Context | None] = self._known.get
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
         self._lock = threading.RLock()  # a finalizer that runs while it is held may leave a context
+        self._end_handlers: list[Callable[[Context], object]] = []
         self._over: set[int] = set()
         self._unsaid: dict[Peer, list[int]] = {}
         self._order: deque[int] = deque()
@@ -149,6 +149,10 @@ class Contexts:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def on_end(self, handler: Callable[[Context], object]) -> None:
+        """Have ``handler`` called with each context that is over, before what it holds is freed."""
+        self._end_handlers.append(handler)
 
     def current(self) -> Context | None:
         """The context that this thread runs in; None outside, and when it is over."""
@@ -197,36 +201,27 @@ class Contexts:
 
         Not on the loop's thread, which must run no destructor of the user's.
         """
-        try:
-            if self._end(context, None):
-                context.let_go()
-        except BaseException:  # Ctrl-C, or a destructor of the user's
-            self._agent.mailbox.call(self._end_all_the_same, context)
-            raise
+        if self._end(context, None):
+            context.let_go()
 
+    def release_soon(self, context: Context) -> None:
+        """The same, from a finalizer: on the loop's thread."""
+        self._agent.mailbox.call(self._end_on_loop, context)
+
+    @protected
     def _end(self, context: Context, heard_from: Peer | None) -> bool:
         """A context is over, as one worker has said: all but the last step; false if that was known."""
         with self._lock:
             if self._known.pop(context.id, None) is None:
                 return False
             self._remember(context.id)
-        self._tell_of_end(context, heard_from)
-        return True
-
-    def _tell_of_end(self, context: Context, heard_from: Peer | None) -> None:
         context.over = True
         for peer in context.told.copy():
             if peer is not heard_from:
                 self._say_over(peer, context.id)
-        self.when_released(context)
-
-    def _end_all_the_same(self, context: Context) -> None:
-        """On the loop's thread, all steps once more: nobody knows which have been taken."""
-        with self._lock:
-            self._known.pop(context.id, None)
-            self._remember(context.id)
-        self._tell_of_end(context, None)
-        self._agent.executor.submit((Context.let_go, context))
+        for handler in self._end_handlers:
+            handler(context)
+        return True
 
     def _end_on_loop(self, context: Context) -> None:
         if self._end(context, None):
@@ -238,18 +233,6 @@ class Contexts:
             self._unsaid.setdefault(peer, []).append(context_id)
         self._agent.mailbox.gathered(self._say_all_over, None)
 
-    def take_unsaid(self, peer: Peer) -> list[int]:
-        """The contexts of which a worker is still to be told that they are over; who asks tells it."""
-        if peer not in self._unsaid:
-            return []
-        with self._lock:
-            return self._unsaid.pop(peer, [])
-
-    def say_again(self, peer: Peer, context_ids: list[int]) -> None:
-        """A worker may not have been told after all."""
-        for context_id in context_ids:
-            self._say_over(peer, context_id)
-
     def _say_all_over(self, _: object) -> None:
         with self._lock:
             unsaid, self._unsaid = self._unsaid, {}
@@ -258,11 +241,6 @@ class Contexts:
                 self._agent.send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
             except WorkerLostError as error:
                 logger.debug("nobody is left to be told that contexts are over: %s", error)
-
-    def release_all(self) -> None:
-        """This worker leaves."""
-        for context in list(self._known.values()):
-            self.release(context)
 
     def _remember(self, context_id: int) -> None:
         """That a context is over, in case that a call made inside it comes late."""
@@ -273,15 +251,7 @@ class Contexts:
                 self._over.discard(self._order.popleft())
 
     def _over_arrived(self, peer: Peer, frame: Frame) -> Task | None:
-        ended = self.are_over(frame.header.get("over"), peer)
-        return (self._let_go, (ended, peer)) if ended else None
-
-    def are_over(self, said: Any, peer: Peer) -> list[Context]:
-        """Contexts are over, as a worker says; returns those whose last step is to be done.
-
-        Raises:
-            ProtocolError: it says something else.
-        """
+        said = frame.header.get("over")
         if type(said) is not list or not _INTEGERS.issuperset(map(type, said)):
             raise ProtocolError(f"contexts said to be over by the ids {str(said)[:80]}")
         ended: list[Context] = []
@@ -292,14 +262,7 @@ class Contexts:
                     self._remember(context_id)
             if context is not None and self._end(context, peer):
                 ended.append(context)
-        return ended
-
-    def _let_go(self, released: tuple[list[Context], Peer]) -> None:
-        contexts, peer = released
-        for context in contexts:
-            context.let_go()
-        if peer.standby is not None:
-            self._agent.executor.stand_by(peer.standby, at_once=False)
+        return (_let_go, ended) if ended else None
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
@@ -326,3 +289,8 @@ class Contexts:
         elif creator is not None and nobody_tells:
             context.through = creator
             self._agent.control.post(creator, _TOPIC, ["joined", context.id])
+
+
+def _let_go(contexts: list[Context]) -> None:
+    for context in contexts:
+        context.let_go()

@@ -1,7 +1,7 @@
 """PyTorch's autograd engine: the one file that calls what PyTorch keeps private.
 
-Tried on torch 2.13.0. What is needed is looked for at import, so that another version says at once what it
-lacks, and not in the middle of a backward.
+Tried on torch 2.13.0. What is needed is looked for when an agent starts, so that another version says then
+what it lacks, and not in the middle of a backward.
 
 *Sequence numbers.* Each node gets one when it is made; of the nodes that are ready, the engine runs the one
 with the highest first. Number 0 comes last. So a node that is held back (``hold_back``) runs when nothing
@@ -13,7 +13,8 @@ other threads, is no alternative: process groups carry it too, and free it where
 
 *The first use of an edge.* PyTorch then makes a type, under a lock of its own. If that lets go of the
 interpreter, to collect garbage for one thing, another thread may come to that lock with the interpreter in
-hand, and neither gets on any more, nor does any other. So an edge is used once at import (``_use_an_edge``).
+hand, and neither gets on any more, nor does any other. So an edge is used before there are threads of ours
+(``prepare``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ __all__ = [
     "is_profiled",
     "is_running",
     "is_transforming",
-    "noting_hooks",
+    "prepare",
     "refuse_transforms",
     "run",
     "running",
@@ -57,45 +58,38 @@ running: Final = _Running()
 
 
 def _some_node() -> Any:
-    with torch.inference_mode(False), torch.enable_grad():  # an import may stand anywhere
+    with torch.inference_mode(False), torch.enable_grad():  # which may be anywhere
         return torch.empty(0, device="cpu", requires_grad=True).clone().grad_fn
 
 
-def _missing() -> list[str]:
-    """What this version of PyTorch does not have."""
-    missing = [] if hasattr(_C, "_current_graph_task_id") else ["torch._C._current_graph_task_id"]
-    if not hasattr(_C, "_are_functorch_transforms_active"):
-        missing.append("torch._C._are_functorch_transforms_active")
-    if not hasattr(_C._autograd, "_profiler_enabled"):
-        missing.append("torch._C._autograd._profiler_enabled")
-    if not hasattr(_C, "_storage_Use_Count"):
-        missing.append("torch._C._storage_Use_Count")
-    missing += [f"Tensor.{name}" for name in ("_use_count", "_base") if not hasattr(Tensor, name)]
-    if not hasattr(_engine, "run_backward"):
-        missing.append("Variable._execution_engine.run_backward")
+@functools.cache
+def prepare() -> None:
+    """Before an agent starts: look for what is needed, and use an edge for the first time.
+
+    Raises:
+        ImportError: this version of PyTorch lacks something.
+    """
     node = _some_node()
-    missing += [f"Node.{name}" for name in ("_sequence_nr", "_set_sequence_nr") if not hasattr(node, name)]
-    return missing
-
-
-if _missing():
-    raise ImportError(
-        f"distributed autograd needs what torch {torch.__version__} does not have: {', '.join(_missing())}. "
-        "Use torch 2.13, which it was tried on."
-    )
-
-
-def _use_an_edge() -> None:
-    """Have ``run_backward`` read an edge, and no more: running it would set up all devices."""
+    private = ("_current_graph_task_id", "_are_functorch_transforms_active", "_storage_Use_Count")
+    needed: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("torch._C.", _C, private),
+        ("torch._C._autograd.", _C._autograd, ("_profiler_enabled",)),
+        ("Tensor.", Tensor, ("_use_count", "_base")),
+        ("Variable._execution_engine.", _engine, ("run_backward",)),
+        ("Node.", node, ("_sequence_nr", "_set_sequence_nr")),
+    ]
+    missing = [prefix + name for prefix, where, names in needed for name in names if not hasattr(where, name)]
+    if missing:
+        raise ImportError(
+            f"distributed autograd needs what torch {torch.__version__} does not have: {', '.join(missing)}. "
+            "Use torch 2.13, which it was tried on."
+        )
     no_gradient: Any = 0
     try:
-        _engine.run_backward((GradientEdge(_some_node(), 0),), (no_gradient,), False, False)
-    except (RuntimeError, TypeError):  # the edge is read by then, but this is no gradient
+        _engine.run_backward((GradientEdge(node, 0),), (no_gradient,), False, False)
+    except (RuntimeError, TypeError):  # the edge is read by then; to run it would set up all devices
         return
     raise AssertionError("PyTorch took a number for a gradient")
-
-
-_use_an_edge()
 
 
 def directly(function: type[Function]) -> Callable[..., Any]:
@@ -108,27 +102,6 @@ def directly(function: type[Function]) -> Callable[..., Any]:
     node.apply = function.backward
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
     return apply
-
-
-def noting_hooks(function: type[Function]) -> type:
-    """The class of a function's nodes, which from now on note in ``has_hooks`` that a hook is registered.
-
-    PyTorch does not tell whether a node has any.
-    """
-    node: Any = function._backward_cls
-    node.has_hooks = False
-    node.register_hook = _noting(node.register_hook)
-    node.register_prehook = _noting(node.register_prehook)
-    return cast("type", node)
-
-
-def _noting(register: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    @functools.wraps(register)
-    def noted(node: Any, hook: Any) -> Any:
-        node.has_hooks = True
-        return register(node, hook)
-
-    return noted
 
 
 def run(
@@ -175,8 +148,9 @@ def is_running() -> bool:
     return bool(_C._current_graph_task_id() != -1)
 
 
-is_transforming: Final[Callable[[], bool]] = _C._are_functorch_transforms_active
-"""Whether this thread is inside a transform such as ``vmap``, where our nodes cannot be made."""
+def is_transforming() -> bool:
+    """Whether this thread is inside a transform such as ``vmap``, where our nodes cannot be made."""
+    return bool(_C._are_functorch_transforms_active())
 
 
 def refuse_transforms() -> None:
@@ -188,13 +162,16 @@ def refuse_transforms() -> None:
         )
 
 
-is_profiled: Final[Callable[[], bool]] = _C._autograd._profiler_enabled
-"""Whether a profiler watches this thread."""
+def is_profiled() -> bool:
+    """Whether a profiler watches this thread."""
+    return bool(_C._autograd._profiler_enabled())
 
 
-uses_of_storage: Final[Callable[[int], int]] = _C._storage_Use_Count
-"""How many refer to a storage, told by its address, ``_cdata``. (How many in PyTorch refer to a tensor, its
-``_use_count`` says.)"""
+def uses_of_storage(address: int) -> int:
+    """How many refer to a storage, told by its ``_cdata``. (How many in PyTorch refer to a tensor, its
+    ``_use_count`` says.)
+    """
+    return int(_C._storage_Use_Count(address))
 
 
 def hold_back(node: Node) -> None:

@@ -8,10 +8,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from dist_autograd import engine
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
-from dist_autograd.following import Follower
+from dist_autograd.propagation import Propagation
 from dist_autograd.roots import checked
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.errors import AutogradError, RRefError, with_article
@@ -35,9 +36,8 @@ class Autograd:
         self.models = Models()
         self.contexts = Contexts(agent, self.models.watch)
         self.backwards = Backwards(agent, self.contexts, self.models)
-        self.contexts.when_released = self.backwards.context_over
         agent.on_closed(self.models.stop)
-        agent.tape = Follower(self.contexts)
+        agent.tape = Propagation(self.contexts)
 
     def backward(self, context_id: int, roots: Iterable[Any], retain_graph: bool) -> None:
         """See ``dist_autograd.backward``."""
@@ -85,6 +85,7 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
 
 def install(agent: Agent) -> None:
     """Make an agent that has not joined its group yet take part in distributed autograd."""
+    engine.prepare()
     agent.serializer.allow_function(backward_here)
     agent.extensions[_EXTENSION] = Autograd(agent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -27,6 +28,7 @@ def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     Args:
         gradients: each referred to by this sequence and by nothing else, as far as the caller knows.
     """
+    references_alone, _ = _alone()
     addresses: set[int] = set()
     shared: set[int] = set()
     storages: list[torch.UntypedStorage | None] = []
@@ -43,7 +45,7 @@ def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         if (
             address in addresses
             or storage.nbytes() != elements.nbytes
-            or references > _ALONE
+            or references > references_alone
             or _is_held_by_others(gradient, elements, storage)
         ):
             shared.add(address)
@@ -78,7 +80,7 @@ def _is_held_by_others(gradient: Any, elements: Tensor, storage: Any) -> bool:
     if uses <= _USES_ALONE:
         return False
     # What a transposition returns, as for the weight of a `Linear`, refers to what was transposed.
-    return uses > _USES_ALONE + 1 or gradient._base is None or _holders_of_base(gradient) > _BASE_ALONE
+    return uses > _USES_ALONE + 1 or gradient._base is None or _holders_of_base(gradient) > _alone()[1]
 
 
 def _holders_of_base(view: Any) -> int:
@@ -87,11 +89,16 @@ def _holders_of_base(view: Any) -> int:
     return sys.getrefcount(base) + int(base._use_count())
 
 
-_ALONE: Final = _references([torch.empty(1, device="cpu")])[0]
 _USES_ALONE: Final = 2
 """A tensor, and what ``untyped_storage`` returns."""
-with torch.inference_mode(False):  # an import may stand anywhere
-    _BASE_ALONE: Final = _holders_of_base(torch.empty(1, device="cpu").view(1))
+
+
+@functools.cache
+def _alone() -> tuple[int, int]:
+    """What ``_references`` and ``_holders_of_base`` say of a tensor that nobody else refers to."""
+    with torch.inference_mode(False):  # which may be anywhere
+        view = torch.empty(1, device="cpu").view(1)
+        return _references([torch.empty(1, device="cpu")])[0], _holders_of_base(view)
 
 
 def gradients_of_leaves(

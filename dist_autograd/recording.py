@@ -1,8 +1,8 @@
 """The edges between workers: a *send* at the worker that sends a tensor, a *recv* at the one that gets it.
 
 A send is for one tensor, since only some tensors of a message may take part in a backward. It hangs on an
-empty tensor that nobody but the context refers to, so that no backward of a user's ever runs it. Mostly
-gradients enter the graph right behind the sends. Of a leaf the tensor itself is kept, and no node is made.
+empty tensor that nobody but the context refers to, so that no backward of a user's ever runs it. Of a leaf
+the tensor itself is kept, and no node is made unless it is needed.
 
 A recv is made for each message. All recvs lead to one leaf, the *anchor*: as one of the inputs of a pass, it
 makes the engine run every recv that the pass reaches, although nothing behind it is wanted here.
@@ -10,6 +10,7 @@ makes the engine run every recv that the pass reaches, although nothing behind i
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from operator import index
@@ -18,14 +19,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
 from dist_autograd.graph import Mark, marks_behind
 from rpc.errors import AutogradError, ProtocolError
 from rpc.group.peer import Peer
 
-__all__ = ["ANCHOR", "RECV_NODE", "SEND_NODE", "Origin", "Sent", "behind", "computed_from", "receive", "send"]
+__all__ = ["RECV_NODE", "SEND_NODE", "Origin", "Sent", "anchor", "behind", "computed_from", "receive", "send"]
 
 _LOOK_BEHIND: Final = 128
 """So many nodes are looked at when a message is sent: about a tenth of a millisecond."""
@@ -33,9 +33,12 @@ _LOOK_BEHIND: Final = 128
 clock: Final = itertools.count(1)
 """Stamps what is recorded in this process: whatever has a later stamp was made later."""
 
-with torch.inference_mode(False):  # an import may stand anywhere
-    ANCHOR: Final = torch.empty(0, device="cpu", requires_grad=True)
-    _EMPTY: Final = torch.empty(0, device="cpu")
+
+@functools.cache
+def anchor() -> Tensor:
+    """The leaf that all recvs lead to; first asked for when an agent starts."""
+    with torch.inference_mode(False):  # which may be anywhere
+        return torch.empty(0, device="cpu", requires_grad=True)
 
 
 class Sent:
@@ -67,16 +70,6 @@ class Sent:
     def takes(self, position: int) -> bool:
         """Whether a gradient of a tensor is wanted still: it may be a leaf that is frozen meanwhile."""
         return self.nodes[position] is not None or self.ends[position].requires_grad
-
-    def entry(self, position: int) -> GradientEdge:
-        """Where a tensor's gradient enters the graph: at the node of the leaf that it is, or right behind its
-        send.
-        """
-        node = self.nodes[position]
-        if node is None:
-            with torch.enable_grad():
-                node = computed_from(self.ends[position]).grad_fn
-        return GradientEdge(*node.next_functions[0])
 
 
 def computed_from(leaf: Tensor) -> Tensor:
@@ -148,7 +141,7 @@ class Send(Function):
     def forward(ctx: Any, message: int, position: int, tensor: Tensor) -> Tensor:
         ctx.materialize_grads = False
         ctx.message, ctx.position = message, position
-        return _EMPTY.detach()
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None, Tensor | None]:
@@ -180,8 +173,7 @@ class Recv(Function):
 _send: Final[Callable[..., Tensor]] = engine.directly(Send)
 _recv: Final[Callable[..., tuple[Tensor, ...]]] = engine.directly(Recv)
 SEND_NODE: Final[type] = Send._backward_cls
-RECV_NODE: Final[type] = engine.noting_hooks(Recv)
-"""Such a node has ``has_hooks``: whether hooks on the node itself were ever registered."""
+RECV_NODE: Final[type] = Recv._backward_cls
 
 
 def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
@@ -236,9 +228,9 @@ def receive(
     origin = Origin(context_id, source, message, next(clock), len(tensors), behind)
     try:
         if torch.is_grad_enabled():
-            return _recv(ANCHOR, tensors, origin)
+            return _recv(anchor(), tensors, origin)
         with torch.enable_grad():
-            return _recv(ANCHOR, tensors, origin)
+            return _recv(anchor(), tensors, origin)
     except RuntimeError:
         engine.refuse_transforms()
         raise

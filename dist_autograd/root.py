@@ -1,19 +1,20 @@
 """A backward as its root sees it: mark, run, wait for the others.
 
 The root alone knows who takes part. It asks each worker what the marks on it lead to, and passes on what it
-is told, round after round, until nothing new comes up. Then it runs its own pass, from which gradients flow
-to the others, and waits until each has said that it is done. The first error ends it everywhere.
+is told, round after round, until nothing new comes up. Then it has the others begin, runs its own pass, from
+which gradients flow to them, and waits until each has answered that it is done. The first error ends it
+everywhere.
 
 Mostly it need not ask. A message to whoever made the context says what lies behind its tensors, if that is
-soon found out. So where all that takes part at a worker was sent to this one, and all of it says so, the
-worker learns what takes part with its first gradients, which come from here and from nowhere else; its
-answer to these says that it is done.
+soon found out. Where all that takes part at a worker is one message to the root, and it says so, the worker
+need not even be told before its gradients come: these begin its part, and they are all that it needs.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,123 +22,82 @@ from torch import Tensor
 
 from dist_autograd import engine
 from dist_autograd.graph import Mark
-from dist_autograd.parts import Part
-from dist_autograd.passes import Pass
-from rpc.errors import AutogradError, BackwardError, ProtocolError, RpcError
+from dist_autograd.messages import Key, Messages, failure_of, given_up
+from dist_autograd.progress import Action, Error, Event
+from dist_autograd.recording import Origin
+from dist_autograd.remote_part import RemotePart
+from dist_autograd.worker_pass import WorkerPass
+from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
-from rpc.group.workers import WorkerInfo
+from rpc.wire.frames import Frame, Kind
 
-__all__ = ["Root", "Workers", "failure_of"]
-
-
-class Workers:
-    """What the root asks of other workers; made by ``Backwards``."""
-
-    def __init__(
-        self,
-        ask: Callable[[Pass, Peer, list[tuple[int, int]]], Callable[[], list[Mark]]],
-        abort: Callable[[Pass, Peer, BaseException], None],
-        find: Callable[[int], Peer | None],
-    ) -> None:
-        self.ask = ask
-        """Sends marks, by message and index; returns what waits for the marks that follow."""
-        self.abort = abort
-        self.find = find
-        """The worker of an incarnation."""
+__all__ = ["Root"]
 
 
 class Root:
-    """Runs one backward. ``run`` is called once; ``done`` on the loop's thread.
+    """Runs one backward. ``run`` is called once; ``fail`` from any thread.
 
     Args:
+        key: of the backward.
         own: this worker's own part.
-        workers: the others.
+        me: this worker.
+        messages: to the others.
+        find: returns the worker of an incarnation.
     """
 
-    def __init__(self, own: Pass, workers: Workers) -> None:
+    def __init__(
+        self, key: Key, own: WorkerPass, me: Peer, messages: Messages, find: Callable[[int], Peer | None]
+    ) -> None:
+        self.key = key
         self.own = own
-        self._me = own.root.member.info
-        self.others: set[Peer] = set()
-        self._workers = workers
-        self._asked: set[Peer] = set()
-        self._left: set[Peer] = set()
-        self._parts: dict[Peer, Part] = {}
-        self._has_run = False
-        self._reading: Part | None = None
-        own.wait_by_reading, own.stop_reading = self._wait_by_reading, self._stop_reading
+        self.peer = me
+        self.load = messages.load
+        self._messages = messages
+        self._find = find
         self._marked: set[Mark] = set()
+        self._asked: set[Peer] = set()
+        self._told: dict[Peer, list[Mark]] = {}
+        """By worker the marks that it is still to be told, with what begins its part."""
+        self._parts: dict[Peer, RemotePart] = {}
+        """Those begun, of whose end nobody has taken note. Who takes one out does."""
+        self._left: set[Peer] = set()
+        """Who is not done, or has not begun."""
+        own.progress.on(Event.BEGIN)
 
     def run(self, roots: Sequence[Tensor]) -> None:
         """Run the backward; raises what ended it."""
         try:
             self._mark_all(self.own.start(roots))
-            self._left = self.others.copy()
-            self._run_own(roots, [torch.ones_like(root) for root in roots])
-            self._has_run = True
-            if self._left or self.own.has_failed():
-                self.own.wait_until(lambda: not self._left)
+            self._left = self._asked | self._told.keys()
+            self._begin_parts()
+            self._run_own(roots)
+            while self._left:
+                self.own.progress.check()
+                self._wait_for(self._one_part(), lambda: not self._left)
+            self.own.progress.check()
         except BaseException as error:
-            self.own.fail_later(_given_up)  # a nested one's own part may go on after Ctrl-C
-            for peer in self.others:
-                self._workers.abort(self.own, peer, error)
+            self.fail(given_up)  # a nested one's own part may go on after Ctrl-C
+            for peer in self._asked | self._left:
+                self._messages.abort(self.key, peer, error)
             raise
         finally:
-            self._let_go()
+            self._parts.clear()
 
-    def _let_go(self) -> None:
-        """Leave no cycle behind: what the pass holds of the graph is large."""
-        self.own.wait_by_reading = self.own.stop_reading = None
-        for part in self._parts.values():
-            part.when_settled = None
-
-    def _run_own(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        try:
-            if engine.is_running():
-                _on_another_thread(lambda: self.own.run(roots, gradients))
-            else:
-                self.own.run(roots, gradients)
-        except RpcError:
-            raise
-        except Exception as error:
-            raise failure_of(self._me, error) from error
-
-    def _wait_by_reading(self) -> bool:
-        """Wait for the one worker that is left, if its answer may well be what comes next."""
-        left = tuple(self._left)  # one step: the loop's thread takes out who is done
-        if len(left) != 1:
-            return False
-        part = self._parts.get(left[0])
-        if part is None or not (part.whole or self._has_run):
-            return False
-        return self._read(part)
-
-    def _read(self, part: Part, ask: Callable[[], object] | None = None) -> bool:
-        self._reading = part
-        try:
-            if not part.read(self.own.has_failed, ask):
-                return False
-        finally:
-            self._reading = None
-        self.part_ended(part)
-        return True
-
-    def _stop_reading(self) -> None:
-        part = self._reading
-        if part is not None:
-            part.interrupt()
+    # ---- mark
 
     def _mark_all(self, found: Sequence[Mark]) -> None:
         """Follow marks to the ends of the graph, wherever they lead."""
         todo = list(found)
+        key, own, messages = self.key, self.own, self._messages
         while todo:
             unknown = self._follow(todo)
-            asked: list[Callable[[], list[Mark]]] = []
+            answers = []
             for peer, marks in unknown.items():
                 self._asked.add(peer)
-                all_marks = [*self.own.untold.pop(peer, ()), *marks]
-                asked.append(self._workers.ask(self.own, peer, [mark[1:] for mark in all_marks]))
-            for answer in asked:
-                todo += answer()
+                all_marks = [*self._told.pop(peer, ()), *marks]
+                answers.append(messages.mark(key, own.context, peer, own.retain_graph, all_marks))
+            for answer in answers:
+                todo += messages.marks_in(answer)
 
     def _follow(self, todo: list[Mark]) -> dict[Peer, list[Mark]]:
         """Follow marks as far as is known here; returns those at workers that must be asked what follows."""
@@ -148,68 +108,107 @@ class Root:
             if mark in marked:
                 continue
             marked.add(mark)
-            peer = self._workers.find(mark[0])
+            peer = self._find(mark[0])
             if peer is None:
                 raise AutogradError("the graph leads to a worker that is not in this group")
             if peer.is_self:
                 todo += own.mark((mark[1:],), peer)
                 continue
-            self.others.add(peer)
             behind = None if peer in self._asked or peer in unknown else own.behind(mark)
             if behind is None:
                 unknown.setdefault(peer, []).append(mark)
             else:
-                own.untold.setdefault(peer, []).append(mark)
+                self._told.setdefault(peer, []).append(mark)
                 todo += behind
         return unknown
 
-    def ask(self, part: Part, send: Callable[[], object], *, is_small: bool) -> None:
-        """Tell a worker, with its first gradients, what takes part there.
+    # ---- run
 
-        Args:
-            part: the worker's.
-            send: sends the message.
-            is_small: that takes no time.
-        """
-        self._parts[part.peer] = part
-        part.when_settled = self.part_ended
-        if part.outcome is not None:
-            self.part_ended(part)
-        if part.whole and is_small and engine.running.known_as is None:
-            self._read(part, send)  # this thread has nothing else to do
+    def _begin_parts(self) -> None:
+        """Have the others begin, but for those whose part is one message: they begin with its gradients."""
+        for peer in self._asked:
+            self._begin(peer, ())
+        for peer, marks in list(self._told.items()):
+            if any(mark.message != marks[0].message for mark in marks):
+                self._begin(peer, self._told.pop(peer))
+
+    def _begin(
+        self, peer: Peer, marks: Sequence[Mark], whole: tuple[Origin, Sequence[Tensor | None]] | None = None
+    ) -> None:
+        part = self._parts[peer] = self._messages.new_part(peer)
+        part.when_settled = self._settled
+        self._messages.begin(part, self.key, self.own.context, self.own.retain_graph, marks, whole)
+
+    def _run_own(self, roots: Sequence[Tensor]) -> None:
+        gradients = [torch.ones_like(root) for root in roots]
+        try:
+            if engine.is_running():
+                _on_another_thread(lambda: self.own.run(self, roots, gradients))
+            else:
+                self.own.run(self, roots, gradients)
+        except RpcError:
+            raise
+        except Exception as error:
+            raise failure_of(self.peer.member.info, error) from error
+
+    def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        marks = self._told.pop(origin.source, None)
+        if marks is None:
+            self._messages.gradients(self.key, origin, gradients)
         else:
-            send()
+            self._begin(origin.source, marks, (origin, gradients))
 
-    def part_ended(self, part: Part) -> None:
-        """A worker has answered its first gradients, or is gone."""
-        error = part.failure()
-        if error is not None:
-            self.own.fail_later(error)
+    # ---- wait
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        part = self._one_part() if len(self._left) == 1 else None
+        self._wait_for(part if part is not None and part.whole else None, ready)
+
+    def _one_part(self) -> RemotePart | None:
+        return next(iter(tuple(self._parts.values())), None)
+
+    def _wait_for(self, part: RemotePart | None, ready: Callable[[], bool]) -> None:
+        """Wait for the end of a part, if there is one to wait for, and else for any news."""
+        if part is None:
+            self.own.progress.wait(ready)
+        else:
+            part.wait_settled()
+            self._settled(part)
+
+    def _settled(self, part: RemotePart) -> None:
+        """A worker has answered what began its part, or is gone, or is not waited for any more."""
+        peer, outcome = part.peer, part.outcome
+        if self._parts.pop(peer, None) is None:
             return
-        brought = part.brought()
-        if brought is not None and part.peer in self._left:
+        part.when_settled = None
+        if isinstance(outcome, Frame) and outcome.kind == Kind.REPLY:
             try:
-                self.own.arrived(brought, part.peer, (part.peer, part.outcome))
-            except ProtocolError as refused:
-                self.own.fail(refused)
-                return
-        self.done(part.peer)
+                self._done(peer, outcome)
+            except ProtocolError as error:
+                self.fail(partial(_itself, error))
+        elif isinstance(outcome, Frame):
+            self.fail(partial(self._messages.failure, peer, outcome))
+        elif outcome is not None:
+            self.fail(partial(_itself, outcome))
 
-    def done(self, peer: Peer) -> None:
-        """A worker's part is done."""
+    def _done(self, peer: Peer, answer: Frame) -> None:
+        message = answer.header.get("gradients")
+        if type(message) is int:
+            self.own.arrived(message, peer, answer)
         self._left.discard(peer)
-        self.own.news()
+        self.own.progress.on(Event.NEWS)
+
+    def fail(self, error: Error) -> Action:
+        """End the backward; the first error counts."""
+        action = self.own.progress.on(Event.FAIL, error)
+        if action is Action.WAKE:
+            for part in tuple(self._parts.values()):
+                self._messages.cancel(part, given_up())
+        return action
 
 
-def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:
-    """What the failure of a worker's part is to the one who called ``backward``."""
-    return BackwardError(
-        f"Error on Node {worker.id}: {error}\n(raised in the backward on worker '{worker.name}')", worker.name
-    )
-
-
-def _given_up() -> BaseException:
-    return AutogradError("the backward was given up by the one who began it")
+def _itself(error: BaseException) -> BaseException:
+    return error
 
 
 def _on_another_thread(run: Callable[[], Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dist_optim.everywhere import on_all_objects
+from dist_optim.fan_out import on_all_objects
 from dist_optim.local_optimizer import LocalOptimizer
 from rref import RRef
 

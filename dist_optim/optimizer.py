@@ -9,7 +9,7 @@ from torch import Tensor
 
 import dist_autograd
 from dist_optim import checkpoint, parameter_groups
-from dist_optim.everywhere import on_all, on_all_objects
+from dist_optim.fan_out import on_all, on_all_objects
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
 from dist_optim.lr_scheduler import DistributedLRScheduler, LocalScheduler, SchedulerFactory
 from dist_optim.parameter_groups import Parameters

@@ -6,6 +6,7 @@ interpreter, and a second one wait for that lock with the interpreter in hand: t
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.autograd.graph import GradientEdge
 
-import rpc  # noqa: F401 - as every program does, and what matters happens then
+from tests.support.serving import in_group
 from tests.support.workers import RunWorkers, Worker
 
 SECONDS = 10.0
@@ -72,4 +73,4 @@ def use_while_collecting(worker: Worker, prepare: Callable[[], Callable[[], obje
 def test_two_threads_may_be_the_first(
     run_workers: RunWorkers, prepare: Callable[[], Callable[[], object]]
 ) -> None:
-    run_workers(use_while_collecting, WORKERS, args=[prepare])
+    run_workers(functools.partial(in_group(use_while_collecting), args=(prepare,)), WORKERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,6 @@ from torch import Tensor
 
 import dist_autograd
 import rpc
-from dist_autograd.contexts import Context
-from dist_autograd.installation import autograd
-from dist_autograd.passes import Pass
 from rpc.errors import AutogradError
 from tests.support.serving import first_of
 from tests.support.workers import RunWorkers, Worker
@@ -274,17 +271,16 @@ def test_gradients_may_overtake_larger_ones_of_the_same_worker(
 
 
 def leave_as_it_begins(_: Worker) -> None:
-    contexts, backwards = autograd().contexts, autograd().backwards
-    new_pass = backwards._new_pass
-
-    def leave_and_make(key: Any, context: Context, *rest: Any) -> Pass:
-        contexts.release(context)
-        return new_pass(key, context, *rest)
-
-    backwards._new_pass = leave_and_make  # type: ignore[assignment]
     x = torch.ones(2, requires_grad=True)
-    with dist_autograd.context() as context_id, pytest.raises(AutogradError, match="was left during its"):
-        dist_autograd.backward(context_id, [(x * 2).sum()])
+    entered = dist_autograd.context()
+
+    def roots() -> Iterator[Tensor]:
+        yield (x * 2).sum()
+        entered.__exit__(None, None, None)
+
+    context_id = entered.__enter__()
+    with pytest.raises(AutogradError, match="was left during its"):
+        dist_autograd.backward(context_id, roots())  # type: ignore[arg-type]
 
 
 def test_a_backward_whose_context_is_left_as_it_begins_ends(run_workers: RunWorkers) -> None:

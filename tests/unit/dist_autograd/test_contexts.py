@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from dist_autograd import api, contexts, following
-from dist_autograd.contexts import Context, Contexts
-from dist_autograd.following import Follower
-from tests.support.ctrl_c import interrupted_at
+from dist_autograd.contexts import OVER, Context, Contexts
+from dist_autograd.propagation import Propagation
+from rpc.wire.frames import Frame
 
 ME, CREATOR, BETWEEN = 1, 2, 3
 
@@ -22,14 +19,16 @@ class World:
     """An agent reduced to what contexts ask of it, and the workers that it knows."""
 
     def __init__(self) -> None:
-        self.peers = {each: SimpleNamespace(incarnation=each, lost=None, standby=None) for each in (2, 3)}
+        self.peers: dict[int, Any] = {
+            each: SimpleNamespace(incarnation=each, lost=None) for each in (CREATOR, BETWEEN)
+        }
         self.posted: list[tuple[int, Any]] = []
-        self.left_to_loop: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self.handlers: dict[int, Callable[..., Any]] = {}
         agent: Any = SimpleNamespace(
             info=SimpleNamespace(id=0, name="me"),
             incarnation=ME,
             peer_by_incarnation=self.peers.get,
-            on=lambda *_, **__: None,
+            on=lambda kind, handler, **_: self.handlers.update({kind: handler}),
             on_gone=self._note_handler,
             control=SimpleNamespace(
                 on=lambda *_: None,
@@ -38,12 +37,11 @@ class World:
             executor=SimpleNamespace(submit=lambda task: task[0](task[1])),
             mailbox=SimpleNamespace(
                 gathered=lambda function, argument: None,
-                call=lambda function, *arguments: self.left_to_loop.append((function, arguments)),
+                call=lambda function, *arguments: function(*arguments),
             ),
         )
         self.when_made: Callable[[], object] = lambda: None
         self.contexts = Contexts(agent, self._make)
-        self.contexts.when_released = lambda context: None
 
     def _make(self) -> None:
         self.when_made()
@@ -56,14 +54,14 @@ class World:
         self.peers[incarnation].lost = "killed"
         self._gone(self.peers[incarnation], "killed")
 
-    def join(self, context_id: int = 7) -> Context | None:
-        return self.contexts.join(context_id, CREATOR, self.peers[BETWEEN])  # type: ignore[arg-type]
+    def say_over(self, context_id: int = 7) -> None:
+        """The creator says that a context is over."""
+        task = self.handlers[OVER](self.peers[CREATOR], Frame(OVER, 0, {"over": [context_id]}, []))
+        if task is not None:
+            task[0](task[1])
 
-    def run_loop(self) -> None:
-        """What was left to the loop's thread."""
-        while self.left_to_loop:
-            function, arguments = self.left_to_loop.pop()
-            function(*arguments)
+    def join(self, context_id: int = 7) -> Context | None:
+        return self.contexts.join(context_id, CREATOR, self.peers[BETWEEN])
 
 
 @pytest.fixture
@@ -71,20 +69,19 @@ def world() -> World:
     return World()
 
 
-def test_a_context_that_comes_as_it_is_said_to_be_over_is_not_known_for_good(world: World) -> None:
-    coming = threading.Thread(target=world.join)
+def test_a_context_that_is_over_when_it_comes_is_not_known(world: World) -> None:
+    world.say_over()
+    assert world.join() is None
+    assert not len(world.contexts)
 
-    class Known(dict[int, Context]):
-        def get(self, key: int, default: Any = None) -> Any:
-            found = super().get(key, default)
-            if not coming.ident:
-                coming.start()
-                coming.join(0.1)  # until it waits for the lock, or is through
-            return found
 
-    world.contexts._known = Known()
-    assert world.contexts.are_over([7], world.peers[CREATOR]) == []  # type: ignore[arg-type]
-    coming.join()
+def test_a_context_ends_when_its_creator_says_so(world: World) -> None:
+    ended: list[Context] = []
+    world.contexts.on_end(ended.append)
+    context = world.join()
+    world.say_over()
+    world.say_over()
+    assert ended == [context]
     assert not len(world.contexts)
 
 
@@ -101,38 +98,18 @@ def test_a_context_whose_creator_dies_as_it_comes_is_over(world: World) -> None:
     assert not len(world.contexts)
 
 
-def test_an_answer_brings_no_context_back(world: World) -> None:
-    follower = Follower(world.contexts)
-    said, source = [7, CREATOR], world.peers[BETWEEN]
-    assert follower.answered(said, source) is None  # type: ignore[arg-type]
+def test_a_context_that_nobody_leaves_is_released_by_a_finalizer(world: World) -> None:
+    context = world.contexts.new()
+    world.contexts.make_known(context)
+    world.contexts.release_soon(context)
+    assert context.over
     assert not len(world.contexts)
-    recorded = follower.received(said, source)  # type: ignore[arg-type]
-    assert recorded is not None
-    assert follower.answered(said, source) is not None  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def in_world(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """Users' contexts are those of that agent."""
-    monkeypatch.setattr(api, "autograd", lambda: SimpleNamespace(contexts=world.contexts))
-    yield world
-    contexts.current.set(None)
-
-
-def test_ctrl_c_at_any_line_leaves_the_thread_in_no_context_and_no_context_known(in_world: World) -> None:
-    files = (api.__file__, contexts.__file__, following.__file__)
-    for line in itertools.count(1):
-        block = api.context()
-
-        def enter_and_leave(block: api.context = block) -> None:
-            with block:
-                contexts.current.get()
-
-        interrupted = interrupted_at(line, enter_and_leave, files.__contains__)
-        del block, enter_and_leave
-        in_world.run_loop()
-        assert in_world.contexts.current() is None, line
-        assert not len(in_world.contexts), line
-        if not interrupted:
-            break
-    assert line > 20
+def test_an_answer_brings_no_context_back(world: World) -> None:
+    propagation = Propagation(world.contexts)
+    said, source = [7, CREATOR], cast("Any", world.peers[BETWEEN])
+    assert propagation.answered(said, source) is None
+    assert not len(world.contexts)
+    assert propagation.received(said, source) is not None
+    assert propagation.answered(said, source) is not None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import itertools
 import threading
 from collections.abc import Callable
 
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 from dist_autograd import parameter_locks
 from dist_autograd.parameter_locks import ParameterLocks, check_none_held
 from rpc.errors import AutogradError
-from tests.support.stepping import Step
 
 SECONDS = 10.0
 
@@ -92,27 +89,6 @@ def test_who_holds_locks_is_refused_what_would_wait_for_them() -> None:
     check_none_held("step")
     with overlapping.held():
         pass
-
-
-def test_ctrl_c_at_any_instruction_leaves_no_lock_taken() -> None:
-    def take(locks: ParameterLocks) -> None:
-        with locks.held():
-            pass
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    files = {parameter_locks.__file__, contextlib.__file__}
-    for number in itertools.count(1):
-        locks = ParameterLocks(parameters(2))
-        step = Step(number, interrupt, files=files)
-        with contextlib.suppress(KeyboardInterrupt), step:
-            take(locks)
-        in_thread(lambda locks=locks: take(locks)).join(SECONDS)  # type: ignore[misc]
-        assert not any(each.is_mine() for each in locks._locks), f"instruction {number}"
-        if not step.taken:
-            break
-    assert number > 10
 
 
 def test_parameters_named_together_take_one_lock() -> None:

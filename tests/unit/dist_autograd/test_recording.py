@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from dist_autograd.graph import Leaf
 from dist_autograd.leaves import gradients_of_leaves
@@ -19,26 +18,11 @@ from rpc.group.peer import Peer
 SOMEBODY = cast("Peer", None)
 
 
-def test_gradients_enter_behind_the_send() -> None:
-    computed = torch.rand(2, requires_grad=True) * 2
-    sent = send([computed], SOMEBODY)
-    assert isinstance(sent.nodes[0], SEND_NODE)
-    assert computed.grad_fn is not None
-    assert sent.entry(0) == GradientEdge(computed.grad_fn, 0)
-
-
-def test_gradients_enter_at_the_node_of_a_leaf() -> None:
+def test_a_send_node_is_made_only_for_what_is_computed() -> None:
     leaf = torch.rand(2, requires_grad=True)
-    node: Any = (leaf * 2).grad_fn
-    assert send([leaf], SOMEBODY).entry(0) == GradientEdge(node.next_functions[0][0], 0)
-
-
-def test_gradients_enter_at_the_node_of_a_leaf_without_grad_mode() -> None:
-    leaf = torch.rand(2, requires_grad=True)
-    sent = send([leaf], SOMEBODY)
-    with torch.no_grad():
-        node: Any = sent.entry(0).node
-    assert node.variable is leaf
+    of_leaf, of_computed = send([leaf, leaf * 2], SOMEBODY).nodes
+    assert of_leaf is None
+    assert isinstance(of_computed, SEND_NODE)
 
 
 def test_nothing_lies_behind_leaves() -> None:

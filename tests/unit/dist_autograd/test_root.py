@@ -1,76 +1,121 @@
-"""The root of a backward, while another thread tells it what has come."""
+"""The root of a backward, and the parts of others that it waits for."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType, SimpleNamespace
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
-from dist_autograd.parts import Part
-from dist_autograd.passes import Pass
-from dist_autograd.root import Root, Workers
+from dist_autograd.contexts import Context
+from dist_autograd.ddp import Models
+from dist_autograd.graph import Mark
+from dist_autograd.recording import receive, send
+from dist_autograd.remote_part import RemotePart
+from dist_autograd.root import Root
+from dist_autograd.worker_pass import WorkerPass
+from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
+from rpc.wire.frames import Frame, Kind
 
-STEPS = 40
-"""More than there are in ``_wait_by_reading``, with what it calls, for one worker that is left."""
-
-
-class AnsweredElsewhere:
-    """A part whose answer the loop's thread takes in."""
-
-    whole = True
-
-    def read(self, is_over: object, ask: object = None) -> bool:
-        return False
+ME, OTHER, CONTEXT = 1, 2, 7
 
 
-def root_with_one_left(peer: Peer) -> Root:
-    own = SimpleNamespace(
-        root=SimpleNamespace(member=SimpleNamespace(info=None)), has_failed=lambda: False, news=lambda: None
-    )
-    root = Root(cast("Pass", own), cast("Workers", None))
-    root._left = {peer}
-    root._parts = {peer: cast("Part", AnsweredElsewhere())}
-    return root
+class Named:
+    """What a root knows of a worker."""
+
+    member = SimpleNamespace(info=SimpleNamespace(id=0, name="somebody"))
+
+    def __init__(self, incarnation: int, name: str) -> None:
+        self.incarnation = incarnation
+        self.name = name
+        self.is_self = incarnation == ME
 
 
-@pytest.mark.parametrize("bytecodes", range(STEPS))
-def test_a_worker_may_be_done_at_any_moment_of_the_wait_for_it(bytecodes: int) -> None:
-    peer = cast("Peer", object())
-    root = root_with_one_left(peer)
-    left = bytecodes
+me, other = cast("Peer", Named(ME, "me")), cast("Peer", Named(OTHER, "other"))
 
-    def step(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        frame.f_trace_opcodes = True
-        if event == "opcode" and frame.f_code is Root._wait_by_reading.__code__:
-            if left == 0:
-                sys.settrace(None)
-                root.done(peer)
-            left -= 1
-        return step
 
-    before = sys.gettrace()
-    sys.settrace(step)
-    try:
-        assert root._wait_by_reading() is False
-    finally:
-        sys.settrace(before)
+class Messages:
+    """To workers whose parts end at once.
+
+    Args:
+        answer: of each.
+    """
+
+    def __init__(self, answer: Callable[[], Frame | BaseException]) -> None:
+        self._answer = answer
+        self.aborted: list[Peer] = []
+
+    def new_part(self, peer: Peer) -> RemotePart:
+        return RemotePart(cast("Any", None), 1, peer, "a part", 0)
+
+    def begin(self, part: RemotePart, *_: Any) -> None:
+        part.whole = True
+        part.settle(self._answer())
+
+    def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:
+        return [torch.full((2,), 5.0)]
+
+    def failure(self, peer: Peer, frame: Frame) -> BaseException:
+        return BackwardError("it failed", peer.name)
+
+    def abort(self, key: object, peer: Peer, error: BaseException) -> None:
+        self.aborted.append(peer)
+
+
+def reply(header: dict[str, Any], kind: int = Kind.REPLY) -> Frame:
+    return Frame(kind, 1, header, [])
+
+
+def run(messages: Messages) -> dict[Tensor, Tensor]:
+    """A backward through a leaf that was sent to another worker, and what came back; the gradients."""
+    context = Context(cast("Any", None), CONTEXT, ME, None)
+    leaf = torch.ones(2, requires_grad=True)
+    sent = send([leaf], other)
+    context.sends[sent.number] = sent
+    (received,) = receive([torch.ones(2)], CONTEXT, other, 3, [[Mark(ME, sent.number, 0)]])
+    brought = messages._answer
+    if isinstance(answer := brought(), Frame) and "gradients" in answer.header:
+        answer.header["gradients"] += sent.number
+        messages._answer = lambda: answer
+    own = WorkerPass(context, False, Models())
+    find = {ME: me, OTHER: other}.get
+    Root((ME, 1), own, me, cast("Any", messages), find).run([received.sum()])
+    return context.gradients()
+
+
+def test_an_answer_brings_gradients() -> None:
+    ((leaf, gradient),) = run(Messages(lambda: reply({"gradients": 0}))).items()
+    assert leaf.tolist() == [1.0, 1.0]
+    assert gradient.tolist() == [5.0, 5.0]
+
+
+def test_an_answer_that_brings_gradients_for_no_message_ends_the_backward() -> None:
+    with pytest.raises(ProtocolError, match="which worker 'other' was not sent"):
+        run(Messages(lambda: reply({"gradients": 1})))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(reply({}, Kind.FAILURE), BackwardError), (WorkerLostError("lost"), WorkerLostError)],
+)
+def test_a_part_that_fails_ends_the_backward_everywhere(answer: Any, error: type[BaseException]) -> None:
+    messages = Messages(lambda: answer)
+    with pytest.raises(error):
+        run(messages)
+    assert messages.aborted == [other]
 
 
 def test_a_part_that_runs_on_a_thread_of_its_own_ends_when_its_root_is_interrupted() -> None:
-    def interrupted(_: object) -> list[Any]:
-        raise KeyboardInterrupt
+    class Interrupted(WorkerPass):
+        def start(self, roots: Sequence[Tensor]) -> list[Mark]:
+            raise KeyboardInterrupt
 
-    ended_with: list[Callable[[], BaseException]] = []
-    own = SimpleNamespace(
-        root=SimpleNamespace(member=SimpleNamespace(info=None)),
-        start=interrupted,
-        fail_later=ended_with.append,
-    )
+    own = Interrupted(Context(cast("Any", None), CONTEXT, ME, None), False, Models())
     with pytest.raises(KeyboardInterrupt):
-        Root(cast("Pass", own), cast("Workers", None)).run([])
-    assert "given up" in str(ended_with[0]())
+        Root((ME, 1), own, me, cast("Any", Messages(dict)), {}.get).run([])  # type: ignore[arg-type]
+    with pytest.raises(AutogradError, match="given up"):
+        own.progress.check()

@@ -6,15 +6,13 @@ engine must cover them all, or nodes would run twice and hooks see a part of a s
 
 In such a run each message has a *ticket*, a node that waits for its gradients (``tickets.py``).
 
-A part on a worker other than the root begins when the first gradients arrive, which the root lets flow only
-when all is marked.
+A pass knows the graph and the engine. Of other workers it knows what ``Links`` says.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,85 +23,64 @@ from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models, accumulating, hand_over
 from dist_autograd.graph import ROOTS, Leaf, Mark, Reach
 from dist_autograd.leaves import gradients_of_leaves, owned
-from dist_autograd.recording import ANCHOR, RECV_NODE, Origin, Sent, computed_from
+from dist_autograd.progress import Event, Progress
+from dist_autograd.recording import RECV_NODE, Origin, Sent, anchor, computed_from
 from dist_autograd.tickets import new_ticket
 from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
-from rpc.runtime.blocking import wait_for_event
+from rpc.wire.frames import Frame
 
-__all__ = ["Key", "Pass"]
-
-Key = tuple[int, int]
-"""Which backward: the incarnation of its root, and a number."""
-
-PostGradients = Callable[["Pass", Origin, Sequence[Tensor | None]], None]
-"""Sends the gradients of a message to where it came from."""
+__all__ = ["Links", "WorkerPass"]
 
 
-class Pass:
+class Links(Protocol):
+    """What a pass that runs asks of who runs it."""
+
+    def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        """Send the gradients of a message's tensors to where they came from."""
+
+    def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:
+        """The gradients in a message that ``arrived``."""
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Block until something may have come that makes ``ready`` true, or the backward has failed."""
+
+
+class WorkerPass:
     """One worker's part of one backward.
 
-    ``mark`` and ``run`` are called on one thread at a time, everything else from any thread.
+    ``start``, ``mark`` and ``run`` are called on one thread at a time, everything else from any thread.
 
     Args:
-        key: of the backward.
         context: the context that it runs in.
-        root: the worker that has begun it.
         retain_graph: whether the graph can be run again.
-        post: sends gradients.
-        read: turns a message that ``arrived`` into its gradients.
         models: the models whose gradients are averaged over processes.
+
+    Attributes:
+        progress: of the backward on this worker.
     """
 
-    begun = False
-    wait_by_reading: Callable[[], bool] | None = None
-    """Waits for news by reading on this thread, if it can; returns whether there is any."""
-    stop_reading: Callable[[], None] | None = None
-    """Called when there is news of another kind."""
-    waits_for_nothing = False
-    """All its gradients are here, and it is no root's."""
-    held_back: tuple[Origin, Sequence[Tensor | None]] | None = None
-    """In such a part, gradients for the root, which its answer brings."""
-    _news: threading.Event | None = None
-    _one_recv: tuple[Any, list[int]] | None = None
-    """Where the roots lead to one message: its recv, and which of its tensors."""
-    _error: Callable[[], BaseException] | None = None
+    _links: Links
+    """While it runs, and no longer: who runs it refers to it."""
 
-    def __init__(
-        self,
-        key: Key,
-        context: Context,
-        root: Peer,
-        retain_graph: bool,
-        post: PostGradients,
-        read: Callable[[Any], Sequence[Tensor | None]],
-        models: Models,
-    ) -> None:
-        self.key = key
+    def __init__(self, context: Context, retain_graph: bool, models: Models) -> None:
         self.context = context
-        self.root = root
-        self.untold: dict[Peer, list[Mark]] = {}
-        """At the root: what takes part at workers that learn of it with their first gradients."""
         self.retain_graph = retain_graph
-        self._post = post
-        self._read = read
+        self.progress = Progress()
         self._models = models
         self._reach = Reach(RECV_NODE)
         self._sent: dict[int, Sent] = {}
         self._origins: dict[tuple[int, int], Origin] = {}
         self._marked: dict[int, set[int]] = {}
         self._run: set[int] = set()
-        self._arrived: dict[int, Any] = {}
+        self._arrived: dict[int, tuple[Peer, Frame]] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
 
     # ---- before it runs
 
     def start(self, roots: Sequence[Tensor]) -> list[Mark]:
         """Begin from the roots themselves; returns what they mark on other workers, or on this one."""
-        marks = self._extend(ROOTS, [(root.grad_fn, root.output_nr) for root in roots])
-        if len(self._reach.recvs) == 1:
-            self._one_recv = self._reach.recvs[0], [mark[2] for mark in marks]
-        return marks
+        return self._extend(ROOTS, [(root.grad_fn, root.output_nr) for root in roots])
 
     def mark(self, marks: Iterable[tuple[int, int]], receiver: Peer) -> list[Mark]:
         """Take in which tensors of which messages, sent from here, take part; returns what that marks.
@@ -115,7 +92,7 @@ class Pass:
         for number, index in marks:
             sent = self._sent.get(number) or self.context.sends.get(number)
             if sent is None or type(index) is not int or not 0 <= index < len(sent.ends):
-                self._raise_error()  # its context may be over, which says more
+                self.progress.check()  # its context may be over, which says more
                 raise AutogradError(
                     f"worker '{receiver.name}' asks for tensor {index} of message {number}, which was not "
                     f"sent in context {self.context.id}"
@@ -154,30 +131,36 @@ class Pass:
 
     # ---- while it runs
 
-    def run(self, roots: Sequence[Tensor] = (), gradients: Sequence[Tensor] = ()) -> None:
+    def run(self, links: Links, roots: Sequence[Tensor] = (), gradients: Sequence[Tensor] = ()) -> None:
         """Run all that takes part here, waiting for gradients that come from elsewhere, and put those of
         the leaves into the context.
 
         Raises:
             BaseException: what a node raised, or what ended the backward elsewhere.
         """
+        self._links = links
+        try:
+            self._run_all(roots, gradients)
+        except BaseException:
+            self.progress.check()
+            raise
+        finally:
+            del self._links
+
+    def _run_all(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         reach = self._reach
         leaves = [leaf for reached in reach.leaves.values() for leaf in reached]
         averaged = self._models.among([leaf.tensor for leaf in leaves]) if self._models.any else []
-        try:
-            if averaged and self._accumulates(leaves, averaged):
-                with accumulating([leaf.tensor for leaf in leaves], self._models) as captured:
-                    self._run_together(roots, gradients, leaves, accumulate=True)
+        if averaged and self._accumulates(leaves, averaged):
+            with accumulating([leaf.tensor for leaf in leaves], self._models) as captured:
+                self._run_together(roots, gradients, leaves, accumulate=True)
+        else:
+            if reach.separate:
+                captured = self._run_apart(roots, gradients)
             else:
-                if reach.separate:
-                    captured = self._run_apart(roots, gradients)
-                else:
-                    captured = self._run_together(roots, gradients, leaves, accumulate=False)
-                if averaged:
-                    captured = self._average(leaves, captured, averaged)
-        except BaseException:
-            self._raise_error()
-            raise
+                captured = self._run_together(roots, gradients, leaves, accumulate=False)
+            if averaged:
+                captured = self._average(leaves, captured, averaged)
         self._check_recvs_have_run(reach.recvs, "at the end")
         if leaves:
             self._gradients.clear()  # else nothing that came through would be the leaves' alone
@@ -225,11 +208,10 @@ class Pass:
         """Each start by itself, as its gradients come: no node needs more than one of them."""
         found: dict[int, list[Tensor | None]] = {}
         if roots:
-            found[ROOTS] = self._run_roots(roots, gradients)
+            found[ROOTS] = self._run_engine(roots, gradients, self._reach.leaves[ROOTS])
         left = set(self._marked)
         while left:
-            if self._error is not None or left.isdisjoint(self._arrived):
-                self.wait_until(lambda: not left.isdisjoint(self._arrived))
+            self._wait_until(lambda: not left.isdisjoint(self._arrived))
             for number in left.intersection(self._arrived):
                 left.remove(number)
                 self._take_gradients(self._sent[number])
@@ -238,42 +220,18 @@ class Pass:
             return found.popitem()[1]
         return [gradient for start in self._reach.leaves for gradient in found[start]]
 
-    def _run_roots(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        leaves = self._reach.leaves[ROOTS]
-        if leaves or self._one_recv is None or self._one_recv[0].has_hooks:
-            return self._run_engine(roots, gradients, leaves)
-        # The recv is where the engine ends. This thread, which is to wait for what comes of it, can then send
-        # its gradients when it has nothing else to do, and read the answer itself.
-        return self._run_to_recv(roots, gradients, leaves, *self._one_recv)
-
     def _run_message(self, number: int, leaves: list[Leaf]) -> list[Tensor | None]:
         """What lies behind a message; the gradients of its leaves."""
-        sent, received = self._sent[number], self._gradients[number]
+        sent = self._sent[number]
         indices = list(filter(sent.takes, sorted(self._marked[number])))
         if not indices:
             return [None] * len(leaves)
-        if engine.is_profiled():
-            return self._run_engine(*self._sends(number, indices), leaves)
-        straight = gradients_of_leaves(sent, indices, received, leaves)
-        if straight is not None:
-            return straight
-        gradients: list[Tensor] = []
-        for index in indices:
-            gradient = received[index]
-            if gradient is None:
-                return self._run_engine(*self._sends(number, indices), leaves)
-            gradients.append(gradient)
-        entries = list(map(sent.entry, indices))
-        recvs = self._reach.recvs
-        if self.waits_for_nothing and len(recvs) == 1 and not recvs[0].has_hooks:
-            marked = [mark[2] for mark in self._reach.marks]
-            return self._run_to_recv(entries, gradients, leaves, recvs[0], marked)
-        return self._run_engine(entries, gradients, leaves)
-
-    def _sends(self, number: int, indices: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """The sends of a message as where a run begins: for gradients that are None, and for profiles."""
-        sent = self._sent[number]
-        return [sent.end(index) for index in indices], [torch.empty(0, device="cpu")] * len(indices)
+        if not engine.is_profiled():
+            straight = gradients_of_leaves(sent, indices, self._gradients[number], leaves)
+            if straight is not None:
+                return straight
+        begin = torch.empty(0, device="cpu")
+        return self._run_engine([sent.end(index) for index in indices], [begin] * len(indices), leaves)
 
     def _run_engine(
         self,
@@ -286,48 +244,18 @@ class Pass:
         captured = engine.run(
             roots,
             gradients,
-            (*map(_end, leaves), ANCHOR),
+            (*map(_end, leaves), anchor()),
             retain_graph=self.retain_graph,
             accumulate=accumulate,
             known_as=self,
         )
         return list(captured[: len(leaves)])
 
-    def _run_to_recv(
-        self,
-        roots: Sequence[Tensor | GradientEdge],
-        gradients: Sequence[Tensor],
-        leaves: Sequence[Leaf],
-        node: Any,
-        indices: Sequence[int],
-    ) -> list[Tensor | None]:
-        """As ``_run_engine``, where one recv is reached: its gradients are sent when the engine has returned.
-
-        They are captured as those of leaves are, which saves running the node.
-
-        Args:
-            node: the recv.
-            indices: of its tensors that take part.
-        """
-        captured = engine.run(
-            roots,
-            gradients,
-            (*map(_end, leaves), *[GradientEdge(node, index) for index in indices]),
-            retain_graph=self.retain_graph,
-            accumulate=False,
-            known_as=self,
-        )
-        received: list[Tensor | None] = [None] * node.origin.tensors
-        for index, gradient in zip(indices, captured[len(leaves) :], strict=True):
-            received[index] = gradient
-        self.post(node, received)
-        return list(captured[: len(leaves)])
-
     def _tickets(self) -> Tensor:
         """The chain of tickets, oldest first; returns the newest, which is the first to run."""
         for node in self._reach.nodes():
             engine.give_way(node)
-        ticket = ANCHOR
+        ticket = anchor()
         with torch.enable_grad():
             for number in sorted(self._marked):
                 sent = self._sent[number]
@@ -353,13 +281,13 @@ class Pass:
         """
         newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
         self._check_recvs_have_run(newer, f"before message {sent.number}")
-        self.wait_until(lambda: sent.number in self._arrived)
+        self._wait_until(lambda: sent.number in self._arrived)
         self._take_gradients(sent)
         gradients, nothing = self._gradients[sent.number], torch.empty(0, device="cpu")
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]
 
     def _take_gradients(self, sent: Sent) -> None:
-        gradients = self._read(self._arrived.pop(sent.number))
+        gradients = self._links.load(*self._arrived.pop(sent.number))
         if len(gradients) != len(sent.ends):
             raise AutogradError(
                 f"worker '{sent.to.name}' sent {len(gradients)} gradients for {len(sent.ends)} tensors"
@@ -384,11 +312,19 @@ class Pass:
                 "a backward has run a message twice: this is a defect of farcall's, please report it"
             )
         self._run.add(id(node))
-        self._post(self, node.origin, gradients)
+        self._links.post(node.origin, gradients)
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait for what others send; raises the error that ended the backward, if that comes first."""
+        while True:
+            self.progress.check()
+            if ready():
+                return
+            self._links.wait(ready)
 
     # ---- from elsewhere
 
-    def arrived(self, number: int, sender: Peer, message: Any) -> None:
+    def arrived(self, number: int, sender: Peer, frame: Frame) -> None:
         """Gradients for a message that was sent from here have come, perhaps before it is marked.
 
         Raises:
@@ -402,54 +338,8 @@ class Pass:
                 f"gradients for message {number}, which worker '{sender.name}' was not sent in context "
                 f"{self.context.id}"
             )
-        self._arrived[number] = message
-        if self._news is not None:
-            self._news.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End the backward here; the first error counts."""
-        self.fail_later(lambda: error)
-
-    def fail_later(self, error: Callable[[], BaseException]) -> None:
-        """As ``fail``, with an error that only the thread that raises it may make."""
-        if self._error is None:
-            self._error = error
-        self.news()
-        stop_reading = self.stop_reading
-        if stop_reading is not None:
-            stop_reading()
-
-    def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait for what others send; raises the error that ended the backward, if that comes first."""
-        while True:
-            self._raise_error()
-            if ready():
-                return
-            if self.wait_by_reading is not None and self.wait_by_reading():
-                continue
-            if self.waits_for_nothing:
-                raise AutogradError(
-                    f"worker '{self.root.name}' asked for a part of one message, and named others"
-                )
-            if self._news is None:
-                self._news = threading.Event()
-            self._news.clear()
-            if ready() or self._error is not None:
-                continue
-            wait_for_event(self._news)
-
-    def has_failed(self) -> bool:
-        """Whether ``wait_until`` is to raise an error."""
-        return self._error is not None
-
-    def news(self) -> None:
-        """What ``wait_until`` waits for may have come."""
-        if self._news is not None:  # else it has not looked yet
-            self._news.set()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error()
+        self._arrived[number] = sender, frame
+        self.progress.on(Event.NEWS)
 
 
 def _end(leaf: Leaf) -> Tensor | GradientEdge:
@@ -457,4 +347,4 @@ def _end(leaf: Leaf) -> Tensor | GradientEdge:
     if leaf.node is not None:
         return GradientEdge(leaf.node, 0)
     tensor: Tensor = leaf.tensor
-    return tensor if tensor.requires_grad else ANCHOR
+    return tensor if tensor.requires_grad else anchor()

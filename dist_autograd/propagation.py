@@ -1,4 +1,4 @@
-"""How a context follows the calls made inside it, and how what they send is recorded.
+"""Context propagation: how a context follows the calls made inside it, and how what they send is recorded.
 
 The context rides in the header of each call, from the caller to round the function's run. The tensors of
 calls and answers that require grad are recorded, a send at one end and a recv at the other: the header then
@@ -23,8 +23,9 @@ from dist_autograd import recording
 from dist_autograd.contexts import Context, Contexts, current
 from rpc.errors import ProtocolError
 from rpc.group.peer import Peer
+from rpc.runtime.interrupts import protected
 
-__all__ = ["Follower", "Inside", "Recorded"]
+__all__ = ["Inside", "Propagation", "Recorded"]
 
 _NOT_RECORDED: Final = 0
 """In place of a message's number: its tensors have no history at the receiver."""
@@ -38,13 +39,9 @@ class Inside:
     def __init__(self, context: Context) -> None:
         self.context = context
 
+    @protected
     def __enter__(self) -> None:
-        before = current.get()
-        try:
-            self._token: Token[Context | None] = current.set(self.context)
-        except BaseException:  # Ctrl-C, when it is set already
-            current.set(before)
-            raise
+        self._token: Token[Context | None] = current.set(self.context)
 
     def __exit__(self, *_: object) -> None:
         current.reset(self._token)
@@ -106,7 +103,7 @@ class Recorded(Inside):
         return received
 
 
-class Follower:
+class Propagation:
     """Carries the context along with calls, and has recorded what they carry; see ``rpc.agent.tape.Tape``."""
 
     key = "context"

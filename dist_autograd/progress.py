@@ -1,0 +1,75 @@
+"""The life of one backward on one worker: its states, what may happen in each, and what is to be done then.
+
+At a worker that is not the root a backward is MARKED as long as the root finds out what takes part. It is
+RUNNING from when the root says that all is marked, and at the root itself from the beginning. The thread that
+runs it raises the first error, wherever that came from, and OVER is the end of both ways.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from rpc.runtime.blocking import wait_for_event
+from rpc.runtime.interrupts import protected
+
+__all__ = ["TRANSITIONS", "Action", "Error", "Event", "Progress", "State"]
+
+Error = Callable[[], BaseException]
+"""Makes an error, on the thread that raises it: loading it may run code of the user's."""
+
+State = enum.Enum("State", ["MARKED", "RUNNING", "FAILING", "OVER"])
+Event = enum.Enum("Event", ["BEGIN", "NEWS", "FAIL", "END"])
+Action = enum.Enum("Action", ["NOTHING", "START", "WAKE", "FORGET"])
+"""Of who reports the event, except for WAKE, which is done: the thread that runs the backward has to look."""
+
+TRANSITIONS: Final[dict[tuple[State, Event], tuple[State, Action]]] = {
+    (State.MARKED, Event.BEGIN): (State.RUNNING, Action.START),
+    (State.MARKED, Event.FAIL): (State.OVER, Action.FORGET),
+    (State.RUNNING, Event.NEWS): (State.RUNNING, Action.WAKE),
+    (State.RUNNING, Event.FAIL): (State.FAILING, Action.WAKE),
+    (State.RUNNING, Event.END): (State.OVER, Action.FORGET),
+    (State.FAILING, Event.END): (State.OVER, Action.FORGET),
+}
+"""What is not here changes nothing: news may come early or late, and only the first error counts."""
+
+
+class Progress:
+    """Where a backward is. ``wait`` is for the thread that runs it, everything else for any."""
+
+    def __init__(self) -> None:
+        self.state = State.MARKED
+        self._error: Error | None = None
+        self._lock = threading.RLock()  # a user's signal handler may leave the context while it is held
+        self._news: threading.Event | None = None
+
+    @protected
+    def on(self, event: Event, error: Error | None = None) -> Action:
+        """Something has happened.
+
+        Args:
+            event: what.
+            error: of ``FAIL``.
+        """
+        with self._lock:
+            self.state, action = TRANSITIONS.get((self.state, event), (self.state, Action.NOTHING))
+            if error is not None and self._error is None:
+                self._error = error
+        if action is Action.WAKE and self._news is not None:  # else nobody has waited yet
+            self._news.set()
+        return action
+
+    def check(self) -> None:
+        """Raise the error that ended the backward, if one did."""
+        if self._error is not None:
+            raise self._error()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Block until there is news, or an error, unless ``ready`` is true by now."""
+        if self._news is None:
+            self._news = threading.Event()
+        self._news.clear()
+        if not ready() and self._error is None:
+            wait_for_event(self._news)

@@ -1,0 +1,32 @@
+"""The part of another worker in a backward, as a call of the root: its answer says that it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rpc.agent.pending_call import PendingCall
+from rpc.errors import WorkerLostError
+from rpc.wire.frames import Frame
+
+__all__ = ["RemotePart"]
+
+
+class RemotePart(PendingCall):
+    """A part under way.
+
+    Attributes:
+        when_settled: called when it has ended, on whatever thread, except by the thread that waits for it.
+        whole: all gradients for it came with the question, so it waits for nobody.
+    """
+
+    when_settled: Callable[[RemotePart], None] | None = None
+    whole = False
+
+    def settle(self, outcome: Frame | BaseException) -> bool:
+        nobody_waits = super().settle(outcome)
+        if self.when_settled is not None:
+            self.when_settled(self)
+        return nobody_waits
+
+    def lost_error(self) -> WorkerLostError:
+        return self.peer.lost_error("The backward cannot be finished")
