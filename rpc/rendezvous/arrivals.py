@@ -21,11 +21,9 @@ from rpc.group.workers import Member, WorkerInfo
 __all__ = [
     "DEFAULT_PACE",
     "Arrival",
-    "Complete",
     "Conflict",
     "Entry",
     "Group",
-    "Incomplete",
     "Kind",
     "Pace",
     "Verdict",
@@ -59,23 +57,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Pace:
-    """How patient the protocol is, in seconds.
+    """How patient the protocol is, in seconds."""
 
-    Attributes:
-        settle: with a conflict that a dying process may resolve.
-        gather: for the rest of a static group once there is a conflict, so that all hear of it.
-        latecomer: between looks at who has taken one's place.
-        farewell: for the others to read their verdict.
-        unwritten: for an earlier joiner of a dynamic group to write its arrival.
-        undecided: for an earlier joiner to become a member.
-    """
-
-    settle: float = 0.5
-    gather: float = 5.0
-    latecomer: float = 2.0
-    farewell: float = 10.0
-    unwritten: float = 1.0
-    undecided: float = 5.0
+    settle: float = 0.5  # with a conflict that a dying process may resolve
+    gather: float = 5.0  # for the rest of a static group once there is a conflict, so that all hear of it
+    latecomer: float = 2.0  # between looks at who has taken one's place
+    farewell: float = 10.0  # for the others to read their verdict
+    unwritten: float = 1.0  # for an earlier joiner of a dynamic group to write its arrival
+    undecided: float = 5.0  # for an earlier joiner to become a member
 
 
 DEFAULT_PACE = Pace()
@@ -165,17 +154,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A place in the order of arrivals.
-
-    Attributes:
-        index: the place, from 1.
-        arrival: who took it; ``None`` if that is not written (yet).
-        verdict: what has become of it; ``None`` so far.
-    """
+    """A place in the order of arrivals."""
 
     index: int
-    arrival: Arrival | None
-    verdict: Verdict | None
+    arrival: Arrival | None  # not written (yet)
+    verdict: Verdict | None  # not decided (yet)
 
     @property
     def is_member(self) -> bool:
@@ -196,20 +179,6 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
-    """Everybody is here: the arrivals by rank."""
-
-    arrivals: tuple[Arrival, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Incomplete:
-    """Nothing is wrong, but these ranks have not arrived."""
-
-    missing: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Conflict:
     """These arrivals cannot all be in one group."""
 
@@ -217,8 +186,8 @@ class Conflict:
     involved: tuple[Arrival, ...]
 
 
-def examine(arrivals: Iterable[Arrival], world_size: int) -> Complete | Incomplete | Conflict:
-    """Tell what the arrivals for a static group make.
+def examine(arrivals: Iterable[Arrival], world_size: int) -> tuple[Arrival, ...] | Conflict | None:
+    """Tell what the arrivals for a static group make: the group by rank, none at all, or not yet one.
 
     Args:
         arrivals: in any order; of those of one incarnation the last counts.
@@ -231,8 +200,7 @@ def examine(arrivals: Iterable[Arrival], world_size: int) -> Complete | Incomple
     conflict = _conflict(ordered, world_size)
     if conflict is not None:
         return conflict
-    missing = set(range(world_size)) - {arrival.member.id for arrival in ordered}
-    return Incomplete(tuple(sorted(missing))) if missing else Complete(tuple(ordered))
+    return tuple(ordered) if len(ordered) == world_size else None
 
 
 def _conflict(ordered: Sequence[Arrival], world_size: int) -> Conflict | None:

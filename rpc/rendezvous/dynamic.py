@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member, WorkerInfo
-from rpc.rendezvous.address import Probe, dead_among, probe
+from rpc.rendezvous.address import Probe, probe
 from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Entry, Group, Kind, Pace, Verdict, mixed
 from rpc.rendezvous.store import (
     Abandoned,
@@ -37,25 +37,13 @@ _GONE = Verdict(Kind.GONE)
 
 @dataclass(frozen=True)
 class DynamicGroup(Group):
-    """A dynamic group as it was when this worker joined. ``members`` are those that joined before, and me.
+    """A dynamic group as it was when this worker joined. ``members`` are those that joined before, and me."""
 
-    Attributes:
-        store: where it met, under the job's prefix.
-        place: this worker's in the log.
-    """
-
-    store: SharedStore
-    place: int
+    store: SharedStore  # under the job's prefix
+    place: int  # this worker's in the log
 
     def leave(self, timeout: float = 2.0) -> bool:
-        """Have later joiners not look for this worker.
-
-        Args:
-            timeout: how long to try, in seconds.
-
-        Returns:
-            Whether that worked; it does not if the store is gone, and does no harm then.
-        """
+        """Have later joiners not look for this worker; returns whether the store took it in time."""
         try:
             run_with_deadline(lambda _: Log(self.store).remove(self.place), timeout, "the store")
         except (RendezvousError, StoreLost):
@@ -94,82 +82,79 @@ def join_dynamic(
             pass
         return group
 
-    return run_with_deadline(
-        lambda waiting: store.outlast(waiting, lambda: join(waiting)), timeout, store.description
-    )
+    return store.run(join, timeout)
 
 
+@dataclass(frozen=True)
 class _Joining:
     """One worker's way into the group. Lives on the helper thread."""
 
-    def __init__(self, store: SharedStore, me: Arrival, waiting: Waiting, tell: Probe, pace: Pace) -> None:
-        self._store = store
-        self._arrival = me
-        self._me = me.member
-        self._waiting = waiting
-        self._tell = tell
-        self._pace = pace
+    store: SharedStore
+    arrival: Arrival
+    waiting: Waiting
+    tell: Probe
+    pace: Pace
 
     def attempt(self, job: str) -> DynamicGroup | None:
         """Join once; None if this worker was so slow that others have taken it for dead."""
-        log = Log(self._store)
-        place = log.append(self._arrival)
+        log = Log(self.store)
+        place = log.append(self.arrival)
         try:
             members = self._members_before(log, place)
         except (RendezvousError, OutOfTime, Abandoned):
             log.decide(place, _GONE)
             raise
-        taken = {member.id for member in members}
-        own_id = self._me.id if self._me.id >= 0 else min(set(range(len(taken) + 1)) - taken)
+        me, taken = self.arrival.member, {member.id for member in members}
+        own_id = me.id if me.id >= 0 else min(set(range(len(taken) + 1)) - taken)
         if log.decide(place, Verdict(Kind.MEMBER, str(own_id))) == _GONE:
             return None
         log.trim()
-        me = replace(self._me, info=WorkerInfo(self._me.name, own_id))
+        me = replace(me, info=WorkerInfo(me.name, own_id))
         group = tuple(sorted([*members, me], key=lambda member: member.id))
-        name = self._store.swap("dynamic", b"", secrets.token_hex(8).encode()).decode()
-        return DynamicGroup(me, group, f"{job}/dynamic-{name}", False, self._store, place)
+        name = self.store.swap("dynamic", b"", secrets.token_hex(8).encode()).decode()
+        return DynamicGroup(me, group, f"{job}/dynamic-{name}", False, self.store, place)
 
     def _members_before(self, log: Log, place: int) -> list[Member]:
         """The members that arrived before. A dead one in our place is removed; a living one raises."""
+        me = self.arrival.member
         members: list[Member] = []
         for entry in log.read():
             if entry.index >= place:
                 break
+            if entry.arrival is not None and entry.arrival.member.incarnation == me.incarnation:
+                log.remove(entry.index)  # an attempt of ours that the store was lost in
+                continue
             member = self._decided(log, entry).member()
             if member is None:
                 continue
-            if member.incarnation == self._me.incarnation:  # an attempt of ours that the store was lost in
-                log.remove(entry.index)
-            elif member.name == self._me.name or member.id == self._me.id:
-                if self._tell(member) is not False:
-                    what = f"name '{member.name}'" if member.name == self._me.name else f"rank {member.id}"
+            if member.name == me.name or member.id == me.id:
+                if self.tell(member) is not False:
+                    what = f"name '{member.name}'" if member.name == me.name else f"rank {member.id}"
                     process = entry.arrival.process if entry.arrival else ""
                     raise GroupMismatchError(
-                        f"{self._arrival} cannot join: the {what} is not unique, the living worker "
+                        f"{self.arrival} cannot join: the {what} is not unique, the living worker "
                         f"'{member.name}' (id {member.id}, {process}) has it. Choose another, or stop "
                         f"that one."
                     )
                 log.remove(entry.index)
             else:
                 members.append(member)
-        static = log.last_group()
-        dead = dead_among(static, self._tell)
-        alive = [member.name for member in static if member.incarnation not in dead]
+        alive = [member.name for member in log.last_group() if self.tell(member)]
         if alive:
             raise GroupMismatchError(mixed("a static group", alive))
         return members
 
     def _decided(self, log: Log, entry: Entry) -> Entry:
         """Wait until an arrival has a verdict; give it one, if its process does not."""
-        backoff = Backoff(self._waiting, 0.05)
+        backoff = Backoff(self.waiting, 0.05)
         began = time.monotonic()
         while (entry := log.entry(entry.index)).verdict is None:
-            arrival = entry.arrival
-            patience = self._pace.unwritten if arrival is None else self._pace.undecided
-            if arrival is not None and self._tell(arrival.member) is False:
-                patience = 0.0
-            elif arrival is not None and arrival.world_size:
-                raise GroupMismatchError(mixed("a static group", [arrival.member.name]))
+            arrival, patience = entry.arrival, self.pace.unwritten
+            if arrival is not None:
+                alive = self.tell(arrival.member)
+                if alive and arrival.world_size:
+                    raise GroupMismatchError(mixed("a static group", [arrival.member.name]))
+                patience = 0.0 if alive is False else self.pace.undecided
             if time.monotonic() - began >= patience:
                 log.decide(entry.index, _GONE)
                 continue
@@ -177,7 +162,7 @@ class _Joining:
                 backoff.pause()
             except OutOfTime:
                 raise RendezvousTimeoutError(
-                    f"{self._arrival} waited {self._waiting.timeout:g} s at {self._store.description} to "
+                    f"{self.arrival} waited {self.waiting.timeout:g} s at {self.store.description} to "
                     f"join its dynamic group: {arrival or 'a worker'} is joining too and does not finish."
                 ) from None
         return entry

@@ -29,13 +29,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rpc.errors import GroupMismatchError
 from rpc.group.workers import Member
 from rpc.rendezvous.address import Probe, dead_among, probe
 from rpc.rendezvous.arrivals import (
     DEFAULT_PACE,
     Arrival,
-    Complete,
     Conflict,
     Group,
     Kind,
@@ -52,7 +50,6 @@ from rpc.rendezvous.store import (
     OutOfTime,
     SharedStore,
     Waiting,
-    run_with_deadline,
 )
 
 __all__ = ["join_static"]
@@ -72,7 +69,7 @@ def join_static(
 
     Args:
         store: where they meet.
-        me: this worker. It listens on its addresses already.
+        me: this worker; it listens on its addresses already.
         world_size: the number of workers.
         timeout: seconds to wait for all others.
         job: keeps jobs apart that share a store.
@@ -92,9 +89,7 @@ def join_static(
         verdict.raise_if_refused()
         return Group(me, joining.log.members(verdict.detail), f"{job}/{verdict.detail}", static=True)
 
-    return run_with_deadline(
-        lambda waiting: store.outlast(waiting, lambda: join(waiting)), timeout, store.description
-    )
+    return store.run(join, timeout)
 
 
 class _Doubt(NamedTuple):
@@ -117,119 +112,91 @@ class _Joining:
         self._tell = tell
         self._pace = pace
         self._looked_at = time.monotonic()
+        self._coordinates = False
+        self._others: list[Arrival] = []
         self.log = Log(store)
         self._index = self.log.append(arrival)
 
     def run(self) -> Verdict:
         """Returns the verdict on this worker, when those who rely on it have read theirs."""
         try:
-            verdict = self._await_verdict()
+            verdict = self._give(self._find())
         except OutOfTime:
-            verdict = self.log.verdict(self._index) or self._out_of_time()
+            verdict = self._give(self._out_of_time())
+        except Abandoned:
+            self._give(Verdict(Kind.INTERRUPTED, f"{self._arrival}, who coordinates, was interrupted."))
+            raise
         self._store.set(f"arrival/{self._index}/read", b"1")
+        self._await_readers({each.index: each.member for each in self._others})
         return verdict
 
-    def _await_verdict(self) -> Verdict:
-        backoff = self._backoff()
-        while (verdict := self.log.verdict(self._index)) is None or verdict.kind is Kind.GONE:
-            if verdict is not None:  # this process was so slow to write its arrival that it was given up
+    def _find(self) -> Verdict:
+        """Wait until there is a verdict, or this worker can tell it."""
+        waiters = 1 if self._me.id == 0 else self._arrival.world_size  # only one needs to be quick
+        backoff = Backoff(self._waiting, min(0.5, max(0.02, waiters / 2000)))
+        doubt_since: float | None = None
+        while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
+            if given is not None:  # this process was so slow to write its arrival that it was given up
                 self._index = self.log.append(self._arrival)
-            if self._me.id == 0 and self._is_first_claimant():
-                return self._coordinate()
-            if self._may_look() and not any(
-                self._tell(each.member) is not False for each in self._arrivals() if each.member.id == 0
-            ):
-                taken = self._who_has_our_place()
-                if taken is not None:
-                    raise GroupMismatchError(taken)
+            match self._look():
+                case Verdict() as verdict:
+                    return verdict
+                case _Doubt(reason, patience):
+                    doubt_since = doubt_since or time.monotonic()
+                    if time.monotonic() - doubt_since >= patience:
+                        return Verdict(Kind.MISMATCH, reason)
+                case None:
+                    doubt_since = None
             backoff.pause()
-        return verdict
+        return given
 
-    def _backoff(self) -> Backoff:
-        return Backoff(self._waiting, min(0.5, max(0.02, self._arrival.world_size / 2000)))
-
-    def _may_look(self) -> bool:
-        """Whether it is time again to look who has taken our place."""
-        now = time.monotonic()
-        due = now - self._looked_at >= self._pace.latecomer
+    def _look(self) -> Verdict | _Doubt | None:
+        """What this worker can tell of its verdict: as coordinator, or from who has taken its place."""
+        due = time.monotonic() - self._looked_at >= self._pace.latecomer
         if due:
-            self._looked_at = now
-        return due
+            self._looked_at = time.monotonic()
+        if not due and self._me.id != 0:
+            return None
+        arrivals = self._arrivals()
+        coordinator = next((each for each in arrivals if each.member.id == 0 and self._may_wait(each)), None)
+        self._coordinates = coordinator is not None and coordinator.member.incarnation == self._me.incarnation
+        found = self._judge(arrivals) if self._coordinates else None
+        if found is None and due and (self._coordinates or coordinator is None):
+            taken = self._who_has_our_place()
+            found = None if taken is None else _Doubt(taken, 0.0)
+        return found
 
     def _arrivals(self) -> list[Arrival]:
         """Those for a static group that had no verdict when they were read."""
         found = [entry.arrival for entry in self.log.read()]
         return [arrival for arrival in found if arrival is not None and arrival.world_size]
 
-    def _is_first_claimant(self) -> bool:
-        """Whether this is the earliest living claimant of rank 0 that waits for a group."""
-        for claimant in self._arrivals():
-            if claimant.member.incarnation == self._me.incarnation:
-                return True
-            if claimant.member.id == 0 and self.log.verdict(claimant.index) is None:
-                if self._tell(claimant.member) is not False:
-                    return False
-                self.log.decide(claimant.index, Verdict(Kind.GONE))
+    def _may_wait(self, other: Arrival) -> bool:
+        """Whether another may still live and wait for its verdict."""
+        if other.member.incarnation == self._me.incarnation:
+            return True
+        if self.log.verdict(other.index) is not None:
+            return False
+        if self._tell(other.member) is not False:
+            return True
+        self.log.decide(other.index, Verdict(Kind.GONE))
         return False
-
-    def _out_of_time(self) -> Verdict:
-        world_size = self._arrival.world_size
-        present = [each.member.id for each in self._arrivals()]
-        return Verdict(
-            Kind.TIMEOUT,
-            f"{self._arrival} waited {self._waiting.timeout:g} s at {self._store.description} for a group of "
-            f"{world_size}. {describe_ranks(present, world_size)}",
-        )
-
-    # What only the coordinator does.
-
-    def _coordinate(self) -> Verdict:
-        """Give the verdict, unless an earlier claimant of rank 0 has given one."""
-        backoff = self._backoff()
-        known = 0
-        doubt_since: float | None = None
-        try:
-            while (given := self.log.verdict(self._index)) is None:
-                arrivals = self._arrivals()
-                if len(arrivals) != known:
-                    known = len(arrivals)
-                    backoff.restart()
-                found = self._judge(arrivals)
-                if isinstance(found, Verdict):
-                    return self._publish(found)
-                if found is None:
-                    doubt_since = None
-                else:
-                    doubt_since = doubt_since or time.monotonic()
-                    if time.monotonic() - doubt_since >= found.patience:
-                        return self._publish(Verdict(Kind.MISMATCH, found.reason))
-                backoff.pause()
-            return given
-        except OutOfTime:
-            return self._publish(self._out_of_time())
-        except Abandoned:
-            text = f"{self._arrival}, who coordinates the group, was interrupted."
-            self._publish(Verdict(Kind.INTERRUPTED, text), farewell=0.0)
-            raise
 
     def _judge(self, arrivals: Sequence[Arrival]) -> Verdict | _Doubt | None:
         """The group, if it is complete; or what speaks against it; or None as long as somebody is missing."""
         match examine(arrivals, self._arrival.world_size):
-            case Complete(group):
+            case tuple() as group:
                 if self._drop_dead(each for each in group if each.index < self._index):
                     return None
-                reason = self._who_has_our_place() or self._dynamic_before(group[0].index)
+                reason = self._who_has_our_place() or self._dynamic_before(min(each.index for each in group))
                 if reason is not None:  # another group meets here, or the last one is just ending
                     return _Doubt(reason, self._pace.settle)
                 members = tuple(arrival.member for arrival in group)
                 return Verdict(Kind.COMPLETE, self.log.form(self._me.incarnation, members))
-            case Conflict(reason, involved):
-                if self._drop_dead(involved):
-                    return None
+            case Conflict(reason, involved) if not self._drop_dead(involved):
                 all_here = len(arrivals) >= self._arrival.world_size
                 return _Doubt(reason, self._pace.settle if all_here else self._pace.gather)
-        taken = self._who_has_our_place() if self._may_look() else None
-        return None if taken is None else _Doubt(taken, 0.0)
+        return None
 
     def _drop_dead(self, arrivals: Iterable[Arrival]) -> bool:
         """Pass over those that are certainly dead; returns whether there were any."""
@@ -241,7 +208,7 @@ class _Joining:
         return bool(dead)
 
     def _who_has_our_place(self) -> str | None:
-        """Whether a living worker of the group last formed has our rank or name; says so in a sentence.
+        """Says so, if a living worker of the group last formed has our rank or name.
 
         One whose address somebody has who has arrived now is no more: an address serves one process at a
         time.
@@ -266,32 +233,40 @@ class _Joining:
         return None
 
     def _dynamic_before(self, index: int) -> str | None:
-        """Whether a worker of a dynamic group lives that arrived before; says so in a sentence."""
+        """Says so, if a worker of a dynamic group lives that arrived before."""
         names = []
         for entry in self.log.read():
             if entry.arrival is None:
                 self.log.decide(entry.index, Verdict(Kind.GONE))  # it is to arrive after us
-            elif (
-                entry.index < index
-                and not entry.arrival.world_size
-                and self._tell(entry.arrival.member) is not False
-            ):
-                names.append(entry.arrival.member.name)
+            elif entry.index < index and not entry.arrival.world_size:
+                names += [entry.arrival.member.name] if self._tell(entry.arrival.member) is not False else []
         return mixed("a dynamic group", names) if names else None
 
-    def _publish(self, verdict: Verdict, farewell: float | None = None) -> Verdict:
-        """Give all who have arrived their verdict, and stay for a while until they have read it."""
-        verdict = self.log.decide(self._index, verdict)
-        others = [each for each in self._arrivals() if each.member.incarnation != self._me.incarnation]
-        for each in others:
-            self.log.decide(each.index, verdict)
-        self.log.trim()
-        seconds = min(self._pace.farewell, self._waiting.remaining + 1) if farewell is None else farewell
-        self._await_readers({each.index: each.member for each in others}, Waiting(seconds))
+    def _out_of_time(self) -> Verdict:
+        world_size = self._arrival.world_size
+        present = [each.member.id for each in self._arrivals()]
+        return Verdict(
+            Kind.TIMEOUT,
+            f"{self._arrival} waited {self._waiting.timeout:g} s at {self._store.description} for a group of "
+            f"{world_size}. {describe_ranks(present, world_size)}",
+        )
+
+    def _give(self, verdict: Verdict) -> Verdict:
+        """The coordinator gives its verdict to all who have arrived. Returns ours: an earlier one counts."""
+        given = self.log.decide(self._index, verdict) if self._coordinates else self.log.verdict(self._index)
+        if given is not None and given.kind is not Kind.GONE:
+            verdict = given
+        if self._coordinates:
+            arrivals = self._arrivals()
+            self._others = [each for each in arrivals if each.member.incarnation != self._me.incarnation]
+            for each in self._others:
+                self.log.decide(each.index, verdict)
+            self.log.trim()
         return verdict
 
-    def _await_readers(self, unread: dict[int, Member], waiting: Waiting) -> None:
-        """Stay until all who live have read their verdict: this process may serve the store."""
+    def _await_readers(self, unread: dict[int, Member]) -> None:
+        """Stay until all who live have read their verdict: this process may serve the store. Not for ever."""
+        waiting = Waiting(min(self._pace.farewell, self._waiting.remaining + 1))
         backoff = Backoff(waiting, 0.05)
         probed_at = time.monotonic()
         while unread and not self._store.has(*(f"arrival/{index}/read" for index in unread)):

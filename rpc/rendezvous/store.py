@@ -64,11 +64,7 @@ class StoreLost(Exception):
 
 
 class Waiting:
-    """A deadline, and pauses that end with it or when nobody waits any longer.
-
-    Args:
-        timeout: seconds from now.
-    """
+    """A deadline, in seconds from now, and pauses that end with it or when nobody waits any longer."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -93,12 +89,7 @@ class Waiting:
 
 
 class Backoff:
-    """Pauses that grow by half each time, from one millisecond to a limit.
-
-    Args:
-        waiting: whose deadline ends them.
-        longest: the limit in seconds.
-    """
+    """Pauses that grow by half each time, from one millisecond to a longest."""
 
     def __init__(self, waiting: Waiting, longest: float = _LONGEST_PAUSE_SECONDS) -> None:
         self._waiting = waiting
@@ -109,10 +100,6 @@ class Backoff:
         """Sleep a little longer than the last time."""
         self._waiting.pause(self._next)
         self._next = min(self._next * 1.5, self._longest)
-
-    def restart(self) -> None:
-        """Something happened: be quick again."""
-        self._next = 0.001
 
 
 def run_with_deadline(
@@ -195,17 +182,21 @@ class SharedStore:
         prefix = f"{self._prefix}{prefix}/"
         return SharedStore(self._opener, self.store, self.description, self.master, prefix)
 
-    def outlast(self, waiting: Waiting, work: Callable[[], T]) -> T:
-        """Run ``work``, and once more whenever the store was lost on the way and is open again.
+    def run(self, work: Callable[[Waiting], T], timeout: float) -> T:
+        """Run ``work`` as ``run_with_deadline`` does, and once more whenever the store was lost on the way.
 
         Raises:
             RendezvousTimeoutError: it was lost again and again until the deadline; says how the last time.
-            RendezvousError: it was given as an object, and nothing is known of how to open it.
+            RendezvousError: it was given as an object, and nothing is known of how to open it again.
         """
+        return run_with_deadline(lambda waiting: self.outlast(waiting, work), timeout, self.description)
+
+    def outlast(self, waiting: Waiting, work: Callable[[Waiting], T]) -> T:
+        """As ``run``, on this thread."""
         backoff = Backoff(waiting)
         while True:
             try:
-                return work()
+                return work(waiting)
             except StoreLost as lost:
                 # The server of a rank 0 that is just leaving, most likely: the next one's is to come.
                 if self._opener is None:
@@ -290,11 +281,7 @@ def first_line(error: BaseException) -> str:
 class Log:
     """The log of arrivals of one job, and the static groups that were made of them.
 
-    All that workers publish passes through here. What settled entries are at the log's beginning is left
-    out by later readers.
-
-    Args:
-        store: under the job's prefix.
+    All that workers publish passes through here. ``store`` is under the job's prefix.
     """
 
     def __init__(self, store: SharedStore) -> None:

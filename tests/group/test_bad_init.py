@@ -136,6 +136,8 @@ def test_what_the_environment_lacks_is_named(
     [
         ("tcp://127.0.0.1", "tcp://HOST:PORT"),
         ("tcp://127.0.0.1:99999", "99999"),
+        ("tcp://:1", "tcp://HOST:PORT"),
+        ("file://", "rendezvous file"),
         ("file:///no/such/folder/rendezvous", "/no/such/folder/rendezvous"),
         ("carrier-pigeon://loft", "carrier-pigeon"),
         ("", "''"),

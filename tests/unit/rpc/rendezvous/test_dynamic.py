@@ -66,18 +66,6 @@ def test_ids_are_given_to_those_without_rank(connect: Connect, start_worker: Sta
     assert {group.me.id for group in results(futures)} == {0, 2, 3}
 
 
-@pytest.mark.parametrize(("name", "rank", "what"), [("worker0", 5, "name 'worker0'"), ("other", 0, "rank 0")])
-def test_place_of_a_living_member_is_refused(
-    memory: SharedStore, workers: Workers, start_worker: StartWorker, name: str, rank: int, what: str
-) -> None:
-    join_dynamic(memory, workers(1)[0].member, 5)
-    refused = start_worker(name, rank)
-    with pytest.raises(GroupMismatchError, match=f"{what} is not unique.*'worker0'.*process"):
-        join_dynamic(memory, refused.member, 5)
-    later = join_dynamic(memory, start_worker("later", 9).member, 5)
-    assert _names(later.others) == {"worker0"}
-
-
 def test_dead_member_is_replaced_by_its_next_incarnation(
     memory: SharedStore, workers: Workers, start_worker: StartWorker
 ) -> None:

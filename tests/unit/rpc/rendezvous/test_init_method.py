@@ -17,7 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.errors import RendezvousError, RendezvousTimeoutError
 from rpc.rendezvous.init_method import Place, job_key, open_store, resolve_group
 from rpc.rendezvous.static import join_static
 from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
@@ -69,27 +69,6 @@ def test_all_workers_on_one_host_are_known_from_torchrun() -> None:
     assert not resolve_group(-1, None, one_host, dynamic=True).single_host
 
 
-@pytest.mark.parametrize(
-    ("rank", "world_size", "environ", "text"),
-    [
-        (-1, 2, {}, "rank parameter missing.*environment variable RANK expected"),
-        (-1, None, {}, "rank parameter missing"),
-        (2, 2, {}, "from 0 to 1 in a group of 2, got 2"),
-        (-2, 2, {}, "got -2"),
-        (-2, None, {}, "must not be negative, got -2"),
-        (0, -5, {}, "world size must be positive, got -5"),
-        (-1, 2, TORCHRUN, "from 0 to 1.*got 2"),
-        (-1, 2, {"RANK": "two"}, "RANK must be a number, is 'two'"),
-        (0, None, {"WORLD_SIZE": "x"}, "WORLD_SIZE must be a number"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    rank: int, world_size: int | None, environ: Mapping[str, str], text: str
-) -> None:
-    with pytest.raises(GroupMismatchError, match=text):
-        resolve_group(rank, world_size, environ)
-
-
 def test_world_size_of_a_dynamic_group_is_refused() -> None:
     with pytest.raises(ValueError, match="dynamic=True"):
         resolve_group(0, 2, {}, dynamic=True)
@@ -110,31 +89,13 @@ def test_job_is_named_by_the_user_else_by_torchrun() -> None:
 
 
 @pytest.fixture
-def free_port() -> int:
+def free_port() -> Iterator[int]:
     """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@pytest.fixture
-def mute_server() -> Iterator[int]:
-    """The port of somebody who accepts connections and says nothing."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
-    for thread in threading.enumerate():
-        if thread.name == "rpc-rendezvous":
-            thread.join(20)  # it was left behind, and ends now that nobody listens
-
-
-@pytest.fixture(autouse=True)
-def close_stores() -> Iterator[None]:
-    """The errors that a test has caught hold frames, and those hold stores: have them collected."""
-    yield
-    gc.collect()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    yield port
+    gc.collect()  # the errors that a test has caught hold frames, and those hold stores
 
 
 def serve(port: int = 0) -> TCPStore:
@@ -201,27 +162,19 @@ def test_two_processes_of_rank_0_meet_in_one_store(free_port: int) -> None:
     assert open_store(f"tcp://127.0.0.1:{free_port}", 0, 1, timeout=20).get("key") == b"of the other"
 
 
-def test_unreachable_store_gives_up_in_time_and_names_the_address(free_port: int) -> None:
-    begin = time.monotonic()
-    with pytest.raises(RendezvousTimeoutError, match=rf"127\.0\.0\.1:{free_port} .*0\.3 s.*refused.*rank 0"):
-        open_store(f"tcp://127.0.0.1:{free_port}", 1, 2, timeout=0.3)
-    assert time.monotonic() - begin < 2
-
-
 def test_unknown_host_gives_up_in_time_and_names_it() -> None:
     with pytest.raises(RendezvousTimeoutError, match=r"no\.such\.host\.invalid:1 "):
         open_store("tcp://no.such.host.invalid:1", 1, 2, timeout=0.3)
 
 
-def test_ctrl_c_takes_effect_at_once(mute_server: int, free_port: int) -> None:
-    for port in (mute_server, free_port):
-        timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-        begin = time.monotonic()
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            open_store(f"tcp://127.0.0.1:{port}", 1, 2, timeout=60)
-        assert time.monotonic() - begin < 2
-        timer.join()
+def test_ctrl_c_takes_effect_at_once(free_port: int) -> None:
+    timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    begin = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        open_store(f"tcp://127.0.0.1:{free_port}", 1, 2, timeout=60)
+    assert time.monotonic() - begin < 5
+    timer.join()
 
 
 def test_server_that_is_replaced_is_found_again(free_port: int, workers: Workers) -> None:
@@ -262,12 +215,6 @@ def test_file_is_made_and_left(tmp_path: Path) -> None:
     assert open_store(f"file://{tmp_path}/meet", None, None, timeout=5).get("key") == b"value"
 
 
-@pytest.mark.parametrize("path", ["", "/", "/no/such/directory/meet"])
-def test_path_that_cannot_be_a_file_is_refused_at_once(path: str) -> None:
-    with pytest.raises(RendezvousError, match="rendezvous file"):
-        open_store(f"file://{path}", 0, 1, timeout=60)
-
-
 def test_store_object_is_used_as_it_is() -> None:
     shared = HashStore()
     store = open_store(PrefixStore("mine", shared), 0, 1, timeout=5)
@@ -292,23 +239,3 @@ def test_other_urls_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared.get("key") == b"value"
     with pytest.raises(RendezvousError, match="unheard://somewhere"):
         open_store("unheard://somewhere", 0, 1, timeout=5)
-
-
-@pytest.mark.parametrize(
-    ("url", "environ", "text"),
-    [
-        ("env://", {}, "environment variable MASTER_ADDR expected, but not set"),
-        ("env://", {"MASTER_ADDR": "h"}, "environment variable MASTER_PORT expected"),
-        (
-            "env://",
-            {"MASTER_ADDR": "h", "MASTER_PORT": "99999"},
-            "MASTER_PORT must be a port number, is '99999'",
-        ),
-        ("tcp://host", {}, "tcp://HOST:PORT"),
-        ("tcp://:1", {}, "tcp://HOST:PORT"),
-        ("tcp://host:port", {}, "tcp://host:port"),
-    ],
-)
-def test_what_a_url_lacks_is_said_at_once(url: str, environ: Mapping[str, str], text: str) -> None:
-    with pytest.raises(RendezvousError, match=text):
-        open_store(url, 0, 1, timeout=60, environ=environ)
