@@ -24,10 +24,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Codec(Protocol):
-    """Its methods are called from any thread; arguments and errors are those of ``Serializer``'s methods.
-
-    What cannot be sent or read is a ``SerializationError``.
-    """
+    """One way to write and read messages. From any thread."""
 
     id: int
     """Its number in messages, 0 to 255; 0 is pickle."""
@@ -38,9 +35,24 @@ class Codec(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         to: Destination,
-        tracked: list[Tensor] | None,
+        *,
+        tracked: list[Tensor] | None = None,
     ) -> Payload:
-        """Serialize a call."""
+        """Serialize a call.
+
+        Args:
+            func: anything that can be called: see ``functions`` for how it travels in pickles.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            to: where it goes.
+            tracked: a list for those tensors among the arguments that require grad, in an order that the
+                receiver finds again; None if nobody wants to know.
+
+        Raises:
+            SerializationError: something cannot be sent; names which argument, its type and why. Nothing has
+                departed then.
+            RpcError: an argument travels beside the payload and refuses, for a reason of its own.
+        """
 
     def load_call(
         self,
@@ -48,22 +60,56 @@ class Codec(Protocol):
         buffers: Sequence[Any],
         arrivals: Arrivals | None,
         source: Source,
-        connect: Connect | None,
+        *,
+        connect: Connect | None = None,
     ) -> Call:
-        """Rebuild a call."""
+        """Rebuild a call.
 
-    def dump(self, value: Any, to: Destination | None, what: object, tracked: list[Tensor] | None) -> Payload:
-        """Serialize a value."""
+        Args:
+            header: the message's header.
+            buffers: belong to the receiver now; large tensors are made over their memory.
+            arrivals: what ``adopt`` made of the header.
+            source: who sent it.
+            connect: makes those tensors that the sender put into ``tracked`` part of a graph here, in that
+                order; without, they are leaves that require grad.
 
-    def load(
+        Raises:
+            FunctionNotFoundError: the function, or a class among the arguments, cannot be imported here.
+            SerializationError: it cannot be read, or safe mode does not admit something in it.
+        """
+
+    def dumps(
+        self,
+        value: Any,
+        to: Destination | None,
+        *,
+        what: object = None,
+        tracked: list[Tensor] | None = None,
+    ) -> Payload:
+        """Serialize a value.
+
+        Args:
+            value: any object.
+            to: where it goes; None if that is not known, and then what ``__main__`` defines goes by value and
+                nothing can travel beside the payload.
+            what: for error messages: a text that names the object, or the function whose result it is.
+            tracked: as for ``dump_call``.
+
+        Raises:
+            SerializationError: it cannot be sent; says which part of it, of which type, and why.
+            RpcError: a part of it travels beside the payload and refuses, for a reason of its own.
+        """
+
+    def loads(
         self,
         header: dict[str, Any],
         buffers: Sequence[Any],
         arrivals: Arrivals | None,
         source: Source,
-        connect: Connect | None,
+        *,
+        connect: Connect | None = None,
     ) -> Any:
-        """Rebuild a value."""
+        """Rebuild a value; arguments and errors as for ``load_call``."""
 
 
 class Codecs(dict[int, Codec]):

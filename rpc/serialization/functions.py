@@ -55,6 +55,8 @@ __all__ = [
 ScriptFunction = Any
 """A ``torch.jit.ScriptFunction``; the stubs do not know how to write it."""
 
+_modules = sys.modules
+
 MAIN_NAMES: Final = frozenset(("__main__", "__mp_main__"))
 """The names under which a process knows the script that it runs."""
 
@@ -116,20 +118,25 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
     if cloudpickle.list_registry_pickle_by_value():
         return None
     try:  # the usual case: its module holds it under its own name
-        known = builtin_names[obj] if type(obj) is BuiltinFunctionType else (obj.__module__, obj.__qualname__)
-        if sys.modules[known[0]].__dict__.get(known[1]) is obj and known[0] not in MAIN_NAMES:
-            return known
+        if type(obj) is BuiltinFunctionType:
+            module, name = builtin_names[obj]
+        else:
+            module, name = obj.__module__, obj.__qualname__
+        if _modules[module].__dict__.get(name) is obj and module not in MAIN_NAMES:
+            return module, name
     except Exception:  # an object may do anything when it is asked for its name
         pass
-    module = getattr(obj, "__module__", None)
+    found = getattr(obj, "__module__", None)
     owner = getattr(obj, "__objclass__", None)  # of a method of a builtin class, such as torch.Tensor.add
-    if module is None and owner is not None:
-        module = owner.__module__
-    if not isinstance(module, str):
+    if found is None and owner is not None:
+        found = owner.__module__
+    if not isinstance(found, str):
         return None
-    for name in (getattr(obj, "__qualname__", None), getattr(obj, "__name__", None)):
-        if not isinstance(name, str) or _find(module, name) is not obj:
+    module = found
+    for candidate in (getattr(obj, "__qualname__", None), getattr(obj, "__name__", None)):
+        if not isinstance(candidate, str) or _find(module, candidate) is not obj:
             continue
+        name = candidate
         if module in MAIN_NAMES:
             return ("__main__", name) if _shares_main(to) else None
         if type(obj) is BuiltinFunctionType:
@@ -159,7 +166,7 @@ def resolve(module: str, name: str) -> Any:
         FunctionNotFoundError: there is no such module, or it has no such name.
     """
     try:
-        return sys.modules[module].__dict__[name]
+        return _modules[module].__dict__[name]
     except (KeyError, AttributeError):
         pass
     try:

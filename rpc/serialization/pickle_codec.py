@@ -17,20 +17,20 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from rpc.errors import RpcError
+from rpc.errors import RpcError, SerializationError
 from rpc.serialization.codecs import PICKLE, Call
 from rpc.serialization.failures import cannot_call, cannot_send, unreadable
 from rpc.serialization.functions import name_of, resolve
 from rpc.serialization.memory import inline_limit
 from rpc.serialization.payload import TRACKED, Arrivals, Connect, Destination, Payload, Source
-from rpc.serialization.pickler import PROTOCOL, Reducers, dump, load, unpickle
+from rpc.serialization.pickler import PROTOCOL, Read, Reducers, dump, load
 from rpc.serialization.portable import PortablePickler, PythonUDF, ReplacementPickler
 from rpc.serialization.safe import AllowList, checked_dense
 from rpc.serialization.settings import Settings
@@ -42,6 +42,7 @@ __all__ = ["PickleCodec"]
 _NUMBERS: Final = frozenset((NoneType, bool, int, float, complex))
 _SCALARS: Final = _NUMBERS | {str, bytes}
 _SEQUENCES: Final = frozenset((list, tuple))
+_TENSORS: Final = frozenset((Tensor, NoneType))
 _SHORT: Final = 64
 _QUICK_BYTES: Final = 1024
 _WITH_GRAD: Final = 4
@@ -71,7 +72,7 @@ class PickleCodec:
         self._reducers = reducers
         self._settings = settings
         self._allow = allow
-        self._read = unpickle if allow is None else allow.read
+        self._read: Read = pickle.loads if allow is None else allow.read
         self._dense = dense if allow is None else checked_dense
 
     # ---- calls
@@ -82,20 +83,23 @@ class PickleCodec:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         to: Destination,
-        tracked: list[Tensor] | None,
+        *,
+        tracked: list[Tensor] | None = None,
     ) -> Payload:
         """Serialize a call."""
         record: Any
         prepare: Callable[[Any], Any] | None = None
         if self._settings.pickler is None:
-            name = name_of(func, to)
-            if name is not None:
+            named = name_of(func, to)
+            if named is not None:
+                module, name = named
                 if not args and not kwargs:
-                    return Payload({}, [_pickle((*name, (), {}, ()), PROTOCOL)])
+                    return Payload({}, [_pickle((module, name, (), {}, ()), PROTOCOL)])
                 taken = _take_tensors(args, kwargs, tracked)
                 if taken is not None:
-                    return _with_buffers((*name, *taken))
-                record = (*name, args, kwargs, ())
+                    places, words, tensors = taken
+                    return _with_buffers((module, name, places, words, tensors))
+                record = (module, name, args, kwargs, ())
             else:
                 record = (None, func, args, kwargs, ())
         else:
@@ -114,14 +118,17 @@ class PickleCodec:
         buffers: Sequence[Any],
         arrivals: Arrivals | None,
         source: Source,
-        connect: Connect | None,
+        *,
+        connect: Connect | None = None,
     ) -> Call:
         """Rebuild a call."""
         if _inference():
             with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
-                return self.load_call(header, buffers, arrivals, source, connect)
+                return self.load_call(header, buffers, arrivals, source, connect=connect)
         try:
-            module, name, args, kwargs, tensors = self._record(header, buffers, arrivals, connect)
+            simple = arrivals is None and len(buffers) == 1
+            record = self._read(buffers[0]) if simple else self._record(header, buffers, arrivals, connect)
+            module, name, args, kwargs, tensors = record
             if self._allow is not None:
                 func = self._allow.callee(module, name, args, kwargs)
             elif module is not None:
@@ -135,11 +142,7 @@ class PickleCodec:
                 return func, tuple(args or ()), dict(kwargs or {})
             if tensors:
                 args = list(args)
-                for place, tensor in self._rebuild(tensors, connect):
-                    if type(place) is int:
-                        args[place] = tensor
-                    else:
-                        kwargs[place] = tensor
+                self._fill_in(args, kwargs, tensors, connect)
             return func, tuple(args), kwargs
         except RpcError:
             raise
@@ -148,22 +151,30 @@ class PickleCodec:
 
     # ---- values
 
-    def dump(self, value: Any, to: Destination | None, what: object, tracked: list[Tensor] | None) -> Payload:
+    def dumps(
+        self,
+        value: Any,
+        to: Destination | None,
+        *,
+        what: object = None,
+        tracked: list[Tensor] | None = None,
+    ) -> Payload:
         """Serialize a value."""
         kind = type(value)
         if kind in _SCALARS or (kind in _SEQUENCES and _is_short_sequence(value)):
             return Payload({}, [_NONE if value is None else _pickle((value, ()), PROTOCOL)])
-        if kind is Tensor:
-            usual = _usual(value, _INLINE_ALONE)
-            if usual is not None:
-                if tracked is not None and len(usual) == _WITH_GRAD:
-                    tracked.append(value)
-                return _with_buffers((None, usual))
-        elif kind in _SEQUENCES and (len(value) <= _SHORT or type(value[0]) in (Tensor, NoneType)):
-            taken = _take_tensors(value, {}, tracked)
-            if taken is not None:
-                return _with_buffers((taken[0], taken[2]))
         try:
+            if kind is Tensor:
+                usual = None if value.__dict__ else plain(value, _INLINE_ALONE)
+                if usual is not None:
+                    if tracked is not None and len(usual) == _WITH_GRAD:
+                        tracked.append(value)
+                    return _with_buffers((None, usual))
+            elif kind in _SEQUENCES and (len(value) <= _SHORT or type(value[0]) in _TENSORS):
+                taken = _take_tensors(value, {}, tracked)
+                if taken is not None:
+                    items, _, tensors = taken
+                    return _with_buffers((items if kind is list else tuple(items), tensors))
             return dump((value, ()), to, self._reducers, tracked=tracked)
         except Exception as error:
             reason = error
@@ -176,26 +187,53 @@ class PickleCodec:
         """
         kind = type(value)
         if kind in _NUMBERS or ((kind is str or kind is bytes) and len(value) <= _QUICK_BYTES):
-            return self.dump(value, None, None, None)
-        usual = _usual(value, _QUICK_BYTES) if kind is Tensor and value.is_cpu else None
-        if usual is None or type(usual[2]) is not bytes or len(usual[2]) > _QUICK_BYTES:
-            return None
-        return _with_buffers((None, usual))
+            return self.dumps(value, None)
+        try:
+            if kind is Tensor and not value.__dict__ and value.is_cpu and value.nbytes <= _QUICK_BYTES:
+                usual = plain(value)
+                return None if usual is None else _with_buffers((None, usual))
+        except RuntimeError:
+            pass  # some unusual kind
+        return None
 
-    def load(
+    def dump_tensors(self, tensors: Sequence[Tensor | None], to: Destination, what: str) -> Payload:
+        """Serialize some tensors, such as gradients. One that occurs twice arrives as two.
+
+        Args:
+            tensors: of any kind, or None.
+            to: where they go.
+            what: for error messages: a text that names them.
+
+        Raises:
+            SerializationError: one of them cannot be sent.
+        """
+        taken = _take_tensors(tensors, {}, gradients=True)
+        if taken is not None:
+            return _with_buffers((taken[0], taken[2]))
+        seen: set[int] = set()
+        distinct: list[Tensor | None] = []
+        for tensor in tensors:
+            distinct.append(tensor.detach() if tensor is not None and id(tensor) in seen else tensor)
+            seen.add(id(tensor))
+        return self.dumps(distinct, to, what=what)
+
+    def loads(
         self,
         header: dict[str, Any],
         buffers: Sequence[Any],
         arrivals: Arrivals | None,
         source: Source,
-        connect: Connect | None,
+        *,
+        connect: Connect | None = None,
     ) -> Any:
         """Rebuild a value."""
         if _inference():
             with torch.inference_mode(False):
-                return self.load(header, buffers, arrivals, source, connect)
+                return self.loads(header, buffers, arrivals, source, connect=connect)
         try:
-            value, tensors = self._record(header, buffers, arrivals, connect)
+            simple = arrivals is None and len(buffers) == 1
+            record = self._read(buffers[0]) if simple else self._record(header, buffers, arrivals, connect)
+            value, tensors = record
             if not tensors:
                 return value
             if value is None:
@@ -203,13 +241,26 @@ class PickleCodec:
                     return self._dense(*tensors)
                 return connect([self._dense(*tensors[:3])])[0]
             items = list(value)
-            for place, tensor in self._rebuild(tensors, connect):
-                items[place] = tensor
+            self._fill_in(items, {}, tensors, connect)
             return items if type(value) is list else tuple(items)
         except RpcError:
             raise
         except Exception as error:
             raise unreadable(error, f"what worker '{source.name}' sent") from error
+
+    def load_tensors(self, buffers: Sequence[Any], source: Source) -> list[Tensor | None]:
+        """Rebuild what ``dump_tensors`` serialized.
+
+        Raises:
+            SerializationError: it cannot be read, or is something else.
+        """
+        tensors: Any = self.loads({}, buffers, None, source)
+        if type(tensors) is list and (
+            _TENSORS.issuperset(map(type, tensors))
+            or all(isinstance(each, Tensor | None) for each in tensors)
+        ):
+            return tensors
+        raise SerializationError(f"what worker '{source.name}' sent should be tensors")
 
     # ---- for both
 
@@ -225,19 +276,23 @@ class PickleCodec:
     ) -> Any:
         if TRACKED in header:
             buffers, arrivals = rebuilt(header, buffers, arrivals, connect, self._read)
-        return self._read(buffers) if arrivals is None else load(buffers, arrivals, self._read)
+        return load(buffers, arrivals, self._read)
 
-    def _rebuild(self, tensors: Sequence[Any], connect: Connect | None) -> Iterable[tuple[Any, Tensor]]:
-        """The tensors that were taken out of a message, with their places."""
-        rebuild = self._dense
-        if connect is None:
-            return [(place, rebuild(*usual)) for place, usual in tensors]
-        made = [(place, rebuild(*usual)) for place, usual in tensors if len(usual) < _WITH_GRAD]
-        tracked = [(place, usual) for place, usual in tensors if len(usual) == _WITH_GRAD]
-        if tracked:
-            connected = connect([rebuild(*usual[:3]) for _, usual in tracked])
-            made += zip([place for place, _ in tracked], connected, strict=True)
-        return made
+    def _fill_in(
+        self, items: list[Any], words: dict[str, Any], tensors: Sequence[Any], connect: Connect | None
+    ) -> None:
+        """Rebuild the tensors that ``_take_tensors`` took out of a message, in their places."""
+        rebuild: Any = self._dense
+        everything: Any = items, words
+        if connect is not None:
+            with_grad = [each for each in tensors if len(each[1]) == _WITH_GRAD]
+            if with_grad:
+                tensors = [each for each in tensors if len(each[1]) < _WITH_GRAD]
+                connected = connect([rebuild(*usual[:3]) for _, usual in with_grad])
+                for (place, _), tensor in zip(with_grad, connected, strict=True):
+                    everything[type(place) is str][place] = tensor
+        for place, usual in tensors:
+            everything[type(place) is str][place] = rebuild(*usual)
 
 
 def _replaced(pickler: ReplacementPickler, call: PythonUDF) -> tuple[Any, ...]:
@@ -245,50 +300,60 @@ def _replaced(pickler: ReplacementPickler, call: PythonUDF) -> tuple[Any, ...]:
     return (None, None, *pickler.serialize(call), ())
 
 
-def _usual(tensor: Tensor, inline: int) -> Any:
-    """The arguments of ``dense`` for a tensor of class ``Tensor``; None if it is unusual."""
-    try:
-        return None if tensor.__dict__ else plain(tensor, inline)
-    except RuntimeError:
-        return None  # inside a torch.func transform; the slow way says which
+def _without_gaps(tensor: Tensor) -> Any:
+    """The arguments of ``dense`` for a small tensor with gaps or overlaps, as the gradient of a sum is."""
+    usual = not tensor.__dict__ and tensor.layout is torch.strided and not tensor.is_nested
+    return plain(tensor.contiguous()) if usual and tensor.nbytes <= _QUICK_BYTES else None
 
 
-def _take_tensors(args: Sequence[Any], kwargs: dict[str, Any], tracked: list[Tensor] | None) -> Taken | None:
+def _take_tensors(
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tracked: list[Tensor] | None = None,
+    gradients: bool = False,
+) -> Taken | None:
     """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else.
 
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
         tracked: as for ``Serializer.dump_call``; filled only if this succeeds.
+        gradients: small ones need not arrive with the gaps that they have.
     """
     tensors: list[Any] = []
-    with_grad: list[Tensor] = []
-    seen: set[int] = set()
+    taken: list[Tensor] = []
     inline = inline_limit(len(args) + len(kwargs))
     place: Any
-    for place, value in itertools.chain(enumerate(args), kwargs.items()):
-        kind = type(value)
-        if kind is Tensor:
-            usual = _usual(value, inline)
-            if usual is None or id(value) in seen:
-                return None  # one tensor twice must arrive as one: the pickler's memo sees to it
-            seen.add(id(value))
-            tensors.append((place, usual))
-            if len(usual) == _WITH_GRAD:
-                with_grad.append(value)
-        elif kind not in _SCALARS and not (kind in _SEQUENCES and _is_short_sequence(value)):
-            return None
+    try:
+        for place, value in itertools.chain(enumerate(args), kwargs.items()):
+            kind = type(value)
+            if kind is Tensor:
+                usual = None if value.__dict__ else plain(value, inline)
+                if usual is None and gradients:
+                    usual = _without_gaps(value)
+                if usual is None:
+                    return None
+                tensors.append((place, usual))
+                taken.append(value)
+            elif kind not in _SCALARS and not (kind in _SEQUENCES and _is_short_sequence(value)):
+                return None
+    except RuntimeError:
+        return None  # a tensor inside a torch.func transform; the slow way says which
     if not tensors:
         return args, kwargs, ()
+    if len(tensors) > 1 and len(set(map(id, taken))) < len(taken):
+        return None  # one tensor twice must arrive as one: the pickler's memo sees to it
     if tracked is not None:
-        tracked += with_grad
+        tracked += [
+            tensor for tensor, (_, usual) in zip(taken, tensors, strict=True) if len(usual) == _WITH_GRAD
+        ]
     places, words = list(args), dict(kwargs) if kwargs else kwargs
     for place, _ in tensors:
         if type(place) is int:
             places[place] = None
         else:
             words[place] = None
-    return places if type(args) is list else tuple(places), words, tensors
+    return places, words, tensors
 
 
 def _is_short_sequence(value: Any) -> bool:

@@ -12,9 +12,9 @@ import enum
 import io
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, MethodType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import cloudpickle
 import torch
@@ -34,7 +34,7 @@ from rpc.serialization.memory import INLINE_BYTES, is_borrowed, settle
 from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
 
-__all__ = ["PROTOCOL", "Pickler", "Reducer", "Reducers", "dump", "load", "plainly", "sending", "unpickle"]
+__all__ = ["PROTOCOL", "Pickler", "Read", "Reducer", "Reducers", "dump", "load", "plainly", "sending"]
 
 PROTOCOL: Final = 5
 
@@ -201,12 +201,13 @@ def dump(
     pickler = pickler_to(stream)
     pickler.trial = trial
     pickler.tracked = tracked
+    header: dict[str, Any] = {}
     outer, sending.pickler = sending.pickler, pickler
     try:
         pickler.dump(record if prepare is None else prepare(record))
         buffers[0] = stream.getvalue()
-        carried = pickler.carried
-        header: dict[str, Any] = {kind: described for kind, (_, described) in (carried or {}).items()}
+        if pickler.carried:
+            header = {kind: descriptors for kind, (_, descriptors) in pickler.carried.items()}
         if tracked:
             place = header[TRACKED] = len(buffers)
             stream = io.BytesIO()
@@ -221,19 +222,16 @@ def dump(
     return Payload(header, buffers, borrowed)
 
 
-def load(buffers: Sequence[Any], arrivals: Arrivals | None, read: Callable[[Sequence[Any]], Any]) -> Any:
-    """Read one pickle and its buffers, with what arrived beside it."""
-    if arrivals is None:
-        return read(buffers)
+class Read(Protocol):
+    """Reads a pickle: ``pickle.loads``, which runs the code of whatever was pickled, or a safer one."""
+
+    def __call__(self, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any: ...
+
+
+def load(buffers: Sequence[Any], arrivals: Arrivals | None, read: Read) -> Any:
+    """Read one pickle, the first of the buffers, with the others and with what arrived beside it."""
     outer, receiving.arrivals = receiving.arrivals, arrivals
     try:
-        return read(buffers)
+        return read(buffers[0], buffers=map(settle, buffers[1:]))
     finally:
         receiving.arrivals = outer
-
-
-def unpickle(buffers: Sequence[Any]) -> Any:
-    """Unpickle one object. Whatever was pickled runs its code."""
-    if len(buffers) == 1:
-        return pickle.loads(buffers[0])
-    return pickle.loads(buffers[0], buffers=map(settle, buffers[1:]))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copyreg
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 from rpc.errors import SerializationError
@@ -51,7 +51,7 @@ class Machine:
         buffers: what left it, in order.
     """
 
-    def __init__(self, allow: Admission, data: bytes, buffers: list[Any]) -> None:
+    def __init__(self, allow: Admission, data: bytes, buffers: Iterable[Any]) -> None:
         self._allow = allow
         self._data = data
         self._at = 0

@@ -31,7 +31,7 @@ import datetime as dt
 import functools
 import math
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -40,7 +40,7 @@ from rpc import errors
 from rpc.errors import SerializationError
 from rpc.serialization import carriers, tensor_kinds, tensors
 from rpc.serialization.functions import name_of
-from rpc.serialization.memory import layout_of, settle
+from rpc.serialization.memory import layout_of
 from rpc.serialization.restricted_unpickler import Machine
 
 __all__ = ["AllowList", "checked_dense"]
@@ -109,13 +109,13 @@ class AllowList:
         """Whether a pickle may set attributes of new instances of this class."""
         return kind in self._classes
 
-    def read(self, buffers: Sequence[Any]) -> Any:
-        """Read a pickle and its buffers: a record, which is a tuple.
+    def read(self, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
+        """Read a pickle and its buffers, which must be a tuple.
 
         Raises:
             SerializationError: it holds what is not admitted, or it is malformed.
         """
-        record = Machine(self, bytes(buffers[0]), [settle(buffer) for buffer in buffers[1:]]).run()
+        record = Machine(self, bytes(data), buffers).run()
         if type(record) is not tuple:
             raise SerializationError("the message is not a record that this package writes")
         return record

@@ -14,24 +14,18 @@ with the buffers when somebody wants the object; that is what runs user code. ``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from rpc.errors import SerializationError
 from rpc.serialization import exceptions, memory
 from rpc.serialization.carriers import Carrier, Carriers
-from rpc.serialization.codecs import PICKLE, Call, Codec, Codecs
-from rpc.serialization.payload import Arrivals, Connect, Destination, Payload, Source
+from rpc.serialization.codecs import PICKLE, Codec, Codecs
+from rpc.serialization.payload import Arrivals, Destination, Payload, Source
 from rpc.serialization.pickle_codec import PickleCodec
 from rpc.serialization.pickler import Reducers, plainly
 from rpc.serialization.safe import AllowList
 from rpc.serialization.settings import Settings, process_settings
 
 __all__ = ["Serializer"]
-
-_SMALL_BYTES: Final = 1024
 
 
 class Serializer:
@@ -52,9 +46,13 @@ class Serializer:
         self.ready = carriers.ready
         self.brings_nothing = carriers.brings_nothing
         self.take_back = carriers.take_back
-        self._pickle = PickleCodec(self._reducers, settings, self.allow)
-        self.dump_quickly = self._pickle.dump_quickly
-        self._codecs = Codecs({PICKLE: self._pickle})
+        pickle = PickleCodec(self._reducers, settings, self.allow)
+        self.dump_call, self.load_call = pickle.dump_call, pickle.load_call
+        self.dumps, self.loads = pickle.dumps, pickle.loads
+        self.dump_quickly = pickle.dump_quickly
+        self.dump_tensors, self.load_tensors = pickle.dump_tensors, pickle.load_tensors
+        self.codecs = Codecs({PICKLE: pickle})
+        """For messages that name theirs; the methods above are those of pickle."""
 
     # ---- extending it
 
@@ -91,142 +89,13 @@ class Serializer:
         Raises:
             ValueError: its number is taken, or none.
         """
-        if not 0 <= codec.id < 256 or self._codecs.setdefault(codec.id, codec) is not codec:
+        if not 0 <= codec.id < 256 or self.codecs.setdefault(codec.id, codec) is not codec:
             raise ValueError(f"codec number {codec.id!r} is taken, or not in 0 to 255")
 
     def allow_function(self, function: Callable[..., Any]) -> None:
         """Admit a function that the agent itself needs to be called, if this is safe mode."""
         if self.allow is not None:
             self.allow.function(function)
-
-    # ---- calls and values
-
-    def dump_call(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        to: Destination,
-        *,
-        tracked: list[Tensor] | None = None,
-        codec: int = PICKLE,
-    ) -> Payload:
-        """Serialize a call.
-
-        Args:
-            func: anything that can be called: see ``functions`` for how it travels.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            to: where it goes.
-            tracked: a list for those tensors among the arguments that require grad, in an order that the
-                receiver finds again; None if nobody wants to know.
-            codec: the number of the codec.
-
-        Raises:
-            SerializationError: something cannot be sent; names which argument, its type and why. Nothing has
-                departed then.
-            RpcError: an argument travels beside the payload and refuses, for a reason of its own.
-        """
-        return self._codecs[codec].dump_call(func, args, kwargs, to, tracked)
-
-    def load_call(
-        self,
-        header: dict[str, Any],
-        buffers: Sequence[Any],
-        arrivals: Arrivals | None,
-        source: Source,
-        *,
-        connect: Connect | None = None,
-        codec: int = PICKLE,
-    ) -> Call:
-        """Rebuild a call.
-
-        Args:
-            header: the message's header.
-            buffers: belong to the receiver now; large tensors are made over their memory.
-            arrivals: what ``adopt`` made of the header.
-            source: who sent it.
-            connect: makes those tensors that the sender put into ``tracked`` part of a graph here, in that
-                order; without, they are leaves that require grad.
-            codec: the number of the message's codec.
-
-        Raises:
-            FunctionNotFoundError: the function, or a class among the arguments, cannot be imported here.
-            SerializationError: it cannot be read, or safe mode does not admit something in it.
-        """
-        return self._codecs[codec].load_call(header, buffers, arrivals, source, connect)
-
-    def dumps(
-        self,
-        value: Any,
-        to: Destination | None,
-        *,
-        what: object = None,
-        tracked: list[Tensor] | None = None,
-        codec: int = PICKLE,
-    ) -> Payload:
-        """Serialize a value.
-
-        Args:
-            value: any object.
-            to: where it goes; None if that is not known, and then what ``__main__`` defines goes by value and
-                nothing can travel beside the payload.
-            what: for error messages: a text that names the object, or the function whose result it is.
-            tracked: as for ``dump_call``.
-            codec: the number of the codec.
-
-        Raises:
-            SerializationError: it cannot be sent; says which part of it, of which type, and why.
-            RpcError: a part of it travels beside the payload and refuses, for a reason of its own.
-        """
-        return self._codecs[codec].dump(value, to, what, tracked)
-
-    def loads(
-        self,
-        header: dict[str, Any],
-        buffers: Sequence[Any],
-        arrivals: Arrivals | None,
-        source: Source,
-        *,
-        connect: Connect | None = None,
-        codec: int = PICKLE,
-    ) -> Any:
-        """Rebuild what ``dumps`` serialized; arguments and errors as for ``load_call``."""
-        return self._codecs[codec].load(header, buffers, arrivals, source, connect)
-
-    # ---- lists of tensors
-
-    def dump_tensors(self, tensors: Sequence[Tensor | None], to: Destination, what: str) -> Payload:
-        """Serialize some tensors, such as gradients. One that occurs twice arrives as two.
-
-        Args:
-            tensors: of any kind, or None.
-            to: where they go.
-            what: for error messages: a text that names them.
-
-        Raises:
-            SerializationError: one of them cannot be sent.
-        """
-        sent: list[Tensor | None] = []
-        seen: set[int] = set()
-        for tensor in tensors:
-            if tensor is None:
-                sent.append(None)
-            else:
-                sent.append(tensor.detach() if id(tensor) in seen else _without_gaps(tensor))
-                seen.add(id(tensor))
-        return self.dumps(sent, to, what=what)
-
-    def load_tensors(self, buffers: Sequence[Any], source: Source) -> list[Tensor | None]:
-        """Rebuild what ``dump_tensors`` serialized.
-
-        Raises:
-            SerializationError: it cannot be read, or is something else.
-        """
-        tensors = self.loads({}, buffers, None, source)
-        if type(tensors) is not list or not all(each is None or isinstance(each, Tensor) for each in tensors):
-            raise SerializationError(f"what worker '{source.name}' sent should be tensors")
-        return tensors
 
     # ---- exceptions
 
@@ -242,7 +111,7 @@ class Serializer:
                 the caller's ``except`` clauses do not match them.
             codec: the number of the codec.
         """
-        return exceptions.dump_exception(error, worker, lambda value: self.dumps(value, to, codec=codec))
+        return exceptions.dump_exception(error, worker, lambda value: self.codecs[codec].dumps(value, to))
 
     def load_exception(
         self,
@@ -256,7 +125,7 @@ class Serializer:
         """Rebuild an exception. Raises nothing but ``KeyboardInterrupt``; arguments as for ``load_call``."""
 
         def load() -> Any:
-            return self.loads(header, buffers, arrivals, source, codec=codec)
+            return self.codecs[codec].loads(header, buffers, arrivals, source)
 
         return exceptions.load_exception(header, source, load if buffers else None)
 
@@ -271,10 +140,3 @@ class Serializer:
             reason: why it cannot be sent.
         """
         return Payload(exceptions.shortened(self._carriers.without_descriptors(header), reason), [])
-
-
-def _without_gaps(tensor: Tensor) -> Tensor:
-    """A small strided tensor as a contiguous one, such as the gradient of a sum; any other as it is."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor
-    return tensor.contiguous() if tensor.nbytes <= _SMALL_BYTES and type(tensor) is Tensor else tensor

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from rpc.errors import SerializationError
 from rpc.serialization.carriers import arrived
+from rpc.serialization.memory import settle
 from rpc.serialization.payload import TRACKED, Arrivals, Connect
 
 __all__ = ["is_tracked", "rebuilt", "stand_ins", "take_out"]
@@ -86,14 +87,14 @@ def rebuilt(
     buffers: Sequence[Any],
     arrivals: Arrivals | None,
     connect: Connect | None,
-    read: Callable[[Sequence[Any]], Any],
+    read: Callable[..., Any],
 ) -> tuple[Sequence[Any], Arrivals]:
     """Read the tensors of a message that were pickled apart.
 
     Args:
         header, buffers, arrivals: of the message.
         connect: makes them part of a graph; without, they arrive as leaves that require grad.
-        read: reads one pickle and its buffers.
+        read: reads a pickle, as ``pickle.loads`` does.
 
     Returns:
         The buffers of the pickle proper, and what it is to be read with.
@@ -104,7 +105,7 @@ def rebuilt(
     place = header[TRACKED]
     if type(place) is not int or not 0 < place < len(buffers):
         raise SerializationError(f"the message has its tensors in buffer {str(place)[:20]}, which cannot be")
-    tensors = read(buffers[place:])
+    tensors = read(buffers[place], buffers=map(settle, buffers[place + 1 :]))
     if type(tensors) is not tuple or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise SerializationError("what the message has in place of its tensors are none")
     found = connect(list(tensors)) if connect else [tensor.requires_grad_() for tensor in tensors]
