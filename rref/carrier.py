@@ -9,7 +9,7 @@ from rpc.errors import ProtocolError, RRefError
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
 from rpc.runtime.interrupts import protected
-from rref.reference import EXTENSION, RRef
+from rref.reference import RRef
 from rref.references import References
 
 __all__ = ["RRefCarrier"]
@@ -23,6 +23,9 @@ class RRefCarrier:
     """
 
     kind = "rref"
+
+    def __init__(self, references: References) -> None:
+        self._references = references
 
     @protected
     def depart(self, obj: RRef[Any], to: Peer | None) -> list[Any]:
@@ -39,25 +42,23 @@ class RRefCarrier:
         return descriptor
 
     def take_back(self, descriptors: list[Any], to: Peer) -> None:
-        shell: References = to.agent.extensions[EXTENSION]
         for descriptor in descriptors:
-            shell.take_back(descriptor[:3])
+            self._references.take_back(descriptor[:3])
 
     def arrive(self, descriptors: list[Any], source: Peer) -> list[RRef[Any]]:
-        agent = source.agent
-        shell: References = agent.extensions[EXTENSION]
+        shell = self._references
         arrived: list[RRef[Any]] = []
         for descriptor in descriptors:
-            owner = self._owner(descriptor, source)
+            owner = self._owner(descriptor)
             ref = shell.adopt(descriptor[:3], source)
             arrived.append(RRef._of(shell, owner, (descriptor[1][0], descriptor[1][1]), ref))
         return arrived
 
-    def _owner(self, descriptor: Any, source: Peer) -> Peer:
+    def _owner(self, descriptor: Any) -> Peer:
         if not isinstance(descriptor, list) or not 3 <= len(descriptor) <= 4:
             raise ProtocolError(f"a reference is described by {str(descriptor)[:80]}")
-        agent = source.agent
-        owner: Peer | None = agent.peer_by_incarnation(descriptor[0])
+        agent = self._references.agent
+        owner = agent.peer_by_incarnation(descriptor[0])
         if owner is None and len(descriptor) == 4 and not agent.is_static_group:
             member = Member.from_wire(descriptor[3])
             if member.incarnation != descriptor[0]:

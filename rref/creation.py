@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from rpc.agent.futures import Future
 from rpc.agent.pending_call import PendingCall
@@ -10,10 +11,21 @@ from rpc.errors import RpcTimeoutError, RRefError
 from rpc.wire.frames import Frame
 from rref.protocol.messages import ForkId, RRefId
 
-if TYPE_CHECKING:
-    from rref.references import References
+__all__ = ["Creation", "Creator"]
 
-__all__ = ["Creation"]
+
+class Creator(Protocol):
+    """Who is told how a creation ends: ``References``."""
+
+    @property
+    def futures(self) -> AbstractContextManager[Any]:
+        """Held while the future of a creation is made."""
+
+    def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
+        """The owner has answered it."""
+
+    def creation_failed(self, owner: int, rref: RRefId, fork: ForkId, reason: str) -> None:
+        """It timed out, or could not be sent."""
 
 
 class Creation(PendingCall):
@@ -29,11 +41,11 @@ class Creation(PendingCall):
     keeps_place = True
     any_thread = True
 
-    __slots__ = ("_fork", "_references", "_rref", "error")
+    __slots__ = ("_creator", "_fork", "_rref", "error")
 
-    def begin(self, references: References, rref: RRefId, fork: ForkId) -> None:
+    def begin(self, creator: Creator, rref: RRefId, fork: ForkId) -> None:
         """Name what is created; before the call is sent."""
-        self._references = references
+        self._creator = creator
         self._rref = rref
         self._fork = fork
         self.error: BaseException | None = None
@@ -46,7 +58,7 @@ class Creation(PendingCall):
         elif "refused" in outcome.header:
             self._failed(str(outcome.header["refused"]))
         else:
-            self._references.created(self.peer.incarnation, self._rref, self._fork)
+            self._creator.created(self.peer.incarnation, self._rref, self._fork)
         if self.outcome is not None:
             return False  # it had timed out: who waited knows
         unattended = super().settle(outcome)
@@ -54,7 +66,7 @@ class Creation(PendingCall):
         return unattended
 
     def _failed(self, reason: str) -> None:
-        self._references.creation_failed(self.peer.incarnation, self._rref, self._fork, reason)
+        self._creator.creation_failed(self.peer.incarnation, self._rref, self._fork, reason)
 
     def hold(self, reference: object) -> None:
         """Keep a reference until the creation has ended."""
@@ -72,7 +84,7 @@ class Creation(PendingCall):
 
     def future_of_end(self) -> Future[None]:
         """A future of the creation's end; the same one each time."""
-        with self._references.futures:  # one thread makes it, others find it
+        with self._creator.futures:  # one thread makes it, others find it
             return self.future or Future.for_call(self)
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ __all__ = ["install"]
 
 def install(agent: Agent) -> None:
     """Make an agent that has not joined its group yet serve remote references."""
-    agent.serializer.register_carrier(RRef, RRefCarrier())
     agent.serializer.register_reducer(RemoteModule, reduce_remote_module)
     agent.extensions[EXTENSION] = references = References(agent)
+    agent.serializer.register_carrier(RRef, RRefCarrier(references))
     Server(agent, references)

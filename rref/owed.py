@@ -7,10 +7,10 @@ import logging
 from collections import deque
 from typing import Final
 
-from rpc.agent.agent import Agent
 from rpc.errors import WorkerLostError
 from rpc.group.peer import Peer
 from rpc.wire.frames import Kind, encode_small
+from rref.ports import Serving
 
 __all__ = ["OwedAnswers"]
 
@@ -24,7 +24,7 @@ class OwedAnswers:
         agent: of this worker.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Serving) -> None:
         self._agent = agent
         self._owed: dict[Peer, deque[bytes]] = {}
         self._nothing: Final = agent.serializer.dumps(None, None).buffers

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future
-from rpc.errors import RRefError, SerializationError
+from rpc.api import collect
+from rpc.errors import RRefError, SerializationError, with_article
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import check_not_forked, current_agent
@@ -17,12 +18,10 @@ from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
 from rref.protocol.messages import Ref, RRefId, State
+from rref.proxy import RRefProxy
 from rref.references import References
 from rref.requests import FETCH, INVOKE, fetch, method_of_object
 from rref.value import Value
-
-if TYPE_CHECKING:
-    from rref.proxy import RRefProxy
 
 __all__ = ["RRef", "references"]
 
@@ -222,28 +221,57 @@ class RRef(Generic[T]):
 
             norm = rref.rpc_sync().norm()           # rpc_sync(rref.owner(), lambda: object.norm())
         """
-        from rref.proxy import RRefProxy, invoke_sync
-
-        return RRefProxy(self, invoke_sync, timeout)
+        return RRefProxy(self, self._invoke_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
         """As ``rpc_sync``, but the methods return futures at once."""
-        from rref.proxy import RRefProxy, invoke_async
-
-        return RRefProxy(self, invoke_async, timeout)
+        return RRefProxy(self, self._invoke_async, timeout)
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
         """As ``rpc_sync``, but what the methods return stays on the owner, and they return an RRef to it."""
-        from rref.proxy import RRefProxy, invoke_remote
+        return RRefProxy(self, self._invoke_remote, timeout)
 
-        return RRefProxy(self, invoke_remote, timeout)
-
-    def _invoke(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: float) -> Any:
-        """Call a method of the object: the call, not yet waited for."""
+    def _invoke_sync(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
+        """Call a method of the object and wait for its value."""
         payload, what = self._message(name, args, kwargs, timeout)
-        call = self._references.agent.caller.request(self._owner, INVOKE, payload, timeout, what)
-        call.holds = self  # or its end may overtake the message: one to oneself, or one in chunks
-        return call
+        return self._references.agent.caller.inquire(self._owner, INVOKE, payload, timeout, what)
+
+    def _invoke_async(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> Future[Any]:
+        """Call a method; a future of its value. What hinders the call is the future's error."""
+        caller = self._references.agent.caller
+        try:
+            payload, what = self._message(name, args, kwargs, timeout)
+            call = caller.request(self._owner, INVOKE, payload, timeout, what)
+            call.holds = self  # or its end may overtake the message: one to oneself, or one in chunks
+            future = caller.future(call)
+        except RuntimeError as error:
+            future = Future()
+            future.set_exception(error)
+        collect(future)
+        return future
+
+    def _invoke_remote(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> RRef[Any]:
+        """Call a method; a reference to its value, which stays on the owner.
+
+        Raises:
+            AttributeError: the object has no such attribute; its type is asked for once, to say so here.
+        """
+        timeout = self._references.agent.caller.effective_timeout(timeout)
+        kind = self._get_type(timeout)
+        may_have = hasattr(kind, name) or hasattr(kind, "__getattr__")
+        if not may_have:
+            raise AttributeError(f"the object of {self!r}, {with_article(kind)}, has no attribute '{name}'")
+        shell = self._usable(name, timeout)
+        payload = self._dump_call(name, args, kwargs)
+        what = f"method '{name}' of {self!r}"
+        made = shell.create(self._owner, self._target(name), payload, timeout, what, RRef._of)
+        assert made._creation is not None
+        made._creation.hold(self)
+        return made
 
     def _message(
         self, name: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: float

@@ -15,13 +15,13 @@ from _thread import LockType
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from rpc.agent.agent import Agent
 from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
+from rref.ports import Group
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Fence, ForkId, Free, Ref, RRefId, Send, parse_descriptor
 from rref.requests import CREATE, name_creation
@@ -44,7 +44,7 @@ class References:
         agent: of this worker, before it joins a group.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Group) -> None:
         self.agent = agent
         self.released = False
         """Whether a graceful shutdown has taken all references away."""

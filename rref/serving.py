@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from rpc.agent.agent import Agent
 from rpc.agent.request_runner import LATER, Request
 from rpc.errors import ProtocolError, RRefError, SerializationError
 from rpc.group.peer import Peer
@@ -19,6 +18,7 @@ from rpc.runtime.executor import Task
 from rpc.transport import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, encode_small
 from rref.owed import OwedAnswers
+from rref.ports import Serving
 from rref.protocol.messages import RRefId
 from rref.references import References
 from rref.requests import (
@@ -45,7 +45,7 @@ class Server:
         references: its references.
     """
 
-    def __init__(self, agent: Agent, references: References) -> None:
+    def __init__(self, agent: Serving, references: References) -> None:
         self._agent = agent
         self._references = references
         agent.serializer.allow_function(method_of_object)

@@ -8,12 +8,10 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future
 from rpc.api import keywords, positional, rpc_async, rpc_sync
 from rpc.errors import NotInitializedError, with_article
 from rpc.runtime.current import current_agent, is_initialized
-from rref.proxy import invoke_async, invoke_sync
 from rref.reference import RRef
 from rref.remote import remote
 from rref.remote_module.owner import call_on_device, make_module, parameter_references, set_training
@@ -144,14 +142,15 @@ class RemoteModule(WithoutLocalState):
             Exception: what making the module, or its ``forward``, raised.
         """
         if self.device == "cpu":
-            return invoke_sync(self.module_rref, "__call__", args, kwargs, UNSET_TIMEOUT)
+            return self.module_rref.rpc_sync().__call__(*args, **kwargs)
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """As ``forward``, but returns a future of the output at once."""
         module = self.module_rref
         if self.device == "cpu":
-            return invoke_async(module, "__call__", args, kwargs, UNSET_TIMEOUT)
+            future: Future[Any] = module.rpc_async().__call__(*args, **kwargs)
+            return future
         how = (module, self.device, self.is_device_map_set, args, kwargs)
         return rpc_async(module.owner(), call_on_device, args=how)
 
