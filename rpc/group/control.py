@@ -1,16 +1,15 @@
 """Small messages that must arrive: between agents and what stands on them, never seen by users.
 
-The shell round ``delivery``: it puts the messages of each peer into frames, several at once where they come
-together, and looks after the one timer that acknowledgements and repetitions need.
+The shell round ``delivery``: it puts the messages for each peer into frames, several at once where they
+come together, and delays acknowledgements, so that most ride on messages that go the other way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from rpc.errors import ProtocolError, WorkerLostError
 from rpc.group.delivery import Delivery
@@ -18,12 +17,15 @@ from rpc.group.peer import Peer
 from rpc.runtime.mailbox import Mailbox
 from rpc.wire.frames import Frame, Kind, encode
 
-__all__ = ["Control", "TopicHandler"]
+__all__ = ["ACK_SECONDS", "Control", "TopicHandler"]
 
 logger = logging.getLogger(__name__)
 
 TopicHandler = Callable[[Peer, Any], None]
 BatchHandler = Callable[[Peer, list[Any]], None]
+
+ACK_SECONDS: Final = 0.025
+"""How long an acknowledgement waits at most for a message to ride on."""
 
 
 class Control:
@@ -35,21 +37,23 @@ class Control:
         loop: the agent's.
         mailbox: what brings work to that loop.
         lose: called with a peer to which a message cannot be sent, and why.
+
+    Attributes:
+        posted: how many messages were ever sent.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox, lose: Callable[[Peer, str], object]
     ) -> None:
+        self.posted = 0
         self._loop = loop
         self._mailbox = mailbox
         self._lose = lose
         self._topics: dict[str, BatchHandler] = {}
-        self._links: dict[Peer, Delivery] = {}
+        self._deliveries: dict[Peer, Delivery] = {}
         self._to_flush: set[Peer] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = float("inf")
-        self.posted = 0
-        """How many messages were ever sent."""
+        self._acknowledging = False
+        """A timer is set for the acknowledgements that are owed."""
 
     def on(self, topic: str, handler: TopicHandler) -> None:
         """Have the messages of a topic passed to ``handler``, on the loop's thread."""
@@ -74,26 +78,16 @@ class Control:
         peer, topic, body = message
         if peer.is_self:
             self._loop.call_soon(self._topics[topic], peer, [body])
-            return
-        if peer.lost is not None:
-            return
-        delivery = self._links.get(peer)
-        if delivery is None:
-            delivery = self._links[peer] = Delivery()
-        delivery.send([topic, body])
-        self.posted += 1
-        if not self._to_flush:
-            self._loop.call_soon(self._flush)
-        self._to_flush.add(peer)
+        elif peer.lost is None:
+            self._delivery(peer).send([topic, body])
+            self.posted += 1
+            self._flush_soon(peer)
 
     def received(self, peer: Peer, frame: Frame) -> None:
         """Take in a frame of kind ``CONTROL``."""
-        delivery = self._links.get(peer)
-        if delivery is None:
-            delivery = self._links[peer] = Delivery()
-        messages = delivery.received(frame.header.get("batch"), time.monotonic())
+        delivery = self._delivery(peer)
         by_topic: dict[str, list[Any]] = {}
-        for message in messages:
+        for message in delivery.received(frame.header.get("batch")):
             topic, body = _parse(message)
             by_topic.setdefault(topic, []).append(body)
         for topic, bodies in by_topic.items():
@@ -101,58 +95,57 @@ class Control:
             if handler is None:
                 raise ProtocolError(f"a control message on topic '{topic}', which nobody here follows")
             handler(peer, bodies)
-        self._set_timer(delivery.next_due())
+        if delivery.is_due:
+            self._flush_soon(peer)
+        elif delivery.owes and not self._acknowledging:
+            self._acknowledging = True
+            self._loop.call_later(ACK_SECONDS, self._acknowledge)
 
     def forget(self, peer: Peer) -> None:
         """The peer is gone: what is on its way to it will not arrive."""
-        self._links.pop(peer, None)
+        self._deliveries.pop(peer, None)
         self._to_flush.discard(peer)
 
     def unacknowledged(self) -> int:
         """How many messages their receivers have not yet acknowledged."""
-        return sum(delivery.unacknowledged for delivery in self._links.copy().values())
+        return sum(delivery.unacknowledged for delivery in self._deliveries.copy().values())
+
+    def _delivery(self, peer: Peer) -> Delivery:
+        delivery = self._deliveries.get(peer)
+        if delivery is None:
+            delivery = self._deliveries[peer] = Delivery()
+        return delivery
+
+    def _flush_soon(self, peer: Peer) -> None:
+        if not self._to_flush:
+            self._loop.call_soon(self._flush)
+        self._to_flush.add(peer)
 
     def _flush(self) -> None:
         peers, self._to_flush = self._to_flush, set()
         for peer in peers:
-            delivery = self._links.get(peer)
-            if delivery is not None:
-                self._send_batches(peer, delivery)
+            self._send_batches(peer, acknowledge=False)
 
-    def _send_batches(self, peer: Peer, delivery: Delivery) -> None:
-        now = time.monotonic()
+    def _acknowledge(self) -> None:
+        self._acknowledging = False
+        for peer, delivery in list(self._deliveries.items()):
+            if delivery.owes:
+                self._send_batches(peer, acknowledge=True)
+
+    def _send_batches(self, peer: Peer, *, acknowledge: bool) -> None:
+        delivery = self._deliveries.get(peer)
+        if delivery is None:
+            return
         try:
-            while (batch := delivery.outgoing(now)) is not None:
+            while (batch := delivery.outgoing(acknowledge=acknowledge)) is not None:
                 buffers, size = encode(Kind.CONTROL, 0, {"batch": batch}, ())
                 peer.send(buffers, size, wait=False)
         except WorkerLostError:
-            return  # ``forget`` follows
+            pass  # ``forget`` follows
         except Exception as error:
             # Repeating it would not help, and those who rely on it must know.
             logger.exception("a control message to worker '%s' cannot be sent", peer.name)
             self._lose(peer, f"a control message to it cannot be sent: {error}")
-            return
-        self._set_timer(delivery.next_due())
-
-    def _set_timer(self, due: float | None) -> None:
-        if due is None or due >= self._due:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due = due
-        delay = max(0.0, due - time.monotonic())
-        self._timer = self._loop.call_later(delay, self._timer_rang)
-
-    def _timer_rang(self) -> None:
-        self._timer = None
-        self._due = float("inf")
-        now = time.monotonic()
-        for peer, delivery in list(self._links.items()):
-            due = delivery.next_due()
-            if due is not None and due <= now:
-                self._send_batches(peer, delivery)
-            else:
-                self._set_timer(due)
 
 
 def _parse(message: object) -> tuple[str, Any]:

@@ -133,9 +133,9 @@ def control(simulation: Simulation, pick: Pick) -> None:
     if isinstance(network, ExactNetwork) and network.posted:
         network.deliver(simulation, pick(range(len(network.posted))))
     elif isinstance(network, HostileNetwork):
-        what = pick(("tick", "tick", "deliver", "deliver", "deliver", "twice", "lose"))
-        if what == "tick":
-            network.tick(pick((0.0, 0.01, 0.03, 2.0)))
+        what = pick(("write", "write", "deliver", "deliver", "deliver", "twice", "lose"))
+        if what == "write":
+            network.write(acknowledge=pick((False, True)))
         elif network.flying:
             index = pick(range(len(network.flying)))
             if what == "lose":

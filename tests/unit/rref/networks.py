@@ -71,10 +71,9 @@ class ExactNetwork:
 
 
 class HostileNetwork:
-    """Loses, doubles and reorders; ``rpc.group.delivery`` must make up for it."""
+    """Breaks connections, doubles and reorders; ``rpc.group.delivery`` must make up for it."""
 
     def __init__(self) -> None:
-        self.now = 0.0
         self.ends: dict[tuple[Peer, Peer], Delivery] = {}
         self.flying: list[tuple[Peer, Peer, bytes]] = []
 
@@ -84,11 +83,10 @@ class HostileNetwork:
     def post(self, src: Peer, dst: Peer, message: Any) -> None:
         self._end(src, dst).send(message)
 
-    def tick(self, seconds: float) -> None:
-        """Time passes, and every end writes what is due."""
-        self.now += seconds
+    def write(self, *, acknowledge: bool) -> None:
+        """Every end writes what is due; with ``acknowledge`` also the acknowledgements that it owes."""
         for (src, dst), end in list(self.ends.items()):
-            while (batch := end.outgoing(self.now)) is not None:
+            while (batch := end.outgoing(acknowledge=acknowledge)) is not None:
                 self.flying.append((src, dst, msgpack.packb(batch)))
 
     def deliver(self, to: Receiver, index: int, keep: bool = False) -> None:
@@ -96,12 +94,12 @@ class HostileNetwork:
         src, dst, batch = self.flying[index] if keep else self.flying.pop(index)
         if not to.hears(dst, src):
             return
-        for message in self._end(dst, src).received(msgpack.unpackb(batch), self.now):
+        for message in self._end(dst, src).received(msgpack.unpackb(batch)):
             to.receive(src, dst, message)
 
     def lose(self, index: int) -> None:
-        """The batch at ``index`` never arrives."""
-        self.flying.pop(index)
+        """The batch at ``index`` never arrives: its connection breaks, and is made anew."""
+        self.interrupt(*self.flying[index][:2])
 
     def cut(self, src: Peer, dst: Peer) -> None:
         self.flying = [each for each in self.flying if each[:2] != (src, dst)]
@@ -109,22 +107,16 @@ class HostileNetwork:
 
     def interrupt(self, one: Peer, other: Peer) -> None:
         self.flying = [each for each in self.flying if {*each[:2]} != {one, other}]
-        self._end(one, other).reconnected(self.now)
-        self._end(other, one).reconnected(self.now)
+        self._end(one, other).reconnected()
+        self._end(other, one).reconnected()
 
     def deliver_all(self, to: Receiver) -> bool:
         delivered = False
-        idle = 0
-        while idle < 100:
-            self.tick(0.0)
-            if self.flying:
-                delivered = True
-                idle = 0
-                while self.flying:
-                    self.deliver(to, 0)
-            elif dues := [due for end in self.ends.values() if (due := end.next_due()) is not None]:
-                self.now = max(self.now, min(dues))
-                idle += 1
-            else:
+        for _ in range(1000):
+            self.write(acknowledge=True)
+            if not self.flying:
                 return delivered
-        raise Violation("an end of a link says again and again that something is due, and sends nothing")
+            delivered = True
+            while self.flying:
+                self.deliver(to, 0)
+        raise Violation("the ends say something again and again")

@@ -1,4 +1,4 @@
-"""Control messages: in one frame where they come together, acknowledged, repeated, and never for the dead."""
+"""Control messages: in one frame where they come together, acknowledged, and never for the dead."""
 
 from __future__ import annotations
 
@@ -8,38 +8,20 @@ from typing import Any
 import pytest
 
 from rpc.errors import ProtocolError, WorkerLostError
-from rpc.group.control import Control
-from rpc.group.delivery import ACK_DELAY, RESEND_FIRST
+from rpc.group.control import ACK_SECONDS, Control
+from rpc.group.delivery import ACK_EVERY
 from rpc.runtime.mailbox import Mailbox
 from rpc.transport import INFINITE
 from rpc.wire.frames import Frame, Kind, decode_one
 from tests.support.clockwork import Clockwork
 
 
-class Worker:
-    """A worker's control messages: what it has heard, and whom it has lost."""
-
-    def __init__(self, name: str, clockwork: Clockwork) -> None:
-        self.name = name
-        self.lost: list[tuple[str, str]] = []
-        self.heard: list[tuple[str, Any]] = []
-        loop: Any = clockwork
-        self.control = Control(loop, Mailbox(loop), self.lose)
-        self.control.on("news", lambda peer, body: self.heard.append((peer.name, body)))
-
-    def lose(self, peer: Any, reason: str) -> None:
-        self.lost.append((peer.name, reason))
-        peer.lost = reason
-        self.control.forget(peer)
-
-
 class Road:
-    """What one worker sees of another: frames travel when the test says, or not at all."""
+    """What one worker sees of another: frames travel when the test says."""
 
-    is_self = False
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_self: bool = False) -> None:
         self.name = name
+        self.is_self = is_self
         self.lost: str | None = None
         self.frames: list[Frame] = []
 
@@ -51,30 +33,36 @@ class Road:
             raise WorkerLostError("it is gone", self.name, self.lost)
         self.frames.append(decode_one(bytearray().join(buffers)))
 
-    def deliver(self, to: Control, sender: Road) -> int:
-        """Let everything arrive; returns how many frames it was."""
-        frames, self.frames = self.frames, []
+
+class Worker:
+    """A worker's control messages: what it has heard, and whom it has lost."""
+
+    def __init__(self, name: str, clockwork: Clockwork) -> None:
+        self.lost: list[tuple[str, str]] = []
+        self.heard: list[tuple[str, Any]] = []
+        self.seen_as: Any = Road(name)
+        """How the other sees it."""
+        loop: Any = clockwork
+        self.control = Control(loop, Mailbox(loop), self.lose)
+        self.control.on("news", lambda peer, body: self.heard.append((peer.name, body)))
+
+    def lose(self, peer: Any, reason: str) -> None:
+        self.lost.append((peer.name, reason))
+        peer.lost = reason
+        self.control.forget(peer)
+
+    def receive(self, sender: Worker) -> int:
+        """Let everything arrive that was sent to this worker; returns how many frames it was."""
+        frames, self.seen_as.frames = self.seen_as.frames, []
         for frame in frames:
             assert frame.kind == Kind.CONTROL
-            to.received(sender, frame)  # type: ignore[arg-type]
+            self.control.received(sender.seen_as, frame)
         return len(frames)
 
 
-class Own(Road):
-    """The worker itself, as a peer."""
-
-    is_self = True
-
-
 @pytest.fixture
-def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
-    made = Clockwork()
-
-    class Time:
-        monotonic = staticmethod(lambda: made.now)
-
-    monkeypatch.setattr("rpc.group.control.time", Time)
-    return made
+def clockwork() -> Clockwork:
+    return Clockwork()
 
 
 @pytest.fixture
@@ -87,82 +75,61 @@ def there(clockwork: Clockwork) -> Worker:
     return Worker("there", clockwork)
 
 
-@pytest.fixture
-def to_there() -> Any:
-    return Road("there")
-
-
-@pytest.fixture
-def to_here() -> Any:
-    return Road("here")
-
-
 def test_messages_that_come_together_travel_in_one_frame(
-    clockwork: Clockwork, here: Worker, there: Worker, to_there: Any, to_here: Any
+    clockwork: Clockwork, here: Worker, there: Worker
 ) -> None:
     for number in range(100):
-        here.control.post(to_there, "news", number)
+        here.control.post(there.seen_as, "news", number)
     clockwork.advance(0)
-    assert to_there.deliver(there.control, to_here) == 1
+    assert there.receive(here) == 1
     assert there.heard == [("here", number) for number in range(100)]
     assert here.control.posted == 100
 
 
 def test_an_acknowledgement_travels_alone_only_where_nothing_else_does(
-    clockwork: Clockwork, here: Worker, there: Worker, to_there: Any, to_here: Any
+    clockwork: Clockwork, here: Worker, there: Worker
 ) -> None:
-    here.control.post(to_there, "news", 1)
+    here.control.post(there.seen_as, "news", 1)
     clockwork.advance(0)
-    to_there.deliver(there.control, to_here)
+    there.receive(here)
     assert here.control.unacknowledged() == 1
-    clockwork.advance(ACK_DELAY * 0.9)
-    assert to_here.frames == []
-    clockwork.advance(ACK_DELAY * 0.2)
-    assert to_here.deliver(here.control, to_there) == 1
+    clockwork.advance(ACK_SECONDS * 0.9)
+    assert here.receive(there) == 0
+    clockwork.advance(ACK_SECONDS * 0.2)
+    assert here.receive(there) == 1
     assert here.control.unacknowledged() == 0
-    there.control.post(to_here, "news", 2)  # an answer carries the acknowledgement
-    here.control.post(to_there, "news", 3)
+    here.control.post(there.seen_as, "news", 3)
     clockwork.advance(0)
-    to_there.deliver(there.control, to_here)
-    there.control.post(to_here, "news", 4)
+    there.receive(here)
+    there.control.post(here.seen_as, "news", 4)  # carries the acknowledgement
     clockwork.advance(0)
-    to_here.deliver(here.control, to_there)
-    assert here.control.unacknowledged() == 0
-
-
-def test_what_is_not_acknowledged_is_sent_again_until_it_is(
-    clockwork: Clockwork, here: Worker, there: Worker, to_there: Any, to_here: Any
-) -> None:
-    here.control.post(to_there, "news", 1)
-    clockwork.advance(0)
-    to_there.frames.clear()  # lost
-    clockwork.advance(RESEND_FIRST * 1.01)
-    assert to_there.deliver(there.control, to_here) == 1
-    clockwork.advance(ACK_DELAY)
-    to_here.frames.clear()  # the acknowledgement is lost
-    clockwork.advance(RESEND_FIRST * 3)
-    assert to_there.deliver(there.control, to_here) >= 1
-    assert there.heard == [("here", 1)]  # once
-    clockwork.advance(ACK_DELAY)
-    assert to_here.deliver(here.control, to_there) == 1
+    here.receive(there)
     assert here.control.unacknowledged() == 0
 
 
-def test_an_idle_link_sets_no_timer(
-    clockwork: Clockwork, here: Worker, there: Worker, to_there: Any, to_here: Any
-) -> None:
-    here.control.post(to_there, "news", 1)
+def test_many_messages_are_acknowledged_at_once(clockwork: Clockwork, here: Worker, there: Worker) -> None:
+    for number in range(ACK_EVERY):
+        here.control.post(there.seen_as, "news", number)
     clockwork.advance(0)
-    to_there.deliver(there.control, to_here)
-    clockwork.advance(ACK_DELAY * 1.01)
-    to_here.deliver(here.control, to_there)
+    there.receive(here)
+    clockwork.advance(0)
+    assert here.receive(there) == 1
+    assert here.control.unacknowledged() == 0
+
+
+def test_who_is_idle_sets_no_timer(clockwork: Clockwork, here: Worker, there: Worker) -> None:
+    here.control.post(there.seen_as, "news", 1)
+    clockwork.advance(0)
+    there.receive(here)
+    clockwork.advance(ACK_SECONDS * 1.01)
+    here.receive(there)
     clockwork.advance(60)
     assert clockwork.ringing() == []
-    assert to_there.frames == to_here.frames == []
+    assert here.receive(there) == there.receive(here) == 0
 
 
 def test_a_worker_can_send_to_itself_without_a_frame(clockwork: Clockwork, here: Worker) -> None:
-    own: Any = Own("here")
+    own: Any = Road("here", is_self=True)
     here.control.post(own, "news", [1, "two"])
     assert here.heard == []  # not before the loop gets to it
     clockwork.advance(0)
@@ -170,55 +137,48 @@ def test_a_worker_can_send_to_itself_without_a_frame(clockwork: Clockwork, here:
     assert own.frames == []
 
 
-def test_messages_for_a_gone_worker_are_dropped(clockwork: Clockwork, here: Worker, to_there: Any) -> None:
-    here.control.post(to_there, "news", 1)
+def test_messages_for_a_gone_worker_are_dropped(clockwork: Clockwork, here: Worker, there: Worker) -> None:
+    here.control.post(there.seen_as, "news", 1)
     clockwork.advance(0)
     assert here.control.unacknowledged() == 1
-    here.lose(to_there, "it died")
-    here.control.post(to_there, "news", 2)
+    here.lose(there.seen_as, "it died")
+    here.control.post(there.seen_as, "news", 2)
     clockwork.advance(60)
     assert here.control.unacknowledged() == 0
-    assert len(to_there.frames) == 1
-    assert clockwork.ringing() == []
+    assert there.receive(here) == 1
 
 
 def test_a_worker_that_goes_while_its_messages_are_being_sent_is_no_error(
-    clockwork: Clockwork, here: Worker, to_there: Any
+    clockwork: Clockwork, here: Worker, there: Worker
 ) -> None:
-    here.control.post(to_there, "news", 1)
-    to_there.lost = None
+    here.control.post(there.seen_as, "news", 1)
     clockwork.soon, pending = [], clockwork.soon
     for callback in pending:
         callback()  # queued, not yet sent
-    to_there.lost = "it died just now"
-    clockwork.advance(0)
-    assert here.lost == []
-    here.control.forget(to_there)
+    there.seen_as.lost = "it died just now"
     clockwork.advance(60)
-    assert clockwork.ringing() == []
+    assert here.lost == []
 
 
 def test_a_message_that_cannot_be_sent_loses_its_receiver_and_nobody_else(
-    clockwork: Clockwork, here: Worker, there: Worker, to_there: Any, to_here: Any
+    clockwork: Clockwork, here: Worker, there: Worker
 ) -> None:
     other: Any = Road("other")
-    here.control.post(to_there, "news", object())
-    here.control.post(other, "news", 1)
+    here.control.post(other, "news", object())
+    here.control.post(there.seen_as, "news", 1)
     clockwork.advance(60)
     ((name, reason),) = here.lost
-    assert name == "there"
+    assert name == "other"
     assert reason.startswith("a control message to it cannot be sent: ")
-    assert to_there.frames == []
-    assert other.deliver(there.control, to_here) >= 1
+    assert other.frames == []
+    there.receive(here)
     assert there.heard == [("here", 1)]
 
 
-def test_texts_need_not_be_valid_unicode(
-    clockwork: Clockwork, here: Worker, there: Worker, to_there: Any, to_here: Any
-) -> None:
-    here.control.post(to_there, "news", "lone \udcff surrogate")
+def test_texts_need_not_be_valid_unicode(clockwork: Clockwork, here: Worker, there: Worker) -> None:
+    here.control.post(there.seen_as, "news", "lone \udcff surrogate")
     clockwork.advance(0)
-    to_there.deliver(there.control, to_here)
+    there.receive(here)
     assert there.heard == [("here", "lone \udcff surrogate")]
 
 
@@ -231,15 +191,13 @@ def test_a_topic_belongs_to_one_handler(here: Worker) -> None:
     "message", [["gossip", 1], ["news"], ["news", 1, 2], [1, 1], "news", None, {"news": 1}], ids=str
 )
 def test_a_message_that_nobody_follows_or_that_cannot_be_is_a_violation(
-    here: Worker, to_there: Any, message: object
+    here: Worker, there: Worker, message: object
 ) -> None:
     with pytest.raises(ProtocolError, match="control message"):
-        here.control.received(to_there, Frame(Kind.CONTROL, 0, {"batch": [0, [], 1, [message]]}, []))
+        here.control.received(there.seen_as, Frame(Kind.CONTROL, 0, {"batch": [0, 1, [message]]}, []))
 
 
-@pytest.mark.parametrize(
-    "header", [{}, {"batch": None}, {"batch": [0, [], 1]}, {"batch": [5, [], 1, []]}], ids=str
-)
-def test_a_batch_that_cannot_be_is_a_violation(here: Worker, to_there: Any, header: dict[str, Any]) -> None:
+@pytest.mark.parametrize("header", [{}, {"batch": None}, {"batch": [0, 1]}, {"batch": [5, 1, []]}], ids=str)
+def test_a_batch_that_cannot_be_is_a_violation(here: Worker, there: Worker, header: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="a batch of control messages that cannot be"):
-        here.control.received(to_there, Frame(Kind.CONTROL, 0, header, []))
+        here.control.received(there.seen_as, Frame(Kind.CONTROL, 0, header, []))
