@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Generic, Literal, TypeVar, overload
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Literal, TypeVar, cast
 
 import torch
 
@@ -34,29 +35,36 @@ MAX_STRIPES: Final = 64
 _MIB = 1 << 20
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
-class _Option(Generic[T]):
-    """An attribute that passes what is assigned to it through a check, which may also normalize it."""
+class _Option(Generic[T, S]):
+    """A field that passes what is assigned to it through a check, which may also normalize it.
 
-    def __init__(self, check: Callable[[str, Any], T]) -> None:
+    Args:
+        default: what an option that is not given is set to.
+        check: called with the option's name and what is assigned.
+        copy: called with what is stored when it is read, where that can be changed.
+    """
+
+    def __init__(
+        self, default: S, check: Callable[[str, Any], T], copy: Callable[[T], T] | None = None
+    ) -> None:
+        self._default = default
         self._check = check
+        self._copy = copy
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
         self._slot = f"_{name}"
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> _Option[T]: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object | None, owner: type) -> _Option[T] | T:
-        if instance is None:
-            return self
+    def __get__(self, instance: object | None, owner: type) -> T:
+        if instance is None:  # a dataclass asks for the default
+            return self._default  # type: ignore[return-value]
         value: T = instance.__dict__[self._slot]
-        return value
+        return value if self._copy is None else self._copy(value)
 
-    def __set__(self, instance: object, value: Any) -> None:
+    def __set__(self, instance: object, value: S) -> None:
         instance.__dict__[self._slot] = self._check(self._name, value)
 
 
@@ -66,59 +74,45 @@ def _wrong_type(name: str, value: object, wanted: str) -> TypeError:
     )
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise _wrong_type(name, value, "a number of seconds")
-    return float(value)
+def _seconds(wanted: str, is_right: Callable[[float], bool]) -> Callable[[str, Any], float]:
+    def check(name: str, value: object) -> float:
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+            raise _wrong_type(name, value, "a number of seconds")
+        seconds = float(value)
+        if not (is_right(seconds) and seconds < math.inf):
+            raise InvalidOptionError(f"{name} must be a {wanted}, got {value!r}")
+        return seconds
+
+    return check
 
 
-def _seconds_or_zero(name: str, value: object) -> float:
-    seconds = _number(name, value)
-    if not (0 <= seconds < math.inf):
-        raise InvalidOptionError(
-            f"{name} must be a non-negative, finite number of seconds (0: no timeout), got {value!r}"
-        )
-    return seconds
-
-
-def _positive_seconds(name: str, value: object) -> float:
-    seconds = _number(name, value)
-    if not (0 < seconds < math.inf):
-        raise InvalidOptionError(f"{name} must be a positive, finite number of seconds, got {value!r}")
-    return seconds
+_positive_seconds = _seconds("positive, finite number of seconds", lambda seconds: seconds > 0)
+_seconds_or_zero = _seconds(
+    "non-negative, finite number of seconds (0: no timeout)", lambda seconds: seconds >= 0
+)
 
 
 def _interval_or_none(name: str, value: object) -> float | None:
     return None if value is None else _positive_seconds(name, value)
 
 
-def _int_or_zero(name: str, value: object) -> int:
-    if not hasattr(value, "__index__") or isinstance(value, bool):
-        raise _wrong_type(name, value, "an integer")
-    number = int(value)
-    if number < 0:
-        raise InvalidOptionError(f"{name} must not be negative, got {number}")
-    return number
+def _integer(least: int, most: float = math.inf) -> Callable[[str, Any], int]:
+    def check(name: str, value: object) -> int:
+        if not hasattr(value, "__index__") or isinstance(value, bool):
+            raise _wrong_type(name, value, "an integer")
+        number = int(value)
+        if not least <= number <= most:
+            limit = f"at least {least}" if number < least else f"at most {most}"
+            raise InvalidOptionError(f"{name} must be {limit}, got {number}")
+        return number
 
-
-def _positive_int(name: str, value: object) -> int:
-    number = _int_or_zero(name, value)
-    if number <= 0:
-        raise InvalidOptionError(f"{name} must be positive, got {number}")
-    return number
+    return check
 
 
 def _string(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise _wrong_type(name, value, "a string")
     return value
-
-
-def _stripes(name: str, value: object) -> int:
-    number = _positive_int(name, value)
-    if number > MAX_STRIPES:
-        raise InvalidOptionError(f"{name} must be at most {MAX_STRIPES}, got {number}")
-    return number
 
 
 def _bool(name: str, value: object) -> bool:
@@ -146,12 +140,24 @@ def _listen(name: str, value: object) -> str | None:
     return text
 
 
-def _deserialization(name: str, value: object) -> Literal["pickle", "safe"]:
-    if value == "pickle":
-        return "pickle"
-    if value == "safe":
-        return "safe"
-    raise InvalidOptionError(f'{name} must be "pickle" or "safe", got {value!r}')
+def _deserialization(name: str, value: Any) -> Literal["pickle", "safe"]:
+    if value not in ("pickle", "safe"):
+        raise InvalidOptionError(f'{name} must be "pickle" or "safe", got {value!r}')
+    return cast('Literal["pickle", "safe"]', value)
+
+
+def _device_maps(
+    _: str, device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None
+) -> dict[str, DeviceMap]:
+    return {callee: to_device_map(each) for callee, each in (device_maps or {}).items()}
+
+
+def _copy_of_device_maps(device_maps: dict[str, DeviceMap]) -> dict[str, DeviceMap]:
+    return {callee: dict(device_map) for callee, device_map in device_maps.items()}
+
+
+def _devices(_: str, devices: Iterable[DeviceLike] | None) -> list[torch.device]:
+    return to_device_list(devices or ())
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -175,6 +181,11 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host, int(port or 0)
 
 
+_RPC_TIMEOUT: Final = _Option(DEFAULT_RPC_TIMEOUT, _seconds_or_zero)
+_INIT_METHOD: Final = _Option(DEFAULT_INIT_METHOD, _string)
+
+
+@dataclass(eq=False)
 class RpcBackendOptions:
     """Options that every backend has; also the base class of a registered backend's own options.
 
@@ -187,22 +198,11 @@ class RpcBackendOptions:
         TypeError: a value is of the wrong type.
     """
 
-    rpc_timeout = _Option(_seconds_or_zero)
-    init_method = _Option(_string)
-
-    def __init__(
-        self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD
-    ) -> None:
-        self.rpc_timeout = rpc_timeout
-        self.init_method = init_method
-
-    def __repr__(self) -> str:
-        values = ", ".join(
-            f"{name.removeprefix('_')}={value!r}" for name, value in vars(self).items() if name[:1] == "_"
-        )
-        return f"{type(self).__name__}({values})"
+    rpc_timeout: _Option[float, float] = _RPC_TIMEOUT
+    init_method: _Option[str, str] = _INIT_METHOD
 
 
+@dataclass(eq=False, kw_only=True)
 class AgentOptions(RpcBackendOptions):
     """Options of farcall's agent. All can also be set as attributes, until ``init_rpc`` reads them.
 
@@ -258,75 +258,29 @@ class AgentOptions(RpcBackendOptions):
         rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
     """
 
-    num_worker_threads = _Option(_positive_int)
-    max_worker_threads = _Option(_positive_int)
-    dynamic = _Option(_bool)
-    rendezvous_timeout = _Option(_positive_seconds)
-    switch_interval = _Option(_interval_or_none)
-    send_queue_bytes = _Option(_positive_int)
-    max_message_bytes = _Option(_positive_int)
-    shared_memory_bytes = _Option(_int_or_zero)
-    kept_memory_bytes = _Option(_int_or_zero)
-    tcp_stripes = _Option(_stripes)
-    transports = _Option(_transports)
-    listen = _Option(_listen)
-    deserialization = _Option(_deserialization)
-
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT,
-        init_method: str = DEFAULT_INIT_METHOD,
-        device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
-        devices: Iterable[DeviceLike] | None = None,
-        max_worker_threads: int = 512,
-        dynamic: bool = False,
-        rendezvous_timeout: float = 300.0,
-        switch_interval: float | None = 0.0005,
-        send_queue_bytes: int = 64 * _MIB,
-        max_message_bytes: int = 64 * 1024 * _MIB,
-        transports: Iterable[str] | None = None,
-        shared_memory_bytes: int = 1024 * _MIB,
-        kept_memory_bytes: int = 64 * _MIB,
-        tcp_stripes: int = 1,
-        listen: str | None = None,
-        deserialization: Literal["pickle", "safe"] = "pickle",
-    ) -> None:
-        super().__init__(rpc_timeout, init_method)
-        self.num_worker_threads = num_worker_threads
-        self.device_maps = device_maps if device_maps is not None else {}
-        self.devices = devices if devices is not None else ()
-        self.max_worker_threads = max_worker_threads
-        self.dynamic = dynamic
-        self.rendezvous_timeout = rendezvous_timeout
-        self.switch_interval = switch_interval
-        self.send_queue_bytes = send_queue_bytes
-        self.max_message_bytes = max_message_bytes
-        self.transports = transports
-        self.shared_memory_bytes = shared_memory_bytes
-        self.kept_memory_bytes = kept_memory_bytes
-        self.tcp_stripes = tcp_stripes
-        self.listen = listen
-        self.deserialization = deserialization
-
-    @property
-    def device_maps(self) -> dict[str, DeviceMap]:
-        """A copy of the device maps, by callee; to change one, use ``set_device_map``."""
-        return {callee: dict(device_map) for callee, device_map in self._device_maps.items()}
-
-    @device_maps.setter
-    def device_maps(self, device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]]) -> None:
-        self._device_maps = {callee: to_device_map(each) for callee, each in device_maps.items()}
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """A copy of the list of local CUDA devices; to change it, assign or use ``set_devices``."""
-        return list(self._devices)
-
-    @devices.setter
-    def devices(self, devices: Iterable[DeviceLike]) -> None:
-        self._devices = to_device_list(devices)
+    rpc_timeout: _Option[float, float] = _RPC_TIMEOUT  # again, since here it is given by name only
+    init_method: _Option[str, str] = _INIT_METHOD
+    num_worker_threads: _Option[int, int] = _Option(DEFAULT_NUM_WORKER_THREADS, _integer(1))
+    max_worker_threads: _Option[int, int] = _Option(512, _integer(1))
+    device_maps: _Option[dict[str, DeviceMap], Mapping[str, Mapping[DeviceLike, DeviceLike]] | None] = (
+        _Option(None, _device_maps, _copy_of_device_maps)
+    )
+    devices: _Option[list[torch.device], Iterable[DeviceLike] | None] = _Option(
+        None, _devices, list[torch.device]
+    )
+    dynamic: _Option[bool, bool] = _Option(False, _bool)
+    rendezvous_timeout: _Option[float, float] = _Option(300.0, _positive_seconds)
+    switch_interval: _Option[float | None, float | None] = _Option(0.0005, _interval_or_none)
+    send_queue_bytes: _Option[int, int] = _Option(64 * _MIB, _integer(1))
+    max_message_bytes: _Option[int, int] = _Option(64 * 1024 * _MIB, _integer(1))
+    transports: _Option[tuple[str, ...] | None, Iterable[str] | None] = _Option(None, _transports)
+    shared_memory_bytes: _Option[int, int] = _Option(1024 * _MIB, _integer(0))
+    kept_memory_bytes: _Option[int, int] = _Option(64 * _MIB, _integer(0))
+    tcp_stripes: _Option[int, int] = _Option(1, _integer(1, MAX_STRIPES))
+    listen: _Option[str | None, str | None] = _Option(None, _listen)
+    deserialization: _Option[Literal["pickle", "safe"], Literal["pickle", "safe"]] = _Option(
+        "pickle", _deserialization
+    )
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> None:
         """Add to the device map for one callee.
@@ -339,7 +293,8 @@ class AgentOptions(RpcBackendOptions):
             ValueError: the map is not one to one, or maps a device that an earlier call mapped elsewhere.
         """
         addition = to_device_map(device_map)
-        present = self._device_maps.setdefault(to, {})
+        device_maps = self.device_maps
+        present = device_maps.setdefault(to, {})
         for source, target in addition.items():
             if present.get(source, target) != target:
                 raise ValueError(
@@ -347,6 +302,7 @@ class AgentOptions(RpcBackendOptions):
                     f"{present[source]} for {to!r}, cannot map it to {target} too"
                 )
         present.update(addition)
+        self.device_maps = device_maps  # type: ignore[assignment]  # a Mapping is invariant in its keys
 
     def set_devices(self, devices: Iterable[DeviceLike]) -> None:
         """Set the local CUDA devices that the agent uses."""
