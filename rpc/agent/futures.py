@@ -1,15 +1,16 @@
 """The future of a call that users hold, and waiting for many of them.
 
-When a reply arrives, the loop only stores it (see ``pending``). If a thread waits for it, that thread is
+When a reply arrives, it is only stored (see ``pending_call``). If a thread waits for it, that thread is
 woken, decodes it and completes the future, at no cost of a further hand-over; where nobody waits, an executor
-thread does it. Both may try: the second waits for the first to have decoded. What a waiting thread was about
-to do when Ctrl-C hit it is then done by an executor thread.
+thread does it. Both may try: the second waits until the first has decoded. If Ctrl-C ends the wait of the
+first, an executor thread takes over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterator
@@ -20,6 +21,7 @@ import torch
 
 from rpc.agent.pending_call import PendingCall
 from rpc.runtime.blocking import check_may_block, wait_for, wait_for_event
+from rpc.runtime.interrupts import interruptible, protected
 
 __all__ = ["Future", "collected_futures", "wait_all", "wait_futures"]
 
@@ -36,6 +38,7 @@ _value_of = torch._C.Future.wait
 
 class _ThreadState(threading.local):
     interruption: KeyboardInterrupt | None = None
+    """Ctrl-C that has hit a callback on this thread, where PyTorch would only print it."""
 
 
 _thread_state: Final = _ThreadState()
@@ -56,16 +59,15 @@ class Future(torch.futures.Future[T]):
         total = await future            # in a coroutine, on any asyncio loop
     """
 
-    __slots__ = ("_call", "_claim", "_ending", "_following")
+    __slots__ = ("_call", "_claim", "_ending")
 
     _call: PendingCall | None
-    _claim: LockType | None
+    _claim: LockType
     _ending: tuple[Any, BaseException | None] | None
-    _following: list[_Continuation] | None
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
-        self._call = self._claim = self._ending = self._following = None
+        self._call = None
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
@@ -74,31 +76,32 @@ class Future(torch.futures.Future[T]):
         _construct(future, _NO_DEVICES)  # what PyTorch's constructor does, at half the cost
         future._call = call
         future._claim = allocate_lock()
-        future._ending = future._following = None
+        future._ending = None
         call.future = future
         if call.outcome is not None:
             call.owner.complete_soon(future)
         return future
 
+    @protected
     def complete(self, _: object = None) -> None:
-        """Decode the reply, which has arrived, and complete the future, unless somebody else has.
-
-        Every step is safe to repeat, since Ctrl-C may come between any two of them.
-        """
-        call, claim = self._call, self._claim
-        if call is None or claim is None:
+        """Decode the reply, which has arrived, and complete the future, unless somebody else has."""
+        call = self._call
+        if call is None:
             return
         interruption: KeyboardInterrupt | None = None
-        with claim:
-            ending = self._ending
-            if ending is None:
-                ending = self._ending = _decoded(call)
-                if isinstance(ending[1], KeyboardInterrupt):
-                    interruption = ending[1]
+        while (ending := self._ending) is None:
+            if not self._claim.acquire(blocking=False):
+                _until_free(self._claim)  # another thread decodes
+                continue
+            try:
+                self._ending = _decode(call), None
+            except BaseException as error:
+                self._ending = None, error
+                if isinstance(error, KeyboardInterrupt):
+                    interruption = error
+            self._claim.release()
         _end(self, *ending)
         self._call = None
-        if self._following:
-            self._follow()
         if interruption is not None:
             raise interruption
 
@@ -114,23 +117,26 @@ class Future(torch.futures.Future[T]):
         """
         if not _is_done(self):
             check_may_block()
-            call = self._call
-            if call is not None:
-                try:
-                    call.wait_settled()
-                    self.complete()
-                except BaseException:
-                    if call.settled():
-                        call.owner.complete_soon(self)
-                    raise
-                _raise_interruption()
-            elif self._claim is None:
-                done = threading.Lock()
+            if self._call is not None:
+                self._wait_for(self._call)
+            if not _is_done(self):  # it is no call's, or another thread is about to complete it
+                done = allocate_lock()
                 done.acquire()
-                self.add_done_callback(lambda _: done.release())
-                if not _is_done(self):  # else Ctrl-C may have come in the callback, where it has no effect
-                    wait_for(done)
+                self.add_done_callback(functools.partial(_release, done))
+                wait_for(done)
         return cast("T", _value_of(self))
+
+    def _wait_for(self, call: PendingCall) -> None:
+        try:
+            call.wait_settled()
+            self.complete()
+        except BaseException:
+            if call.settled():
+                call.owner.complete_soon(self)
+            raise
+        interruption, _thread_state.interruption = _thread_state.interruption, None
+        if interruption is not None:
+            raise interruption
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what ``callback`` returns, given this future once it is completed.
@@ -142,18 +148,8 @@ class Future(torch.futures.Future[T]):
         if not callable(callback):
             super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
         continuation = _Continuation(self, callback)
-        if self._following is None:
-            self._following = []
-        self._following.append(continuation)
         self.add_done_callback(continuation)
-        if _is_done(self):
-            self._follow()
         return cast("Future[S]", continuation.future)
-
-    def _follow(self) -> None:
-        """Run what ``then`` has added, unless PyTorch has: see ``_Continuation``."""
-        for continuation in self._following or ():
-            continuation(self)
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -174,59 +170,57 @@ class Future(torch.futures.Future[T]):
 
 
 class _Continuation:
-    """What ``then`` has added to a future: it completes the next one. It runs once, however often called.
+    """What ``then`` has added to a future: it completes the next one."""
 
-    PyTorch calls it, and only prints what is raised before its first line, where a thread that waited for
-    the interpreter notices Ctrl-C. So whoever completes the future, or finds it completed, calls it again.
-    """
-
-    __slots__ = ("_due", "_source", "future")
+    __slots__ = ("_callback", "_context", "_source", "future")
 
     def __init__(self, source: Future[Any], callback: Callable[[Any], Any]) -> None:
         self.future: Future[Any] = Future()
         self._source: Future[Any] | None = source
-        context = copy_context()
-        self._due: list[Callable[[Any], Any]] = [lambda source: context.run(callback, source)]
+        self._callback = callback
+        self._context = copy_context()
 
+    @protected
     def __call__(self, _: object) -> None:
         try:
-            callback = self._due.pop()
-        except IndexError:
-            return
-        try:
-            _end(self.future, callback(self._source), None)
+            _end(self.future, self._run(), None)
         except BaseException as error:
             if not _is_done(self.future):
                 _fail(self.future, RuntimeError(f"{type(error).__name__}: {error}"), error)
             if isinstance(error, KeyboardInterrupt):
-                _thread_state.interruption = error  # raised here, it would only be printed
+                _thread_state.interruption = error
         self._source = None  # which refers to this object
-        self.future._follow()
+
+    @interruptible
+    def _run(self) -> Any:
+        return self._context.run(self._callback, self._source)
 
 
-def _raise_interruption() -> None:
-    """Raise the Ctrl-C that hit a callback on this thread."""
-    interruption = _thread_state.interruption
-    if interruption is not None:
-        _thread_state.interruption = None
-        raise interruption
+@protected
+def _release(lock: LockType, _: object) -> None:
+    lock.release()
 
 
-def _decoded(call: PendingCall) -> tuple[Any, BaseException | None]:
-    """How a settled call ended: a value or an error."""
+@interruptible
+def _until_free(lock: LockType) -> None:
+    with lock:
+        pass
+
+
+@interruptible
+def _decode(call: PendingCall) -> Any:
+    """The value of a call that has ended; raises its error."""
     outcome = call.outcome
     assert outcome is not None
     call.what = None  # see ``PendingCall.result``
     if isinstance(outcome, BaseException):
-        return None, outcome
-    try:
-        return call.owner.decode(call, outcome), None
-    except BaseException as error:
-        return None, error
+        raise outcome
+    return call.owner.decode(call, outcome)
 
 
+@interruptible
 def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | None) -> None:
-    """Complete a future, unless another thread has just done so."""
+    """Complete a future, which runs its callbacks, unless another thread has just done so."""
     try:
         if error is None:
             _set_result(future, value)
@@ -288,18 +282,10 @@ def wait_futures(futures: list[Any]) -> list[Any]:
     """
     changed = threading.Event()
     done: list[torch.futures.Future[Any]] = []
-
-    def completed(future: torch.futures.Future[Any]) -> Callable[[object], None]:
-        def note(_: object) -> None:
-            done.append(future)
-            changed.set()
-
-        return note
-
     if any(not future.done() for future in futures):
         check_may_block()
     for future in futures:
-        future.add_done_callback(completed(future))
+        future.add_done_callback(functools.partial(_note, future, done, changed))
     for index in range(len(futures)):
         while len(done) <= index:
             changed.clear()
@@ -307,3 +293,9 @@ def wait_futures(futures: list[Any]) -> list[Any]:
                 wait_for_event(changed)
         done[index].value()
     return [cast("torch.futures.Future[Any]", future).value() for future in futures]
+
+
+@protected
+def _note(future: torch.futures.Future[Any], done: list[Any], changed: threading.Event, _: object) -> None:
+    done.append(future)
+    changed.set()

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Final
 
 from rpc.errors import BlockingCallError
+from rpc.runtime.interrupts import interruptible
 
 __all__ = ["INFINITE", "check_may_block", "forbid_blocking", "wait_for", "wait_for_event"]
 
@@ -37,6 +38,7 @@ def check_may_block() -> None:
         raise BlockingCallError(why)
 
 
+@interruptible
 def wait_for(lock: LockType, deadline: float = INFINITE) -> bool:
     """Acquire a lock that another thread releases. Ctrl-C interrupts.
 
@@ -55,6 +57,7 @@ def wait_for(lock: LockType, deadline: float = INFINITE) -> bool:
     return True
 
 
+@interruptible
 def wait_for_event(event: threading.Event, deadline: float = INFINITE) -> bool:
     """As ``wait_for``, for an event."""
     while not event.wait(min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +18,7 @@ import uvloop
 from rpc.agent.futures import Future, wait_all
 from rpc.agent.pending_call import PendingCall
 from rpc.errors import RpcTimeoutError
+from rpc.runtime.interrupts import defer_interrupts
 from tests.support.answering import Owner, fail, when_waiting
 from tests.support.streams import SOON, until
 
@@ -337,3 +341,55 @@ def test_a_loop_that_ended_meanwhile_is_no_error(owner: Owner, caplog: pytest.Lo
     owner.answer(call, 42)
     assert future.wait() == 42
     assert not caplog.records
+
+
+# ---- Ctrl-C
+
+
+@pytest.fixture
+def deferred() -> Iterator[None]:
+    """Ctrl-C is deferred as while an agent runs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert defer_interrupts()
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("deferred")
+def test_ctrl_c_at_any_moment_loses_no_completion(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
+    chance = random.Random(7)
+    main = threading.main_thread().ident or 0
+    waited = 0
+    for index in range(300):
+        call, future = owner.future()
+        following = future.then(lambda done: done.value())
+        started = threading.Event()
+
+        def disturb(
+            call: PendingCall = call,
+            started: threading.Event = started,
+            index: int = index,
+            delay: int = chance.randrange(60),
+        ) -> None:
+            started.wait(SOON)
+            if index % 2:
+                owner.answer(call, index)
+            for _ in range(delay):
+                pass
+            signal.pthread_kill(main, signal.SIGINT)
+            if not index % 2:
+                owner.answer(call, index)
+
+        disturbing = other_thread.submit(disturb)
+        try:
+            started.set()
+            assert future.wait() == index
+            waited += 1
+            threading.Event().wait(SOON)
+        except KeyboardInterrupt:
+            pass
+        disturbing.result(SOON)
+        until(following.done)
+        with contextlib.suppress(RuntimeError):  # it may have hit the decoding or the callback
+            assert following.value() == index
+    assert waited < 300

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
 import pytest
 
-from rpc.agent import futures
 from rpc.agent.futures import Future, collected_futures, wait_all, wait_futures
 from rpc.agent.pending_call import PendingCall
 from rpc.errors import BlockingCallError
@@ -265,81 +260,3 @@ def test_ctrl_c_in_a_callback_that_a_waiting_thread_runs_is_raised_there(
     assert future.wait() == 42
     with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
         following.wait()
-
-
-@pytest.mark.parametrize("step", ["wait_settled", "complete", "_decoded", "_end"])
-def test_ctrl_c_between_any_two_steps_loses_no_completion(
-    owner: Owner, other_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    where: Any = {"wait_settled": PendingCall, "complete": Future}.get(step, futures)
-    function = getattr(where, step)
-
-    def interrupted(*args: Any) -> Any:
-        result = function(*args)
-        if threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt
-        return result
-
-    call, future = owner.future()
-    other_thread.submit(when_waiting(call, owner.answer, call, 42))
-    with monkeypatch.context() as patch:
-        patch.setattr(where, step, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            future.wait()
-    until(future.done)
-    assert future.wait() == 42
-
-
-class _Storm(KeyboardInterrupt):
-    """Ctrl-C that only our own handler raises."""
-
-
-def test_ctrl_c_at_any_moment_loses_no_completion(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
-    armed = False
-    interruptions = 0
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise _Storm
-
-    chance = random.Random(7)
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        for index in range(300):
-            call, future = owner.future()
-            following = future.then(lambda done: done.value())
-            start = threading.Event()
-
-            def disturb(
-                call: PendingCall = call,
-                start: threading.Event = start,
-                index: int = index,
-                delay: int = chance.randrange(60),
-            ) -> None:
-                start.wait(SOON)
-                if index % 2:
-                    owner.answer(call, index)
-                for _ in range(delay):
-                    pass
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-                if not index % 2:
-                    owner.answer(call, index)
-
-            disturbing = other_thread.submit(disturb)
-            try:
-                armed = True
-                start.set()
-                assert future.wait() == index
-                armed = False
-            except _Storm:
-                interruptions += 1
-            armed = False
-            disturbing.result(SOON)
-            until(following.done)
-            with contextlib.suppress(RuntimeError):  # it may have hit the decoding or the callback
-                assert following.value() == index
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert interruptions
