@@ -3,6 +3,7 @@
 #   make demo         train a model with one parameter server and two trainers
 #   make test         lint and all tests
 #   make test-fast    the tests that need no processes of their own
+#   make test-nightly what is slow and rarely finds anything: more examples of each kind, 3,000 random programs
 #   make lint         ruff and mypy
 #   make conformance  PyTorch's own RPC test suites, against farcall
 #   make bench        farcall beside torch.distributed.rpc
@@ -29,16 +30,22 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-fast lint conformance bench clean distclean setup
+.PHONY: demo test test-fast test-nightly lint conformance bench clean distclean setup
 
 demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not processes" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not processes and not nightly" $(PYTEST_ARGS)
+
+test-nightly: $(READY)
+	FARCALL_TEST_EFFORT=20 $(BIN)/python -m pytest --timeout 900 $(PYTEST_ARGS)
+	$(BIN)/python -m tests.fuzz.autograd.programs --count 3000
+	$(BIN)/python -m tests.fuzz.autograd.programs --count 300 --faults errors
+	$(BIN)/python -m tests.fuzz.autograd.programs --count 300 --faults deaths
 
 lint: $(READY)
 	$(BIN)/ruff check

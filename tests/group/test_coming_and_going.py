@@ -6,7 +6,6 @@ import functools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -148,18 +147,6 @@ def test_simultaneous_first_calls_between_all_pairs(run_workers: RunWorkers, ele
     workers.wait_for("ready")
     workers.tell("go")
     assert workers.results() == [5] * 6
-
-
-def test_simultaneous_first_calls_many_times(run_workers: RunWorkers) -> None:
-    def call_again(worker: Worker) -> list[Any]:
-        answers = []
-        for _round in range(15):
-            with worker.group():
-                futures = [rpc.rpc_async(rank, int) for rank in range(worker.world_size)]
-                answers += [future.wait() for future in futures]
-        return answers
-
-    assert run_workers(call_again, 3) == [[0] * 45] * 3
 
 
 def test_a_worker_may_call_before_others_have_returned_from_init(run_workers: RunWorkers) -> None:

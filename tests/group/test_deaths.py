@@ -21,7 +21,7 @@ import rpc
 from rpc.errors import RpcError, WorkerLostError
 from rpc.options import AgentOptions
 from tests.support.refusals import refused
-from tests.support.serving import in_group, open_gate, serve, wait_at_gate
+from tests.support.serving import open_gate, serve, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker, WorkerProcess
 
@@ -117,22 +117,6 @@ def test_whoever_waits_for_a_killed_worker_is_told_which_and_why(run_workers: Ru
     workers.results()
     for survivor in (workers[0], workers[2]):
         assert len(re.findall(f"^{lost('worker1', 1)}", log_of(survivor), re.MULTILINE)) == 1
-
-
-def call_through(_: Worker) -> None:
-    with pytest.raises(WorkerLostError) as caught:
-        rpc.rpc_sync("worker1", rpc.rpc_sync, args=("worker2", wait_at_gate))
-    assert caught.value.worker == "worker2"
-    assert any("Traceback on worker 'worker1'" in note for note in caught.value.__notes__)
-    assert rpc.rpc_sync("worker1", my_name) == "worker1"
-
-
-def test_a_callees_own_loss_is_told_as_such(run_workers: RunWorkers) -> None:
-    passing_on = functools.partial(serve, rpc_timeout=0)
-    workers = run_workers.start([in_group(call_through, rpc_timeout=0), passing_on, serve_until_told])
-    workers[2].wait_for("at the gate")
-    workers[2].kill()
-    workers.results()
 
 
 # ---- the caller

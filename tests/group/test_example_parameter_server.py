@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,6 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "examples" / "parameter_server.py"
 FOREVER = ("--steps", "1000000")
-PROMPTLY = 4.0
-"""Seconds from a worker's death to the end of the demo; about one, but tests may run on a busy machine."""
 
 
 class Demo:
@@ -119,6 +116,7 @@ def test_it_trains_to_the_target_behind_progress_bars() -> None:
     assert_success(output)
 
 
+@pytest.mark.nightly
 def test_missing_the_target_is_a_failure_that_says_so() -> None:
     with demo("--steps", "1") as running:
         _, errors = running.finish()
@@ -126,37 +124,27 @@ def test_missing_the_target_is_a_failure_that_says_so() -> None:
     assert re.search(r"The accuracy is 0\.\d+; it should be 0\.95 at least", errors)
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["server", "trainer1"])
-def test_killing_a_worker_ends_it_promptly_and_names_the_worker(rank: int) -> None:
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.nightly)], ids=["server", "trainer1"])
+def test_killing_a_worker_ends_it_and_names_the_worker(rank: int) -> None:
     name = "server" if rank == 0 else f"trainer{rank - 1}"
     with demo(*FOREVER) as running:
         running.wait_until_training()
         pid = running.worker_pid(rank)
         os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
         _, errors = running.finish()
-        seconds = time.monotonic() - killed
         assert running.process.returncode == 1
     assert f"{name} (process {pid}) was killed by SIGKILL" in errors
-    assert seconds < PROMPTLY
 
 
-def test_ctrl_c_ends_it_quietly() -> None:
+@pytest.mark.parametrize(
+    "send",
+    [os.killpg, pytest.param(os.kill, marks=pytest.mark.nightly)],
+    ids=["Ctrl-C at the terminal", "to the command"],
+)
+def test_ctrl_c_ends_it_quietly_and_its_workers_with_it(send: Callable[[int, int], None]) -> None:
     with demo(*FOREVER) as running:
         running.wait_until_training()
-        os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
-        interrupted = time.monotonic()
-        _, errors = running.finish()
-        assert running.process.returncode == 130
-        assert time.monotonic() - interrupted < PROMPTLY
-    assert "interrupted" in errors
-    assert "Traceback" not in errors
-
-
-def test_ending_the_command_ends_the_workers() -> None:
-    with demo(*FOREVER) as running:
-        running.wait_until_training()
-        running.process.terminate()
+        send(running.process.pid, signal.SIGINT if send is os.killpg else signal.SIGTERM)
         _, errors = running.finish()
         assert running.process.returncode == 130
     assert "Traceback" not in errors
@@ -172,6 +160,7 @@ def by_hand(rank: int, port: int, *arguments: str) -> tuple[str, ...]:
     return ("--rank", str(rank), *group, *arguments)
 
 
+@pytest.mark.nightly
 def test_one_process_per_worker_by_hand() -> None:
     port = free_port()
     with contextlib.ExitStack() as stack:
@@ -184,20 +173,20 @@ def test_one_process_per_worker_by_hand() -> None:
     assert "trainer0: 1500 of 1500 updates" in output
 
 
+@pytest.mark.nightly
 def test_by_hand_the_others_name_a_worker_that_was_killed() -> None:
     port = free_port()
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(demo(*by_hand(rank, port, *FOREVER))) for rank in range(3)]
         workers[0].wait_until_training()
         workers[2].process.kill()
-        killed = time.monotonic()
         (_, server_errors), (_, trainer_errors) = workers[0].finish(), workers[1].finish()
-        assert time.monotonic() - killed < PROMPTLY
         assert [worker.process.returncode for worker in workers[:2]] == [1, 1]
     assert "trainer1" in server_errors
     assert "trainer1" in trainer_errors or "'server'" in trainer_errors
 
 
+@pytest.mark.nightly
 def test_under_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     with demo(prefix=(*torchrun, "--log-dir", str(tmp_path))) as running:
@@ -224,15 +213,3 @@ def test_wrong_arguments_are_refused(arguments: list[str], complaint: str) -> No
         assert running.process.returncode == 2
     assert complaint in errors
     assert errors.startswith("usage: parameter_server.py")
-
-
-def test_help_shows_every_way_to_run_it() -> None:
-    with demo("--help") as running:
-        output, _ = running.finish()
-    for way in (
-        "examples/parameter_server.py",
-        "--rank 1 --world-size 3",
-        "torchrun --nproc-per-node 3",
-        "--steps",
-    ):
-        assert way in output

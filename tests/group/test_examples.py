@@ -104,6 +104,7 @@ def test_it_reaches_what_it_is_to_show(run_workers: RunWorkers, name: str) -> No
     assert [output for _, output in results[1:]] == [""] * (example.workers - 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LIST)
 def test_missing_it_is_a_failure_that_says_so(run_workers: RunWorkers, name: str) -> None:
     example = LIST[name]
@@ -134,6 +135,7 @@ def start(name: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_worker_that_dies_ends_the_example_and_is_named() -> None:
     with leftovers.nothing_left():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import pickle
@@ -22,9 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import rpc
 from rpc.errors import ForkedProcessError, WorkerLostError
 from rpc.options import AgentOptions
-from rpc.runtime.current import current_agent
-from rref.references import References
-from tests.support.serving import first_of, open_gate, serve, wait_at_gate
+from tests.support.serving import first_of, open_gate, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker
 
@@ -120,39 +117,6 @@ def use_what_was_inherited(_: Worker) -> bool:
 
 def test_what_a_child_inherits_is_of_no_use_to_it_and_goes_on_here(run_workers: RunWorkers) -> None:
     assert first_of(run_workers, use_what_was_inherited)
-
-
-def fork_in_a_step(_: Worker) -> tuple[bool, bool]:
-    """What a child sees that was forked while another thread was in a step of the reference protocol."""
-    references: References = current_agent().extensions["rref"]
-    kept = rpc.remote("worker1", wait_at_gate)
-    stepping, forked = threading.Event(), threading.Event()
-
-    def step() -> None:
-        stepping.set()
-        forked.wait()
-
-    thread = threading.Thread(target=references.steps.do, args=(step,))
-    thread.start()
-    stepping.wait()
-
-    def use() -> tuple[bool, bool]:
-        with pytest.raises(ForkedProcessError):
-            kept._get_future()
-        return gc.isenabled(), kept.confirmed_by_owner()
-
-    try:
-        return in_child(use)  # type: ignore[no-any-return]
-    finally:
-        forked.set()
-        thread.join()
-        rpc.rpc_sync("worker1", open_gate)
-
-
-def test_a_child_forked_in_a_step_of_another_thread_collects_garbage_and_waits_for_no_lock(
-    run_workers: RunWorkers,
-) -> None:
-    assert first_of(run_workers, fork_in_a_step) == (True, False)
 
 
 def join_from_child(worker: Worker) -> bool:
@@ -338,16 +302,3 @@ def test_a_child_ends_as_any_process_does(tmp_path: Path) -> None:
         "",
         0,
     )
-
-
-def test_serving_is_not_disturbed_by_forks(run_workers: RunWorkers) -> None:
-    def fork_and_serve(worker: Worker) -> None:
-        with worker.group():
-            for _ in range(5):
-                assert in_child(rpc.is_initialized) is False
-
-    def call(worker: Worker) -> bool:
-        with worker.group():
-            return all(works() for _ in range(100))
-
-    assert run_workers([call, fork_and_serve, serve]) == [True, None, None]

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import RpcTimeoutError
-from tests.support.serving import first_of, in_group, open_gate, wait_at_gate
+from tests.support.serving import first_of, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 Futures = list[torch.futures.Future[Any]]
@@ -31,39 +30,6 @@ def call(x: int, y: int = 1, to: str = "worker1") -> rpc.Future[int]:
 
 
 # ---- as PyTorch's
-
-
-def look_at_a_future(_: Worker) -> None:
-    future = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
-    assert isinstance(future, torch.futures.Future)
-    assert isinstance(future, torch._C.Future)
-    assert isinstance(future, rpc.Future)
-    assert not future.done()
-    rpc.rpc_sync("worker1", open_gate)
-    assert future.wait() == 3
-    assert future.done()
-    assert future.value() == 3
-    assert future.wait() == 3
-
-
-def test_a_future_is_one_of_pytorchs(run_workers: RunWorkers) -> None:
-    first_of(run_workers, look_at_a_future)
-
-
-def chain(_: Worker) -> list[Any]:
-    def plus_one(future: torch.futures.Future[int]) -> int:
-        return future.wait() + 1
-
-    future = call(1)
-    early = future.then(plus_one).then(plus_one)
-    first = early.wait()
-    late = future.then(plus_one)
-    assert isinstance(early, rpc.Future)
-    return [first, late.wait(), future.wait()]
-
-
-def test_callbacks_chain_before_and_after_completion(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, chain) == [4, 3, 2]
 
 
 def fail_in_chain(_: Worker) -> list[str]:
@@ -85,26 +51,6 @@ def fail_in_chain(_: Worker) -> list[str]:
 def test_an_error_in_a_chain_is_the_error_of_its_end(run_workers: RunWorkers) -> None:
     messages = first_of(run_workers, fail_in_chain)
     assert ["first" in messages[0], "second" in messages[1], "first" in messages[2]] == [True] * 3
-
-
-def note_when_done(_: Worker) -> list[int]:
-    noted: list[int] = []
-    twice = threading.Semaphore(0)
-
-    def note(future: torch.futures.Future[int]) -> None:
-        noted.append(future.value())
-        twice.release()
-
-    future = call(1)
-    future.add_done_callback(note)
-    future.wait()
-    assert twice.acquire(timeout=20)
-    future.add_done_callback(note)
-    return noted
-
-
-def test_done_callbacks_run_once_each(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, note_when_done) == [2, 2]
 
 
 def collect(_: Worker) -> list[list[int]]:
@@ -137,38 +83,6 @@ def test_many_threads_wait_for_one_future(run_workers: RunWorkers) -> None:
     assert first_of(run_workers, wait_on_many_threads) == [3] * 8
 
 
-def complete_by_hand(_: Worker) -> list[int]:
-    future: rpc.Future[int] = rpc.Future()
-    following = future.then(lambda done: done.value() + 1)
-    threading.Thread(target=future.set_result, args=(1,)).start()
-    return [future.wait(), following.wait()]
-
-
-def test_a_future_can_be_made_and_completed_by_hand(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, complete_by_hand) == [1, 2]
-
-
-received = threading.Semaphore(0)
-
-
-def receive() -> None:
-    received.release()
-
-
-def forget(worker: Worker) -> None:
-    with worker.group():
-        if worker.rank == 0:
-            for _ in range(10):
-                rpc.rpc_async("worker1", receive)
-        else:
-            for _ in range(10):
-                assert received.acquire(timeout=20)
-
-
-def test_a_call_is_made_though_its_future_is_forgotten(run_workers: RunWorkers) -> None:
-    run_workers(forget, 2)
-
-
 # ---- awaited
 
 
@@ -194,39 +108,6 @@ def test_a_future_can_be_awaited_on_any_loop(run_workers: RunWorkers) -> None:
             return [on_a_loop(0), *threads.map(on_a_loop, range(3))]
 
     assert first_of(run_workers, on_loops) == [[2, 2, sum(range(1, 21)), 20]] * 4
-
-
-async def await_a_failure() -> None:
-    with pytest.raises(LookupError, match="awaited"):
-        await rpc.rpc_async("worker1", fail, args=("awaited",))
-    with pytest.raises(RpcTimeoutError):
-        await rpc.rpc_async("worker1", wait_at_gate, timeout=0.05)
-    held = rpc.rpc_async("worker1", wait_at_gate, args=("", "held"))
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(_awaited(held), 0.05)
-    await rpc.rpc_async("worker1", open_gate)
-    assert await held == "held"  # who gives up waiting does not give up the call
-
-
-def test_an_awaited_future_raises(run_workers: RunWorkers) -> None:
-    first_of(run_workers, lambda _: asyncio.run(await_a_failure()))
-
-
-def await_on_a_loop_that_ends(_: Worker) -> int:
-    held = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
-
-    async def give_up() -> None:
-        task = asyncio.ensure_future(_awaited(held))
-        await asyncio.sleep(0)
-        task.cancel()
-
-    asyncio.run(give_up())
-    rpc.rpc_sync("worker1", open_gate)
-    return int(held.wait())
-
-
-def test_a_future_outlives_the_loop_that_awaited_it(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, await_on_a_loop_that_ends) == 3
 
 
 async def add_all(numbers: list[int], to: str) -> int:
@@ -302,27 +183,3 @@ def collect_failures(_: Worker) -> None:
 
 def test_wait_all_raises_without_waiting_for_the_others(run_workers: RunWorkers) -> None:
     first_of(run_workers, collect_failures)
-
-
-def collect_on_two_threads(_: Worker) -> bool:
-    def elsewhere() -> rpc.Future[Any]:
-        return rpc.rpc_async("worker1", wait_at_gate)
-
-    with ThreadPoolExecutor(1) as threads:
-        with rpc.wait_all():
-            future = threads.submit(elsewhere).result(20)
-        waited = future.done()
-        rpc.rpc_sync("worker1", open_gate)
-    return waited
-
-
-def test_wait_all_waits_for_its_own_threads_calls(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, collect_on_two_threads) is False
-
-
-def test_futures_of_both_sides_are_independent(run_workers: RunWorkers) -> None:
-    def cross(worker: Worker) -> list[int]:
-        calls = [call(number, to=f"worker{1 - worker.rank}") for number in range(50)]
-        return [each.wait() for each in calls]
-
-    assert run_workers(in_group(cross), 2) == [list(range(1, 51))] * 2

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 import rpc
 from rpc.errors import (
@@ -49,15 +48,6 @@ def gather_often(worker: Worker) -> list[dict[str, Any]]:
 def test_each_worker_gets_what_each_gives(run_workers: RunWorkers) -> None:
     rounds = [{f"worker{rank}": (rank, number) for rank in range(3)} for number in range(10)]
     assert run_workers(in_group(gather_often), 3) == [rounds] * 3
-
-
-def gather_tensors(worker: Worker) -> float:
-    gathered = rpc.all_gather(torch.full((100_000,), float(worker.rank)))
-    return float(sum(tensor.sum() for tensor in gathered.values()))
-
-
-def test_tensors_are_gathered(run_workers: RunWorkers) -> None:
-    assert run_workers(in_group(gather_tensors), 3) == [300_000.0] * 3
 
 
 def gather_in_pairs(worker: Worker) -> list[dict[str, int]]:

@@ -19,6 +19,8 @@ from tests.support.workers import RunWorkers, Worker, Workers
 
 __all__ = ["hosts"]
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 
 

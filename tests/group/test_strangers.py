@@ -5,25 +5,19 @@ name, the log says why, and the worker lives on.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import random
 import re
 import resource
-import socket
 import struct
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import rpc
-from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import PREAMBLE, PROTOCOL_VERSION, Kind
 from tests.support.hostile import Hostile, Target, frame, target
-from tests.support.refusals import refused
 from tests.support.serving import first_of, in_group, serve
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, WorkerProcess
@@ -194,121 +188,3 @@ def test_a_worker_out_of_descriptors_says_so_once_and_recovers(run_workers: RunW
     warnings = [line for line in log_lines(workers[1]) if "cannot accept connections on unix:@" in line]
     assert len(warnings) == 1
     assert "Too many open files" in warnings[0]
-
-
-# ---- a handshake of the wrong one
-
-
-def ask_to_be_let_in(_: Worker) -> dict[str, str]:
-    at: Target = rpc.rpc_sync("worker1", target)
-    me = target().member
-    stranger = dataclasses.replace(me, info=rpc.WorkerInfo("stranger", 7), incarnation=7)
-    asked: dict[str, Callable[[Hostile], bytes]] = {
-        "stranger": lambda peer: peer.hello(stranger),
-        "another group": lambda peer: peer.hello(me, group="other\n\x1b[31m" + "x" * 10_000),
-        "another incarnation": lambda peer: peer.hello(me, wanted=99),
-        "itself": lambda peer: peer.hello(at.member),
-        "a changed description": lambda peer: peer.hello(dataclasses.replace(me, host="elsewhere")),
-        "a second time": lambda peer: peer.hello(me),
-    }
-    answers = {}
-    for name, hello in asked.items():
-        with Hostile(at) as peer:
-            peer.say(hello(peer), frame(Kind.CALL, {}, [b"not even looked at"]))
-            answer, *others = peer.hear_all()
-            assert (answer.kind, others) == (Kind.REFUSED, [])
-            answers[name] = answer.header["reason"]
-    assert rpc.rpc_sync("worker1", my_name) == "worker1"
-    return answers
-
-
-def test_a_handshake_that_is_not_in_order_is_refused_with_a_reason_that_names_both(
-    run_workers: RunWorkers,
-) -> None:
-    workers = run_workers.start([in_group(ask_to_be_let_in), serve])
-    answers = workers.results()[0]
-    both = r"worker '{}' asked worker 'worker1' \(id 1\)"
-    worker0 = both.format("worker0")
-    for name, pattern in {
-        "stranger": both.format("stranger") + ", but is not among the workers that formed the group",
-        "another group": worker0 + r" in the name of another group \('other\\n\\x1b",
-        "another incarnation": worker0 + ", but wanted incarnation 63, which is no longer at this address",
-        "itself": both.format("worker1") + ", but claims to be that very worker",
-        "a changed description": worker0 + ", but describes itself otherwise than it did to the group",
-        "a second time": worker0 + ", but they are connected already",
-    }.items():
-        assert re.match(pattern, answers[name]), answers[name]
-        assert len(answers[name]) < 500
-    logged = [line.partition(": ")[2] for line in log_lines(workers[1])]
-    told = [text for name, text in answers.items() if name != "a second time"]
-    assert all(line.startswith(text) for line, text in zip(logged, told, strict=True))
-    assert "this worker's is 'default/1-" in logged[1]
-    assert "this is " in logged[2]
-
-
-# ---- who answers where a worker is said to listen
-
-ANSWERS: dict[str, tuple[list[bytes] | None, str]] = {
-    "a web server": (
-        [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
-        r"does not speak farcall's protocol \(it began with b'HTTP/1.1",
-    ),
-    "an earlier version": (
-        [PREAMBLE[:-1], bytes([0])],
-        "speaks version 0 of farcall's protocol, this worker version 1",
-    ),
-    "nobody": (None, r"it cannot be reached at tcp:127.0.0.1:[0-9]+: Connection refused"),
-    "one who says nothing": ([], "no handshake within 0.3 s"),
-    "one who hangs up": ([b""], "the connection was closed by the other side"),
-    "one who refuses": (
-        [PREAMBLE, frame(Kind.REFUSED, {"code": "stranger", "reason": "go\x1b[1m\naway"})],
-        r"it refused the connection: 'go\\x1b\[1m\\naway'",
-    ),
-    "one who begins with a call": (
-        [PREAMBLE, frame(Kind.CALL, {})],
-        "expected challenge or welcome or refused, got .* kind 5",
-    ),
-}
-
-
-def answer(listener: socket.socket, data: list[bytes]) -> None:
-    """Serves one connection: says ``data`` (an empty piece: hangs up) and waits for the other to hang up."""
-    connection, _ = listener.accept()
-    with connection:
-        connection.recv(1)
-        for piece in data:
-            if not piece:
-                return
-            connection.sendall(piece)
-        with contextlib.suppress(ConnectionResetError):
-            while connection.recv(1 << 16):
-                pass
-
-
-def call_impostors(worker: Worker) -> None:
-    with worker.group(dynamic=True):
-        agent = current_agent()
-        agent.connections.connect_seconds = 0.3
-        for number, (kind, (data, text)) in enumerate(ANSWERS.items(), 1):
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                name, address = f"impostor{number}", f"tcp:127.0.0.1:{listener.getsockname()[1]}"
-                member = dataclasses.replace(
-                    agent.view.me, info=rpc.WorkerInfo(name, number), incarnation=number, addresses=(address,)
-                )
-                agent.on_loop(agent.view.join, member)
-                agent.on_loop(agent.peer_for, member)
-                if data is None:
-                    listener.close()
-                    said = refused(WorkerLostError, "", rpc.rpc_sync, name, my_name)
-                else:
-                    thread = threading.Thread(target=answer, args=(listener, data))
-                    thread.start()
-                    said = refused(WorkerLostError, "", rpc.rpc_sync, name, my_name)
-                    thread.join()
-            assert re.match(rf"worker '{name}' \(id {number}\) is gone: .*{text}", said), f"{kind}: {said}"
-            refused(WorkerLostError, re.escape(said), rpc.rpc_sync, name, my_name)
-        assert rpc.rpc_sync(0, my_name) == "worker0"
-
-
-def test_who_answers_in_a_workers_place_is_found_out_and_named(run_workers: RunWorkers) -> None:
-    run_workers(call_impostors, 1)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.fuzz.autograd.programs import outcomes
 from tests.fuzz.autograd.session import QUICK_SEEDS
 from tests.support.workers import RunWorkers
@@ -12,6 +14,7 @@ from tests.support.workers import RunWorkers
 AT_ONCE = range(60, 100)
 
 
+@pytest.mark.nightly
 def test_programs_at_once_do_not_disturb_each_other(run_workers: RunWorkers) -> None:
     done = list(outcomes(run_workers, AT_ONCE, at_once=4))
     problems = [problem for outcome in done for problem in outcome.problems]

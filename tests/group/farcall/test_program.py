@@ -125,11 +125,6 @@ def test_own_module_named_as_ours_is_warned_of(run_workers: RunWorkers, tmp_path
     assert f"{tmp_path / 'rpc.py'} has the name" in err
 
 
-def test_script_itself_may_be_named_as_ours(run_workers: RunWorkers, tmp_path: Path) -> None:
-    (tmp_path / "rpc.py").write_text("print(__name__)")
-    assert run_workers(run, 1, [str(tmp_path / "rpc.py")]) == [(0, "__main__\n", "")]
-
-
 def test_spawned_children_get_it_too(tmp_path: Path) -> None:
     script = tmp_path / "spawning.py"
     script.write_text(
