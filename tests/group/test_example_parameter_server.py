@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import os
 import pty
 import re
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import leftovers
+from tests.support.workers import RunWorkers, Worker
 
 pytestmark = pytest.mark.processes
 
@@ -195,21 +198,27 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert_success(output)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--steps", "0"], "argument --steps: invalid positive value: '0'"),
-        (
-            ["--rank", "3", "--world-size", "3", "--master-addr", "x"],
-            "--rank needs a --world-size of 2 or more",
-        ),
-        (["--rank", "2", "--world-size", "2"], "--rank needs a --world-size of 2 or more"),
-        (["--rank", "0", "--world-size", "3"], "--rank needs a --master-addr"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: list[str], complaint: str) -> None:
-    with demo(*arguments) as running:
-        _, errors = running.finish()
-        assert running.process.returncode == 2
-    assert complaint in errors
-    assert errors.startswith("usage: parameter_server.py")
+WRONG = [
+    (["--steps", "0"], "argument --steps: invalid positive value: '0'"),
+    (["--rank", "3", "--world-size", "3", "--master-addr", "x"], "--rank needs a --world-size of 2 or more"),
+    (["--rank", "2", "--world-size", "2"], "--rank needs a --world-size of 2 or more"),
+    (["--rank", "0", "--world-size", "3"], "--rank needs a --master-addr"),
+]
+
+
+def refuse_arguments(_: Worker) -> list[str]:
+    """In a worker, since starting the script takes a second."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    said = []
+    for arguments, _complaint in WRONG:
+        sys.argv = ["parameter_server.py", *arguments]
+        with contextlib.redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit, match="2"):
+            importlib.import_module("parameter_server").main()
+        said.append(errors.getvalue())
+    return said
+
+
+def test_wrong_arguments_are_refused(run_workers: RunWorkers) -> None:
+    for errors, (_, complaint) in zip(run_workers(refuse_arguments, 1)[0], WRONG, strict=True):
+        assert errors.startswith("usage: parameter_server.py")
+        assert complaint in errors

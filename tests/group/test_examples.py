@@ -148,11 +148,3 @@ def test_a_worker_that_dies_ends_the_example_and_is_named() -> None:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
     assert f"observer0 (process {observer.pid}) was killed by SIGKILL" in errors
-
-
-@pytest.mark.processes
-def test_help_shows_how_to_run_it() -> None:
-    output, errors = start("batching", "--help").communicate(timeout=60)
-    assert errors == ""
-    assert "python examples/batching.py" in output
-    assert "--rank" in output

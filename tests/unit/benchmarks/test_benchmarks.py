@@ -22,6 +22,10 @@ from benchmarks.turns import Failure
 from benchmarks.workload import Bar, Workload
 from benchmarks.workloads import WORKLOADS
 
+ROOT = Path(__file__).resolve().parents[3]
+
+in_repository = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="there are no revisions here")
+
 NUMBERS: report.Numbers = {
     "farcall": {"null": [38.0, 58.0], "idle": [0.1, 0.3], "window": [60.0, 50.0]},
     "torch": {"null": [190.0, 290.0], "idle": [9.0, 9.0], "window": [10.0, 10.0]},
@@ -108,6 +112,7 @@ def test_each_side_says_what_it_can_run() -> None:
         assert not PEERS[side].can_run(WORKLOADS[unable])
 
 
+@in_repository
 def test_a_revision_has_its_own_files(tmp_path: Path) -> None:
     assert (revision("HEAD", tmp_path).folder or Path()) == tmp_path
     assert (tmp_path / "rpc" / "__init__.py").exists()
@@ -170,6 +175,7 @@ def test_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "no workload nonsense; there are: null" in capsys.readouterr().err
 
 
+@in_repository
 @pytest.mark.processes
 def test_command_measures_and_saves_and_prints_nothing_else(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
