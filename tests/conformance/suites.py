@@ -1,4 +1,4 @@
-"""The suites themselves, as classes that the harness can run and that pickle by reference.
+"""The suites themselves, as classes that the harness can run.
 
 Importing this module imports PyTorch's test code, which binds names of ``torch.distributed.rpc`` as it is
 at that moment: install ``farcall.compat`` first.
@@ -40,63 +40,23 @@ from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture i
 __all__ = ["SUITES", "Test", "run_rank", "tests", "workers_of"]
 
 
-class RpcSuite(RpcTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """What every backend must do."""
-
-
-class TensorPipeSuite(TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """What PyTorch's default backend does besides."""
-
-
-class RemoteModuleSuite(RemoteModuleTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """Modules that live on another worker."""
-
-
-class ThreeWorkersRemoteModuleSuite(ThreeWorkersRemoteModuleTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """Such modules, sent to a third worker."""
-
-
-class DistAutogradSuite(DistAutogradTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """Gradients through calls."""
-
-
-class TensorPipeDistAutogradSuite(TensorPipeAgentDistAutogradTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """Gradients through calls of PyTorch's default backend, sparse ones above all."""
-
-
-class DdpUnderDistAutogradSuite(DdpUnderDistAutogradTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """A model in three parts, under DistributedDataParallel and on another worker."""
-
-
-class DdpComparisonSuite(DdpComparisonTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """DistributedDataParallel inside and outside of a context."""
-
-
-class DistOptimizerSuite(DistOptimizerTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """Optimizers for parameters on many workers."""
-
-
-class ParameterServerSuite(ParameterServerTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """A parameter server that answers a batch of updates at once."""
-
-
-class ReinforcementLearningSuite(ReinforcementLearningRpcTest, TensorPipeRpcAgentTestFixture, TestCase):
-    """An agent that learns from observers."""
-
-
 SUITES: dict[str, Any] = {
-    "RpcTest": RpcSuite,
-    "TensorPipeAgentRpcTest": TensorPipeSuite,
-    "RemoteModuleTest": RemoteModuleSuite,
-    "ThreeWorkersRemoteModuleTest": ThreeWorkersRemoteModuleSuite,
-    "DistAutogradTest": DistAutogradSuite,
-    "TensorPipeAgentDistAutogradTest": TensorPipeDistAutogradSuite,
-    "DdpUnderDistAutogradTest": DdpUnderDistAutogradSuite,
-    "DdpComparisonTest": DdpComparisonSuite,
-    "DistOptimizerTest": DistOptimizerSuite,
-    "ParameterServerTest": ParameterServerSuite,
-    "ReinforcementLearningRpcTest": ReinforcementLearningSuite,
+    suite.__name__: type(suite.__name__, (suite, TensorPipeRpcAgentTestFixture, TestCase), {})
+    for suite in (
+        RpcTest,  # what every backend must do
+        TensorPipeAgentRpcTest,  # what PyTorch's default backend does besides
+        RemoteModuleTest,
+        ThreeWorkersRemoteModuleTest,
+        DistAutogradTest,
+        TensorPipeAgentDistAutogradTest,
+        DdpUnderDistAutogradTest,
+        DdpComparisonTest,
+        DistOptimizerTest,
+        ParameterServerTest,
+        ReinforcementLearningRpcTest,
+    )
 }
+"""The suites by name, over PyTorch's default backend or what stands in for it."""
 
 
 _SECONDS_TO_LET_GO = 0.1

@@ -56,27 +56,6 @@ def join(worker: Worker, store: TCPStore) -> None:
     rpc.init_with_store(None, store, worker.name, worker.rank, worker.world_size, options)
 
 
-def start_ten_times_over_tcp(worker: Worker) -> int:
-    store = serve_store(worker)
-    for _round in range(10):
-        join(worker, store)
-        assert len(call_all()) == worker.world_size
-        rpc.shutdown()
-    worker.report("done")
-    worker.wait_for("go")  # the store is there until nobody needs it
-    return 10
-
-
-def test_init_after_shutdown_ten_times_in_one_tcp_store(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(start_ten_times_over_tcp, 3)
-    port = workers[0].wait_for("port")
-    for worker in list(workers)[1:]:
-        worker.tell("port", port)
-    workers.wait_for("done")
-    workers.tell("go")
-    assert workers.results() == [10] * 3
-
-
 # ---- the first leaves first
 
 

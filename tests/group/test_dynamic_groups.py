@@ -57,13 +57,6 @@ def test_workers_join_one_after_another(run_workers: RunWorkers) -> None:
     dismiss(workers)
 
 
-def test_workers_join_all_at_once(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 4)
-    assert [ask(worker, present) for worker in workers] == [[(f"worker{n}", n) for n in range(4)]] * 4
-    assert [ask(worker, call_all) for worker in workers] == [[f"worker{n}" for n in range(4)]] * 4
-    dismiss(workers)
-
-
 # ---- leaving
 
 

@@ -16,7 +16,7 @@ import torch
 
 import rpc
 from benchmarks.striping import limit_connections
-from rpc.errors import SerializationError, WorkerLostError
+from rpc.errors import WorkerLostError
 from tests.support.orders import ask, dismiss, follow_orders, start_followers
 from tests.support.serving import first_of, in_group, report
 from tests.support.streams import until
@@ -121,17 +121,6 @@ def test_two_workers_may_want_different_numbers(run_workers: RunWorkers, mine: i
     for asks in (0, 1, 0):
         assert ask(workers[asks], exchange, f"worker{1 - asks}")
     dismiss(workers)
-
-
-def test_messages_over_the_receivers_limit_are_errors_of_their_calls(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        open_stripes()
-        with pytest.raises(SerializationError, match="to worker 'worker1' is over"):
-            rpc.rpc_sync("worker1", total, args=(torch.ones(3 * MIB),))
-        futures = [rpc.rpc_async("worker1", total, args=(torch.ones(2 * MIB),)) for _ in range(20)]
-        assert [future.wait() for future in futures] == [2 * MIB] * 20
-
-    first_of(run_workers, task, **STRIPED, max_message_bytes=10 * MIB)
 
 
 # ---- the end
