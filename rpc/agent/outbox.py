@@ -71,7 +71,7 @@ class Messages:
                 buffers, size = encode(kind, call_id, header, segments)
                 _check_size(size, peer)
                 handed_over = True
-                aliased = bool(payload.borrowed)
+                aliased = count > 1  # others may be the caller's own memory
                 if not self._agent.stripes.send(peer, buffers, size, aliased=aliased, wait=wait):
                     peer.send(buffers, size, aliased=aliased, wait=wait)
         except BaseException as error:

@@ -21,7 +21,6 @@ __all__ = [
     "Layout",
     "bytes_at",
     "inline_limit",
-    "is_borrowed",
     "layout_of",
     "memory_at",
     "over",
@@ -52,17 +51,15 @@ class _Region(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # an array type
     """
 
     owner: object = None
-    fresh = False
 
 
-def memory_at(address: int, size: int, owner: object, *, fresh: bool = False) -> bytes | PickleBuffer:
+def memory_at(address: int, size: int, owner: object) -> bytes | PickleBuffer:
     """The bytes of memory that ``owner`` keeps alive: a copy if they are few, the memory itself otherwise.
 
     Args:
         address: where the memory begins.
         size: how many bytes it has.
         owner: what must live as long as the memory is used.
-        fresh: nobody else knows this memory, so it cannot change.
     """
     if not address and size:
         raise ValueError(f"{size} bytes that lie nowhere")
@@ -71,21 +68,12 @@ def memory_at(address: int, size: int, owner: object, *, fresh: bool = False) ->
         return copied
     region = _Region.from_address(address)
     region.owner = owner
-    if fresh:
-        region.fresh = True
     return PickleBuffer(_ndarray((size,), "B", region))
 
 
 def inline_limit(tensors: int) -> int:
     """Up to how many bytes each of so many tensors, all that a message has, is copied into its pickle."""
     return max(INLINE_BYTES, _INLINE_TOTAL // tensors) if tensors else INLINE_BYTES
-
-
-def is_borrowed(buffer: memoryview) -> bool:
-    """Whether a buffer that left the pickle may still be changed by the caller."""
-    memory: Any = buffer.obj
-    region = memory.base if type(memory) is _ndarray else memory
-    return not (type(region) is _Region and region.fresh)
 
 
 def settle(buffer: Any) -> Any:

@@ -52,26 +52,14 @@ class Payload:
     Attributes:
         header: what must be known before the buffers are read, as msgpack can encode it; mostly empty. Its
             keys are the kinds of carriers, ``EXCEPTION`` and ``TRACKED``; the agent may add its own.
-        buffers: of a pickle, itself first, always ``bytes``; then the memory of tensors and other large
-            buffers.
-        borrowed: indices of those buffers that *are* the memory of the caller's tensors or arrays. They
-            change when the caller changes these, until they are sent or ``capture`` has copied them.
-            The buffers keep that memory alive.
+        buffers: of a pickle, itself first, always ``bytes``; all others may *be* the memory of the caller's
+            tensors or arrays, which they keep alive, and change when the caller changes these.
         codec: the number of the codec that they are in.
     """
 
-    __slots__ = ("borrowed", "buffers", "codec", "header")
+    __slots__ = ("buffers", "codec", "header")
 
-    def __init__(
-        self, header: dict[str, Any], buffers: list[Any], borrowed: Sequence[int] = (), codec: int = 0
-    ) -> None:
+    def __init__(self, header: dict[str, Any], buffers: list[Any], codec: int = 0) -> None:
         self.header = header
         self.buffers = buffers
-        self.borrowed = borrowed
         self.codec = codec
-
-    def capture(self) -> None:
-        """Copy what is borrowed, so that the caller may change its tensors from now on."""
-        for index in self.borrowed:
-            self.buffers[index] = bytearray(self.buffers[index])
-        self.borrowed = ()

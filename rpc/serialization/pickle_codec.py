@@ -366,4 +366,4 @@ def _with_buffers(record: tuple[Any, ...]) -> Payload:
     pickled = _pickle(record, PROTOCOL, buffer_callback=buffers.append)
     if not buffers:
         return Payload({}, [pickled])
-    return Payload({}, [pickled, *map(pickle.PickleBuffer.raw, buffers)], range(1, len(buffers) + 1))
+    return Payload({}, [pickled, *map(pickle.PickleBuffer.raw, buffers)])

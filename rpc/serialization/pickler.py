@@ -30,7 +30,7 @@ from rpc.serialization.functions import (
     reduce_script_function,
     reduce_script_module,
 )
-from rpc.serialization.memory import INLINE_BYTES, is_borrowed, settle
+from rpc.serialization.memory import INLINE_BYTES, settle
 from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
 
@@ -179,14 +179,11 @@ def dump(
         Exception: whatever pickling raises; what has departed by then is taken back.
     """
     buffers: list[Buffer] = []
-    borrowed: list[int] = []
 
     def leave(buffer: pickle.PickleBuffer) -> bool:
         memory = buffer.raw()
         if memory.nbytes <= INLINE_BYTES:
             return True
-        if is_borrowed(memory):
-            borrowed.append(len(buffers))
         buffers.append(memory)
         return False
 
@@ -219,7 +216,7 @@ def dump(
         raise
     finally:
         sending.pickler = outer
-    return Payload(header, buffers, borrowed)
+    return Payload(header, buffers)
 
 
 class Read(Protocol):

@@ -189,17 +189,6 @@ def _placed(dtype: Any, shape: Any, stride: Any, data: Any, requires_grad: Any) 
     return tensors.placed(dtype, shape, stride, data, bool(requires_grad))
 
 
-def _spread(dtype: Any, shape: Any, stride: Any, data: Any, requires_grad: Any) -> torch.Tensor:
-    _check_shape(shape, stride)
-    layout = layout_of(shape, stride)
-    size = _item_size(dtype)
-    if layout.overlapping or layout.distinct * size != len(data):
-        raise SerializationError("a tensor does not fit the memory that came with it")
-    if layout.span * size > 2 * len(data) + tensors.SMALL_GAPS_BYTES:
-        raise SerializationError("a tensor has larger gaps than any sender would ask for")
-    return tensors.spread(dtype, shape, stride, data, bool(requires_grad))
-
-
 def _on_meta(dtype: Any, shape: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
     _check_shape(shape, stride)
     _item_size(dtype)
@@ -215,7 +204,6 @@ def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
     checked: dict[Callable[..., Any], Callable[..., Any]] = {
         tensors.dense: checked_dense,
         tensors.placed: _placed,
-        tensors.spread: _spread,
         tensors.conjugated: tensors.conjugated,
         tensors.negated: tensors.negated,
         tensor_kinds.parameter: tensor_kinds.parameter,

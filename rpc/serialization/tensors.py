@@ -3,9 +3,8 @@
 - A tensor brings its own elements, never the rest of its storage. It arrives with memory of its own: two
   views of one storage arrive as independent tensors. (One tensor object twice in a message arrives as one;
   the pickle's memo sees to that.)
-- Strides are kept: permuted tensors (``x.T``, channels last) go as they lie in memory; of an expanded
-  tensor only the distinct elements travel. Gaps between elements are not sent; the receiver leaves the
-  same gaps as long as they are not larger than the elements (or the tensor is tiny), else it closes them.
+- Strides are kept where there are no gaps: permuted tensors (``x.T``, channels last) go as they lie in
+  memory, and of an expanded one only the distinct elements. Gaps between elements (``x[:, ::2]``) are closed.
 - ``requires_grad`` is kept, gradient history and ``grad`` are not: what arrives is a leaf.
 - What arrives is writable, and, being made over the received bytes, cannot be resized with ``resize_``.
 
@@ -14,7 +13,6 @@ A tensor is reduced to ``(rebuild, arguments)``; the rebuilding functions below 
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -26,14 +24,12 @@ from rpc.serialization.memory import INLINE_BYTES, bytes_at, layout_of, memory_a
 
 __all__ = [
     "ITEM_SIZES",
-    "SMALL_GAPS_BYTES",
     "conjugated",
     "dense",
     "negated",
     "placed",
     "plain",
     "reduce_strided",
-    "spread",
 ]
 
 _CODES: Final[dict[torch.dtype, str]] = {
@@ -57,8 +53,6 @@ _INTEGERS: Final = {
     16: torch.complex128,
 }
 """By size in bytes: a type that stands for any other where elements are only copied."""
-
-SMALL_GAPS_BYTES: Final = 4096
 
 _STRIDED: Final = torch.strided
 _from_numpy = torch.from_numpy
@@ -131,12 +125,8 @@ def reduce_strided(tensor: Tensor, requires_grad: bool) -> tuple[Any, ...]:
         data = memory_at(tensor.data_ptr(), layout.span * tensor.itemsize, tensor)
         return placed, (name, shape, stride, data, requires_grad)
     core = _copy_without_gaps(tensor)
-    data = memory_at(core.data_ptr(), core.nbytes, core, fresh=True)
-    gaps = (layout.span - layout.distinct) * tensor.itemsize
-    if layout.overlapping or gaps > max(core.nbytes, SMALL_GAPS_BYTES):
-        kept = [s if step else 0 for s, step in zip(core.stride(), stride, strict=True)]
-        return placed, (name, shape, tuple(kept), data, requires_grad)
-    return spread, (name, shape, stride, data, requires_grad)
+    kept = [step if old else 0 for step, old in zip(core.stride(), stride, strict=True)]
+    return placed, (name, shape, tuple(kept), memory_at(core.data_ptr(), core.nbytes, core), requires_grad)
 
 
 def _check_memory(tensor: Tensor, span: int) -> None:
@@ -162,20 +152,6 @@ def placed(
 ) -> Tensor:
     """Rebuild a tensor whose memory is exactly ``data``, strides in elements."""
     return over(data, getattr(torch, dtype), shape, stride).requires_grad_(requires_grad)
-
-
-def spread(
-    dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], data: Any, requires_grad: bool
-) -> Tensor:
-    """Rebuild a tensor with gaps between its elements, from the elements alone."""
-    element: torch.dtype = getattr(torch, dtype)
-    integers = _INTEGERS[element.itemsize]
-    core = tuple(n if step else 1 for n, step in zip(shape, stride, strict=True))
-    contiguous = [prod(core[i + 1 :]) for i in range(len(core))]
-    loose = torch.empty_strided(core, stride, dtype=integers, device="cpu")
-    loose.copy_(over(data, integers, core, contiguous))
-    tensor = torch.empty(0, dtype=element, device="cpu").set_(loose.untyped_storage(), 0, shape, stride)
-    return tensor.requires_grad_(requires_grad)
 
 
 def conjugated(tensor: Tensor, requires_grad: bool) -> Tensor:

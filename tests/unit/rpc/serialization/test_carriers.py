@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from rpc.errors import RRefError, SerializationError
-from rpc.serialization import carriers
 from rpc.serialization.payload import Arrivals
 from rpc.serialization.portable import PortablePickler
 from rpc.serialization.serializer import Serializer
 from tests.unit.rpc.serialization.callees import FailsToLoad, null
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, Worker, deliver, send, send_call
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, Worker, deliver, send
 
 
 class Ticket:
@@ -42,6 +41,8 @@ class TicketOffice:
         self.arrived: list[int] = []
         self.withdrawn = False
         self.waiting: list[Callable[[], object]] = []
+        self.serializer = Serializer()
+        self.serializer.register_carrier(Ticket, self)
 
     def depart(self, obj: Ticket, to: Worker | None) -> Any:
         if self.withdrawn:
@@ -68,182 +69,135 @@ def office() -> TicketOffice:
     return TicketOffice()
 
 
-@pytest.fixture
-def serializer(office: TicketOffice) -> Serializer:
-    serializer = Serializer()
-    serializer.register_carrier(Ticket, office)
-    return serializer
-
-
-def test_object_travels_in_the_header(serializer: Serializer, office: TicketOffice) -> None:
-    payload = serializer.dump_call(null, (Ticket(1), [Season(2)]), {"k": Ticket(3)}, CALLEE)
+def test_object_travels_in_the_header(office: TicketOffice) -> None:
+    payload = office.serializer.dump_call(null, (Ticket(1), [Season(2)]), {"k": Ticket(3)}, CALLEE)
 
     assert payload.header == {"ticket": [[1, "x"], [2, "x"], [3, "x"]]}
     assert office.departed == [(1, CALLEE), (2, CALLEE), (3, CALLEE)]
 
 
-def test_object_arrives_at_its_places(serializer: Serializer, office: TicketOffice) -> None:
+def test_object_arrives_at_its_places(office: TicketOffice) -> None:
     ticket = Ticket(5)
 
-    first, second, other = send([ticket, ticket, Ticket(6)], by=serializer)
+    first, second, other = send([ticket, ticket, Ticket(6)], by=office.serializer)
 
     assert first is second
     assert (first.number, other.number) == (5, 6)
     assert office.arrived == [5, 6]
 
 
-def test_object_in_a_closure_travels_too(serializer: Serializer, office: TicketOffice) -> None:
-    ticket = Ticket(7)
-
-    func, _, _ = send_call(lambda: ticket.number, by=serializer)
-
-    assert func() == 7
-    assert office.arrived == [7]
-
-
-def test_object_and_tensors_in_one_message(serializer: Serializer, office: TicketOffice) -> None:
+def test_object_and_tensors_in_one_message(office: TicketOffice) -> None:
     large, small = torch.rand(100, 100), torch.rand(2)
 
-    arrived = send([large, Ticket(1), small, Ticket(2), large], by=serializer)
+    arrived = send([large, Ticket(1), small, Ticket(2), large], by=office.serializer)
 
     assert torch.equal(arrived[0], large)
     assert arrived[4] is arrived[0]
     assert (arrived[1].number, arrived[3].number) == (1, 2)
 
 
-def test_failed_pickling_takes_back_what_departed(serializer: Serializer, office: TicketOffice) -> None:
+def test_failed_pickling_takes_back_what_departed(office: TicketOffice) -> None:
     with pytest.raises(SerializationError, match="argument 1"):
-        serializer.dump_call(null, (Ticket(1), threading.Lock()), {}, CALLEE)
+        office.serializer.dump_call(null, (Ticket(1), threading.Lock()), {}, CALLEE)
 
     assert office.returned == [1]
     assert len(office.departed) == 1  # looking for the culprit makes nothing depart
 
 
-def test_unsent_message_is_taken_back_by_its_header(serializer: Serializer, office: TicketOffice) -> None:
-    payload = serializer.dumps([Ticket(1), Ticket(2)], CALLEE)
+def test_unsent_message_is_taken_back_by_its_header(office: TicketOffice) -> None:
+    payload = office.serializer.dumps([Ticket(1), Ticket(2)], CALLEE)
 
-    serializer.take_back({"trace": [1]} | payload.header, CALLEE)
+    office.serializer.take_back({"trace": [1]} | payload.header, CALLEE)
 
     assert office.returned == [1, 2]
 
 
-def test_description_of_an_error_that_is_not_sent_brings_nothing(
-    serializer: Serializer, office: TicketOffice
-) -> None:
-    payload = serializer.dump_exception(ValueError(Ticket(1)), CALLER.name, CALLEE)
+def test_description_of_an_error_that_is_not_sent_brings_nothing(office: TicketOffice) -> None:
+    payload = office.serializer.dump_exception(ValueError(Ticket(1)), CALLER.name, CALLEE)
     assert "ticket" in payload.header
 
-    described = serializer.without_exception(payload.header, ValueError("over the limit"))
+    described = office.serializer.without_exception(payload.header, ValueError("over the limit"))
 
     assert list(described.header) == ["!"]
     assert not described.buffers
 
 
-def test_error_of_a_carrier_keeps_its_class_and_names_the_call(
-    serializer: Serializer, office: TicketOffice
-) -> None:
+def test_error_of_a_carrier_keeps_its_class_and_names_the_call(office: TicketOffice) -> None:
     office.withdrawn = True
 
     with pytest.raises(RRefError, match="not valid any more") as caught:
-        serializer.dump_call(null, (Ticket(1),), {}, CALLEE)
+        office.serializer.dump_call(null, (Ticket(1),), {}, CALLEE)
     assert "callees.null on worker 'callee'" in caught.value.__notes__[0]
 
 
-def test_adopting_does_not_need_the_pickle(serializer: Serializer, office: TicketOffice) -> None:
-    header, _ = deliver(serializer.dumps([Ticket(1)], CALLEE))
+def test_adopting_does_not_need_the_pickle(office: TicketOffice) -> None:
+    header, _ = deliver(office.serializer.dumps([Ticket(1)], CALLEE))
 
-    arrivals = serializer.adopt(header, CALLER)
+    arrivals = office.serializer.adopt(header, CALLER)
 
     assert arrivals is not None
     assert [ticket.number for ticket in arrivals["ticket"]] == [1]
 
 
-def test_failed_unpickling_has_adopted_already(serializer: Serializer, office: TicketOffice) -> None:
-    header, buffers = deliver(serializer.dumps([FailsToLoad(), Ticket(1)], CALLEE))
-    arrivals = serializer.adopt(header, CALLER)
+def test_failed_unpickling_has_adopted_already(office: TicketOffice) -> None:
+    header, buffers = deliver(office.serializer.dumps([FailsToLoad(), Ticket(1)], CALLEE))
+    arrivals = office.serializer.adopt(header, CALLER)
 
     with pytest.raises(SerializationError):
-        serializer.loads(header, buffers, arrivals, CALLER)
+        office.serializer.loads(header, buffers, arrivals, CALLER)
     assert office.arrived == [1]
 
 
-def test_message_without_objects_has_no_arrivals(serializer: Serializer, office: TicketOffice) -> None:
-    assert serializer.adopt({}, CALLER) is None
-    assert serializer.adopt({"trace": 1}, CALLER) is None
-
-
 @pytest.mark.parametrize("descriptors", [1, "x", [1], [[1, 2, 3]]])
-def test_malformed_descriptors_are_an_error(
-    serializer: Serializer, office: TicketOffice, descriptors: Any
-) -> None:
+def test_malformed_descriptors_are_an_error(office: TicketOffice, descriptors: Any) -> None:
     with pytest.raises(SerializationError, match=r"worker 'caller'.*'ticket'"):
-        serializer.adopt({"ticket": descriptors}, CALLER)
+        office.serializer.adopt({"ticket": descriptors}, CALLER)
 
 
-def test_pickle_that_refers_to_what_did_not_arrive_is_an_error(
-    serializer: Serializer, office: TicketOffice
-) -> None:
-    header, buffers = deliver(serializer.dumps([Ticket(1)], CALLEE))
+def test_pickle_that_refers_to_what_did_not_arrive_is_an_error(office: TicketOffice) -> None:
+    header, buffers = deliver(office.serializer.dumps([Ticket(1)], CALLEE))
 
     with pytest.raises(SerializationError, match="which it does not bring"):
-        serializer.loads(header, buffers, None, CALLER)
+        office.serializer.loads(header, buffers, None, CALLER)
     with pytest.raises(SerializationError, match="which it does not bring"):
-        serializer.loads(header, buffers, {"ticket": []}, CALLER)
+        office.serializer.loads(header, buffers, {"ticket": []}, CALLER)
 
 
-def test_arrivals_are_forgotten_after_loading(serializer: Serializer, office: TicketOffice) -> None:
-    send([Ticket(1)], by=serializer)
-
-    assert carriers.receiving.arrivals is None
+def test_ready_at_once(office: TicketOffice) -> None:
+    assert office.serializer.ready({"ticket": [Ticket(1)]}, pytest.fail)
 
 
-def test_ready_at_once(serializer: Serializer, office: TicketOffice) -> None:
-    assert serializer.ready({"ticket": [Ticket(1)]}, pytest.fail)
-
-
-def test_ready_later_calls_back_once(serializer: Serializer, office: TicketOffice) -> None:
-    calls = itertools.count()
-
-    assert not serializer.ready({"ticket": [Ticket(-1)]}, lambda: next(calls))
-    assert len(office.waiting) == 1
-    office.waiting.pop()()
-
-    assert next(calls) == 1
-
-
-def test_ready_waits_for_each_carrier_in_turn(serializer: Serializer, office: TicketOffice) -> None:
+def test_ready_waits_for_each_carrier_in_turn(office: TicketOffice) -> None:
     class Other(TicketOffice):
         kind = "other"
 
     other = Other()
-    serializer.register_carrier(Season, other)
+    office.serializer.register_carrier(Season, other)
     calls = itertools.count()
 
     arrivals: Arrivals = {"ticket": [Ticket(-1)], "other": [Season(-2)]}
-    assert not serializer.ready(arrivals, lambda: next(calls))
+    assert not office.serializer.ready(arrivals, lambda: next(calls))
     office.waiting.pop()()
     other.waiting.pop()()
 
     assert next(calls) == 1
 
 
-def test_kind_can_be_taken_only_once(serializer: Serializer, office: TicketOffice) -> None:
+def test_kind_can_be_taken_only_once(office: TicketOffice) -> None:
     with pytest.raises(ValueError, match="'ticket' is taken"):
-        serializer.register_carrier(Season, TicketOffice())
-    serializer.register_carrier(Season, office)
+        office.serializer.register_carrier(Season, TicketOffice())
+    office.serializer.register_carrier(Season, office)
 
 
-def test_object_outside_of_messages_is_refused(serializer: Serializer, office: TicketOffice) -> None:
+def test_object_outside_of_messages_is_refused(office: TicketOffice) -> None:
     with pytest.raises(SerializationError, match="in messages between workers only"):
-        serializer.dumps(Ticket(1), None)
+        office.serializer.dumps(Ticket(1), None)
 
 
-def test_object_pickled_by_a_nested_pickler_travels_with_the_message(
-    serializer: Serializer, office: TicketOffice
-) -> None:
+def test_object_pickled_by_a_nested_pickler_travels_with_the_message(office: TicketOffice) -> None:
     nested = Nested(Ticket(1))
 
-    arrived = send([Ticket(0), nested], by=serializer)
+    arrived = send([Ticket(0), nested], by=office.serializer)
 
     assert arrived[1].ticket.number == 1
     assert office.arrived == [0, 1]
@@ -262,11 +216,11 @@ class Nested:
         (self.ticket,) = PortablePickler().deserialize(*state)
 
 
-def test_registered_reducer_applies_to_derived_classes(serializer: Serializer, office: TicketOffice) -> None:
-    serializer.register_reducer(Custom, lambda obj: (Custom.rebuilt, (obj.value,)))
+def test_registered_reducer_applies_to_derived_classes(office: TicketOffice) -> None:
+    office.serializer.register_reducer(Custom, lambda obj: (Custom.rebuilt, (obj.value,)))
 
-    assert send(Custom(2), by=serializer).value == "rebuilt 2"
-    assert send([DerivedCustom(3)], by=serializer)[0].value == "rebuilt 3"
+    assert send(Custom(2), by=office.serializer).value == "rebuilt 2"
+    assert send([DerivedCustom(3)], by=office.serializer)[0].value == "rebuilt 3"
 
 
 class Custom:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import enum
 import functools
 import operator
 import os
@@ -20,9 +21,19 @@ import torch
 from rpc.errors import FunctionNotFoundError
 from rpc.serialization import functions
 from rpc.serialization.functions import main_identity
+from rpc.serialization.safe import AllowList
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, Worker, deliver, send, send_call
+from tests.unit.rpc.serialization.journey import (
+    CALLEE,
+    CALLER,
+    SERIALIZER,
+    Worker,
+    deliver,
+    safely,
+    send,
+    send_call,
+)
 
 BY_NAME: list[Any] = [
     callees.null,
@@ -124,6 +135,62 @@ def test_recursive_structure() -> None:
     assert send(loop)["list"][0]["list"][0]["list"] is not None
     arrived = send(plain)
     assert arrived.value is arrived
+
+
+# ---- members of enumerations
+
+
+class Level(enum.IntEnum):
+    """A number as well."""
+
+    LOW = 1
+    HIGH = 2
+
+
+class Access(enum.Flag):
+    """Members that combine."""
+
+    READ = enum.auto()
+    WRITE = enum.auto()
+
+
+class Planet(enum.Enum):
+    """Values of several parts, and a constructor."""
+
+    EARTH = (1, 2.5)
+    MARS = (2, 0.5)
+
+    def __init__(self, place: int, radius: float) -> None:
+        self.place = place
+        self.radius = radius
+
+
+class Named(enum.Enum):
+    """Says itself how it is pickled."""
+
+    ONLY = 1
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return named, (self.name,)
+
+
+def named(name: str) -> Named:
+    """The member of that name."""
+    return Named[name]
+
+
+@pytest.mark.parametrize(
+    "member", [Level.HIGH, Access.READ, Access.READ | Access.WRITE, Access(0), Planet.MARS, Named.ONLY]
+)
+def test_a_member_arrives_as_itself(member: enum.Enum) -> None:
+    assert send(member) is member
+
+
+@pytest.mark.parametrize("member", [Level.HIGH, Access.READ | Access.WRITE, Planet.MARS])
+def test_safe_mode_needs_nothing_but_the_class(member: enum.Enum) -> None:
+    allow = AllowList()
+    allow.cls(type(member))
+    assert send(member, at=safely(allow)) is member
 
 
 # ---- by value

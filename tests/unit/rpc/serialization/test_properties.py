@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rpc.serialization.memory import layout_of
 from rpc.serialization.safe import AllowList
-from rpc.serialization.tensors import SMALL_GAPS_BYTES
 from tests.unit.rpc.serialization.callees import null
 from tests.unit.rpc.serialization.journey import safely, send, send_call
 
@@ -79,12 +78,9 @@ def steps(tensor: torch.Tensor) -> list[int]:
 
 
 def are_gaps_closed(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether a tensor is without gaps, as it shall arrive if they were large, or its elements overlap."""
-    layout = layout_of(theirs.shape, theirs.stride())
-    gaps = (layout.span - layout.distinct) * theirs.itemsize
-    elements = layout.distinct * theirs.itemsize
-    shall = gaps > max(elements, SMALL_GAPS_BYTES) or (layout.overlapping and gaps > 0)
-    return shall and layout_of(mine.shape, mine.stride()).dense
+    """Whether a tensor is without the gaps that were there."""
+    there = layout_of(theirs.shape, theirs.stride())
+    return there.span > there.distinct and layout_of(mine.shape, mine.stride()).dense
 
 
 def same(mine: Any, theirs: Any) -> bool:

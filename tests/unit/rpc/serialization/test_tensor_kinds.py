@@ -193,14 +193,6 @@ def test_subclass() -> None:
     assert sum(len(segment) for segment in payload.buffers) < 1000
 
 
-def test_subclass_keeps_requires_grad() -> None:
-    arrived = send(torch.ones(2).as_subclass(Tagged).requires_grad_())
-
-    assert type(arrived) is Tagged
-    assert arrived.requires_grad
-    assert arrived.is_leaf
-
-
 def test_wrapper_subclass() -> None:
     tensor = TwoTensor(torch.rand(3, 4), torch.rand(3, 4))  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -211,13 +203,7 @@ def test_wrapper_subclass() -> None:
     assert torch.equal(arrived.b, tensor.b)
 
 
-def test_uninitialized_parameter() -> None:
-    arrived = send(nn.UninitializedParameter())
-
-    assert type(arrived) is nn.UninitializedParameter
-
-
-@pytest.mark.parametrize("size", [3, INLINE_BYTES])
+@pytest.mark.parametrize("size", [0, 3, INLINE_BYTES])
 def test_storages(size: int) -> None:
     tensor = torch.arange(float(size))
 
@@ -231,10 +217,6 @@ def test_storages(size: int) -> None:
         assert isinstance(typed, torch.storage.TypedStorage)
         assert typed.dtype is torch.float32
         assert list(typed) == tensor.tolist()
-
-
-def test_empty_storage() -> None:
-    assert send(torch.empty(0).untyped_storage()).nbytes() == 0
 
 
 @pytest.mark.parametrize(
@@ -257,12 +239,6 @@ def test_constants(value: Any) -> None:
 
     assert arrived == value
     assert type(arrived) is type(value)
-
-
-def test_generator() -> None:
-    generator = torch.Generator().manual_seed(3)
-
-    assert torch.equal(torch.rand(4, generator=send(generator)), torch.rand(4, generator=generator))
 
 
 def test_packed_sequence() -> None:
@@ -288,26 +264,6 @@ def test_module_with_tied_weights() -> None:
     optimizer = torch.optim.SGD(arrived.parameters(), lr=0.1)
     arrived(torch.ones(70)).sum().backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
-def test_recurrent_module(make: Any) -> None:
-    module = make(3, 4)
-
-    arrived = send(module)
-
-    assert torch.equal(arrived(torch.ones(2, 3))[0], module(torch.ones(2, 3))[0])
-
-
-def test_optimizer_state() -> None:
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(module.parameters())
-    module(torch.ones(2)).sum().backward()
-    optimizer.step()
-
-    arrived = send(optimizer.state_dict())
-
-    assert arrived["state"][0]["step"] == 1
 
 
 def test_script_module() -> None:
