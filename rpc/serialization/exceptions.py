@@ -23,7 +23,6 @@ import contextlib
 import os
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -40,7 +39,6 @@ _MAX_TYPE_ALONE: Final = 512
 _MAX_TEXT_ALONE: Final = 2 << 10
 _MAX_TRACEBACK_ALONE: Final = 8 << 10
 """These are so few characters, of at most four bytes, that every worker accepts a header of them."""
-_OWN_FRAMES: Final = ("rpc.", "rref.")
 _OWN_FOLDERS: Final = tuple(
     os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), package, "")
     for package in ("rpc", "rref")
@@ -168,11 +166,10 @@ def text_of(error: BaseException) -> str:
 
 def _traceback(error: BaseException) -> str:
     try:
-        described = traceback.TracebackException(type(error), error, _below_us(error.__traceback__))
+        described = traceback.TracebackException.from_exception(error)
         # Notes travel with the exception; those from workers further on would else be printed twice.
         described.__notes__ = None
-        if isinstance(error, RpcError):
-            _leave_out_own_frames(described)
+        _leave_out_own_frames(described, isinstance(error, RpcError))
         text = "".join(described.format()).rstrip()
     except BaseException:
         return f"{type_name(type(error))} (its traceback cannot be formatted)"
@@ -185,33 +182,20 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:half]}\n...\n{text[-half:]}"
 
 
-def _leave_out_own_frames(described: traceback.TracebackException | None) -> None:
-    """For errors that we raise ourselves: where in our code that was tells a user nothing."""
+def _leave_out_own_frames(described: traceback.TracebackException | None, raised_by_us: bool) -> None:
+    """Leave out leading frames in our own files: where in our code that was tells a user nothing.
+
+    Of errors that we raise ourselves, in their causes too, and all frames if there are no others.
+    """
     while described is not None:
         frames = described.stack
-        ours = next((at for at, frame in enumerate(frames) if not _is_own_file(frame.filename)), len(frames))
-        del frames[:ours]
+        theirs = (at for at, frame in enumerate(frames) if not frame.filename.startswith(_OWN_FOLDERS))
+        del frames[: next(theirs, len(frames) if raised_by_us else 0)]
         if not frames:
             described.stack = None  # type: ignore[assignment]  # and so no headline either
-        described = described.__cause__ or described.__context__
-
-
-def _is_own_file(name: str) -> bool:
-    return name.startswith(_OWN_FOLDERS)
+        described = (described.__cause__ or described.__context__) if raised_by_us else None
 
 
 def _encodable(text: str) -> str:
     """Text without lone surrogates, which msgpack cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _below_us(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame on that is not the agent's own."""
-    whole = trace
-    while trace is not None and _is_ours(trace.tb_frame.f_globals.get("__name__")):
-        trace = trace.tb_next
-    return trace or whole
-
-
-def _is_ours(module: object) -> bool:
-    return isinstance(module, str) and module.startswith(_OWN_FRAMES)

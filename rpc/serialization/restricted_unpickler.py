@@ -115,44 +115,26 @@ class Machine:
         if self._byte() != 5:
             raise SerializationError("a pickle is not of protocol 5")
 
-    def _memoize(self) -> None:
-        self._memo.append(self._stack[-1])
+    def _skip(self, _: object) -> None:
+        """What has been taken is of no use."""
 
-    def _short_get(self) -> None:
-        self._stack.append(self._memo[self._byte()])
-
-    def _long_get(self) -> None:
-        self._stack.append(self._memo[_u32(self._take(4))[0]])
+    def _get(self, index: int) -> None:
+        self._stack.append(self._memo[index])
 
     def _tuple(self, size: int) -> None:
         if len(self._stack) < size:
             raise SerializationError("a pickle takes more from its stack than there is")
         self._stack[-size:] = [self._weighed(tuple(self._stack[-size:]))]
 
-    def _tuple_since_mark(self) -> None:
-        self._stack.append(self._weighed(tuple(self._since_mark())))
-
-    def _append(self) -> None:
-        item = self._stack.pop()
-        self._sequence().append(item)
-
-    def _appends(self) -> None:
-        items = self._since_mark()
-        self._sequence().extend(items)
-
-    def _sequence(self) -> Any:
+    def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not list and type(target) is not deque:
             raise SerializationError(f"a pickle appends to a {type(target).__name__}")
-        return target
+        target.extend(items)
 
     def _set_item(self) -> None:
         value = self._stack.pop()
-        key = self._stack.pop()
-        self._put([key, value])
-
-    def _set_items(self) -> None:
-        self._put(self._since_mark())
+        self._put([self._stack.pop(), value])
 
     def _put(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -170,9 +152,6 @@ class Machine:
         self._weighed(tuple(items))
         self._stack.append(self._weighed(frozenset(items)))
 
-    def _buffer(self) -> None:
-        self._stack.append(next(self._buffers, None))
-
     def _readonly(self) -> None:
         buffer = self._stack[-1]
         if type(buffer) is not bytearray and type(buffer) is not memoryview:
@@ -180,38 +159,27 @@ class Machine:
         self._stack[-1] = bytes(buffer)
 
     def _global(self) -> None:
-        name = self._stack.pop()
-        module = self._stack.pop()
-        if type(module) is not str or type(name) is not str:
-            raise SerializationError("a pickle has a name that is no text")
+        name, module = self._pop(str), self._pop(str)
         self._stack.append(self._allow.find(module, name))
 
     def _reduce(self) -> None:
-        arguments = self._exactly(self._stack.pop(), tuple)
-        self._construct(self._stack.pop(), arguments, {})
-
-    def _new(self) -> None:
-        arguments = self._exactly(self._stack.pop(), tuple)
-        self._make(self._stack.pop(), arguments, {})
-
-    def _new_with_keywords(self) -> None:
-        keywords = self._exactly(self._stack.pop(), dict)
-        arguments = self._exactly(self._stack.pop(), tuple)
-        self._make(self._stack.pop(), arguments, keywords)
-
-    def _construct(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        arguments = self._pop(tuple)
+        function = self._stack.pop()
         if not callable(function) or not self._allow.may_construct(function):
             raise SerializationError(f"a pickle calls {_called(function)}, which is not for pickles to call")
-        made = function(*arguments, **keywords)
-        if isinstance(made, BaseException):  # its attributes follow
-            self._made[id(made)] = made
-        self._stack.append(self._weighed(made) if isinstance(made, _HASHED_IN_DEPTH) else made)
+        made = function(*arguments)
+        self._push_made(made, has_state=isinstance(made, BaseException))
 
-    def _make(self, kind: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _new(self, keywords: dict[str, Any]) -> None:
+        arguments = self._pop(tuple)
+        kind = self._stack.pop()
         if not isinstance(kind, type) or not self._allow.may_have_state(kind):
             raise SerializationError(f"a pickle makes an instance of {_called(kind)}, which is not admitted")
-        made = kind.__new__(kind, *arguments, **keywords)
-        self._made[id(made)] = made
+        self._push_made(kind.__new__(kind, *arguments, **keywords), has_state=True)
+
+    def _push_made(self, made: Any, *, has_state: bool) -> None:
+        if has_state:  # its attributes follow
+            self._made[id(made)] = made
         self._stack.append(self._weighed(made) if isinstance(made, _HASHED_IN_DEPTH) else made)
 
     def _build(self) -> None:
@@ -241,6 +209,9 @@ class Machine:
             setattr(instance, name, value)
 
     # ---- checks
+
+    def _pop(self, kind: type) -> Any:
+        return self._exactly(self._stack.pop(), kind)
 
     @staticmethod
     def _exactly(obj: Any, kind: type) -> Any:
@@ -298,7 +269,7 @@ _STOP: Final = ord(".")
 
 _INSTRUCTIONS: Final[dict[int, Callable[[Machine], None]]] = {
     0x80: Machine._protocol,
-    0x95: lambda machine: _ignore(machine._take(8)),  # a frame, which only helps reading files
+    0x95: lambda machine: machine._skip(machine._take(8)),  # a frame, which only helps reading files
     ord("N"): _push(lambda: None),
     0x88: _push(lambda: True),
     0x89: _push(lambda: False),
@@ -320,30 +291,26 @@ _INSTRUCTIONS: Final[dict[int, Callable[[Machine], None]]] = {
     ord("B"): _read(4, bytes),
     0x8E: _read(8, bytes),
     0x96: _read(8, bytearray),
-    0x94: Machine._memoize,
-    ord("h"): Machine._short_get,
-    ord("j"): Machine._long_get,
+    0x94: lambda machine: machine._memo.append(machine._stack[-1]),
+    ord("h"): lambda machine: machine._get(machine._byte()),
+    ord("j"): lambda machine: machine._get(_u32(machine._take(4))[0]),
     0x85: lambda machine: machine._tuple(1),
     0x86: lambda machine: machine._tuple(2),
     0x87: lambda machine: machine._tuple(3),
-    ord("t"): Machine._tuple_since_mark,
-    ord("a"): Machine._append,
-    ord("e"): Machine._appends,
+    ord("t"): lambda machine: machine._stack.append(machine._weighed(tuple(machine._since_mark()))),
+    ord("a"): lambda machine: machine._extend([machine._stack.pop()]),
+    ord("e"): lambda machine: machine._extend(machine._since_mark()),
     ord("s"): Machine._set_item,
-    ord("u"): Machine._set_items,
+    ord("u"): lambda machine: machine._put(machine._since_mark()),
     0x90: Machine._add_items,
     0x91: Machine._frozenset,
-    ord("0"): lambda machine: _ignore(machine._stack.pop()),
-    ord("1"): lambda machine: _ignore(machine._since_mark()),
+    ord("0"): lambda machine: machine._skip(machine._stack.pop()),
+    ord("1"): lambda machine: machine._skip(machine._since_mark()),
     0x93: Machine._global,
     ord("R"): Machine._reduce,
-    0x81: Machine._new,
-    0x92: Machine._new_with_keywords,
+    0x81: lambda machine: machine._new({}),
+    0x92: lambda machine: machine._new(machine._pop(dict)),
     ord("b"): Machine._build,
-    0x97: Machine._buffer,
+    0x97: lambda machine: machine._stack.append(next(machine._buffers, None)),
     0x98: Machine._readonly,
 }
-
-
-def _ignore(_: object) -> None:
-    """Do nothing with a value."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rpc.errors import FunctionNotFoundError, RemoteError, RpcTimeoutError, WorkerLostError
+from rpc.serialization import exceptions
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.safe import AllowList
 from tests.unit.rpc.serialization import callees
@@ -233,8 +234,9 @@ def test_exception_too_large_to_be_sent_is_described_in_few_bytes() -> None:
 
 
 def test_leading_frames_of_the_agent_are_left_out() -> None:
-    module: dict[str, Any] = {"__name__": "rpc.agent.request_runner", "trouble": trouble}
-    exec("def run():\n    try:\n        trouble(0)\n    except ValueError as e:\n        return e", module)
+    module: dict[str, Any] = {"trouble": trouble}
+    source = "def run():\n    try:\n        trouble(0)\n    except ValueError as e:\n        return e"
+    exec(compile(source, exceptions.__file__, "exec"), module)
 
     header, _ = deliver(SERIALIZER.dump_exception(module["run"](), CALLEE.name, CALLER))
 
