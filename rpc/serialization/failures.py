@@ -64,7 +64,7 @@ def cannot_call(
 def cannot_send(
     error: Exception, obj: Any, to: Destination | None, what: object, attempt: Attempt
 ) -> Exception:
-    """The error to raise when one object cannot be pickled; ``what`` as for ``Serializer.dumps``."""
+    """The error to raise when one object cannot be pickled; ``what`` as for ``Codec.dumps``."""
     if not isinstance(what, str):
         what = "the result" if what is None else f"the result of {describe(what)}"
     where = "" if to is None else f", to worker '{to.name}'"

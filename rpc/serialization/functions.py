@@ -36,22 +36,6 @@ from torch._ops import OpOverload
 from rpc.errors import FunctionNotFoundError
 from rpc.serialization.payload import Destination
 
-__all__ = [
-    "MAIN_NAMES",
-    "ByValue",
-    "builtin_names",
-    "load_script",
-    "main_identity",
-    "name_of",
-    "operator",
-    "reduce_importable",
-    "reduce_method",
-    "reduce_operator",
-    "reduce_script_function",
-    "reduce_script_module",
-    "resolve",
-]
-
 ScriptFunction = Any
 """A ``torch.jit.ScriptFunction``; the stubs do not know how to write it."""
 

@@ -16,18 +16,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-__all__ = [
-    "INLINE_BYTES",
-    "Layout",
-    "bytes_at",
-    "inline_limit",
-    "layout_of",
-    "memory_at",
-    "over",
-    "settle",
-    "warm_up",
-]
-
 INLINE_BYTES: Final = 4096
 _INLINE_TOTAL: Final = 48 << 10
 """With what else it says, such a message still is one small frame."""

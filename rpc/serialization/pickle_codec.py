@@ -207,7 +207,7 @@ class PickleCodec:
         Raises:
             SerializationError: one of them cannot be sent.
         """
-        taken = _take_tensors(tensors, {}, gradients=True)
+        taken = _take_tensors(list(tensors), {}, gradients=True)
         if taken is not None:
             return _with_buffers((taken[0], taken[2]))
         seen: set[int] = set()
@@ -317,7 +317,7 @@ def _take_tensors(
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        tracked: as for ``Serializer.dump_call``; filled only if this succeeds.
+        tracked: as for ``Codec.dump_call``; filled only if this succeeds.
         gradients: small ones need not arrive with the gaps that they have.
     """
     tensors: list[Any] = []

@@ -18,14 +18,7 @@ from rpc.errors import RpcError
 from rpc.serialization import pickler as messages
 from rpc.serialization.failures import unreadable
 
-__all__ = [
-    "PortablePickler",
-    "PythonUDF",
-    "ReplacementPickler",
-    "dumps_with_tensors",
-    "loads_with_tensors",
-    "received",
-]
+__all__ = ["PortablePickler", "PythonUDF", "ReplacementPickler", "dumps_with_tensors", "loads_with_tensors"]
 
 
 class PythonUDF(NamedTuple):

@@ -21,26 +21,6 @@ from rpc.serialization.memory import memory_at
 from rpc.serialization.tensors import dense, plain, reduce_strided
 from rpc.serialization.tracked import is_tracked, take_out
 
-__all__ = [
-    "constant",
-    "mkldnn",
-    "nested",
-    "on_meta",
-    "parameter",
-    "per_channel_quantized",
-    "per_tensor_quantized",
-    "reduce_constant",
-    "reduce_storage",
-    "reduce_tensor",
-    "set_attributes",
-    "sparse_compressed",
-    "sparse_coo",
-    "subclassed",
-    "typed_storage",
-    "untyped_storage",
-    "wrapper",
-]
-
 _COMPRESSED_BY_ROW: Final = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
 _WHOLE_BYTES: Final = (torch.quint8, torch.qint8, torch.qint32)
@@ -210,20 +190,17 @@ def sparse_compressed(
 
 def nested(values: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, requires_grad: bool) -> Tensor:
     """Rebuild a nested tensor in strided layout."""
-    rebuilt: Tensor = torch._nested_view_from_buffer_copy(values, sizes, strides, offsets)
-    return rebuilt.requires_grad_(requires_grad)
+    return torch._nested_view_from_buffer_copy(values, sizes, strides, offsets).requires_grad_(requires_grad)
 
 
 def per_tensor_quantized(integers: Tensor, scale: float, zero_point: int) -> Tensor:
     """Rebuild a tensor that is quantized with one scale; the integers' type tells the tensor's."""
-    rebuilt: Tensor = torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
-    return rebuilt
+    return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
 
 
 def per_channel_quantized(integers: Tensor, scales: Tensor, zero_points: Tensor, axis: int) -> Tensor:
     """Rebuild a tensor that is quantized with a scale per channel."""
-    rebuilt: Tensor = torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
-    return rebuilt
+    return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
 
 
 def mkldnn(tensor: Tensor, requires_grad: bool) -> Tensor:

@@ -22,16 +22,6 @@ from torch import Tensor
 from rpc.errors import SerializationError
 from rpc.serialization.memory import INLINE_BYTES, bytes_at, layout_of, memory_at, over
 
-__all__ = [
-    "ITEM_SIZES",
-    "conjugated",
-    "dense",
-    "negated",
-    "placed",
-    "plain",
-    "reduce_strided",
-]
-
 _CODES: Final[dict[torch.dtype, str]] = {
     torch.float32: "f",
     torch.float64: "d",

@@ -12,7 +12,6 @@ import torch
 
 from rpc.errors import FunctionNotFoundError, RemoteError, RpcTimeoutError, WorkerLostError
 from rpc.serialization import exceptions
-from rpc.serialization.exceptions import text_of
 from rpc.serialization.safe import AllowList
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import DetailedError, MutedError, OddError, RefusingError, trouble
@@ -43,6 +42,7 @@ def printed(error: BaseException) -> str:
         ZeroDivisionError(),
         DetailedError("text", detail={"a": 1}),
         RpcTimeoutError("too slow"),
+        FunctionNotFoundError("no such thing"),
         WorkerLostError("gone", "w", "why"),
         RemoteError("text", "kind", "trace"),
         ExceptionGroup("several", [ValueError("a"), TypeError("b")]),
@@ -65,10 +65,6 @@ def test_remote_traceback_is_printed_with_the_exception() -> None:
     assert "Traceback on worker 'callee':" in text
     assert text.count("in trouble") == 3
     assert "ValueError: trouble" in text
-
-
-def test_text_of_the_exception_is_left_as_it_was() -> None:
-    assert str(raised(trouble, 1)) == "trouble"
 
 
 def test_causes_are_part_of_the_remote_traceback() -> None:
@@ -102,13 +98,6 @@ def test_exception_that_passes_two_workers_shows_both_tracebacks_once() -> None:
     assert text.count("Traceback on worker 'callee':") == 2
     assert text.count("in trouble") == 1
     assert text.count("in middle") == 1
-
-
-def test_tensor_attribute_travels() -> None:
-    arrived = raise_remotely(DetailedError("x", detail=torch.ones(100, 100)))
-
-    assert isinstance(arrived, DetailedError)
-    assert torch.equal(arrived.detail, torch.ones(100, 100))
 
 
 def test_attribute_that_cannot_be_sent_is_left_out() -> None:
@@ -194,26 +183,14 @@ def test_torchscript_error_is_a_runtime_error() -> None:
     assert "Expected error" in str(arrived)
 
 
-def test_function_not_found_arrives_as_itself() -> None:
-    assert type(raise_remotely(FunctionNotFoundError("no such thing"))) is FunctionNotFoundError
-
-
 def test_lone_surrogates_and_long_tracebacks_can_be_sent() -> None:
     error = ValueError("x\udc80" + "y" * 2_000_000)
 
     payload = SERIALIZER.dump_exception(error, CALLEE.name, CALLER)
 
-    assert len(msgpack.packb(payload.header)) < 5_000_000
+    assert len(msgpack.packb(payload.header)) < 1 << 20
     header, buffers = deliver(payload)
     assert type(SERIALIZER.load_exception(header, buffers, None, CALLEE)) is ValueError
-
-
-def test_text_that_the_header_has_is_cut() -> None:
-    text = text_of(ValueError("a" + "y" * 2_000_000 + "z"))
-
-    assert text.startswith("ayyy")
-    assert text.endswith("yyyz")
-    assert len(text) < 20_000
 
 
 def test_exception_too_large_to_be_sent_is_described_in_few_bytes() -> None:

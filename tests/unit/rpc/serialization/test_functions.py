@@ -210,13 +210,6 @@ def test_local_class_goes_by_value_and_keeps_its_identity_in_one_process() -> No
     assert type(arrived[0]) is arrived[1] is Local  # cloudpickle remembers where it came from
 
 
-def test_local_recursive_function() -> None:
-    def factorial(n: int) -> int:
-        return 1 if n == 0 else n * factorial(n - 1)
-
-    assert send(factorial)(5) == 120
-
-
 def test_closures_of_one_message_share_their_variable() -> None:
     count = [0]
 
@@ -443,23 +436,13 @@ def test_interactive_main_is_shared_with_nobody_but_oneself(run_as_main: Any) ->
     assert main_identity() != first
 
 
-def test_forked_child_of_an_interactive_session_has_another_identity(
-    run_as_main: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("interactive", [True, False])
+def test_forked_child_has_the_identity_of_a_script_and_one_of_its_own_without(
+    run_as_main: Any, monkeypatch: pytest.MonkeyPatch, interactive: bool
 ) -> None:
-    run_as_main(SCRIPT, interactive=True)
+    run_as_main(SCRIPT, interactive=interactive)
     parent = main_identity()
 
     monkeypatch.setattr(os, "getpid", lambda: 1)
 
-    assert main_identity() != parent
-
-
-def test_forked_child_of_a_script_keeps_the_identity(
-    run_as_main: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_as_main(SCRIPT)
-    parent = main_identity()
-
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-
-    assert main_identity() == parent
+    assert (main_identity() == parent) is not interactive

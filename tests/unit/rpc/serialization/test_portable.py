@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,24 +22,6 @@ def test_tensors_are_left_as_they_are() -> None:
     assert [id(tensor) for tensor in table] == [id(tensor) for tensor in tensors]
     assert arrived["a"][2] is tensors[2]
     assert arrived["b"] is tensors[0]
-
-
-def test_large_arrays_stay_in_the_bytes() -> None:
-    array = np.arange(100_000)
-
-    data, table = PortablePickler().serialize([array, torch.ones(1)])
-
-    assert len(table) == 1
-    assert np.array_equal(PortablePickler().deserialize(data, table)[0], array)
-
-
-def test_functions_follow_the_usual_rules() -> None:
-    data, table = PortablePickler().serialize(PythonUDF(lambda x: x + 1, (torch.ones(1),), {}))
-
-    call = PortablePickler().deserialize(data, table)
-
-    assert type(call) is PythonUDF
-    assert call.func(*call.args) == 2
 
 
 def test_reducers_of_its_own() -> None:

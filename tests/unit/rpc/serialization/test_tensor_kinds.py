@@ -241,16 +241,6 @@ def test_constants(value: Any) -> None:
     assert type(arrived) is type(value)
 
 
-def test_packed_sequence() -> None:
-    packed = nn.utils.rnn.pack_sequence([torch.rand(3, 2), torch.rand(1, 2)])
-
-    arrived = send(packed)
-
-    assert type(arrived) is type(packed)
-    assert torch.equal(arrived.data, packed.data)
-    assert torch.equal(arrived.batch_sizes, packed.batch_sizes)
-
-
 def test_module_with_tied_weights() -> None:
     module = nn.Sequential(nn.Linear(70, 70), nn.ReLU(), nn.Linear(70, 70))
     module[2].weight = module[0].weight
