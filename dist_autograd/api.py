@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dist_autograd.contexts import Context, current
 from dist_autograd.installation import autograd
-from dist_autograd.propagation import Inside
 from rpc.errors import AutogradError
 from rpc.runtime.interrupts import protected
 
@@ -52,18 +51,16 @@ class context:  # noqa: N801  # PyTorch's name
                 f"Already have an autograd context id for this thread: {inside.id}. Contexts do not nest: "
                 "leave that one first, or use another thread"
             )
-        context = self._context = contexts.new()
-        contexts.make_known(context)
-        self._inside = Inside(context)
-        self._inside.__enter__()
-        return context.id
+        self._context = contexts.new()
+        self._token = current.set(self._context)
+        return self._context.id
 
     @protected
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._inside.__exit__()
+            current.reset(self._token)
         finally:
             if self._context is not None:
                 self._context.contexts.release(self._context)

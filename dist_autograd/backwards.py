@@ -96,7 +96,7 @@ class Backwards:
         peer, call_id = request.peer, request.frame.call_id
         try:
             if running is None:
-                raise self._unknown(asked.context_id)
+                raise self._contexts.unknown(asked.context_id)
             found = running.own.mark(asked.marks, peer)
         except BaseException as error:
             self._agent.fail(peer, call_id, error)
@@ -117,7 +117,7 @@ class Backwards:
         asked = messages.read_request(frame)
         running = self._participant(peer, asked, whole=whole)
         if running is None:
-            return self._refuse, (peer, frame.call_id, self._unknown(asked.context_id))
+            return self._refuse, (peer, frame.call_id, self._contexts.unknown(asked.context_id))
         if asked.message is not None:
             running.own.arrived(asked.message, peer, frame)
         self._enter(running)
@@ -141,13 +141,6 @@ class Backwards:
         if running.key not in self._running:
             self._agent.postponed.begin()
             self._running[running.key] = running
-
-    def _unknown(self, context_id: int) -> AutogradError:
-        try:
-            self._contexts.get(context_id)
-        except AutogradError as error:
-            return error
-        return AutogradError(f"context {context_id} is just made known to this worker")
 
     def _refuse(self, part: tuple[Peer, int, AutogradError]) -> None:
         self._agent.fail(*part)

@@ -17,7 +17,6 @@ import itertools
 import logging
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
@@ -70,7 +69,7 @@ class Context:
         self.recvs: list[Any] = []
         self.told: set[Peer] = set()
         self.over = False
-        self._lock = threading.RLock()  # a finalizer that runs while it is held may leave this context
+        self._lock = threading.RLock()  # a user's signal handler may leave this context while it is held
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         """By its identity each leaf, and its gradient."""
 
@@ -110,10 +109,6 @@ class Context:
             gradients, self._gradients = self._gradients, {}
         gradients.clear()
 
-    def to_wire(self) -> list[int]:
-        """What a message made in this context says of it."""
-        return [self.id, self.creator]
-
 
 def _sum(before: Tensor, gradient: Tensor) -> Tensor:
     if before.is_sparse and not gradient.is_sparse:
@@ -138,11 +133,11 @@ class Contexts:
         self._known: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._known.get
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
-        self._lock = threading.RLock()  # a finalizer that runs while it is held may leave a context
+        self._lock = threading.RLock()  # a user's signal handler may leave a context while it is held
         self._end_handlers: list[Callable[[Context], object]] = []
-        self._over: set[int] = set()
+        self._over: dict[int, None] = {}
+        """The latest that are over, in case that a call made inside one comes late."""
         self._unsaid: dict[Peer, list[int]] = {}
-        self._order: deque[int] = deque()
         agent.on(OVER, self._over_arrived, any_thread=True)
         agent.control.on(_TOPIC, self._told)
         agent.on_gone(self._gone)
@@ -162,26 +157,26 @@ class Contexts:
         return context
 
     def new(self) -> Context:
-        """A new context, of which this worker is the creator, not yet known."""
+        """A new context, of which this worker is the creator."""
         self._when_made()
-        rank = self._agent.info.id
-        number = next(self._counter) % (1 << COUNTER_BITS)
-        return Context(self, (rank << COUNTER_BITS) + number, self._agent.incarnation, None)
-
-    def make_known(self, context: Context) -> None:
-        """From now on a new context is found, until it is released."""
-        self._known[context.id] = context
+        context_id = (self._agent.info.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
+        context = self._known[context_id] = Context(self, context_id, self._agent.incarnation, None)
+        return context
 
     def get(self, context_id: int) -> Context:
         """As ``find``; raises ``AutogradError`` if there is none."""
         context = self._known.get(context_id)
         if context is None:
-            raise AutogradError(
-                f"Could not find autograd context with id: {context_id} on worker "
-                f"'{self._agent.info.name}'. It is over, or no call made inside it has come here: use the id "
-                "inside its 'with dist_autograd.context() as context_id:'."
-            )
+            raise self.unknown(context_id)
         return context
+
+    def unknown(self, context_id: int) -> AutogradError:
+        """The error of who asks for a context that is not known here."""
+        return AutogradError(
+            f"Could not find autograd context with id: {context_id} on worker '{self._agent.info.name}'. It "
+            "is over, or no call made inside it has come here: use the id inside its "
+            "'with dist_autograd.context() as context_id:'."
+        )
 
     def join(self, context_id: int, creator: int, through: Peer) -> Context | None:
         """The context that an arrived message names, made known here if need be; None if it is over."""
@@ -243,12 +238,9 @@ class Contexts:
                 logger.debug("nobody is left to be told that contexts are over: %s", error)
 
     def _remember(self, context_id: int) -> None:
-        """That a context is over, in case that a call made inside it comes late."""
-        if context_id not in self._over:
-            self._over.add(context_id)
-            self._order.append(context_id)
-            if len(self._order) > _REMEMBERED:
-                self._over.discard(self._order.popleft())
+        self._over[context_id] = None
+        if len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
 
     def _over_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         said = frame.header.get("over")

@@ -11,6 +11,7 @@ nothing is reached from two of them, each can be run by itself, as soon as its g
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 __all__ = ["ROOTS", "Edge", "Leaf", "Mark", "Reach", "marks_behind"]
@@ -37,21 +38,15 @@ class Mark(NamedTuple):
     """Which of the message's tensors."""
 
 
+@dataclass(slots=True, eq=False)
 class Leaf:
-    """A leaf that is reached.
+    """A leaf that is reached."""
 
-    Attributes:
-        tensor: the leaf.
-        node: what accumulates into it; None as long as no graph leads there, since it was sent itself.
-        start: which has reached it first.
-    """
-
-    __slots__ = ("node", "start", "tensor")
-
-    def __init__(self, tensor: Any, node: Any, start: int) -> None:
-        self.tensor = tensor
-        self.node = node
-        self.start = start
+    tensor: Any
+    node: Any
+    """What accumulates into it; None as long as no graph leads there, since it was sent itself."""
+    start: int
+    """Which has reached it first."""
 
 
 class Reach:

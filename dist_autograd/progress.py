@@ -20,9 +20,9 @@ __all__ = ["TRANSITIONS", "Action", "Error", "Event", "Progress", "State"]
 Error = Callable[[], BaseException]
 """Makes an error, on the thread that raises it: loading it may run code of the user's."""
 
-State = enum.Enum("State", ["MARKED", "RUNNING", "FAILING", "OVER"])
-Event = enum.Enum("Event", ["BEGIN", "NEWS", "FAIL", "END"])
-Action = enum.Enum("Action", ["NOTHING", "START", "WAKE", "FORGET"])
+State = enum.IntEnum("State", ["MARKED", "RUNNING", "FAILING", "OVER"])
+Event = enum.IntEnum("Event", ["BEGIN", "NEWS", "FAIL", "END"])
+Action = enum.IntEnum("Action", ["NOTHING", "START", "WAKE", "FORGET"])
 """Of who reports the event, except for WAKE, which is done: the thread that runs the backward has to look."""
 
 TRANSITIONS: Final[dict[tuple[State, Event], tuple[State, Action]]] = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import Token
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Final
 
@@ -25,55 +26,33 @@ from rpc.errors import ProtocolError
 from rpc.group.peer import Peer
 from rpc.runtime.interrupts import protected
 
-__all__ = ["Inside", "Propagation", "Recorded"]
+__all__ = ["Propagation", "Recorded"]
 
 _NOT_RECORDED: Final = 0
 """In place of a message's number: its tensors have no history at the receiver."""
 
 
-class Inside:
-    """A block that runs in a context."""
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """One end of a call made in a context; see ``rpc.agent.tape.Recording``."""
 
-    __slots__ = ("_token", "context")
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
+    context: Context
+    tracks: bool
+    source: Peer | None = None
+    """At the receiver of a message, who sent it."""
+    number: int | None = None
+    """Of that message, if it has one."""
+    behind: Sequence[Any] | None = None
+    """For each of its tensors what a gradient marks on other workers, if the sender says so."""
+    token: Token[Context | None] | None = None
 
     @protected
     def __enter__(self) -> None:
-        self._token: Token[Context | None] = current.set(self.context)
+        self.token = current.set(self.context)
 
     def __exit__(self, *_: object) -> None:
-        current.reset(self._token)
-
-
-class Recorded(Inside):
-    """One end of a call made in a context; see ``rpc.agent.tape.Recording``.
-
-    Args:
-        context: of the call.
-        tracks: whether tensors are recorded.
-        source: at the receiver of a message, who sent it.
-        number: of that message, if it has one.
-        behind: for each of its tensors what a gradient marks on other workers, if the sender says so; as it
-            has come.
-    """
-
-    __slots__ = ("_behind", "_number", "_source", "tracks")
-
-    def __init__(
-        self,
-        context: Context,
-        tracks: bool,
-        source: Peer | None = None,
-        number: int | None = None,
-        behind: Sequence[Any] | None = None,
-    ) -> None:
-        self.context = context
-        self.tracks = tracks
-        self._source = source
-        self._number = number
-        self._behind = behind
+        assert self.token is not None
+        current.reset(self.token)
 
     def sent(self, tensors: list[Tensor], to: Peer) -> Any:
         context = self.context
@@ -91,7 +70,7 @@ class Recorded(Inside):
         return [context.id, context.creator, number]
 
     def connect(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        number, context, source, behind = self._number, self.context, self._source, self._behind
+        number, context, source, behind = self.number, self.context, self.source, self.behind
         if not self.tracks:
             return tensors
         if number is None or source is None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
 from dist_autograd.graph import Mark, marks_behind
@@ -41,24 +43,18 @@ def anchor() -> Tensor:
         return torch.empty(0, device="cpu", requires_grad=True)
 
 
+@dataclass(slots=True, eq=False)
 class Sent:
-    """A message that was sent from here.
+    """A message that was sent from here."""
 
-    Attributes:
-        number: names it, and is the time at which it was recorded.
-        to: who got it.
-        ends: for each of its tensors that require grad the tensor itself if it is a leaf, else the empty
-            tensor behind its send node.
-        nodes: for each of them the send node, None for a leaf.
-    """
-
-    __slots__ = ("ends", "nodes", "number", "to")
-
-    def __init__(self, number: int, to: Peer, ends: list[Tensor], nodes: list[Any]) -> None:
-        self.number = number
-        self.to = to
-        self.ends = ends
-        self.nodes = nodes
+    number: int
+    """Names it, and is the time at which it was recorded."""
+    to: Peer
+    ends: list[Tensor]
+    """For each of its tensors that require grad the tensor itself if it is a leaf, else the empty tensor
+    behind its send node."""
+    nodes: list[Any]
+    """For each of them the send node, None for a leaf."""
 
     def end(self, position: int) -> Tensor:
         """The empty tensor behind a tensor's send node; that of a leaf is made now."""
@@ -66,6 +62,14 @@ class Sent:
             return self.ends[position]
         with torch.enable_grad():
             return _send(self.number, position, computed_from(self.ends[position]))
+
+    def entry(self, position: int) -> GradientEdge:
+        """Where a tensor's gradient enters the graph: right behind its send."""
+        node = self.nodes[position]
+        if node is None:
+            with torch.enable_grad():
+                node = computed_from(self.ends[position]).grad_fn
+        return GradientEdge(*node.next_functions[0])
 
     def takes(self, position: int) -> bool:
         """Whether a gradient of a tensor is wanted still: it may be a leaf that is frozen meanwhile."""
@@ -85,38 +89,21 @@ def computed_from(leaf: Tensor) -> Tensor:
     return leaf.clone()
 
 
+@dataclass(slots=True, eq=False)
 class Origin:
-    """Where a recv's tensors came from.
+    """Where a recv's tensors came from."""
 
-    Attributes:
-        context_id: the context of the message.
-        source: the worker that sent it.
-        sender: the incarnation of that worker.
-        message: its number there.
-        received: when it was recorded here.
-        tensors: how many of them there are.
-        behind: for each of its tensors what a gradient marks on other workers, if the sender has said so; as
-            it has come, to be read by ``marks_behind``.
-    """
-
-    __slots__ = ("behind", "context_id", "message", "received", "sender", "source", "tensors")
-
-    def __init__(
-        self,
-        context_id: int,
-        source: Peer,
-        message: int,
-        received: int,
-        tensors: int,
-        behind: Sequence[Any] | None = None,
-    ) -> None:
-        self.context_id = context_id
-        self.source = source
-        self.sender = source.incarnation
-        self.message = message
-        self.received = received
-        self.tensors = tensors
-        self.behind = behind
+    context_id: int
+    source: Peer
+    sender: int
+    """The incarnation of the worker that sent it."""
+    message: int
+    """Its number there."""
+    received: int
+    """When it was recorded here."""
+    behind: Sequence[Any] | None
+    """For each of its tensors what a gradient marks on other workers, if the sender has said so; as it has
+    come, to be read by ``marks_behind``."""
 
     def marks_behind(self, tensor: int) -> list[Mark] | None:
         """What a gradient of a tensor marks on other workers; None if the sender has not said so.
@@ -225,7 +212,7 @@ def receive(
     behind: Sequence[Any] | None = None,
 ) -> tuple[Tensor, ...]:
     """Record tensors as received; returns what stands for them, with gradient history."""
-    origin = Origin(context_id, source, message, next(clock), len(tensors), behind)
+    origin = Origin(context_id, source, source.incarnation, message, next(clock), behind)
     try:
         if torch.is_grad_enabled():
             return _recv(anchor(), tensors, origin)

@@ -222,14 +222,17 @@ class WorkerPass:
 
     def _run_message(self, number: int, leaves: list[Leaf]) -> list[Tensor | None]:
         """What lies behind a message; the gradients of its leaves."""
-        sent = self._sent[number]
+        sent, received = self._sent[number], self._gradients[number]
         indices = list(filter(sent.takes, sorted(self._marked[number])))
         if not indices:
             return [None] * len(leaves)
-        if not engine.is_profiled():
-            straight = gradients_of_leaves(sent, indices, self._gradients[number], leaves)
+        if not engine.is_profiled():  # else the sends are to be seen
+            straight = gradients_of_leaves(sent, indices, received, leaves)
             if straight is not None:
                 return straight
+            gradients = [gradient for index in indices if (gradient := received[index]) is not None]
+            if len(gradients) == len(indices):
+                return self._run_engine(list(map(sent.entry, indices)), gradients, leaves)
         begin = torch.empty(0, device="cpu")
         return self._run_engine([sent.end(index) for index in indices], [begin] * len(indices), leaves)
 

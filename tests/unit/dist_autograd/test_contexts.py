@@ -100,7 +100,6 @@ def test_a_context_whose_creator_dies_as_it_comes_is_over(world: World) -> None:
 
 def test_a_context_that_nobody_leaves_is_released_by_a_finalizer(world: World) -> None:
     context = world.contexts.new()
-    world.contexts.make_known(context)
     world.contexts.release_soon(context)
     assert context.over
     assert not len(world.contexts)
