@@ -118,9 +118,7 @@ class _Joining:
         """The members that arrived before. A dead one in our place is removed; a living one raises."""
         me = self.arrival.member
         members: list[Member] = []
-        for entry in log.read():
-            if entry.index >= place:
-                break
+        for entry in log.before(place):
             if entry.arrival is not None and entry.arrival.member.incarnation == me.incarnation:
                 log.remove(entry.index)  # an attempt of ours that the store was lost in
                 continue
@@ -148,7 +146,7 @@ class _Joining:
         """Wait until an arrival has a verdict; give it one, if its process does not."""
         backoff = Backoff(self.waiting, 0.05)
         began = time.monotonic()
-        while (entry := log.entry(entry.index)).verdict is None:
+        while entry.verdict is None:
             arrival, patience = entry.arrival, self.pace.unwritten
             if arrival is not None:
                 alive = self.tell(arrival.member)
@@ -157,12 +155,13 @@ class _Joining:
                 patience = 0.0 if alive is False else self.pace.undecided
             if time.monotonic() - began >= patience:
                 log.decide(entry.index, _GONE)
-                continue
-            try:
-                backoff.pause()
-            except OutOfTime:
-                raise RendezvousTimeoutError(
-                    f"{self.arrival} waited {self.waiting.timeout:g} s at {self.store.description} to "
-                    f"join its dynamic group: {arrival or 'a worker'} is joining too and does not finish."
-                ) from None
+            else:
+                try:
+                    backoff.pause()
+                except OutOfTime:
+                    raise RendezvousTimeoutError(
+                        f"{self.arrival} waited {self.waiting.timeout:g} s at {self.store.description} to "
+                        f"join its dynamic group: {arrival or 'a worker'} is joining too and does not finish."
+                    ) from None
+            entry = log.entry(entry.index)
         return entry

@@ -112,6 +112,9 @@ class _Joining:
         self._tell = tell
         self._pace = pace
         self._looked_at = time.monotonic()
+        waiters = 1 if self._me.id == 0 else arrival.world_size  # only one needs to be quick
+        self._backoff = Backoff(waiting, min(0.5, max(0.02, waiters / 2000)))
+        self._known = 0
         self._coordinates = False
         self._others: list[Arrival] = []
         self.log = Log(store)
@@ -132,8 +135,6 @@ class _Joining:
 
     def _find(self) -> Verdict:
         """Wait until there is a verdict, or this worker can tell it."""
-        waiters = 1 if self._me.id == 0 else self._arrival.world_size  # only one needs to be quick
-        backoff = Backoff(self._waiting, min(0.5, max(0.02, waiters / 2000)))
         doubt_since: float | None = None
         while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
             if given is not None:  # this process was so slow to write its arrival that it was given up
@@ -147,7 +148,7 @@ class _Joining:
                         return Verdict(Kind.MISMATCH, reason)
                 case None:
                     doubt_since = None
-            backoff.pause()
+            self._backoff.pause()
         return given
 
     def _look(self) -> Verdict | _Doubt | None:
@@ -158,6 +159,9 @@ class _Joining:
         if not due and self._me.id != 0:
             return None
         arrivals = self._arrivals()
+        if len(arrivals) != self._known:
+            self._known = len(arrivals)
+            self._backoff.restart()
         coordinator = next((each for each in arrivals if each.member.id == 0 and self._may_wait(each)), None)
         self._coordinates = coordinator is not None and coordinator.member.incarnation == self._me.incarnation
         found = self._judge(arrivals) if self._coordinates else None

@@ -18,7 +18,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final, TypeVar
 
 import msgpack
@@ -100,6 +101,10 @@ class Backoff:
         """Sleep a little longer than the last time."""
         self._waiting.pause(self._next)
         self._next = min(self._next * 1.5, self._longest)
+
+    def restart(self) -> None:
+        """Something happened: be quick again."""
+        self._next = 0.001
 
 
 def run_with_deadline(
@@ -308,24 +313,27 @@ class Log:
         self._next = max(self._next, end)
         return [self._open[index] for index in sorted(self._open)]
 
+    def before(self, place: int) -> Iterator[Entry]:
+        """As ``read``, up to a place; each entry as it is when its turn comes."""
+        for index in range(self._first, place):
+            entry = self.entry(index)
+            if not entry.settled:
+                yield entry
+        self._next = place
+
     def entry(self, index: int) -> Entry:
         """What there is at a place now."""
-        verdict, arrival = self.verdict(index), None
-        if (verdict is None or verdict.kind is Kind.MEMBER) and (
-            packed := self._store.get(f"arrival/{index}")
-        ):
-            try:
-                arrival = Arrival.unpack(index, packed)
-            except ValueError as error:
-                logger.warning(
-                    "passing over arrival %d in the rendezvous, of another version? %s", index, error
-                )
-                verdict = self.decide(index, Verdict(Kind.GONE))
-        entry = Entry(index, arrival, verdict)
+        known = self._open.pop(index, None)
+        entry = Entry(index, known.arrival if known else None, self.verdict(index))
         if entry.settled:
-            self._open.pop(index, None)
-        else:
-            self._open[index] = entry
+            return entry
+        if entry.arrival is None and (packed := self._store.get(f"arrival/{index}")) is not None:
+            try:
+                entry = replace(entry, arrival=Arrival.unpack(index, packed))
+            except ValueError as error:
+                logger.warning("passing over an arrival, of another version of farcall? %s", error)
+                return replace(entry, verdict=self.decide(index, Verdict(Kind.GONE)))
+        self._open[index] = entry
         return entry
 
     def verdict(self, index: int) -> Verdict | None:
