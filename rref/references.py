@@ -84,7 +84,10 @@ class References:
                     self.agent.mailbox.soon(self._fence, (incarnation, reason))
         if freed:
             self.agent.executor.submit((list.clear, freed))
-        if self._protocol.waits_for_sweep and self._sweep_timer is None:
+
+    def _watch_late(self) -> None:
+        """See to it that what waits for a late message is swept."""
+        if self._sweep_timer is None and self._protocol.waits_for_sweep:
             self.agent.mailbox.soon(self._set_sweep_timer, None)
 
     def _fence(self, which: tuple[int, str]) -> None:
@@ -103,6 +106,7 @@ class References:
     def _sweep(self) -> None:
         self._sweep_timer = None
         self.steps.do(self._protocol.sweep)
+        self._watch_late()
 
     def _peer_joined(self, peer: Peer) -> None:
         self.steps.do(self._protocol.peer_joined, peer.incarnation)
@@ -112,6 +116,7 @@ class References:
 
     def _messages_arrived(self, peer: Peer, messages: list[Any]) -> None:
         self.steps.do(self._receive, messages, peer.incarnation)
+        self._watch_late()
 
     def _receive(self, messages: list[Any], peer: int) -> None:
         for message in messages:
@@ -177,6 +182,7 @@ class References:
     def creation_failed(self, owner: int, rref: RRefId, fork: ForkId, reason: str) -> None:
         """A creation timed out, or could not be sent."""
         self.steps.do(self._protocol.creation_failed, owner, rref, fork, reason)
+        self._watch_late()
 
     def fork(self, rref: RRefId, ref: Ref, owner: Peer, to: Peer) -> list[Any]:
         """A descriptor for a message to ``to``."""
@@ -193,6 +199,7 @@ class References:
         """Take in a descriptor that came with a message."""
         ref = parse_descriptor(descriptor)[2]
         self.steps.do(self._protocol.adopt, descriptor, source.incarnation)
+        self._watch_late()
         return ref
 
     def release(self, ref: Ref) -> None:
@@ -266,6 +273,7 @@ class References:
         """A local reference to an object that this worker owns or will own, to be released."""
         ref = self._protocol.new_id()
         self.steps.do(self._protocol.expect, rref, ref)
+        self._watch_late()
         return ref
 
     def value(self, rref: RRefId) -> Value:

@@ -17,7 +17,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.executor import Task
 from rpc.transport import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, encode_small
-from rref.owed import OwedAnswers
+from rref.delayed_answers import DelayedAnswers
 from rref.ports import Serving
 from rref.protocol.messages import RRefId
 from rref.references import References
@@ -49,7 +49,7 @@ class Server:
         self._agent = agent
         self._references = references
         agent.serializer.allow_function(method_of_object)
-        self._owed = OwedAnswers(agent)
+        self._delayed = DelayedAnswers(agent)
         agent.on(CREATE, self._creation_arrived, any_thread=True, followed=True)
         agent.on(FETCH, self._fetch_arrived, any_thread=True)
         agent.on(INVOKE, self._invocation_arrived, any_thread=True)
@@ -166,7 +166,7 @@ class Server:
             elif peer.is_self:
                 agent.reply(peer, frame.call_id, None)
             else:
-                self._owed.add(peer, frame.call_id)
+                self._delayed.add(peer, frame.call_id)
                 # Only a thread with nothing else to do stands by: who completes a future may go on with code
                 # of the user's, and who answers others may wait for room in their queues.
                 if at_end and all(asking is peer for asking, _ in parked):
@@ -205,10 +205,10 @@ class Server:
             agent.fail(peer, call_id, error)
             return
         if payload.header or len(payload.buffers) > 1 or len(payload.buffers[0]) > SMALL_BYTES:
-            self._owed.send(peer)
+            self._delayed.send(peer)
             agent.answer(peer, Kind.REPLY, call_id, payload)
         else:
-            self._owed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers), INFINITE)
+            self._delayed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers), INFINITE)
 
     def _fetch_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         agent = self._agent
@@ -227,7 +227,7 @@ class Server:
         payload = agent.serializer.dump_quickly(value.get()) if value.error is None else None
         if payload is None:
             return self._answer_fetch, (peer, call_id, value)
-        self._owed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers))
+        self._delayed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers))
         return None
 
     def _special_fetch_arrived(self, peer: Peer, frame: Frame, target: RRefId) -> Task | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from _thread import get_ident
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
@@ -53,6 +54,7 @@ class Steps:
         malformed: Callable[[tuple[Any, ...], ProtocolError], object],
     ) -> None:
         self._protocol = protocol
+        self._actions = protocol.actions
         self._mailbox = mailbox
         self._act = act
         self._malformed = malformed
@@ -80,12 +82,18 @@ class Steps:
             self._catch_up()
             return LEFT
         try:
-            self._taker = threading.get_ident()
+            self._taker = get_ident()
             if not self._left.empty():
                 self._take(self._left)
             return step(*args)
         finally:
-            self._let_go()
+            if self._actions or self._callbacks:
+                self._let_go()
+            else:
+                self._taker = 0
+                self._free.release()
+                if not self._left.empty():
+                    self._catch_up()
 
     def ask(self, question: Callable[[], T]) -> T:
         """The answer to a question about the protocol, with the steps done that were for later.
@@ -121,23 +129,21 @@ class Steps:
         while not self._left.empty():
             if not self._free.acquire(blocking=False):
                 return
-            self._taker = threading.get_ident()
+            self._taker = get_ident()
             self._let_go()
 
     def _let_go(self) -> None:
         """Having the protocol: take what was left, and free it."""
         if not self._left.empty():
             self._take(self._left)
-        actions: list[Action] = []
-        if self._protocol.has_actions:
-            actions = self._protocol.take_actions()
-            for action in actions:
-                if type(action) is Confirmed or type(action) is Failed:
-                    self._callbacks += self._awaiting.pop(action.ref, ())
+        actions = self._protocol.take_actions()
+        for action in actions:
+            if type(action) is Confirmed or type(action) is Failed:
+                self._callbacks += self._awaiting.pop(action.ref, ())
         callbacks, self._callbacks = self._callbacks, []
         self._taker = 0
         self._free.release()
-        if actions or self._protocol.waits_for_sweep:
+        if actions:
             self._act(actions)
         for callback in callbacks:
             callback()
@@ -157,7 +163,7 @@ class Steps:
 
     def check_may_wait(self) -> None:
         """Raise ``RRefError`` if the caller interrupts a step of its own thread, which cannot go on."""
-        if self._taker == threading.get_ident():
+        if self._taker == get_ident():
             raise RRefError(
                 "a destructor or signal handler that runs in the middle of what farcall does for references "
                 "cannot wait for one to be confirmed: do it on another thread"

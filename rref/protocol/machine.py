@@ -118,23 +118,21 @@ class Protocol:
         assert owner.take_actions() == [Free(rref)]
     """
 
-    __slots__ = ("_owner", "_peers", "_revoked", "_users", "me")
+    __slots__ = ("_owner", "_peers", "_revoked", "_users", "actions", "me")
 
     def __init__(self, me: Peer) -> None:
         self.me: Final = me
         self._peers = Peers(me)
+        self.actions: Final = self._peers.actions
+        """What the shell has still to do, for ``take_actions``."""
         self._owner = Owner(self._peers)
         self._users = Users(self._peers)
         self._revoked = Revoked()
 
-    @property
-    def has_actions(self) -> bool:
-        """Whether there is anything for the shell to do."""
-        return bool(self._peers.actions)
-
     def take_actions(self) -> list[Action]:
         """What the shell is to do, in order; each is given once."""
-        actions, self._peers.actions = self._peers.actions, []
+        actions = self.actions.copy()
+        self.actions.clear()
         return actions
 
     def receive(self, peer: Peer, message: object) -> None:

@@ -48,6 +48,8 @@ Message = list[Any]
 class State(IntEnum):
     """How a local reference stands; one not yet released is ``PENDING``, ``CONFIRMED`` or ``FAILED``."""
 
+    __hash__ = int.__hash__  # of an enum, it is slow, and the tables are looked up often
+
     PENDING = 1
     """Held; the owner has not answered yet."""
     CONFIRMED = 2

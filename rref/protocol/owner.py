@@ -51,6 +51,8 @@ __all__ = ["TRANSITIONS", "ObjectEvent", "ObjectState", "Owner"]
 class ObjectState(IntEnum):
     """Where an object stands at its owner."""
 
+    __hash__ = int.__hash__  # of an enum, it is slow, and the tables are looked up often
+
     UNKNOWN = 1
     PARKED = 2
     AWAITED = 3
@@ -62,6 +64,8 @@ class ObjectState(IntEnum):
 
 class ObjectEvent(IntEnum):
     """What happens to an object at its owner."""
+
+    __hash__ = int.__hash__
 
     OWN = 1  # a value that is here already gets its first reference
     AWAIT = 2  # this worker sends a creation to itself
@@ -86,10 +90,8 @@ TRANSITIONS: Final[dict[ObjectState, dict[ObjectEvent, ObjectState]]] = {
     },
     _S.PARKED: {
         _E.ARRIVED: _S.CREATING,
-        _E.UNUSED: _S.UNKNOWN,
         _E.ABANDONED: _S.BURIED,
-        _E.CREATOR_LOST: _S.UNKNOWN,
-        _E.SWEPT: _S.UNKNOWN,
+        **dict.fromkeys((_E.UNUSED, _E.CREATOR_LOST, _E.SWEPT), _S.UNKNOWN),
     },
     _S.AWAITED: {_E.ARRIVED: _S.CREATING, _E.ABANDONED: _S.BURIED},
     _S.CREATING: {_E.FINISHED: _S.OWNED, _E.ABANDONED: _S.CANCELLED},
@@ -99,10 +101,8 @@ TRANSITIONS: Final[dict[ObjectState, dict[ObjectEvent, ObjectState]]] = {
 }
 """What has no place here changes nothing."""
 
-_HERE: Final = (_S.AWAITED, _S.CREATING, _S.OWNED, _S.CANCELLED)
-"""The shell has a place for the object, which it drops upon ``Free``."""
-_LATE: Final = (_S.PARKED, _S.BURIED)
-"""A message is awaited that may never come."""
+_HERE: Final = (_S.AWAITED, _S.CREATING, _S.OWNED, _S.CANCELLED)  # the shell has a place for it, till Free
+_LATE: Final = (_S.PARKED, _S.BURIED)  # a message is awaited that may never come
 _GIVEN_UP: Final = (_S.CANCELLED, _S.BURIED)
 
 
@@ -115,10 +115,8 @@ class _Object:
         self.rref = rref
         self.state = ObjectState.UNKNOWN
         self.forks: dict[ForkId, Peer] = {}
-        self.accept: dict[ForkId, Peer] | None = None
-        """Of a parked object: local forks, and who is to be told "accepted"."""
-        self.reason = ""
-        """Why it was given up."""
+        self.accept: dict[ForkId, Peer] | None = None  # if parked: local forks, and whom to tell "accepted"
+        self.reason = ""  # why it was given up
 
 
 class Owner:
@@ -158,23 +156,20 @@ class Owner:
         if rref[0] != creator:
             raise ProtocolError(f"worker {creator} sent a creation in another's name: {rref}")
         created = self._objects.get(rref) or _Object(rref)
-        before = created.state
-        if ObjectEvent.ARRIVED not in TRANSITIONS[before]:
+        before, mine = created.state, creator == self._peers.me
+        if ObjectEvent.ARRIVED not in TRANSITIONS[before] or (mine and before is not ObjectState.AWAITED):
             return False
-        if creator != self._peers.me:
-            created.forks[fork] = creator
-        elif before is not ObjectState.AWAITED:
-            return False
-        self._step(created, ObjectEvent.ARRIVED)
         if before is ObjectState.PARKED:
-            self._confirm_parked(created, fork)
+            self._confirm_parked(created)
+        if not mine:
+            created.forks[fork] = creator
+        self._step(created, ObjectEvent.ARRIVED)
         return True
 
-    def _confirm_parked(self, created: _Object, creators: ForkId) -> None:
+    def _confirm_parked(self, created: _Object) -> None:
         for fork, user in created.forks.items():
             if user != self._peers.me:
-                if fork != creators:
-                    self._peers.send(user, ["confirmed", fork])
+                self._peers.send(user, ["confirmed", fork])
             elif fork in self._local:
                 self._peers.actions.append(Confirmed(fork))
         self._accept(created)
@@ -239,16 +234,15 @@ class Owner:
     def lost(self, peer: Peer, reason: str) -> None:
         """``peer`` is dead: nothing comes from it any more, and its forks wait for the fence."""
         for rref in [rref for rref in self._late if rref[0] == peer]:
-            why = f"its creator was lost before the creation arrived: {reason}"
-            self._give_up(self._objects[rref], ObjectEvent.CREATOR_LOST, why)
+            self._give_up(self._objects[rref], ObjectEvent.CREATOR_LOST, _creator_lost(reason))
         self.fences.lost(peer, any(peer in each.forks.values() for each in self._objects.values()))
 
     def sweep(self) -> None:
         """Give up what the last sweep saw waiting already."""
         for rref, seen in list(self._late.items()):
             if seen:
-                why = "its creation did not arrive in time"
-                self._give_up(self._objects[rref], ObjectEvent.SWEPT, why)
+                late = "its creation did not arrive in time"
+                self._give_up(self._objects[rref], ObjectEvent.SWEPT, late)
             else:
                 self._late[rref] = True
 
@@ -288,11 +282,9 @@ class Owner:
     def state(self, ref: Ref) -> State | None:
         """How ``ref`` stands; none if there is no such reference. From any thread."""
         rref = self._local.get(ref)
-        if rref is None:
+        referred = None if rref is None else self._objects.get(rref)
+        if referred is None:
             return State.FAILED if ref in self._broken else None
-        referred = self._objects.get(rref)
-        if referred is None:  # it has failed since
-            return State.FAILED
         return State.PENDING if referred.state is ObjectState.PARKED else State.CONFIRMED
 
     def reason(self, ref: Ref) -> str:
@@ -306,19 +298,20 @@ class Owner:
 
     def leaks(self) -> dict[RRefId, tuple[int, int]]:
         """For each object, how many forks others have, and how many references this worker."""
-        found = {}
+        me, found = self._peers.me, {}
         for rref, each in self._objects.items():
             if each.state in _HERE:
-                foreign = self._foreign(each)
-                found[rref] = (foreign, len(each.forks) - foreign)
+                native = list(each.forks.values()).count(me)
+                found[rref] = (len(each.forks) - native, native)
         return found
 
     def counts(self) -> dict[str, int]:
         """How much is remembered."""
         states = [each.state for each in self._objects.values()]
-        shared = [foreign for foreign, _ in self.leaks().values() if foreign]
+        leaks = self.leaks()
+        shared = [foreign for foreign, _ in leaks.values() if foreign]
         return {
-            "owned": sum(state in _HERE for state in states),
+            "owned": len(leaks),
             "shared": len(shared),
             "forks": sum(shared),
             "local": len(self._local) + len(self._broken),
@@ -362,14 +355,12 @@ class Owner:
 
     def _why_not(self, rref: RRefId) -> str | None:
         """Why there is no object to refer to, and never will be; ``None`` if there is or may be."""
-        known = self._objects.get(rref)
+        known, creator = self._objects.get(rref), rref[0]
         if known is not None:
             return known.reason if known.state in _GIVEN_UP else None
-        if rref[0] == self._peers.me:
+        if creator == self._peers.me:
             return "its owner has freed it already"
-        if rref[0] in self._peers.dead:
-            return f"its creator was lost before the creation arrived: {self._peers.dead[rref[0]]}"
-        return None
+        return _creator_lost(self._peers.dead[creator]) if creator in self._peers.dead else None
 
     def _refer(self, rref: RRefId) -> _Object:
         """The object, from now on parked if it was unknown."""
@@ -398,11 +389,11 @@ class Owner:
 
     def _drop_forks_of(self, dead: set[Peer]) -> None:
         for each in list(self._objects.values()):
-            gone = [fork for fork, user in each.forks.items() if user in dead]
-            for fork in gone:
-                del each.forks[fork]
-            if gone:
+            left = {fork: user for fork, user in each.forks.items() if user not in dead}
+            if len(left) < len(each.forks):
+                each.forks = left
                 self._leave_if_unused(each)
 
-    def _foreign(self, each: _Object) -> int:
-        return sum(user != self._peers.me for user in each.forks.values())
+
+def _creator_lost(reason: str) -> str:
+    return f"its creator was lost before the creation arrived: {reason}"

@@ -27,7 +27,7 @@ class Peers:
         self.living: set[Peer] = set()
         self.dead: dict[Peer, str] = {}  # and why
         self.unfenced: set[Peer] = set()  # the dead about whom no fence has been up since; see fence
-        self.actions: list[Action] = []
+        self.actions: Final[list[Action]] = []
         self._suspects: set[Peer] = set()
         self._numbers = count(1)
 

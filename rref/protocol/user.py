@@ -46,6 +46,8 @@ __all__ = ["TRANSITIONS", "Event", "Users"]
 class Event(IntEnum):
     """What happens to a user's fork."""
 
+    __hash__ = int.__hash__
+
     HELD = 1
     """One more local reference shares it."""
     DROPPED = 2
@@ -306,14 +308,14 @@ class Users:
     def _grant(self, user: _Fork) -> None:
         self._share(user)
         if self._step(user, Event.GRANTED) is State.CONFIRMED:
-            self._peers.actions += [Confirmed(ref) for ref in self._refs_of(user)]
+            self._peers.actions.extend(map(Confirmed, self._refs_of(user)))
 
     def _fail(self, user: _Fork, reason: str) -> None:
         if user.state is State.FAILED:
             return
         user.reason = reason
         if self._step(user, Event.FAILED) is State.FAILED:
-            self._peers.actions += [Failed(ref, reason) for ref in self._refs_of(user)]
+            self._peers.actions.extend(Failed(ref, reason) for ref in self._refs_of(user))
             self._unshare(user)
         for fork in user.children or ():
             del self._children[fork]

@@ -13,7 +13,7 @@ import rpc
 from rpc.errors import RpcTimeoutError, SerializationError
 from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
-from rref.owed import OwedAnswers
+from rref.delayed_answers import DelayedAnswers
 from tests.support.serving import first_of, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
@@ -172,14 +172,14 @@ def make_once_fetched(number: int) -> int:
 
 def have_no_room_for(name: str) -> None:
     """From now on, who answers a fetch of that worker waits at the gate."""
-    send = OwedAnswers.send
+    send = DelayedAnswers.send
 
-    def wait_and_send(self: OwedAnswers, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
+    def wait_and_send(self: DelayedAnswers, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
         if frame and peer.name == name:
             wait_at_gate("room")
         send(self, peer, frame, wait)
 
-    OwedAnswers.send = wait_and_send  # type: ignore[method-assign]  # in a process that ends with the test
+    DelayedAnswers.send = wait_and_send  # type: ignore[method-assign]  # in a process that ends with the test
 
 
 def call_while_another_is_answered(_: Worker) -> tuple[int, int]:

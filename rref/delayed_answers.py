@@ -12,12 +12,12 @@ from rpc.group.peer import Peer
 from rpc.wire.frames import Kind, encode_small
 from rref.ports import Serving
 
-__all__ = ["OwedAnswers"]
+__all__ = ["DelayedAnswers"]
 
 logger = logging.getLogger(__name__)
 
 
-class OwedAnswers:
+class DelayedAnswers:
     """What an owner has still to tell those who had it make objects. From any thread.
 
     Args:
@@ -26,31 +26,31 @@ class OwedAnswers:
 
     def __init__(self, agent: Serving) -> None:
         self._agent = agent
-        self._owed: dict[Peer, deque[bytes]] = {}
+        self._delayed: dict[Peer, deque[bytes]] = {}
         self._nothing: Final = agent.serializer.dumps(None, None).buffers
         agent.on_gone(self._peer_gone)
 
     def add(self, peer: Peer, call_id: int) -> None:
         """Answer a creation of ``peer`` soon."""
-        owed = self._owed.get(peer)
-        if owed is None:
-            owed = self._owed.setdefault(peer, deque())
-        owed.append(encode_small(Kind.REPLY, call_id, {}, self._nothing))
+        delayed = self._delayed.get(peer)
+        if delayed is None:
+            delayed = self._delayed.setdefault(peer, deque())
+        delayed.append(encode_small(Kind.REPLY, call_id, {}, self._nothing))
         self._agent.mailbox.gathered(self.send, peer)
 
     def send(self, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
-        """Send what is owed to ``peer``, and behind it ``frame``, at once.
+        """Send the answers to ``peer`` that were delayed, and behind it ``frame``, at once.
 
         Args:
             frame: at most 64 KiB.
             wait: seconds to wait at most while too much is queued for that peer.
         """
-        owed = self._owed.get(peer)
-        if owed:
+        delayed = self._delayed.get(peer)
+        if delayed:
             frames: list[bytes] = []
             with contextlib.suppress(IndexError):  # another thread may be sending them
                 while True:
-                    frames.append(owed.popleft())
+                    frames.append(delayed.popleft())
             frame = b"".join([*frames, frame])
         if not frame:
             return
@@ -60,4 +60,4 @@ class OwedAnswers:
             logger.debug("dropped answers: %s", error)
 
     def _peer_gone(self, peer: Peer, reason: str) -> None:
-        self._owed.pop(peer, None)
+        self._delayed.pop(peer, None)
