@@ -42,6 +42,7 @@ from rpc.lifecycle.startup import init_rpc, init_with_store
 from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.runtime import events
 from rpc.runtime.current import is_initialized
+from rpc.serialization.portable import PortablePickler
 from rpc.serialization.settings import allow_class, allow_function, use_pickler
 from rref.reference import RRef
 from rref.remote import remote
@@ -51,6 +52,7 @@ __all__ = [
     "AgentOptions",
     "BackendType",
     "Future",
+    "PortablePickler",
     "RRef",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
