@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_autograd.contexts import current
-from dist_autograd.parameter_locks import ParameterLocks
+from dist_autograd.parameter_locks import LockTable
 
 __all__ = ["Models", "accumulating", "hand_over"]
 
@@ -45,9 +45,11 @@ class Models:
 
     Attributes:
         any: whether there has been any.
+        locks: of the parameters of this worker, those of other models as well.
     """
 
     def __init__(self) -> None:
+        self.locks = LockTable()
         self._models: WeakSet[DistributedDataParallel] = WeakSet()
         self.any = False
         self._watches = False
@@ -116,7 +118,7 @@ def accumulating(leaves: Sequence[Tensor], models: Models) -> Iterator[list[Tens
         A list that holds what has been accumulated for each leaf, once the block is left without an error.
     """
     accumulated: list[Tensor | None] = []
-    with ParameterLocks(leaves).held():
+    with models.locks.of(leaves).held():
         in_buckets = models.in_buckets(leaves)
         before = _gradients(leaves, in_buckets)
         try:

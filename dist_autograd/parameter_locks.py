@@ -15,7 +15,6 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Final
 from weakref import WeakSet
 
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rpc.errors import AutogradError
 
-__all__ = ["ParameterLocks", "check_none_held"]
+__all__ = ["LockTable", "ParameterLocks"]
 
 
 class _Lock:
@@ -41,25 +40,11 @@ class _Lock:
         return mine
 
 
-_numbers: Final = itertools.count()
-_table_lock: Final = threading.Lock()
-_table: Final[MutableMapping[Tensor, _Lock]] = WeakIdKeyDictionary()
-_made: Final[WeakSet[_Lock]] = WeakSet()
-
-
 class ParameterLocks:
-    """The locks of some parameters of this process.
+    """The locks of some parameters; made by ``LockTable.of``."""
 
-    Args:
-        parameters: as Python objects; two that share memory count as two.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        with _table_lock:
-            fresh = _Lock(next(_numbers))
-            _made.add(fresh)
-            found = {_table.setdefault(parameter, fresh) for parameter in parameters}
-        self._locks: list[_Lock] = sorted(found, key=lambda each: each.number)
+    def __init__(self, locks: Iterable[_Lock]) -> None:
+        self._locks = sorted(locks, key=lambda each: each.number)
 
     def held(self) -> AbstractContextManager[object]:
         """Holds all of them.
@@ -71,7 +56,7 @@ class ParameterLocks:
             AutogradError: this thread holds one of them already.
         """
         if any(each.is_mine() for each in self._locks):
-            check_none_held("this")
+            raise _refused("this")
         return self._locks[0].lock if len(self._locks) == 1 else self._all_held()
 
     @contextlib.contextmanager
@@ -82,17 +67,40 @@ class ParameterLocks:
             yield
 
 
-def check_none_held(doing: str) -> None:
-    """Raise ``AutogradError`` where a thread that holds locks is about to wait for who may need them.
+class LockTable:
+    """The locks of all parameters of this worker that were ever named. From any thread."""
 
-    Args:
-        doing: what the user has called.
-    """
-    with _table_lock:
-        made = list(_made)
-    if any(each.is_mine() for each in made):
-        raise AutogradError(
-            f"{doing} was called by a hook of a model under DistributedDataParallel, or by an optimizer in "
-            "the middle of its step, while parameters are locked: it could wait for ever. Call it when the "
-            "backward, or the step, has returned"
-        )
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._of: MutableMapping[Tensor, _Lock] = WeakIdKeyDictionary()
+        self._made: WeakSet[_Lock] = WeakSet()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def of(self, parameters: Iterable[Tensor]) -> ParameterLocks:
+        """The locks of some parameters, as Python objects: two that share memory count as two."""
+        with self._lock:
+            fresh = _Lock(next(self._numbers))
+            self._made.add(fresh)
+            return ParameterLocks({self._of.setdefault(parameter, fresh) for parameter in parameters})
+
+    def check_none_held(self, doing: str) -> None:
+        """Raise ``AutogradError`` where a thread that holds locks is about to wait for who may need them.
+
+        Args:
+            doing: what the user has called.
+        """
+        with self._lock:
+            made = list(self._made)
+        if any(each.is_mine() for each in made):
+            raise _refused(doing)
+
+
+def _refused(doing: str) -> AutogradError:
+    return AutogradError(
+        f"{doing} was called by a hook of a model under DistributedDataParallel, or by an optimizer in the "
+        "middle of its step, while parameters are locked: it could wait for ever. Call it when the "
+        "backward, or the step, has returned"
+    )

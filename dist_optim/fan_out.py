@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from dist_autograd.parameter_locks import check_none_held
+from dist_autograd.installation import autograd
 from rpc.agent.futures import Future, wait_futures
 from rpc.errors import WorkerLostError
 from rref import RRef
@@ -34,7 +34,7 @@ def on_all(parts: Mapping[str, T], doing: str, call: Callable[[T], Future[Any]])
 
         The notes name all workers on which it failed, and say how the others fared.
     """
-    check_none_held(doing)
+    autograd().models.locks.check_none_held(doing)
     calls = {worker: call(part) for worker, part in parts.items()}
     try:
         return wait_futures(list(calls.values()))
@@ -60,7 +60,7 @@ def on_all_objects(
     """
     if len(objects) > 1:
         return on_all(objects, doing, lambda each: call(each.rpc_async()))
-    check_none_held(doing)
+    autograd().models.locks.check_none_held(doing)
     ((worker, only),) = objects.items()
     try:
         return [call(only.rpc_sync())]

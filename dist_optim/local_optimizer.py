@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import dist_autograd
-from dist_autograd.parameter_locks import ParameterLocks
+from dist_autograd.installation import autograd
 from rpc.api import get_worker_info
 from rpc.errors import with_article
 from rref import RRef
@@ -54,7 +54,7 @@ class LocalOptimizer:
         self._optimized = [each.data for each in parameters] if stale_gradients else self._parameters
         optimized = self._optimized if groups is None else _grouped(self._optimized, groups)
         self._optimizer = _steps_alone(optimizer_class(optimized, *args, **kwargs))
-        self._locks = ParameterLocks(self._parameters)
+        self._locks = autograd().models.locks.of(self._parameters)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[torch.optim.Optimizer]:

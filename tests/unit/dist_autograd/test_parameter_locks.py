@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_autograd import parameter_locks
-from dist_autograd.parameter_locks import ParameterLocks, check_none_held
+from dist_autograd.parameter_locks import LockTable, ParameterLocks
 from rpc.errors import AutogradError
 
 SECONDS = 10.0
@@ -39,7 +38,8 @@ def hold(locks: ParameterLocks, entered: threading.Event, leave: threading.Event
 @pytest.mark.parametrize(("shared", "both_may"), [(True, False), (False, True)])
 def test_only_those_who_share_a_parameter_exclude_each_other(shared: bool, both_may: bool) -> None:
     a, b, c, d = parameters(4)
-    one, other = ParameterLocks([a, b]), ParameterLocks([c, b] if shared else [c, d])
+    table = LockTable()
+    one, other = table.of([a, b]), table.of([c, b] if shared else [c, d])
     entered, leave, second = threading.Event(), threading.Event(), threading.Event()
     first = in_thread(hold(one, entered, leave))
     assert entered.wait(SECONDS)
@@ -47,7 +47,7 @@ def test_only_those_who_share_a_parameter_exclude_each_other(shared: bool, both_
     if both_may:
         assert second.wait(SECONDS)
     else:
-        assert not other._locks[0].lock.acquire(blocking=False)
+        assert not second.wait(0.05)
     leave.set()
     first.join(SECONDS)
     another.join(SECONDS)
@@ -55,11 +55,11 @@ def test_only_those_who_share_a_parameter_exclude_each_other(shared: bool, both_
 
 
 def test_overlapping_sets_named_in_any_order_do_not_deadlock() -> None:
-    pool = parameters(6)
-    sets = [ParameterLocks([each]) for each in pool]
+    pool, table = parameters(6), LockTable()
+    sets = [table.of([each]) for each in pool]
     for start in range(6):
         ring = pool[start:] + pool[:start]
-        sets += [ParameterLocks(ring[:3]), ParameterLocks(ring[:3][::-1])]
+        sets += [table.of(ring[:3]), table.of(ring[:3][::-1])]
     done = []
 
     def work(locks: ParameterLocks) -> None:
@@ -75,31 +75,26 @@ def test_overlapping_sets_named_in_any_order_do_not_deadlock() -> None:
 
 
 def test_who_holds_locks_is_refused_what_would_wait_for_them() -> None:
-    a, b, c = parameters(3)
-    outer, overlapping, apart = ParameterLocks([a, b]), ParameterLocks([b, c]), ParameterLocks([c])
+    (a, b, c), table = parameters(3), LockTable()
+    outer, overlapping, apart = table.of([a, b]), table.of([b, c]), table.of([c])
     with outer.held():
         with pytest.raises(AutogradError, match="this was called by a hook"), overlapping.held():
             pass
         with pytest.raises(AutogradError, match="step was called by a hook"):
-            check_none_held("step")
+            table.check_none_held("step")
         with apart.held():
             pass
         with pytest.raises(AutogradError):
-            check_none_held("step")
-    check_none_held("step")
+            table.check_none_held("step")
+    table.check_none_held("step")
     with overlapping.held():
         pass
 
 
-def test_parameters_named_together_take_one_lock() -> None:
-    assert len(ParameterLocks(parameters(1000))._locks) == 1
-
-
 def test_locks_are_forgotten_with_their_parameters() -> None:
-    before = len(parameter_locks._table)
-    held = parameters(3)
-    locks = ParameterLocks(held)
-    assert len(parameter_locks._table) == before + 3
+    table, held = LockTable(), parameters(3)
+    locks = table.of(held)
+    assert len(table) == 3
     del held, locks
     gc.collect()
-    assert len(parameter_locks._table) == before
+    assert not len(table)
