@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import pytest
@@ -154,12 +154,10 @@ class Node:
         assert self.thread is not None
         self.thread.wait_for(self.connections.close(list(self.peers.values()), reason), SOON)
 
-    def open_connections(self) -> Sequence[object]:
+    def open_connections(self) -> list[Connection]:
         """Everything that is open, listeners left out."""
-        found: Sequence[object] = self.on_loop(
-            lambda: self.connections.connections(self.peers.values())[len(self.connections._listeners) :]
-        )
-        return found
+        found: list[Any] = self.on_loop(self.connections.connections, self.peers.values())
+        return [each for each in found if hasattr(each, "owner")]
 
 
 def pair(make_node: MakeNode, host: str = "host") -> tuple[Node, Node]:
