@@ -117,7 +117,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         frame(Kind.IN_SEGMENT, {}, [pack(Message(Kind.CALL, {}, 1, 1, (5,), b""))]),
         "a malformed message in a segment",
     ),
-    "a return of nothing": (frame(Kind.SEGMENTS, {"return": [1]}), "an unknown message about segments"),
+    "a return of nothing": (frame(Kind.SEGMENTS, {"return": [1]}), "a malformed message about shared memory"),
     "a proof of nothing": (frame(Kind.SEGMENTS, {"proof": bytes(32)}), "it proves what was not asked"),
     "an invitation unasked": (
         frame(Kind.SEGMENTS, {"come": ["name", bytes(16), 1, 1]}),
