@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rpc.errors import RpcTimeoutError
 from rref.value import Value
 from tests.support.members import peer
 
@@ -35,8 +34,3 @@ def test_what_fails_stays_failed() -> None:
     for _ in range(2):
         with pytest.raises(LookupError, match="not today"):
             value.get()
-
-
-def test_who_waits_too_long_is_told_what_for() -> None:
-    with pytest.raises(RpcTimeoutError, match="it is still being made"):
-        Value().wait(0.01, "it is still being made")
