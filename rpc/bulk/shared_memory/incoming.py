@@ -190,22 +190,14 @@ class IncomingSegments:
             if descriptor is not None:
                 os.close(descriptor)
             raise ProtocolError("a malformed introduction of a segment") from error
-        self.introduce(number, slot, size, use, descriptor)
+        self._introduce(number, slot, size, use, descriptor)
 
-    def introduce(
+    def _introduce(
         self, number: object, slot: object, size: object, use: object, descriptor: int | None
     ) -> None:
-        """Take a segment that the peer introduces, or refuse it, and note which.
+        """Take a segment of ``size`` bytes, or refuse it, and note in its slot of the ledger which.
 
-        Args:
-            number: its name from now on.
-            slot: its word in the ledger.
-            size: what it has in bytes.
-            use: what to note when it is mapped.
-            descriptor: its own, to be closed here; None if it did not arrive.
-
-        Raises:
-            ProtocolError: that is no introduction.
+        The descriptor is to be closed here; it is None if it did not arrive.
         """
         try:
             if (

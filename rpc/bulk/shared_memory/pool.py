@@ -146,11 +146,9 @@ class Pool:
         account = self._accounts.get(peer)
         if account is None:
             return None, []
-        for wanted in dict.fromkeys((_rounded(size), _in_grains(size))):
-            dropped = self._make_room(account, wanted, now)
-            if dropped is not None:
-                break
-        else:
+        wanted = _rounded(size)
+        dropped = self._make_room(account, wanted, now)
+        if dropped is None:
             return None, []
         self._numbers += 1
         account.uses += 1
@@ -226,10 +224,6 @@ class Pool:
 
 def _bytes(segments: list[Segment]) -> int:
     return sum(each.size for each in segments)
-
-
-def _in_grains(size: int) -> int:
-    return max(1, -(-size // _GRAIN)) * _GRAIN
 
 
 def _rounded(size: int) -> int:

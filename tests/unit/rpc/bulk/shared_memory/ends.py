@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
+
 from rpc.bulk.ports import Peer
-from rpc.bulk.shared_memory import memory
+from rpc.bulk.shared_memory import fd_channel, memory
 from rpc.bulk.shared_memory.incoming import IncomingSegments
 from rpc.bulk.shared_memory.ledger import LEDGER_BYTES, SLOTS, Ledger
 from rpc.bulk.shared_memory.memory import Mapping
@@ -82,6 +84,16 @@ class Ends:
                 self.incoming.receive()
                 count += 1
         return count
+
+    def introduce_raw(self, number: Any, slot: Any, size: Any, use: Any, descriptor: int | None) -> None:
+        """Introduce a segment as a sender would that may do wrong; takes the descriptor."""
+        record = msgpack.packb([number, slot, size, use])
+        if descriptor is None:
+            self.here.send(record)
+        else:
+            fd_channel.send(self.here, record, descriptor)
+            os.close(descriptor)
+        self.incoming.receive()
 
     def send(self, *buffers: bytes) -> list[memoryview] | None:
         """Send and receive buffers; None if there is no segment for them yet, but perhaps next time."""

@@ -189,11 +189,11 @@ def test_a_receiver_that_may_open_no_more_files_refuses_and_the_sender_goes_on(e
 
 def test_a_receiver_takes_no_more_than_its_bounds(ends: Ends) -> None:
     for number in range(9):
-        ends.incoming.introduce(100 + number, number, MIB, 1, create(MIB))
+        ends.introduce_raw(100 + number, number, MIB, 1, create(MIB))
     assert ends.incoming.size == 8 * MIB
     assert ends.ledger.words[8] == REFUSED
     ends.incoming.drop([100, 101])
-    ends.incoming.introduce(200, 9, 63 * MIB, 1, create(63 * MIB))
+    ends.introduce_raw(200, 9, 63 * MIB, 1, create(63 * MIB))
     assert ends.ledger.words[9] == REFUSED
     assert ends.incoming.size == 6 * MIB
 
@@ -227,7 +227,7 @@ BAD_DESCRIPTORS: dict[str, Callable[[], int | None]] = {
 @pytest.mark.parametrize("make", BAD_DESCRIPTORS.values(), ids=BAD_DESCRIPTORS)
 def test_a_bad_descriptor_is_refused_and_closed(ends: Ends, make: Callable[[], int | None]) -> None:
     before = open_descriptors()
-    ends.incoming.introduce(1, 0, MIB, 7, make())
+    ends.introduce_raw(1, 0, MIB, 7, make())
     assert open_descriptors() == before
     assert ends.ledger.words[0] == REFUSED
     with pytest.raises(ProtocolError, match="no segment that was introduced"):
@@ -252,14 +252,14 @@ def test_a_malformed_introduction_is_an_error_and_leaves_nothing(
     before = open_descriptors()
     number, slot, size, use = introduction
     with pytest.raises(ProtocolError, match="malformed introduction"):
-        ends.incoming.introduce(number, slot, size, use, create(MIB))
+        ends.introduce_raw(number, slot, size, use, create(MIB))
     assert open_descriptors() == before
 
 
 def test_a_segment_is_introduced_once(ends: Ends) -> None:
-    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    ends.introduce_raw(1, 0, MIB, 7, create(MIB))
     with pytest.raises(ProtocolError, match="malformed introduction"):
-        ends.incoming.introduce(1, 1, MIB, 8, create(MIB))
+        ends.introduce_raw(1, 1, MIB, 8, create(MIB))
 
 
 NAMED: dict[str, tuple[int, int, tuple[int, ...]]] = {
@@ -276,20 +276,20 @@ NAMED: dict[str, tuple[int, int, tuple[int, ...]]] = {
 def test_a_message_that_names_no_memory_is_an_error(
     ends: Ends, number: int, use: int, lengths: tuple[int, ...]
 ) -> None:
-    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    ends.introduce_raw(1, 0, MIB, 7, create(MIB))
     with pytest.raises(ProtocolError):
         ends.incoming.open(number, use, lengths, 1 << 40)
     assert ends.ledger.words[0] == 7
 
 
 def test_a_message_over_the_limit_is_an_error(ends: Ends) -> None:
-    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    ends.introduce_raw(1, 0, MIB, 7, create(MIB))
     with pytest.raises(ProtocolError, match="1000 bytes"):
         ends.incoming.open(1, 8, [1000], 999)
 
 
 def test_memory_that_is_still_in_use_cannot_be_named_again(ends: Ends) -> None:
-    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    ends.introduce_raw(1, 0, MIB, 7, create(MIB))
     kept = ends.incoming.open(1, 8, [1000], MIB)
     with pytest.raises(ProtocolError, match="still in use"):
         ends.incoming.open(1, 9, [1000], MIB)
@@ -299,7 +299,7 @@ def test_memory_that_is_still_in_use_cannot_be_named_again(ends: Ends) -> None:
 
 
 def test_what_was_only_looked_at_is_not_returned_and_may_be_looked_at_again(ends: Ends) -> None:
-    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    ends.introduce_raw(1, 0, MIB, 7, create(MIB))
     taken: list[int] = []
     looked = ends.incoming.open(1, 8, [1000], MIB, taken)
     del looked
@@ -315,7 +315,7 @@ def test_what_was_only_looked_at_is_not_returned_and_may_be_looked_at_again(ends
 
 
 def test_what_somebody_else_took_is_not_returned_by_who_looked_at_it(ends: Ends) -> None:
-    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    ends.introduce_raw(1, 0, MIB, 7, create(MIB))
     looked = ends.incoming.open(1, 8, [1000], MIB, [])
     kept = ends.incoming.open(1, 8, [1000], MIB)
     del looked
@@ -325,7 +325,7 @@ def test_what_somebody_else_took_is_not_returned_by_who_looked_at_it(ends: Ends)
 
 
 def test_dropping_what_is_not_there_does_no_harm(ends: Ends) -> None:
-    ends.incoming.introduce(1, 0, MIB, 7, create(MIB))
+    ends.introduce_raw(1, 0, MIB, 7, create(MIB))
     ends.incoming.drop([2, 3])
     malformed: list[Any] = [None, 5, {"a": 1}, [[]], ["one"]]
     for numbers in malformed:
