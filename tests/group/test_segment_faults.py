@@ -253,6 +253,11 @@ def open_no_more_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
 
 
+def open_files_again() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 OBSTACLES: dict[str, tuple[Callable[[], None], str, str]] = {
     "other memory": (read_another_nonce, "worker1", "what is written here is not what is read there"),
     "no memfds": (have_no_memfd, "worker0", "Function not implemented"),
@@ -266,6 +271,7 @@ def test_what_cannot_be_shared_goes_through_the_socket(
 ) -> None:
     def task(worker: Worker) -> None:
         fall_back(worker, reason, lambda: rpc.rpc_sync(where, obstruct))
+        rpc.rpc_sync(where, open_files_again)  # the store of the rendezvous needs one to end
 
     first_of(run_workers, task)
 
