@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -279,6 +281,21 @@ def test_a_timeout_leaves_a_transfer_under_way_and_cancelling_ends_it(run_worker
         assert into == b"first..."
         assert last == b"second.."
         assert not posted.cancel()
+
+    first_of(run_workers, task)
+
+
+def test_ctrl_c_ends_a_wait_and_leaves_the_transfer_under_way(run_workers: RunWorkers) -> None:
+    def task(_: Worker) -> None:
+        into = bytearray(8)
+        posted = bulk().post(peer(1), 3, into)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            posted.wait(SOON)
+        rpc.rpc_sync("worker1", send_back, args=(3, b"12345678"))
+        posted.wait(SOON)
+        assert into == b"12345678"
 
     first_of(run_workers, task)
 
