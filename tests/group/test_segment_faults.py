@@ -303,36 +303,6 @@ def test_forks_change_no_tensor_anywhere(run_workers: RunWorkers) -> None:
     first_of(run_workers, task)
 
 
-def fork_once() -> None:
-    in_child(int)
-
-
-def test_a_receiver_may_fork_while_a_tensor_is_copied_for_it(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        tensor = torch.ones(MIB)
-        copy = copying.copy
-
-        def send_another() -> None:
-            rpc.rpc_sync("worker1", fork_once)
-            assert rpc.rpc_sync("worker1", torch.numel, args=(tensor,)) == MIB
-
-        def copy_while_it_forks(source: memoryview | bytes, target: memoryview) -> None:
-            copying.copy = copy
-            another = threading.Thread(target=send_another)
-            another.start()
-            another.join()
-            copy(source, target)
-
-        send_through_segments("worker1", 4 * MIB)
-        until(all_returned)
-        copying.copy = copy_while_it_forks
-        assert float(rpc.rpc_sync("worker1", torch.sum, args=(tensor,))) == MIB
-        assert copying.copy is copy
-        send_through_segments("worker1", 4 * MIB)
-
-    first_of(run_workers, task)
-
-
 # ---- strange users
 
 

@@ -38,30 +38,6 @@ def test_a_new_segment_is_lent_until_the_peer_knows_it() -> None:
     assert pool.lend(PEER, MIB, 1.0) is segment
 
 
-def test_what_is_lent_is_not_lent_again() -> None:
-    pool = open_pool()
-    segment = add(pool, MIB)
-    assert pool.lend(PEER, MIB, 0.0) is segment
-    assert pool.lend(PEER, MIB, 0.0) is None
-
-
-def test_each_use_has_a_number_of_its_own() -> None:
-    pool = open_pool()
-    segment = add(pool, MIB)
-    uses = [segment.use]
-    for _ in range(3):
-        pool.lend(PEER, MIB, 0.0)
-        uses.append(segment.use)
-        pool.returned(segment, 0.0)
-    assert len(set(uses)) == 4
-
-
-def test_a_segment_never_serves_another_peer() -> None:
-    pool = open_pool()
-    add(pool, MIB, peer=OTHER)
-    assert pool.lend(PEER, MIB, 0.0) is None
-
-
 def test_the_smallest_that_fits_is_lent() -> None:
     pool = open_pool()
     add(pool, 4 * MIB)
@@ -80,13 +56,6 @@ def test_one_that_is_far_too_large_is_not_lent() -> None:
 def test_a_segment_is_hardly_larger_than_asked_for(size: int) -> None:
     segment = add(open_pool(), size)
     assert size <= segment.size <= size + max(65_536, size // 16)
-
-
-def test_beyond_the_bound_there_is_none() -> None:
-    pool = open_pool(bound=3 * MIB)
-    pool.add(PEER, 2 * MIB, 0.0)
-    assert pool.add(OTHER, 2 * MIB, 100.0) == (None, [])
-    assert pool.add(OTHER, MIB, 100.0)[0] is not None
 
 
 def test_rested_segments_give_way_those_first_that_rested_longest() -> None:
@@ -131,16 +100,6 @@ def test_a_slot_that_becomes_free_serves_after_all_others() -> None:
         slots.append(segment.slot)
         pool.drop(segment)
     assert slots == [0, 1, 2, 0, 1, 2]
-
-
-def test_when_a_peer_is_gone_its_memory_no_longer_counts() -> None:
-    pool = open_pool()
-    segments = [add(pool, MIB), add(pool, 2 * MIB)]
-    assert pool.close(PEER) == segments
-    assert pool.size == 0
-    assert pool.add(PEER, MIB, 0.0) == (None, [])
-    pool.drop(segments[0])
-    assert pool.size == 0
 
 
 def test_trimming_drops_what_is_free_and_has_rested() -> None:
