@@ -106,7 +106,7 @@ class Messages:
 
     def marks_in(self, answer: PendingCall) -> list[Mark]:
         """Wait for the answer to ``mark``; raises what it says went wrong."""
-        answer.wait_settled()
+        answer.wait()
         outcome = answer.outcome
         if isinstance(outcome, Frame) and outcome.kind == Kind.REPLY and "marks" in outcome.header:
             return [Mark(*mark) for mark in outcome.header["marks"]]

@@ -172,7 +172,7 @@ class Root:
         if part is None:
             self.own.progress.wait(ready)
         else:
-            part.wait_settled()
+            part.wait()
             self._settled(part)
 
     def _settled(self, part: RemotePart) -> None:

@@ -60,9 +60,9 @@ def creation(frame: Frame, creator: Peer) -> tuple[RRefId, ForkId, Frame]:
     Args:
         creator: the sender's incarnation.
     """
-    kind, call_id, header, segments = frame
+    kind, call_id, header, segments, codec = frame
     rref, fork = _numbers(segments)
-    call = Frame(kind, call_id, header, [memoryview(segments[0])[_NUMBERS.size :], *segments[1:]])
+    call = Frame(kind, call_id, header, [memoryview(segments[0])[_NUMBERS.size :], *segments[1:]], codec)
     return (creator, rref), (creator, fork), call
 
 

@@ -15,7 +15,7 @@ from rpc.agent.request_runner import LATER, Request
 from rpc.errors import ProtocolError, RRefError, SerializationError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Task
-from rpc.transport import INFINITE, SMALL_BYTES
+from rpc.transport.base import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, encode_small
 from rref.delayed_answers import DelayedAnswers
 from rref.ports import Serving
@@ -171,7 +171,7 @@ class Server:
                 # of the user's, and who answers others may wait for room in their queues.
                 if at_end and all(asking is peer for asking, _ in parked):
                     large = type(content) is Tensor and content.numel() * content.itemsize > SMALL_BYTES
-                    agent.runner.stand_by(peer, content, large=large)
+                    agent.runner.lend_thread(peer, content, large=large)
             del content
             self._answer_parked(parked, value)
 

@@ -27,8 +27,7 @@ from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Future
 from rpc.agent.gather import Gathering
 from rpc.agent.hooks import Hooks
-from rpc.agent.idle_reader import Standby
-from rpc.agent.outbox import Messages
+from rpc.agent.outbox import Outbox
 from rpc.agent.peer_table import PeerTable
 from rpc.agent.pending_call import PendingCall
 from rpc.agent.request_runner import RequestRunner
@@ -51,7 +50,8 @@ from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Mailbox
 from rpc.runtime.process_tuning import ProcessTuning
 from rpc.serialization.serializer import Serializer
-from rpc.transport import Connection, transports
+from rpc.transport.base import TransportContext
+from rpc.transport.registry import transports
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["UNSET_TIMEOUT", "Agent"]
@@ -114,23 +114,24 @@ class Agent:
         self.peer_by_incarnation = self.peers.by_incarnation
         self.connections = Connections(
             self.loop,
-            transports(self.loop, options.send_queue_bytes, options.transports),
+            transports(TransportContext(self.loop, options.send_queue_bytes), options.transports),
             self,
             options.max_message_bytes,
         )
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
 
         self.calls = CallTable(self, self.loop, lambda futures: self.complete_soon(*futures))
-        self.caller = Caller(self)
+        self.outbox = outbox = Outbox(self)
+        self.send, self.answer = outbox.send, outbox.answer
+        self.reply, self.dump_reply, self.fail = outbox.reply, outbox.dump_reply, outbox.fail
+        self.caller = Caller(self, outbox)
         self.call = self.caller.ask
         self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer)
         self.all_gather = self.gathering.all_gather
-        self.runner = RequestRunner(self)
-        self.dispatcher = Dispatcher(self)
-        self.frames_received = self.dispatcher.frames_received
-        messages = Messages(self)
-        self.send, self.answer = messages.send, messages.answer
-        self.reply, self.dump_reply, self.fail = messages.reply, messages.dump_reply, messages.fail
+        self.runner = RequestRunner(self, outbox)
+        self.dispatcher = dispatcher = Dispatcher(self, self.runner.run)
+        self.frames_received, self.take_inline = dispatcher.frames_received, dispatcher.take_inline
+        self.is_followed = dispatcher.is_followed
 
         self.shared_memory = SharedMemory(
             self.loop,
@@ -142,31 +143,28 @@ class Agent:
             max_message_bytes=options.max_message_bytes,
             takes=self.serializer.allow is None,
         )
-        self.unwrap = self.shared_memory.unwrap
-        self.stripes = Striping(self, options.tcp_stripes, options.max_message_bytes)
-        self.connections.stripe_came = self.stripes.stripe_came
-        self.bulk = Bulk(
-            self.shared_memory.send,
-            self.stripes.send,
-            lambda peer, reason: self.mailbox.call(self.connections.lose, peer, reason),
+        self.share = self.shared_memory.send
+        self.striping = Striping(
+            self.loop, self.mailbox, self.connections, self, options.tcp_stripes, options.max_message_bytes
         )
+        self.connections.lane_came = self.striping.lane_came
+        self.bulk = Bulk(self.share, self.striping.consider, self.lose)
 
         self.departure = Departure(
             self.activity, self.peers, self.connections, self._loop_thread, hooks.closed
         )
-        hooks.gone.extend((self.shared_memory.peer_gone, self.stripes.peer_gone, self.bulk.peer_gone))
+        hooks.gone.extend((self.shared_memory.peer_gone, self.striping.peer_gone, self.bulk.peer_gone))
         hooks.closed.append(self.bulk.close)
         hooks.forked.append(self.bulk.abandon)
         for kind, handler in (
             (Kind.CONTROL, self.control.received),
             (Kind.GOODBYE, self.connections.goodbye_received),
             (Kind.SEGMENTS, self.shared_memory.received),
-            (Kind.IN_SEGMENT, self.shared_memory.message_received),
-            (Kind.STRIPES, self.stripes.received),
-            (Kind.STRIPED, self.stripes.message_opened),
+            (Kind.LANES, self.striping.received),
             (Kind.SHUTDOWN, self.departure.received),
         ):
             self.dispatcher.on(kind, handler)
+        self.dispatcher.unwrap(Kind.IN_SEGMENT, self.shared_memory.unwrap)
         self.dispatcher.on(Kind.BULK, self.bulk.received, any_thread=True)
         self.dispatcher.on(Kind.BULK_CREDIT, self.bulk.credited, any_thread=True)
         self.activity.count(
@@ -201,7 +199,7 @@ class Agent:
         self.view = Membership(me, static=static)
         self.own_peer = Peer(me, self._connect, is_self=True)
         self.own_peer.agent = self
-        self.connections.loop_back(self.own_peer, self.serializer.brings_nothing)
+        self.connections.loop_back(self.own_peer)
         self.peers.form(self.view, self.own_peer)
         self.departure.form(me, members if static else None)
         self._process.apply()
@@ -227,10 +225,12 @@ class Agent:
     def _connect(self, peer: Peer) -> None:
         self.mailbox.call(self.connections.connect, peer)
 
-    def peer_connected(self, peer: Peer, connection: Connection) -> None:
-        """There is a connection, on which idle threads may wait for requests."""
-        if connection.direct is not None:
-            peer.standby = Standby(self, peer, connection.direct)
+    def lose(self, peer: Peer, reason: str) -> None:
+        """Cut a worker off. From any thread; on the loop's at once."""
+        if self._loop_thread.is_current():
+            self.connections.lose(peer, reason)
+        else:
+            self.mailbox.call(self.connections.lose, peer, reason)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone for good: end what was under way with it."""
@@ -259,7 +259,7 @@ class Agent:
         timeout: float,
     ) -> Future[Any]:
         """Send a call and return its future; what cannot be sent raises here."""
-        return self.caller.future(self.caller.call(to, function, args, kwargs, timeout, gather=True))
+        return self.caller.future(self.caller.call(to, function, args, kwargs, timeout, coalesce=True))
 
     def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
         """This worker's name and id, or those of the one that ``worker`` names."""
@@ -324,22 +324,13 @@ class Agent:
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         if frame.kind == Kind.FAILURE:
-            raise self.serializer.load_exception(frame.header, frame.buffers, call.arrivals, call.peer)
-        _, _, header, buffers = frame
+            raise self.serializer.load_exception(
+                frame.header, frame.buffers, call.arrivals, call.peer, codec=frame.codec
+            )
+        _, _, header, buffers, codec = frame
         recording = self.recording_of(header, call.peer, answer=True)
         connect = None if recording is None else recording.connect
-        return self.serializer.loads(header, buffers, call.arrivals, call.peer, connect=connect)
-
-    def answered(self, call: PendingCall) -> None:
-        self.calls.take(call.call_id)
-        self.something_ended()
-
-    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
-        if frame.kind != Kind.REPLY or frame.header:
-            return None
-        call = self.calls.find(frame.call_id)
-        free = call is not None and call.any_thread and call.peer is peer and call.future is None
-        return call if free else None
+        return self.serializer.codecs[codec].loads(header, buffers, call.arrivals, call.peer, connect=connect)
 
     def expire(self, call: PendingCall) -> BaseException | None:
         error = call.timeout_error() if self.calls.give_up(call) else None
@@ -408,13 +399,13 @@ class Agent:
     async def _say_goodbye(self, reason: str) -> None:
         """On the loop's thread. Once cancelled it waits for no peer, and only closes what is open."""
         try:
-            await self.stripes.finish()
+            await self.striping.finish()
         finally:
             try:
                 await self.connections.close(self.peers.all(), reason)
             finally:
                 self.shared_memory.close()
-                self.stripes.close()
+                self.striping.close()
 
     def _settle_calls(self) -> None:
         do_all(*(functools.partial(self._settle, call) for call in self.calls.waiting()))
@@ -440,7 +431,7 @@ class Agent:
         for connection in self.connections.connections(self.peers.all()):
             connection.abandon()
         self.shared_memory.abandon()
-        self.stripes.abandon()
+        self.striping.abandon()
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         self._process.restore(give_back=False)

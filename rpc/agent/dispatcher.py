@@ -1,8 +1,9 @@
 """What comes in: each frame goes to whom it concerns.
 
-A request goes to the executor, where the callee runs it; a reply to whoever waits for it; any other frame
-to the handler of its kind. All on the loop's thread, except for calls to oneself with nothing beside their
-pickle, which come in on the sender's, and for what a thread has read itself (see ``transport/role.py``).
+A request goes to the executor, where the runner runs it; a reply to whoever waits for it; any other frame to
+the handler of its kind. Every frame comes in by one door: on the loop's thread, or on a thread that has read
+it itself, or made the call to its own worker. What nobody but the loop may take in, such as references, is
+left to it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
+from rpc.agent.ports import Dispatching
 from rpc.agent.request_runner import Request
 from rpc.errors import ProtocolError, RpcError
 from rpc.group.peer import Peer
-from rpc.runtime.executor import Task
+from rpc.runtime.tasks import Task
 from rpc.wire.frames import Frame, Kind
-
-if TYPE_CHECKING:
-    from rpc.agent.agent import Agent
 
 __all__ = ["Dispatcher", "KindHandler"]
 
@@ -28,97 +28,161 @@ logger = logging.getLogger(__name__)
 KindHandler = Callable[[Peer, Frame], Task | None]
 """Takes in a frame; may return a task for an executor thread."""
 
-_OWN_KINDS: Final = (Kind.CALL, Kind.REPLY, Kind.FAILURE)
+_OWN_KINDS: Final = frozenset((Kind.CALL, Kind.REPLY, Kind.FAILURE))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One line of the table of message kinds."""
+
+    handle: KindHandler
+    any_thread: bool
+    followed: bool
 
 
 class Dispatcher:
-    """Takes in the frames of one agent."""
+    """Takes in the frames of one agent.
 
-    def __init__(self, agent: Agent) -> None:
+    Args:
+        agent: see ``Dispatching``.
+        run: runs a request, on an executor thread.
+    """
+
+    def __init__(self, agent: Dispatching, run: Callable[[Request], None]) -> None:
         self._agent = agent
-        self._handlers: dict[int, KindHandler] = {}
-        self._for_any_thread: set[int] = set()
-        self.followed: set[int] = set()
-        """Kinds of frames behind which another most likely comes at once."""
+        self._run = run
+        self._kinds: dict[int, _Entry] = {}
+        self._openers: dict[int, Callable[[Peer, Frame], Frame]] = {}
         self._numbers = itertools.count(1)
         self.requests_begun = 0
         """How many requests were ever taken in; of several simultaneous ones, some may be counted late."""
 
-    def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
-        """Take in frames of one worker, in order."""
-        agent = self._agent
-        run, calls, adopt = agent.runner.run, agent.calls, agent.serializer.adopt
-        tasks: list[Task] = []
-        for frame in frames:
-            kind, call_id, header, _ = frame
-            try:
-                if kind == Kind.CALL:
-                    if not header:
-                        tasks.append(self.begun(peer, frame))
-                    else:
-                        request = Request(peer, frame, adopt(header, peer))
-                        self.accept(request, run, tasks)
-                elif kind == Kind.REPLY or kind == Kind.FAILURE:
-                    arrivals = adopt(header, peer) if header else None
-                    call = calls.take(call_id)
-                    if call is None:
-                        calls.answered_late(call_id)
-                    else:
-                        if call.peer is not peer:
-                            calls.restore(call)
-                            raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
-                        call.arrivals = arrivals
-                        if call.settle(frame) and call.future is not None:
-                            tasks.append((call.future.complete, None))
-                else:
-                    task = self._handler(kind)(peer, frame)
-                    if task is not None:
-                        tasks.append(task)
-            except Exception as error:
-                # Whatever a malformed message makes fail, it ends this connection and nothing else.
-                if isinstance(error, RpcError):
-                    reason = f"it sent a malformed message: {error}"
-                else:
-                    logger.exception("a malformed message from worker '%s'", peer.name)
-                    reason = f"it sent a malformed message ({type(error).__name__}: {error})"
-                if peer.is_self:  # which sends on any thread
-                    agent.mailbox.call(agent.connections.lose, peer, reason)
-                else:
-                    agent.connections.lose(peer, reason)
-                break
-        if tasks:
-            agent.run_soon(tasks)
-        agent.something_ended()
+    # ---- the table of message kinds
 
-    def count_request(self) -> None:
-        """A request has been taken in, by whatever way."""
-        self.requests_begun = next(self._numbers)
+    def on(
+        self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
+    ) -> None:
+        """Have frames of a kind passed to ``handler``. It must neither block nor run user code.
 
-    def begun(self, peer: Peer, frame: Frame) -> Task:
-        """Count a request that has come without anything beside its pickle; returns how to run it."""
-        self.requests_begun = next(self._numbers)
-        return self._agent.runner.run, Request(peer, frame)
-
-    def is_for_any_thread(self, kind: int, header: dict[str, Any]) -> bool:
-        """Whether a message may be taken in by the thread that has read it, since nothing needs the loop."""
-        if kind != Kind.CALL and kind not in self._for_any_thread:
-            return False
-        return not header or self._agent.serializer.brings_nothing(header)
-
-    def taken_by_thread(self, peer: Peer, frame: Frame) -> Task | None:
-        """Take in such a frame on the thread that has read it; returns what is to be done, if anything.
+        Args:
+            any_thread: it may be called on any thread, and its frames be overtaken by those that follow. The
+                loop takes in those beside whose buffers something travels.
+            followed: another frame most likely comes right behind.
 
         Raises:
-            ProtocolError: it is malformed.
+            ValueError: the kind has a handler, or is the dispatcher's own.
         """
-        if frame.kind == Kind.CALL:
-            return self.begun(peer, frame)
-        handler = self._handlers.get(frame.kind) or self._handler(frame.kind)
-        return handler(peer, frame)
+        if kind in _OWN_KINDS or kind in self._kinds or kind in self._openers:
+            raise ValueError(f"message kind {kind} is taken")
+        self._kinds[kind] = _Entry(handler, any_thread, followed)
+
+    def unwrap(self, kind: int, opener: Callable[[Peer, Frame], Frame]) -> None:
+        """Have frames of a kind replaced by the messages that they stand for, on any thread."""
+        if kind in _OWN_KINDS or kind in self._kinds or kind in self._openers:
+            raise ValueError(f"message kind {kind} is taken")
+        self._openers[kind] = opener
+
+    def is_followed(self, frame: Frame) -> bool:
+        """Whether another frame most likely comes right behind this one."""
+        entry = self._kinds.get(frame.kind)
+        return entry is not None and entry.followed
+
+    # ---- frames that have come
+
+    def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
+        """On the loop's thread: take in frames of one worker, in order."""
+        tasks: list[Task] = []
+        try:
+            for frame in frames:
+                opener = self._openers.get(frame[0])
+                self._take_in(peer, frame if opener is None else opener(peer, frame), tasks)
+        except Exception as error:
+            self._refuse(peer, error)
+        if tasks:
+            self._agent.run_soon(tasks)
+        self._agent.something_ended()
+
+    def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool = False) -> Task | None:
+        """On any thread: take frames in from the front of the list, removing them, up to the first that needs
+        the loop.
+
+        Args:
+            keep: the thread wants something to do, which is returned, if there is anything.
+        """
+        tasks: list[Task] = []
+        try:
+            while frames:
+                frame = frames[0]
+                if frame[0] in self._openers:
+                    frame = frames[0] = self._openers[frame[0]](peer, frame)
+                if self._needs_loop(frame[0], frame[2]):
+                    break
+                del frames[0]
+                self._take_in(peer, frame, tasks)
+        except Exception as error:
+            frames.clear()
+            self._refuse(peer, error)
+        mine = tasks.pop(0) if keep and tasks else None
+        if tasks:
+            self._agent.run_soon(tasks)
+        self._agent.something_ended()
+        return mine
+
+    def _needs_loop(self, kind: int, header: dict[str, Any]) -> bool:
+        if kind not in _OWN_KINDS:
+            entry = self._kinds.get(kind)
+            if entry is None or not entry.any_thread:
+                return True
+        return bool(header) and not self._agent.serializer.brings_nothing(header)
+
+    def _take_in(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
+        """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
+        kind, _, header, _, _ = frame
+        if kind == Kind.CALL:
+            arrivals = self._agent.serializer.adopt(header, peer) if header else None
+            self.accept(Request(peer, frame, arrivals), self._run, tasks)
+        elif kind == Kind.REPLY or kind == Kind.FAILURE:
+            self._answered(peer, frame, tasks)
+        else:
+            entry = self._kinds.get(kind)
+            if entry is None:
+                raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
+            task = entry.handle(peer, frame)
+            if task is not None:
+                tasks.append(task)
+
+    def _answered(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
+        calls = self._agent.calls
+        arrivals = self._agent.serializer.adopt(frame.header, peer) if frame.header else None
+        call = calls.take(frame.call_id)
+        if call is None:
+            calls.answered_late(frame.call_id)
+            return
+        if call.peer is not peer:
+            calls.restore(call)
+            raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
+        call.arrivals = arrivals
+        if call.settle(frame) and call.future is not None:
+            tasks.append((call.future.complete, None))
+
+    def _refuse(self, peer: Peer, error: Exception) -> None:
+        """Whatever a malformed message makes fail, it ends this connection and nothing else."""
+        if isinstance(error, RpcError):
+            reason = f"it sent a malformed message: {error}"
+        else:
+            logger.error("a malformed message from worker '%s'", peer.name, exc_info=error)
+            reason = f"it sent a malformed message ({type(error).__name__}: {error})"
+        self._agent.lose(peer, reason)
+
+    # ---- requests
+
+    def count_request(self) -> None:
+        """A request has been taken in."""
+        self.requests_begun = next(self._numbers)
 
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
         """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
-        travelled beside its pickle is ready.
+        travelled beside its buffers is ready.
 
         Args:
             tasks: where to put it if it can run now.
@@ -126,8 +190,7 @@ class Dispatcher:
         agent = self._agent
         self.count_request()
         task = (run, request)
-        arrivals = request.arrivals
-        if arrivals is None:
+        if request.arrivals is None:
             tasks.append(task)
             return
         agent.postponed.begin()
@@ -137,38 +200,6 @@ class Dispatcher:
             agent.postponed.end()
             agent.something_ended()
 
-        if agent.serializer.ready(arrivals, admit):
+        if agent.serializer.ready(request.arrivals, admit):
             tasks.append(task)
             agent.postponed.end()
-
-    def _handler(self, kind: int) -> KindHandler:
-        handler = self._handlers.get(kind)
-        if handler is None:
-            raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
-        return handler
-
-    def on(
-        self,
-        kind: int,
-        handler: KindHandler,
-        *,
-        any_thread: bool = False,
-        followed: bool = False,
-    ) -> None:
-        """Have frames of a kind passed to ``handler``. It must neither block nor run user code.
-
-        Args:
-            any_thread: it may be called on any thread, and its frames be overtaken by those that follow. The
-                loop takes in those beside whose pickle something travels.
-            followed: another frame most likely comes right behind.
-
-        Raises:
-            ValueError: the kind has a handler, or is the dispatcher's own.
-        """
-        if kind in _OWN_KINDS or kind in self._handlers:
-            raise ValueError(f"message kind {kind} is taken")
-        self._handlers[kind] = handler
-        if any_thread:
-            self._for_any_thread.add(kind)
-        if followed:
-            self.followed.add(kind)

@@ -128,7 +128,7 @@ class Future(torch.futures.Future[T]):
 
     def _wait_for(self, call: PendingCall) -> None:
         try:
-            call.wait_settled()
+            call.wait()
             self.complete()
         except BaseException:
             if call.settled():

@@ -1,31 +1,30 @@
 """What goes out: messages, and the answers to requests.
 
-What comes in is the business of ``dispatch``. A message goes out as one small frame, through memory that both
-workers share, or as its buffers lie, whichever suits its size and its receiver. A request whose value cannot
-be sent is answered by the error that says why, and an error that is too large is described: who waits for an
-answer gets one.
+A message goes out as one small frame, through memory that both workers share, or as its buffers lie,
+whichever suits its size and its receiver. A request whose value cannot be sent is answered by the error that
+says why, and an error that is too large is described: who waits for an answer gets one.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import Tensor
 
+from rpc.agent.ports import Sending
 from rpc.agent.tape import Recording, note
 from rpc.errors import ProtocolError, SerializationError, WorkerLostError
 from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
+from rpc.runtime.interrupts import protected
+from rpc.serialization.codecs import PICKLE
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.payload import Payload
-from rpc.transport import INFINITE, SMALL_BYTES
+from rpc.transport.base import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Kind, encode, encode_small
 
-if TYPE_CHECKING:
-    from rpc.agent.agent import Agent
-
-__all__ = ["Messages"]
+__all__ = ["Outbox"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +32,13 @@ _FEW: Final = 4
 """A header of more entries is not taken to be small."""
 
 
-class Messages:
+class Outbox:
     """Sends the messages of one agent, from any thread. The agent lends its methods."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Sending) -> None:
         self._agent = agent
 
+    @protected
     def send(
         self,
         peer: Peer,
@@ -47,41 +47,36 @@ class Messages:
         payload: Payload,
         *,
         wait: float = INFINITE,
-        gather: bool = False,
+        coalesce: bool = False,
     ) -> None:
-        """Send one message; if that fails, what travels beside the pickle is taken back.
+        """Send one message; if that fails, what travels beside its buffers is taken back.
 
         An exception that is larger than what the peer accepts goes out as its description alone.
 
         Args:
             wait: seconds to wait at most while too much is queued for that peer.
-            gather: see ``Connection.send_small``.
+            coalesce: see ``Connection.send_small``.
         """
-        header, segments = payload.header, payload.buffers
-        count = len(segments)
-        handed_over = count > 1
+        header, buffers = payload.header, payload.buffers
+        count = len(buffers)
         try:
-            if not count or (count == 1 and len(segments[0]) <= SMALL_BYTES and len(header) <= _FEW):
-                frame = encode_small(kind, call_id, header, segments)
+            if not count or (count == 1 and len(buffers[0]) <= SMALL_BYTES and len(header) <= _FEW):
+                frame = encode_small(kind, call_id, header, buffers, payload.codec)
                 if len(frame) > SMALL_FRAME_BYTES:
                     _check_size(len(frame), peer)
-                handed_over = True
-                peer.send_small(frame, wait, gather=gather)
-            elif count == 1 or not self._agent.shared_memory.send(peer, kind, call_id, payload, wait):
-                buffers, size = encode(kind, call_id, header, segments)
+                peer.send_small(frame, wait, coalesce=coalesce)
+            elif count == 1 or not self._agent.share(peer, kind, call_id, payload, wait):
+                pieces, size = encode(kind, call_id, header, buffers, payload.codec)
                 _check_size(size, peer)
-                handed_over = True
                 aliased = count > 1  # others may be the caller's own memory
-                if not self._agent.stripes.send(peer, buffers, size, aliased=aliased, wait=wait):
-                    peer.send(buffers, size, aliased=aliased, wait=wait)
+                peer.send(pieces, size, aliased=aliased, wait=wait)
+                self._agent.striping.consider(peer, size)
         except BaseException as error:
-            if handed_over and not isinstance(error, Exception):
-                raise  # Ctrl-C: the message may be out, and what it carries in use
             self._agent.serializer.take_back(header, peer)
             if "!" not in header or not isinstance(error, SerializationError | ProtocolError):
                 raise
             described = self._agent.serializer.without_exception(header, error)
-            self.send(peer, kind, call_id, described, wait=wait, gather=gather)
+            self.send(peer, kind, call_id, described, wait=wait, coalesce=coalesce)
 
     def reply(
         self,
@@ -104,13 +99,20 @@ class Messages:
         else:
             self.answer(peer, Kind.REPLY, call_id, payload)
 
-    def dump_reply(self, peer: Peer, value: Any, of: object, recording: Recording | None) -> Payload:
-        """Serialize the value with which a request is answered; arguments are as for ``reply``."""
+    def dump_reply(
+        self, peer: Peer, value: Any, of: object, recording: Recording | None, codec: int = PICKLE
+    ) -> Payload:
+        """Serialize the value with which a request is answered; arguments are as for ``reply``.
+
+        Args:
+            codec: that of the request.
+        """
+        serializer = self._agent.serializer.codecs[codec]
         tape = self._agent.tape
         if tape is None or recording is None:
-            return self._agent.serializer.dumps(value, peer, what=of)
+            return serializer.dumps(value, peer, what=of)
         tensors: list[Tensor] = []
-        payload = self._agent.serializer.dumps(value, peer, what=of, tracked=tensors)
+        payload = serializer.dumps(value, peer, what=of, tracked=tensors)
         if tensors:
             note(tape, recording, tensors, payload.header, peer)
         return payload
@@ -123,7 +125,7 @@ class Messages:
         self.answer(peer, Kind.FAILURE, call_id, payload)
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
-        """Answer a request that ``accept`` took, by a message made already."""
+        """Answer a request by a message made already."""
         try:
             self.send(peer, kind, call_id, payload)
         except WorkerLostError as error:

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
+from rpc.agent.ports import Answers, Running
 from rpc.agent.tape import Recording
 from rpc.errors import NotInitializedError, RpcError, with_article
 from rpc.functions import ASYNC_EXECUTION_MARK
@@ -22,9 +23,6 @@ from rpc.group.peer import Peer
 from rpc.runtime.loop import LoopThread
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
-
-if TYPE_CHECKING:
-    from rpc.agent.agent import Agent
 
 __all__ = ["Request", "RequestRunner"]
 
@@ -65,26 +63,27 @@ _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes
 class _Replier:
     """Answers one call."""
 
-    __slots__ = ("_agent", "_call_id", "_peer", "_recording")
+    __slots__ = ("_answers", "_call_id", "_peer", "_recording")
 
-    def __init__(self, agent: Agent, request: Request) -> None:
-        self._agent = agent
+    def __init__(self, answers: Answers, request: Request) -> None:
+        self._answers = answers
         self._peer = request.peer
         self._call_id = request.frame.call_id
         self._recording = request.recording
 
     def __call__(self, value: Any, error: BaseException | None) -> None:
         if error is not None:
-            self._agent.fail(self._peer, self._call_id, error)
+            self._answers.fail(self._peer, self._call_id, error)
         else:
-            self._agent.reply(self._peer, self._call_id, value, None, self._recording)
+            self._answers.reply(self._peer, self._call_id, value, None, self._recording)
 
 
 class RequestRunner:
     """Runs requests. ``run`` is called on executor threads."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Running, answers: Answers) -> None:
         self._agent = agent
+        self._answers = answers
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
         self._stopped = False
@@ -102,7 +101,7 @@ class RequestRunner:
             if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
                 value = self._later(function, value, request, self.replier(request))
         except BaseException as error:
-            self._agent.fail(request.peer, request.frame.call_id, error)
+            self._answers.fail(request.peer, request.frame.call_id, error)
         else:
             if value is not LATER:
                 del args, kwargs
@@ -117,9 +116,9 @@ class RequestRunner:
         # The memory that the arguments lie in goes back before the caller goes on, and may use it.
         frame.buffers.clear()
         try:
-            return self._agent.dump_reply(peer, value, function, request.recording)
+            return self._answers.dump_reply(peer, value, function, request.recording, frame.codec)
         except BaseException as error:
-            self._agent.fail(peer, frame.call_id, error)
+            self._answers.fail(peer, frame.call_id, error)
             return None
 
     def reply(self, request: Request, value: Any, payload: Payload) -> None:
@@ -129,30 +128,35 @@ class RequestRunner:
         """
         peer = request.peer
         large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
-        self.stand_by(peer, value, large=large)
-        self._agent.answer(peer, Kind.REPLY, request.frame.call_id, payload)
+        self.lend_thread(peer, value, large=large)
+        self._answers.answer(peer, Kind.REPLY, request.frame.call_id, payload)
 
-    def stand_by(self, peer: Peer, value: Any, *, large: bool = False) -> None:
-        """Have this thread wait for the next request of ``peer``, if it has nothing else to do.
+    def lend_thread(
+        self, peer: Peer, value: Any = None, *, large: bool = False, at_once: bool = True
+    ) -> None:
+        """Have this thread wait for the next request of ``peer`` itself, if it has nothing else to do.
 
-        To be called before an answer is out, since the next request may come at once. But who stands by runs
-        nothing of the user's, such as the destructor of the ``value`` that the thread still has in hand, and
-        does not copy what is large.
+        To be called before an answer is out, since the next request may come at once. But a thread that waits
+        runs nothing of the user's, such as the destructor of the ``value`` that it still has in hand, and
+        does not copy what is large: then it goes there when it is done, as without ``at_once``.
         """
-        if peer.standby is not None:
-            at_once = not large and type(value) in _WITHOUT_DESTRUCTOR
-            self._agent.executor.stand_by(peer.standby, at_once=at_once)
+        source = peer.task_source
+        if source is not None:
+            at_once = at_once and not large and type(value) in _WITHOUT_DESTRUCTOR
+            self._agent.executor.lend(source, at_once=at_once)
 
     def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a request; raises what unpickling raises."""
         agent, peer = self._agent, request.peer
-        _, _, header, buffers = request.frame
+        _, _, header, buffers, codec = request.frame
         connect = None
         if header:
             recording = request.recording = agent.recording_of(header, peer)
             if recording is not None:
                 connect = recording.connect
-        return agent.serializer.load_call(header, buffers, request.arrivals, peer, connect=connect)
+        return agent.serializer.codecs[codec].load_call(
+            header, buffers, request.arrivals, peer, connect=connect
+        )
 
     def start(
         self,
@@ -234,7 +238,7 @@ class RequestRunner:
 
     def replier(self, request: Request) -> Answer:
         """What answers a request later."""
-        return _Replier(self._agent, request)
+        return _Replier(self._answers, request)
 
     def _coroutine_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:

@@ -5,7 +5,7 @@ this worker has posted for that sender and tag (``matching.py``), however they a
 
 - up to 64 KiB in one small frame;
 - through shared memory, where the two share some: one copy in, one copy out, or none with ``into=None``;
-- else over the connection, or stripes, from where the buffers lie.
+- else over the connection, from where the buffers lie.
 
 The call id of a frame of kind ``BULK`` is the tag, times 2^32, and the message's number. A small one has one
 buffer, the message. A large one has more: the message comes after the first, which has one byte if the sender
@@ -25,7 +25,7 @@ from struct import Struct
 from typing import Any, Final
 
 from rpc.bulk.matching import SEQUENCES, Inbound, Outbound
-from rpc.bulk.ports import Peer, ShareMessage, StripeMessage
+from rpc.bulk.ports import Peer, ShareMessage
 from rpc.bulk.transfer import Transfer, as_bytes
 from rpc.errors import (
     ForkedProcessError,
@@ -77,7 +77,7 @@ class Bulk:
 
     Args:
         share: sends a message through shared memory, if it can.
-        stripe: sends a message over stripes, if it can.
+        sent_large: told of a worker and how many bytes were sent to it.
         lose: cuts off a worker, and says why.
 
     Example::
@@ -89,10 +89,13 @@ class Bulk:
     """
 
     def __init__(
-        self, share: ShareMessage, stripe: StripeMessage, lose: Callable[[Any, str], object]
+        self,
+        share: ShareMessage,
+        sent_large: Callable[[Any, int], object],
+        lose: Callable[[Any, str], object],
     ) -> None:
         self._share = share
-        self._stripe = stripe
+        self._sent_large = sent_large
         self._lose = lose
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._streams: dict[tuple[int, int], _Stream] = {}
@@ -210,8 +213,8 @@ class Bulk:
         if self._share(peer, Kind.BULK, call_id, Payload({}, [b"", *buffers]), 0):
             return True
         frame, size = encode(Kind.BULK, call_id, {}, [b"\1", *buffers])
-        if not self._stripe(peer, frame, size, aliased=False, wait=0):
-            peer.send(frame, size, wait=0)
+        peer.send(frame, size, wait=0)
+        self._sent_large(peer, size)
         return False
 
     def credited(self, peer: Peer, frame: Frame) -> Task | None:

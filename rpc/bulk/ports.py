@@ -9,7 +9,7 @@ from rpc.errors import WorkerLostError
 from rpc.group.workers import Member
 from rpc.serialization.payload import Payload
 
-__all__ = ["Peer", "ShareMessage", "StripeMessage"]
+__all__ = ["Peer", "ShareMessage"]
 
 
 class Peer(Protocol):
@@ -24,7 +24,7 @@ class Peer(Protocol):
 
     def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = ..., wait: float = ...) -> None: ...
 
-    def send_small(self, frame: bytes, wait: float, *, gather: bool = ...) -> None: ...
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = ...) -> None: ...
 
     def lost_error(self, consequence: str = ...) -> WorkerLostError: ...
 
@@ -33,11 +33,3 @@ class ShareMessage(Protocol):
     """Sends a message through shared memory; returns whether it could."""
 
     def __call__(self, peer: Any, kind: int, call_id: int, payload: Payload, wait: float, /) -> bool: ...
-
-
-class StripeMessage(Protocol):
-    """Sends a message over stripes; returns whether it could."""
-
-    def __call__(
-        self, peer: Any, buffers: Sequence[Any], size: int, *, aliased: bool, wait: float
-    ) -> bool: ...

@@ -22,7 +22,15 @@ from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
 from rpc.group.ports import ConnectionEvents
-from rpc.transport import CLOSED_BY_PEER, Connection, ConnectionClosed, Listener, Transport
+from rpc.runtime.tasks import Task
+from rpc.transport.base import (
+    CLOSED_BY_PEER,
+    Connection,
+    ConnectionClosed,
+    Listener,
+    SilentOwner,
+    Transport,
+)
 from rpc.wire.frames import Frame, Kind, encode
 
 __all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "Connections"]
@@ -55,7 +63,7 @@ class Connections:
     Attributes:
         connect_seconds, farewell_seconds: see ``CONNECT_SECONDS`` and ``FAREWELL_SECONDS``.
         group: the key of the group, once it is formed.
-        stripe_came: takes over a connection that says to be a stripe, or raises ``ProtocolError``.
+        lane_came: takes over a connection that says to be a lane, or raises ``ProtocolError``.
         closed: this worker leaves, or has left.
     """
 
@@ -70,7 +78,7 @@ class Connections:
         self.connect_seconds = CONNECT_SECONDS
         self.farewell_seconds = FAREWELL_SECONDS
         self.group = ""
-        self.stripe_came: Callable[[Connection, dict[str, Any]], None] | None = None
+        self.lane_came: Callable[[Connection, dict[str, Any]], None] | None = None
         self.closed = False
         self._loop = loop
         self._transports = transports
@@ -117,9 +125,9 @@ class Connections:
 
     # ---- connecting
 
-    def loop_back(self, own_peer: Peer, brings_nothing: Callable[[dict[str, Any]], bool]) -> None:
+    def loop_back(self, own_peer: Peer) -> None:
         """Connect this worker to itself; see ``Loopback``."""
-        connection = Loopback(self._loop, brings_nothing)
+        connection = Loopback(self._loop)
         connection.start(_Established(self, own_peer))
         own_peer.step(Event.ACCEPT)
         own_peer.established(connection)
@@ -217,10 +225,10 @@ class Connections:
         if not peer.connected:
             self.lose(peer, f"it did not connect within {self.connect_seconds:g} s, as announced")
 
-    def stripe_received(self, connection: Connection, header: dict[str, Any]) -> None:
-        if self.stripe_came is None:
-            raise ProtocolError("a stripe, which this worker does not take")
-        self.stripe_came(connection, header)
+    def lane_received(self, connection: Connection, header: dict[str, Any]) -> None:
+        if self.lane_came is None:
+            raise ProtocolError("a lane, which this worker does not take")
+        self.lane_came(connection, header)
 
     def ended(self, greeting: Greeting, failure: str | None) -> None:
         self._greetings.pop(greeting, None)
@@ -241,7 +249,6 @@ class Connections:
         )
         connection.owner = _Established(self, peer)
         peer.established(connection)
-        self._events.peer_connected(peer, connection)
 
     # ---- the end
 
@@ -317,23 +324,19 @@ class _Established:
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         self._receive(self._peer, frames)
 
+    def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
+        return self._connections._events.take_inline(self._peer, frames, keep=keep)
+
+    def is_followed(self, frame: Frame) -> bool:
+        return self._connections._events.is_followed(frame)
+
     def connection_lost(self, connection: Connection, reason: str) -> None:
         if reason == CLOSED_BY_PEER:
             reason += " without a goodbye; its process has died, most likely"
         self._connections.lose(self._peer, reason)
 
 
-class _Dropped:
-    """Owner of a connection whose fate interests nobody any more."""
-
-    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
-        pass
-
-    def connection_lost(self, connection: Connection, reason: str) -> None:
-        pass
-
-
-class _Farewell(_Dropped):
+class _Farewell(SilentOwner):
     """Owner of a connection that closes when the last of what is queued is sent."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -345,5 +348,5 @@ class _Farewell(_Dropped):
 
 
 def _drop(connection: Connection, reason: str) -> None:
-    connection.owner = _Dropped()
+    connection.owner = SilentOwner()
     connection.close(reason)

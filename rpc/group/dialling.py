@@ -6,7 +6,7 @@ import asyncio
 import os
 
 from rpc.group.workers import Member
-from rpc.transport import Connection, Transport
+from rpc.transport.base import Connection, Transport
 
 __all__ = ["Unreachable", "dial"]
 

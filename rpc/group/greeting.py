@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from rpc.errors import ProtocolError
 from rpc.group.handshake import Authenticator, Handshake, Hello, Message, Refusal, Role, State, Welcomed
 from rpc.group.peer import Peer
-from rpc.transport import Connection
+from rpc.transport.base import Connection, SilentOwner
 from rpc.wire.frames import Frame, Kind, encode
 
 __all__ = ["Greeting", "GreetingEvents"]
@@ -26,14 +26,14 @@ class GreetingEvents(Protocol):
     def welcomed(self, greeting: Greeting) -> None:
         """At the dialler: the other side has let this worker in."""
 
-    def stripe_received(self, connection: Connection, header: dict[str, Any]) -> None:
+    def lane_received(self, connection: Connection, header: dict[str, Any]) -> None:
         """At the acceptor: one more connection of a worker's; raises ``ProtocolError`` if it is none."""
 
     def ended(self, greeting: Greeting, failure: str | None) -> None:
         """It is over: the connection has closed before its end, because ``failure``, or it has succeeded."""
 
 
-class Greeting:
+class Greeting(SilentOwner):
     """Owns a connection until both sides know each other. On the loop's thread.
 
     Args:
@@ -109,8 +109,8 @@ class Greeting:
 
     def _receive(self, frame: Frame) -> None:
         handshake = self._handshake
-        if frame.kind == Kind.STRIPE and self.peer is None and handshake.state is State.BEGUN:
-            self._events.stripe_received(self.connection, frame.header)
+        if frame.kind == Kind.LANE and self.peer is None and handshake.state is State.BEGUN:
+            self._events.lane_received(self.connection, frame.header)
             self.finish()
             return
         match handshake.receive(frame.kind, frame.header):

@@ -11,8 +11,8 @@ from rpc.errors import WorkerLostError
 from rpc.group.connection_state import TRANSITIONS, Event, State
 from rpc.group.workers import Member
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.runtime.tasks import Station
-from rpc.transport import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
+from rpc.runtime.tasks import TaskSource
+from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 
 __all__ = ["Peer"]
 
@@ -52,7 +52,6 @@ class Peer:
         "main",
         "member",
         "name",
-        "standby",
         "state",
     )
 
@@ -87,8 +86,6 @@ class Peer:
         self._queue_limit = send_queue_bytes
         self._near = near
         self._room = threading.Condition(self._lock)
-        self.standby: Station | None = None
-        """Where idle threads may wait for its requests, while there is a connection; set by the agent."""
 
     def __repr__(self) -> str:
         return f"<Peer '{self.member.name}' (id {self.member.id})>"
@@ -103,6 +100,12 @@ class Peer:
         if following is not None:
             self.state = following
         return following is not None
+
+    @property
+    def task_source(self) -> TaskSource | None:
+        """Where an idle thread may wait for its requests, if there is such a connection."""
+        connection = self.connection
+        return None if connection is None else connection.reader
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """The error for whatever was asked of this worker and will not happen; a new one each time.
@@ -136,19 +139,19 @@ class Peer:
         except ConnectionClosed:
             raise self.lost_error() from None
 
-    def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
         """As ``send``, for a frame in one piece: the way of most calls. See ``Connection.send_small``."""
         connection = self.connection
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
             return
         try:
-            connection.send_small(frame, wait, gather=gather)
+            connection.send_small(frame, wait, coalesce=coalesce)
         except ConnectionClosed:
             raise self.lost_error() from None
 
     def flush(self) -> None:
-        """Send what was gathered."""
+        """Send what was coalesced."""
         connection = self.connection
         if connection is not None:
             connection.flush()
@@ -205,7 +208,6 @@ class Peer:
                 self.lost = reason
             self._forget_waiting()
             connection, self.connection = self.connection, None
-            self.standby = None
         return connection
 
     def _forget_waiting(self) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
-from rpc.transport import Connection
+from rpc.runtime.tasks import Task
 from rpc.wire.frames import Frame
 
 __all__ = ["ConnectionEvents"]
@@ -17,9 +17,13 @@ class ConnectionEvents(Protocol):
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
 
+    def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
+        """On any thread; see ``ConnectionOwner``."""
+
+    def is_followed(self, frame: Frame) -> bool:
+        """On any thread; see ``ConnectionOwner``."""
+
     def peer_for(self, member: Member) -> Peer:
         """The peer object of a member, made if need be."""
-
-    def peer_connected(self, peer: Peer, connection: Connection) -> None: ...
 
     def peer_gone(self, peer: Peer, reason: str) -> None: ...

@@ -17,8 +17,9 @@ some thread that was woken or started is about to look at it, or the monitor tic
 A thread takes tasks from the backlog without the lock, and keeps account of what it has finished by itself:
 when many quick tasks wait, each costs little more than its call. The lock is taken to go idle, and to wake.
 
-A thread with nothing to do may *stand by* at a ``Station``, which gives it its next task without a hand-over.
-It is idle all the same: where tasks find no other idle thread, and no more are to be started, it is called.
+A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its next task without a
+hand-over. It is idle all the same: where tasks find no other idle thread, and no more are to be started, it
+is called back.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from rpc.runtime.tasks import Station, Task
+from rpc.runtime.interrupts import protected
+from rpc.runtime.tasks import Task, TaskSource
 
-__all__ = ["Executor", "Station", "Task"]
+__all__ = ["Executor", "Task", "TaskSource"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +50,17 @@ class _Worker:
 
     Attributes:
         finished: tasks that the thread has done; nobody else writes it.
-        brought: tasks that it has got at a station; nobody else writes it.
-        station: where it stands by, or will if there is nothing to do after its task.
+        brought: tasks that it has got at a source; nobody else writes it.
+        source: where it is lent to, or will if there is nothing to do after its task.
         wake: released when an idle thread is to look at the backlog.
     """
 
-    __slots__ = ("brought", "finished", "station", "thread", "wake")
+    __slots__ = ("brought", "finished", "source", "thread", "wake")
 
     def __init__(self, executor: Executor, name: str) -> None:
         self.finished = 0
         self.brought = 0
-        self.station: Station | None = None
+        self.source: TaskSource | None = None
         self.wake = threading.Lock()
         self.wake.acquire()
         self.thread = threading.Thread(target=executor._run, args=(self,), name=name, daemon=True)
@@ -89,7 +91,7 @@ class Executor:
         self._name = name
         self._lock = threading.RLock()  # a finalizer that runs while it is held may submit something
         self._idle: list[_Worker] = []
-        self._standing_by: list[_Worker] = []
+        self._lent: list[_Worker] = []
         self._current = threading.local()
         self._backlog: deque[Task] = deque()
         self._threads: dict[threading.Thread, _Worker] = {}
@@ -108,6 +110,7 @@ class Executor:
         """Run one task soon; false after ``stop``, when tasks are dropped."""
         return self.submit_batch((task,))
 
+    @protected
     def submit_batch(self, tasks: Sequence[Task]) -> bool:
         """Run several tasks soon, waking one thread, which wakes others as needed; false after ``stop``."""
         with self._lock:
@@ -115,26 +118,20 @@ class Executor:
                 return False
             if not tasks:
                 return True
-            try:
-                self._submitted += len(tasks)
-                self._backlog.extend(tasks)
-                self._wake_another()
-            except BaseException:
-                # Ctrl-C: whether a thread was woken is not known, so the monitor shall look after the tasks.
-                self._waking = False
-                self._starved.set()
-                raise
+            self._submitted += len(tasks)
+            self._backlog.extend(tasks)
+            self._wake_another()
         return True
 
-    def stand_by(self, station: Station, *, at_once: bool = True) -> None:
-        """For a task that is about to end: have its thread wait for its next one at a station.
+    def lend(self, source: TaskSource, *, at_once: bool = True) -> None:
+        """For a task that is about to end: have its thread wait for its next one at a source.
 
         The place is claimed now if ``at_once``, and given up if there is anything else to do; or else later.
         """
         worker: _Worker | None = getattr(self._current, "worker", None)
         free = not self._backlog and not self._stopped
-        if worker is not None and free and (not at_once or station.claim()):
-            worker.station = station
+        if worker is not None and free and (not at_once or source.claim_idle()):
+            worker.source = source
 
     def active(self) -> int:
         """Tasks submitted and not yet finished."""
@@ -146,7 +143,7 @@ class Executor:
         with self._lock:
             return {
                 "threads": len(self._threads),
-                "idle_threads": len(self._idle) + len(self._standing_by),
+                "idle_threads": len(self._idle) + len(self._lent),
                 "active_tasks": self._submitted - self._finished(),
                 "queued_tasks": len(self._backlog),
             }
@@ -183,13 +180,13 @@ class Executor:
             self._stopped = True
             self.drop_backlog()
             idle, self._idle = self._idle, []
-            standing_by, self._standing_by = self._standing_by, []
+            lent, self._lent = self._lent, []
         for worker in idle:
             worker.wake.release()
-        for worker in standing_by:
+        for worker in lent:
             worker.wake.release()
-            if worker.station is not None:
-                worker.station.release()
+            if worker.source is not None:
+                worker.source.wake()
         self._starved.set()
         deadline = None if timeout is None else time.monotonic() + timeout
         current = threading.current_thread()
@@ -216,13 +213,13 @@ class Executor:
             worker.wake.release()
         elif len(self._threads) < self._workers and self._start_thread():
             return
-        elif self._standing_by:
-            worker = self._standing_by[-1]
-            del self._standing_by[-1]
+        elif self._lent:
+            worker = self._lent[-1]
+            del self._lent[-1]
             self._waking = True
             worker.wake.release()
-            if worker.station is not None:
-                worker.station.release()
+            if worker.source is not None:
+                worker.source.wake()
         elif not self._starved.is_set():
             self._starved.set()
 
@@ -245,16 +242,16 @@ class Executor:
             try:
                 function, argument = backlog.popleft()
             except IndexError:
-                task = self._task_at_station(worker)
+                task = self._task_at_source(worker)
                 if task is None:
                     if not self._wait(worker):
                         return
                     continue
                 function, argument = task
                 del task
-            if worker.station is not None:
-                worker.station.leave()
-                worker.station = None
+            if worker.source is not None:
+                worker.source.leave()
+                worker.source = None
             if backlog and not self._waking:
                 self._spread()
             try:
@@ -267,23 +264,23 @@ class Executor:
             if not backlog and self._on_idle is not None:
                 self._tell_if_idle(self._on_idle)
 
-    def _task_at_station(self, worker: _Worker) -> Task | None:
-        """Where the thread is to stand by: wait there for a task, or to be called."""
-        station = worker.station
-        if station is None:
+    def _task_at_source(self, worker: _Worker) -> Task | None:
+        """Where the thread is lent to: wait there for a task, or to be called back."""
+        source = worker.source
+        if source is None:
             return None
-        if not station.claim():
-            worker.station = None
+        if not source.claim_idle():
+            worker.source = None
             return None
-        self._standing_by.append(worker)  # whoever calls it from here on wakes nobody else at the station
+        self._lent.append(worker)  # whoever calls it from here on wakes nobody else there
         if self._backlog or self._stopped:
             task = None
-            station.leave()
+            source.leave()
         else:
-            task = station.next_task(self._patience())
-        worker.station = None
+            task = source.next_task(self._patience())
+        worker.source = None
         try:
-            self._standing_by.remove(worker)
+            self._lent.remove(worker)
         except ValueError:  # it was called
             worker.wake.acquire()
             self._waking = False

@@ -1,17 +1,20 @@
 """What a transport is: it listens, it connects, and either way yields connections that carry frames.
 
-``unix`` and ``tcp`` each are one file beside this one; both yield the ``StreamConnection`` of
-``stream.py``. An address is ``SCHEME:REST``.
+``unix`` and ``tcp`` each are one file beside this one; both yield the ``StreamConnection`` of ``stream.py``.
+``rpc.testing`` has one in memory. ``registry.py`` finds them by name. An address is ``SCHEME:REST``.
 """
 
 from __future__ import annotations
 
-import socket
+import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from rpc.errors import RpcError
-from rpc.transport.inline_read.reading import DirectReading
+from rpc.runtime.tasks import Task
+from rpc.transport.inline_read.reader import InlineReader
+from rpc.transport.inline_read.spin import Spinners
 from rpc.wire.frames import Frame
 
 __all__ = [
@@ -25,7 +28,9 @@ __all__ = [
     "ConnectionOwner",
     "Listener",
     "QueueFull",
+    "SilentOwner",
     "Transport",
+    "TransportContext",
 ]
 
 
@@ -43,6 +48,21 @@ CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 """Why a connection is lost at whose end the other side has closed it."""
 
 
+@dataclass(frozen=True, slots=True)
+class TransportContext:
+    """What all transports of one agent are made with.
+
+    Attributes:
+        loop: the agent's.
+        send_queue_bytes: callers wait while more than this is queued for a peer.
+        spinners: the agent's threads that spin while they wait.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    send_queue_bytes: int
+    spinners: Spinners = field(default_factory=Spinners)
+
+
 class ConnectionClosed(RpcError):
     """A frame was given to a connection that is closed. The peer's state says why."""
 
@@ -52,12 +72,39 @@ class QueueFull(RpcError):
 
 
 class ConnectionOwner(Protocol):
-    """Who a connection reports to, on the loop's thread."""
+    """Who a connection reports to: on the loop's thread, except where noted."""
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None: ...
 
+    def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
+        """On any thread, which has read them: take frames in from the front of the list, up to the first that
+        needs the loop, removing them. Only connections with a ``reader`` call it.
+
+        Args:
+            keep: the thread wants something to do, which is returned, if there is anything.
+        """
+
+    def is_followed(self, frame: Frame) -> bool:
+        """On any thread: whether another frame most likely comes right behind this one."""
+
     def connection_lost(self, connection: Connection, reason: str) -> None:
         """Called exactly once; nothing is received after it."""
+
+
+class SilentOwner:
+    """Owner of a connection whose fate interests nobody, or not yet."""
+
+    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
+        pass
+
+    def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
+        return None
+
+    def is_followed(self, frame: Frame) -> bool:
+        return False
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        pass
 
 
 class Connection(Protocol):
@@ -69,8 +116,8 @@ class Connection(Protocol):
     description: str
     """Names the other end in logs."""
 
-    direct: DirectReading | None
-    """How threads may read it themselves; None if only the loop's does."""
+    reader: InlineReader | None
+    """How threads may read it themselves: a capability of sockets; None if only the loop's does."""
 
     over_network: bool
     """Whether it may lead over a network, where several at once may get more of it than one does."""
@@ -111,28 +158,18 @@ class Connection(Protocol):
             QueueFull: there is no room in the send queue; the frame was not sent.
         """
 
-    def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
         """As ``send``, for a frame in one piece: of ``SMALL_BYTES``, and what a prefix and a header take.
 
         Args:
-            gather: it is one of many: it may go out with those that follow, moments later, or at ``flush``.
+            coalesce: it is one of many: it may go out with those that follow, moments later, or at ``flush``.
         """
 
     def flush(self) -> None:
-        """Send what was gathered, if anything. From any thread."""
+        """Send what was coalesced, if anything. From any thread."""
 
     def close(self, reason: str, *, flush: bool = False) -> None:
         """Close, telling the owner. On the loop's thread; with ``flush`` once the queue is sent."""
-
-    def detach(self) -> socket.socket:
-        """Give up the socket, over which something else than frames is to go. On the loop's thread.
-
-        The owner is told nothing more, not even of the end.
-
-        Raises:
-            ConnectionClosed: it is closed.
-            ProtocolError: more has come already than the frames that the owner has been given.
-        """
 
     def abandon(self) -> None:
         """In a forked child: let go of the descriptor, which the parent goes on using."""
@@ -154,7 +191,7 @@ class Listener(Protocol):
 
 
 class Transport(Protocol):
-    """One way to reach another process."""
+    """One way to reach another process. Made with a ``TransportContext``."""
 
     scheme: str
 

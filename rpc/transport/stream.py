@@ -1,9 +1,8 @@
-"""A connection over a stream socket that we read and write ourselves.
+"""A connection over a byte stream that we read and write ourselves.
 
-``sending.py`` says who writes to it, ``write_queue.py`` how.
-
-The socket is closed under the send lock and after its reader is removed, so that no thread can write to a
-descriptor number that already belongs to somebody else's file.
+It composes a ``ByteStream``, the ``Decoder`` for what comes, the ``WriteQueue`` for what goes, and an
+``InlineReader`` where threads may read. The stream is closed under the send lock and after its reader is
+removed, so that no thread can write to a descriptor number that already belongs to somebody else's file.
 """
 
 from __future__ import annotations
@@ -12,17 +11,20 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from rpc.errors import ProtocolError
+from rpc.runtime.tasks import Task
 from rpc.transport import syscalls
-from rpc.transport.base import CLOSED_BY_PEER, ConnectionClosed, ConnectionOwner
-from rpc.transport.inline_read.reading import AVAILABLE, DirectReading
-from rpc.transport.inline_read.role import LOOP, Turn
-from rpc.transport.sending import CAPTURE_ALL, SendingHalf
+from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner
+from rpc.transport.byte_stream import SocketStream
+from rpc.transport.inline_read.lease import LOOP, Turn
+from rpc.transport.inline_read.reader import AVAILABLE, InlineReader
+from rpc.transport.inline_read.spin import Spinners
+from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
+from rpc.wire.chunking import Outgoing, Reassembly
 from rpc.wire.decoder import Decoder
-from rpc.wire.frames import PREAMBLE
+from rpc.wire.frames import PREAMBLE, Frame
 
 __all__ = ["StreamConnection"]
 
@@ -34,10 +36,10 @@ _RELEASE_SECONDS: Final = 0.001
 """How soon to look again whether a thread that reads has left."""
 
 
-class StreamConnection(SendingHalf):
-    """Frames over a connected, non-blocking stream socket.
+class StreamConnection:
+    """Frames over a connected stream socket.
 
-    ``send`` may be called from any thread, everything else on the loop's thread only.
+    ``send``, ``send_small`` and ``flush`` may be called from any thread, everything else on the loop's only.
 
     Args:
         loop: the running loop.
@@ -46,6 +48,7 @@ class StreamConnection(SendingHalf):
         send_queue_bytes: callers of ``send`` wait while more than this is queued.
         captured_bytes: memory of the caller's, where it is no longer than this, may change as soon as
             ``send`` returns.
+        spinners: the threads of this agent that spin.
     """
 
     owner: ConnectionOwner
@@ -57,61 +60,128 @@ class StreamConnection(SendingHalf):
         description: str,
         send_queue_bytes: int,
         captured_bytes: int = CAPTURE_ALL,
+        spinners: Spinners | None = None,
     ) -> None:
-        super().__init__(loop, sock, description, send_queue_bytes, captured_bytes)
-        sock.setblocking(False)
+        self._loop = loop
+        self._stream = SocketStream(sock)
         self._decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
         self._scratch = syscalls.ReceiveBuffer(self._decoder.scratch) if syscalls.AVAILABLE else None
+        self._queue = WriteQueue(
+            loop,
+            self._stream,
+            description,
+            send_queue_bytes,
+            captured_bytes,
+            before_waiting=self._before_waiting,
+            failed=self._write_failed,
+            emptied=self._finished,
+        )
+        self.send, self.send_small, self.flush = self._queue.send, self._queue.send_small, self._queue.drain
         self.over_network = sock.family in (socket.AF_INET, socket.AF_INET6)
         self.received_anything = False
-        self.direct = DirectReading(self, self._descriptor, self._decoder) if AVAILABLE else None
+        self._open = True
+        self._closing: str | None = None
+        self._watched_by_epoll = False
+        self.reader: InlineReader | None = None
+        if AVAILABLE and self._stream.plain:
+            self.reader = InlineReader(self, self._stream.fileno(), self._decoder, spinners or Spinners())
+
+    @property
+    def description(self) -> str:
+        return self._queue.description
+
+    @description.setter
+    def description(self, description: str) -> None:
+        self._queue.description = description
 
     def start(self, owner: ConnectionOwner) -> None:
         """Begin to receive, and send the preamble."""
         self.owner = owner
-        self._loop.add_reader(self._descriptor, self._readable)
+        self._loop.add_reader(self._stream.fileno(), self._readable)
         self.send([PREAMBLE], len(PREAMBLE), wait=False)
 
     def set_frame_limits(self, received: int, sent: int) -> None:
         self._decoder.max_frame_bytes = received
-        self._outgoing.max_bytes = sent
+        self._queue.outgoing.max_bytes = sent
+
+    def receive_with(self, lane: int, arriving: Reassembly) -> None:
+        """Take in chunks of large messages together with other connections to the same peer.
+
+        Args:
+            lane: the number of this one; the first has 0.
+            arriving: that of the first.
+        """
+        self._decoder.lane, self._decoder.arriving = lane, arriving
+
+    def send_with(self, lane: int, outgoing: Outgoing) -> None:
+        """Send chunks of large messages together with others; arguments are as for ``receive_with``."""
+        self._queue.lane, self._queue.outgoing = lane, outgoing
+        outgoing.other_lanes.append(self._queue.drain)
+        self._queue.drain()
+
+    @property
+    def lanes(self) -> tuple[Outgoing, Reassembly]:
+        """What other connections are to share with this one."""
+        return self._queue.outgoing, self._decoder.arriving
+
+    # ---- receiving, on the loop's thread
 
     def _readable(self) -> bool:
         """Receive what there is; returns whether there may be more, which is left for the next time."""
-        if self.direct is None:
+        if self.reader is None:
             return self._read()
-        if not self.direct.role.take(LOOP):
+        if not self.reader.lease.take(LOOP):
             return False  # a thread reads
         try:
             return self._read()
         finally:
-            self.direct.role.leave(LOOP)
+            self.reader.lease.leave(LOOP)
 
     def _read(self) -> bool:
+        """Receive for a while; returns whether there may be more."""
         received = 0
         for _ in range(_READS_PER_WAKE_UP):
-            if not self._open:
-                return False
-            decoder = self._decoder
-            offset = decoder.scratch_offset
-            if offset >= 0 and self._scratch is not None:
-                capacity = decoder.scratch_end - offset
-                count = self._scratch.receive(self._descriptor, offset, capacity)
-                if count <= 0:
-                    count = self._receive(decoder.buffer())
-            else:
-                buffer = decoder.buffer()
-                capacity = len(buffer)
-                count = self._receive(buffer)
-            if count <= 0:
+            capacity = len(self._decoder.buffer())
+            count = self._receive()
+            if not count:
                 return False
             self.received_anything = True
-            if not self._decode(count) or count < capacity:
+            if not self._decode(count):
+                return False
+            if count < capacity and self._watched_by_epoll:
                 return False
             received += count
             if received >= _BYTES_PER_WAKE_UP:
                 break
+        if not self._watched_by_epoll:
+            self._loop.call_soon(self._read_on)
         return self._open
+
+    def _read_on(self) -> None:
+        """Where the loop watches the socket itself, reads go on until the kernel says that there is no more:
+        of a reset that comes with data it tells once, and uvloop stops looking then.
+        """
+        if self._open:
+            self._readable()
+
+    def _receive(self) -> int:
+        """How many bytes have come; 0 if there are none now, or the stream has ended and is closed."""
+        decoder = self._decoder
+        offset = decoder.scratch_offset
+        if not self._open:
+            return 0
+        if offset >= 0 and self._scratch is not None:
+            count = self._scratch.receive(self._stream.fileno(), offset, decoder.scratch_end - offset)
+            if count > 0:
+                return count
+        try:
+            received = self._stream.read_into(decoder.buffer())
+        except OSError as error:
+            self.close(f"the connection broke: {error.strerror or error}")
+            return 0
+        if received == 0:
+            self.close(CLOSED_BY_PEER)
+        return received or 0
 
     def _decode(self, count: int) -> bool:
         """Take in what was received; returns whether it makes sense."""
@@ -127,105 +197,95 @@ class StreamConnection(SendingHalf):
                 return True
             count = 0
 
-    def _receive(self, buffer: memoryview) -> int:
-        """Receive through the socket; at the end of the stream closes and returns 0."""
-        try:
-            count = self._socket.recv_into(buffer)
-        except (BlockingIOError, InterruptedError):
-            return -1
-        except OSError as error:
-            self.close(f"the connection broke: {error.strerror or error}")
-            return 0
-        if not count:
-            self.close(CLOSED_BY_PEER)
-        return count
+    def _deliver(self, frames: list[Frame]) -> None:
+        if self._open and frames:
+            self.owner.frames_received(self, frames)
 
-    def _wait_for_room(self, there_is_room: Callable[[], bool], patience: float) -> None:
-        if self.direct is not None:
-            self.direct.leave()
-        super()._wait_for_room(there_is_room, patience)
+    # ---- what the inline reader needs: any thread
 
-    # ---- what those need who read directly: any thread
+    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
+        return self.owner.take_inline(self, frames, keep=keep)
+
+    def is_followed(self, frame: Frame) -> bool:
+        return self.owner.is_followed(frame)
 
     def prepare_soon(self) -> None:
         self._tell_loop(self._prepare)
 
     def _prepare(self) -> None:
-        if self._open and self.direct is not None and self.direct.prepare():
-            self._loop.remove_reader(self._descriptor)
-            self._loop.add_reader(self.direct.watched(), self._readable)
+        if self._open and self.reader is not None and self.reader.prepare():
+            self._loop.remove_reader(self._stream.fileno())
+            self._loop.add_reader(self.reader.watched(), self._readable)
+            self._watched_by_epoll = True
 
     def read_by_loop(self, turn: Turn) -> None:
-        assert self.direct is not None
-        self._tell_loop(self.direct.take_over, turn, self._decode)
+        assert self.reader is not None
+        self._tell_loop(self.reader.take_over, turn, self._decode, self._deliver)
+
+    def deliver_soon(self, frames: list[Frame]) -> None:
+        self._tell_loop(self._deliver, frames)
 
     def dispose(self) -> None:
-        with self._send_lock:
+        with self._queue.lock:
             self._close_descriptors()
 
-    def _close_descriptors(self) -> None:
-        """With the send lock, when the connection is closed and nobody reads."""
-        self._socket.close()
-        if self.direct is not None:
-            self.direct.close()
+    def _tell_loop(self, callback: Any, *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _before_waiting(self) -> None:
+        if self.reader is not None:
+            self.reader.leave()
 
     # ---- the end: the loop's thread
 
+    def _close_descriptors(self) -> None:
+        """With the send lock, when the connection is closed and nobody reads."""
+        self._stream.close()
+        if self.reader is not None:
+            self.reader.close()
+
     def _write_failed(self) -> None:
-        if self.direct is not None and self._open and self.direct.is_read_by_thread():
-            self.direct.release()
+        if self.reader is not None and self._open and self.reader.is_read_by_thread():
+            self.reader.wake()
             self._loop.call_later(_RELEASE_SECONDS, self._write_failed)
             return
-        if self._readable() and not self._in_doubt:
+        if self._readable():
             self._loop.call_soon(self._write_failed)  # once what came meanwhile is dealt with
         elif self._open:
-            error = self._write_error
+            error = self._queue.error
             self.close(f"the connection broke: {error.strerror if error else 'unknown'}")
+
+    def _finished(self) -> None:
+        if self._closing is not None:
+            self.close(self._closing)
 
     def close(self, reason: str, *, flush: bool = False) -> None:
         if not self._open:
             return
-        if flush and (self._queue or self._outgoing) and self._write_error is None:
+        if flush and self._queue.finish():
             self._closing = reason
-            # Whoever empties the queue, the loop looks again when the socket is writable.
-            self._loop.add_writer(self._descriptor, self._writable)
             return
-        self._loop.remove_reader(self._descriptor if self.direct is None else self.direct.watched())
-        self._loop.remove_writer(self._descriptor)
-        with self._send_lock:
+        self._loop.remove_reader(self._stream.fileno() if self.reader is None else self.reader.watched())
+        with self._queue.lock:
             self._open = False
-            if self.direct is not None:
-                self.direct.closed = True
-            if self.direct is None or self.direct.role.take(LOOP):
+            self._queue.close()
+            if self.reader is not None:
+                self.reader.closed = True
+            if self.reader is None or self.reader.lease.take(LOOP):
                 self._close_descriptors()
             else:  # the thread that reads notices, and closes them when it has left
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
-        self._forget_queue()
+                    self._stream.shut_down()
         self._decoder.clear()  # the rest of the connection may live until garbage is collected
         self.owner.connection_lost(self, reason)
 
-    def detach(self) -> socket.socket:
-        if not self._open:
-            raise ConnectionClosed(f"the connection to {self.description} is closed")
-        if self._queue or not self._decoder.is_between_frames():
-            raise ProtocolError("more has come than a frame, after which something else was to follow")
-        self._loop.remove_reader(self._descriptor if self.direct is None else self.direct.watched())
-        self._loop.remove_writer(self._descriptor)
-        with self._send_lock:
-            self._open = False
-            if self.direct is not None:
-                self.direct.closed = True
-                self.direct.close()
-            detached = socket.socket(fileno=self._socket.detach())
-        detached.setblocking(False)
-        return detached
-
     def abandon(self) -> None:
         self._open = False
-        if self.direct is not None:
-            self.direct.closed = True
-            self.direct.close()
-        descriptor = self._socket.detach()
+        self._queue.abandon()
+        if self.reader is not None:
+            self.reader.closed = True
+            self.reader.close()
+        descriptor = self._stream.abandon()
         if descriptor >= 0:
             os.close(descriptor)

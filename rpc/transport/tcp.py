@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rpc.transport.base import CAPTURED_BYTES, Accepted
+from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
 
@@ -40,9 +40,9 @@ class TcpTransport:
 
     scheme = "tcp"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, send_queue_bytes: int) -> None:
-        self._loop = loop
-        self._send_queue_bytes = send_queue_bytes
+    def __init__(self, context: TransportContext) -> None:
+        self._loop = context.loop
+        self._context = context
 
     def listen(self, host: str, port: int, accepted: Accepted) -> SocketListener:
         """Listen on ``host``, a name or an address of this machine; with port 0 the kernel picks one."""
@@ -131,7 +131,14 @@ class TcpTransport:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)
         else:
             _give_up_on_silence(sock)
-        return StreamConnection(self._loop, sock, description, self._send_queue_bytes, CAPTURED_BYTES)
+        return StreamConnection(
+            self._loop,
+            sock,
+            description,
+            self._context.send_queue_bytes,
+            CAPTURED_BYTES,
+            self._context.spinners,
+        )
 
 
 def _give_up_on_silence(sock: socket.socket) -> None:

@@ -11,7 +11,7 @@ import struct
 import sys
 from typing import Final
 
-from rpc.transport.base import Accepted
+from rpc.transport.base import Accepted, TransportContext
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
 
@@ -32,9 +32,9 @@ class UnixTransport:
     scheme = "unix"
     available: Final = sys.platform == "linux"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, send_queue_bytes: int) -> None:
-        self._loop = loop
-        self._send_queue_bytes = send_queue_bytes
+    def __init__(self, context: TransportContext) -> None:
+        self._loop = context.loop
+        self._context = context
 
     def listen(self, host: str, port: int, accepted: Accepted) -> SocketListener:
         """Listen under a random name; ``host`` and ``port`` mean nothing here."""
@@ -50,7 +50,15 @@ class UnixTransport:
                 connected.close()
                 return
             description = f"process {process} on this host"
-            accepted(StreamConnection(self._loop, connected, description, self._send_queue_bytes))
+            accepted(
+                StreamConnection(
+                    self._loop,
+                    connected,
+                    description,
+                    self._context.send_queue_bytes,
+                    spinners=self._context.spinners,
+                )
+            )
 
         return SocketListener(self._loop, sock, f"unix:@{name}", on_socket)
 
@@ -68,7 +76,9 @@ class UnixTransport:
             _, user = _peer_process(sock)
             if user != os.geteuid():
                 raise PermissionError(f"{address} belongs to user {user}, not to user {os.geteuid()}")
-            return StreamConnection(self._loop, sock, address, self._send_queue_bytes)
+            return StreamConnection(
+                self._loop, sock, address, self._context.send_queue_bytes, spinners=self._context.spinners
+            )
         except BaseException:
             sock.close()
             raise

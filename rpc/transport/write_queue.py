@@ -1,257 +1,369 @@
-"""What is to be written to a socket, in order, and the writing of it.
+"""The sending half of a stream connection: what is to be written, in order, and which thread writes it.
 
-Everything that writes holds the *send lock*; ``sending.py`` says who takes it, and when. What the kernel does
-not take stays queued, and the loop goes on with it when the socket is writable; until then the connection is
-*stalled*, and only the loop writes.
+Whoever has a frame tries the send lock. Who gets it writes, first what others have queued, and looks once
+more after letting go, at the queue and at the large messages beside it, for either may have been left to it
+meanwhile; who doesn't get it only queues: nobody ever waits for the lock. What the kernel does not take stays
+queued, and the loop goes on with it when the stream is writable; until then the connection is *stalled*, and
+only the loop writes.
 
-Large messages go out in chunks (see ``rpc.wire.chunking``). The queue never has more than one chunk; when
-that is written, the next is put behind what others have queued meanwhile.
+A thread that sends a large message writes no more than the beginning of it and leaves the rest to the loop.
+It goes out in chunks (see ``rpc.wire.chunking``): the queue never has more than one of them; when that is
+written, the next is put behind what others have queued meanwhile.
 
-The queue has a limit in bytes, and so have the large messages beside it: beyond it, callers with more of the
-same kind wait for room; the loop never does.
+Where many calls are under way, their frames are *coalesced*: they are only queued, until there are some tens,
+or somebody waits for an answer, or the loop gets round to it. Each wake-up of the other side, and each system
+call, then serves many frames.
 
-An exception may hit a thread between a write and the account of it: Ctrl-C can come after any call. While
-that may be, the stream is *in doubt*. Small writes note within C code how much the kernel has taken, and who
-finds the stream in doubt when the lock is free goes by that. Of other writes nobody knows how much is out,
-and no more is written: the connection breaks, and no other frame lands inside a frame.
+The queue has a limit in bytes, and so have the large messages: beyond it, callers with more of the same kind
+wait for room; the loop never does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import socket
+import itertools
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from rpc.transport import syscalls
-from rpc.transport.base import QueueFull
-from rpc.wire.chunking import ChunkedMessage, Outgoing
-from rpc.wire.frames import chunk_prefix
+from rpc.runtime.interrupts import interruptible, protected
+from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed, QueueFull
+from rpc.transport.byte_stream import ByteStream
+from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage, Outgoing
+from rpc.wire.frames import chunk_prefix, chunked
 
-__all__ = ["CALLER_BYTES", "CAPTURE_ALL", "CHUNK_END", "WriteQueue"]
+__all__ = ["CAPTURE_ALL", "WriteQueue"]
 
 CAPTURE_ALL: Final = sys.maxsize
 """As ``captured_bytes``: however long it is."""
 
-CALLER_BYTES: Final = 1 << 20
+_CALLER_BYTES: Final = 1 << 20
 """How much of large messages a caller's thread writes before it leaves the rest to the loop."""
-
-CHUNK_END: Final = memoryview(b"")
-"""Marks in the queue where a chunk ends."""
-
+_LOOP_BYTES: Final = 128 << 10
+"""How much the loop writes before it looks at what it has received."""
+_COALESCED_FRAMES: Final = 32
+"""So many frames are not kept waiting for more."""
 _PIECES_PER_WRITE: Final = 64
-_JOINED_BYTES: Final = 16 << 10
-"""So little is quicker copied into one piece than written by a call that lets go of the GIL."""
 _SLICE_SECONDS: Final = 0.5
 """A signal right before a wait does not end it: no wait is longer than this."""
+_CHUNK_END: Final = memoryview(b"")
+"""Marks in the queue where a chunk ends."""
 
 
-class _FromQueue(list[int]):
-    """How much of the queue is being written, and how much of that the kernel has taken, once it has."""
-
-
-class WriteQueue(ABC):
-    """The frames that a connected, non-blocking stream socket has still to take.
-
-    What adds to the queue or waits for room may be called from any thread; what writes, with the send lock
-    only.
+class WriteQueue:
+    """What a connected stream has still to take. From any thread, except where noted.
 
     Args:
         loop: the running loop.
-        sock: connected.
-        description: names the other end in logs.
-        send_queue_bytes: callers wait while more than this is queued.
+        stream: connected; whoever owns it closes it with ``lock`` in hand.
+        description: names the other end in errors.
+        queue_limit: callers wait while more bytes than this are queued.
         captured_bytes: memory of the caller's, where it is no longer than this, may change as soon as it is
             queued.
+        before_waiting: called before a thread waits for room.
+        failed: called on the loop's thread when nothing can be written any more.
+        emptied: called on the loop's thread when everything is written that was there when ``finish`` was
+            called.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        sock: socket.socket,
+        stream: ByteStream,
         description: str,
-        send_queue_bytes: int,
+        queue_limit: int,
         captured_bytes: int,
+        *,
+        before_waiting: Callable[[], object],
+        failed: Callable[[], object],
+        emptied: Callable[[], object],
     ) -> None:
+        self.lock = threading.Lock()
+        """The send lock."""
         self.description = description
+        self.error: OSError | None = None
+        """Why nothing can be written any more."""
+        self.outgoing = Outgoing(chunk_prefix, sys.maxsize, queue_limit)
+        """The large messages; several connections to one peer share it."""
+        self.lane = 0
+        """The number of this connection among those."""
         self._loop = loop
-        self._socket = sock
-        self._descriptor = sock.fileno()
-        self._send_lock = threading.Lock()
-        self._queue: deque[Any] = deque()
-        self._outgoing = Outgoing(chunk_prefix, sys.maxsize)
-        self._chunk_queued = False
+        self._stream = stream
+        self._queue_limit = queue_limit
         self._captured_bytes = captured_bytes
+        self._before_waiting, self._failed, self._emptied = before_waiting, failed, emptied
+        self._queue: deque[Any] = deque()
+        self._chunk_queued = False
+        self._last: bytes | None = None
         self._count_lock = threading.RLock()  # a finalizer that runs while it is held may send
-        self._queued_bytes = 0
-        self._outgoing_bytes = 0
-        self._queue_limit = send_queue_bytes
         self._room = threading.Condition(self._count_lock)
-        self._waiting_for_room = 0
+        self._queued_bytes = 0
+        self._message_numbers = itertools.count()
         self._stalled = False
-        self._in_doubt: bool | list[Any] = False
-        self._writes = 0
+        self._flushing = False
+        self._finishing = False
         self._open = True
-        self._write_error: OSError | None = None
 
-    # ---- any thread
+    def __bool__(self) -> bool:
+        """Whether anything is still to be written."""
+        return bool(self._queue or self.outgoing or self._last is not None)
+
+    @protected
+    def send(
+        self,
+        buffers: Sequence[Any],
+        size: int,
+        *,
+        aliased: bool = False,
+        wait: float = INFINITE,
+        last: bool = False,
+    ) -> None:
+        """Send one frame; see ``Connection.send``."""
+        if size <= SMALL_BYTES and not last:
+            self.send_small(b"".join(buffers), wait)
+            return
+        in_chunks = size > WHOLE_BYTES and len(buffers) > 1
+        if not self._is_ready(wait, in_chunks):
+            return
+        pieces = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in buffers]
+        if last:
+            self._last = b"".join(pieces)  # not into the queue, where it would overtake what is being sent
+        elif in_chunks:
+            self._send_chunked(pieces, size, aliased)
+        elif not self._write_now(pieces, aliased):
+            self._enqueue([self._capture(piece) for piece in pieces] if aliased else pieces, size)
+        if self:
+            self.drain()
+
+    @protected
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
+        """Send a frame in one piece; see ``Connection.send_small``."""
+        if (self._queued_bytes or not self._open or self.error) and not self._is_ready(wait, False):
+            return
+        if coalesce:
+            self._enqueue([frame], len(frame))
+            if len(self._queue) >= _COALESCED_FRAMES:
+                self.drain()
+            elif not self._flushing:
+                self._flushing = True
+                self._tell_loop(self._flush)
+            return
+        if self._queue or not self._write_frame(frame):
+            self._enqueue([frame], len(frame))
+        if self._queue or self.outgoing:
+            self.drain()
+
+    @protected
+    def drain(self) -> None:
+        """Write what is queued, unless another thread is just doing so, or the stream takes nothing."""
+        while self and not self._stalled and self._open and self.error is None:
+            if not self.lock.acquire(False):
+                return
+            try:
+                self._write(_CALLER_BYTES)
+            finally:
+                self.lock.release()
+
+    def finish(self) -> bool:
+        """On the loop's thread: call ``emptied`` when everything is written; false if it is, or never will
+        be.
+        """
+        if not self or self.error is not None:
+            return False
+        self._finishing = True
+        self._loop.add_writer(self._stream.fileno(), self._writable)
+        return True
+
+    def close(self) -> None:
+        """On the loop's thread, with ``lock``: nothing more is sent. The caller closes the stream."""
+        self._open = False
+        self._loop.remove_writer(self._stream.fileno())
+        self._forget()
+
+    def abandon(self) -> None:
+        """In a forked child: nothing more is sent."""
+        self._open = False
+
+    def _is_ready(self, wait: float, in_chunks: bool) -> bool:
+        """Whether there is any point in sending; waits for room if asked to."""
+        if wait:
+            full = self.outgoing.unsent if in_chunks else self._queued_bytes
+            if full > self._queue_limit:
+                self._before_waiting()
+                if not (self.outgoing.wait_for_room(wait) if in_chunks else self._wait_for_room(wait)):
+                    raise QueueFull(f"{self.description} does not take what is queued for it")
+        if not self._open:
+            raise ConnectionClosed(f"the connection to {self.description} is closed")
+        # After a write error it is about to be closed: what was received before is still being read.
+        return self.error is None
+
+    @interruptible
+    def _wait_for_room(self, seconds: float) -> bool:
+        deadline = monotonic() + seconds
+        with self._count_lock:
+            while self._open and self._queued_bytes > self._queue_limit:
+                left = deadline - monotonic()
+                if left <= 0:
+                    return False
+                self._room.wait(min(left, _SLICE_SECONDS))
+        return True
 
     def _enqueue(self, pieces: Iterable[Any], size: int) -> None:
         with self._count_lock:
             self._queued_bytes += size
             self._queue.extend(pieces)
-        if self._outgoing:
-            self._outgoing.shorten()
-
-    def _add(self, message: ChunkedMessage, aliased: bool) -> None:
-        if aliased:
-            message.replace(self._capture)
-        with self._count_lock:
-            self._outgoing_bytes += message.size
-            self._outgoing.add(message)
+        if self.outgoing:
+            self.outgoing.shorten()
 
     def _capture(self, piece: Any) -> Any:
         """The same bytes in memory that nobody else changes, unless it is too long for that."""
         return piece if type(piece) is bytes or len(piece) > self._captured_bytes else bytes(piece)
 
-    def _forget_queue(self) -> None:
-        with self._count_lock:
-            self._queue.clear()
-            self._outgoing.clear()
-            self._queued_bytes = self._outgoing_bytes = 0
-            self._room.notify_all()
+    def _flush(self) -> None:
+        """On the loop's thread."""
+        self._flushing = False
+        self.drain()
 
-    def _wait_for_room(self, there_is_room: Callable[[], bool], patience: float) -> None:
-        deadline = monotonic() + patience
-        with self._count_lock:
-            self._waiting_for_room += 1
-            try:
-                while self._open and not there_is_room():
-                    left = deadline - monotonic()
-                    if left <= 0:
-                        raise QueueFull(f"{self.description} does not take what is queued for it")
-                    self._room.wait(min(left, _SLICE_SECONDS))
-            finally:
-                self._waiting_for_room -= 1
+    def _write_frame(self, frame: bytes) -> bool:
+        """Whether a small frame is out of the caller's hands: written, or its rest at the queue's front."""
+        if not self.lock.acquire(False):
+            return False
+        try:
+            if self._queue or not self._open:
+                return False
+            count = self._stream.write((frame,))
+            if count < len(frame):
+                self._put_back([frame[count:]])
+        except OSError as error:
+            self._fail(error)
+        finally:
+            self.lock.release()
+        return True
 
-    def _tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
-            self._loop.call_soon_threadsafe(callback, *arguments)
+    def _write_now(self, pieces: Sequence[Any], aliased: bool) -> bool:
+        """As ``_write_frame``, for a frame of any size in several pieces."""
+        if self._queue or not self.lock.acquire(False):
+            return False
+        try:
+            if self._queue or not self._open:
+                return False
+            left = deque(pieces)
+            self._write_all(left)
+            if left:
+                self._put_back([self._capture(piece) for piece in left] if aliased else left)
+            return True
+        finally:
+            self.lock.release()
+
+    def _send_chunked(self, pieces: Sequence[Any], size: int, aliased: bool) -> None:
+        outgoing = self.outgoing
+        message = chunked(pieces, size, next(self._message_numbers))
+        if outgoing.other_lanes or not self._write_beginning(message, aliased):
+            if aliased:
+                message.replace(self._capture)
+            outgoing.add(message)
+            for drain in outgoing.other_lanes:
+                self._tell_loop(drain)
+
+    def _write_beginning(self, message: ChunkedMessage, aliased: bool) -> bool:
+        """As ``_write_now`` for a message in chunks, of which others are left to the loop."""
+        if self._queue or self.outgoing or not self.lock.acquire(False):
+            return False
+        try:
+            if self._queue or self.outgoing or not self._open:
+                return False
+            # What would have to be copied otherwise, this thread writes as long as the kernel takes it.
+            end = (
+                0 if aliased and self._captured_bytes == CAPTURE_ALL else max(0, message.size - _CALLER_BYTES)
+            )
+            left: deque[Any] = deque()
+            while message.unsent > end and not left and self.error is None:
+                if self._queue:  # to its end: what is left of it may begin in the middle of a frame
+                    if not self._write_batch():
+                        break
+                    continue
+                left.extend(self.outgoing.chunk(message, self.lane))
+                self._write_all(left)
+            if aliased:
+                left = deque(map(self._capture, left))
+                message.replace(self._capture)
+            if self.error is None:
+                if left:
+                    self._put_back([*left, _CHUNK_END])
+                    self._chunk_queued = True
+                if message.unsent:
+                    self.outgoing.add(message)
+            return True
+        finally:
+            self.lock.release()
 
     # ---- with the send lock
 
-    def _settles_doubt(self) -> bool:
-        """Whether the interrupted thread had noted how much the kernel took, so that all can be put in order.
-
-        So it is where frames of the queue were written, and where a frame in one piece is out, or none of it.
-        """
-        noted = self._in_doubt
-        if not isinstance(noted, list):
-            return not noted
-        taken = max(0, noted[1]) if len(noted) == 2 else 0
-        self._in_doubt = True
-        if isinstance(noted, _FromQueue):
-            if taken:
-                self._written(taken)
-        elif not taken:
-            self._put_back(noted[:1])
-        elif taken < len(noted[0]):
-            return False  # its rest may be queued or not
-        self._in_doubt = False
-        return True
-
-    def _write_queue(self, budget: int) -> None:
-        """Write until nothing is left, the kernel takes no more, or it is enough."""
+    def _write(self, budget: int) -> None:
+        """Write until nothing is left, the stream takes no more, or it is enough."""
         queue = self._queue
-        if self._in_doubt and not self._settles_doubt():
-            self._fail(OSError(errno.EINTR, "a thread was interrupted while it was writing"))
-        elif self._write_error is not None:
-            self._forget_queue()
-        while self._open and self._write_error is None:
-            if self._outgoing and not self._chunk_queued:
+        while self._open and self.error is None:
+            if not self._chunk_queued and self.outgoing:
                 self._queue_chunk()
+            if not queue and not self.outgoing and self._last is not None:
+                self._put_back([self._last])
+                self._last = None
             if not queue:
                 return
-            self._in_doubt = True
-            taken = self._write_batch(noting=True)
-            self._in_doubt = False
+            taken = self._write_batch()
             budget -= taken
-            if taken < 0 or (budget <= 0 and (self._outgoing or self._stalled)):
-                if not self._stalled:
-                    self._stalled = True
-                    self._tell_loop(self._watch_writable)
+            if not taken or (budget <= 0 and (self.outgoing or self._stalled)):
+                self._stall()
                 return
 
-    def _write_batch(self, *, noting: bool = False) -> int:
-        """While in doubt, write some of the queue, in one system call.
+    def _stall(self) -> None:
+        if self.error is None and not self._stalled:
+            self._stalled = True
+            self._tell_loop(self._watch)
 
-        Args:
-            noting: nothing else is under way, so that an interruption does no harm once it is written.
-
-        Returns:
-            How many bytes were written, or -1 if the kernel takes nothing now.
-        """
+    def _write_batch(self) -> int:
+        """Write some of the queue, in one system call; returns how many bytes, 0 if the stream takes none."""
         queue = self._queue
         batch = [queue[index] for index in range(min(len(queue), _PIECES_PER_WRITE))]
-        size = sum(map(len, batch))
-        small = syscalls.AVAILABLE and 0 < size <= _JOINED_BYTES
-        count = self._write_noting(b"".join(batch)) if noting and small else 0
-        if count <= 0:
-            count = self._write(batch)
-        if count < 0:
+        try:
+            count = self._stream.write(batch)
+        except OSError as error:
+            self._fail(error)
             return 0
-        if size and not count:
-            return -1
-        self._written(count)
-        return count
-
-    def _write_noting(self, data: bytes) -> int:
-        """One system call; 0 or -1 when the kernel takes nothing, for whatever reason."""
-        self._writes += 1
-        self._in_doubt = noted = _FromQueue((len(data),))
-        syscalls.send_noting(self._descriptor, data, noted)
-        self._in_doubt = True
-        return noted[1]
-
-    def _written(self, count: int) -> None:
-        """The kernel has taken so much of the queue."""
-        if _discard(self._queue, count):
+        if _discard(queue, count):
             self._chunk_queued = False
         with self._count_lock:
             self._queued_bytes -= count
-            if self._waiting_for_room:
-                self._room.notify_all()
+            self._room.notify_all()
+        return count
+
+    def _write_all(self, pieces: deque[Any]) -> None:
+        """Write what the stream takes of ``pieces``, and remove it. After an error there is nothing left."""
+        while pieces:
+            try:
+                count = self._stream.write(
+                    [pieces[index] for index in range(min(len(pieces), _PIECES_PER_WRITE))]
+                )
+            except OSError as error:
+                pieces.clear()
+                self._fail(error)
+                return
+            if not count:
+                return
+            _discard(pieces, count)
 
     def _queue_chunk(self) -> None:
         """The next chunk of a large message is to be written."""
-        self._in_doubt = True
-        pieces = self._outgoing.next()
-        self._chunk_queued = True
-        with self._count_lock:
-            self._queued_bytes += sum(map(len, pieces))
-            self._outgoing_bytes -= sum(map(len, pieces[1:]))  # the first is none of a message
-            self._queue.extend([*pieces, CHUNK_END])
-        self._in_doubt = False
-
-    def _write_all(self, pieces: deque[Any]) -> None:
-        """Write what the kernel takes of ``pieces``, and remove it.
-
-        After a write error there is nothing left.
-        """
-        while pieces:
-            count = self._write([pieces[index] for index in range(min(len(pieces), _PIECES_PER_WRITE))])
-            if count < 0:
-                pieces.clear()
-            elif not count:
-                return
-            _discard(pieces, count)
+        pieces = self.outgoing.next(self.lane)
+        if pieces:
+            self._chunk_queued = True
+            with self._count_lock:
+                self._queued_bytes += sum(map(len, pieces))
+                self._queue.extend([*pieces, _CHUNK_END])
 
     def _put_back(self, rest: Iterable[Any]) -> None:
         """Queue the rest of a frame before what others have queued meanwhile."""
@@ -260,37 +372,45 @@ class WriteQueue(ABC):
             self._queued_bytes += sum(map(len, pieces))
             self._queue.extendleft(reversed(pieces))
 
-    def _write(self, batch: list[Any]) -> int:
-        """One system call; 0 when the kernel takes nothing now, -1 when it failed."""
-        self._writes += 1
-        if syscalls.AVAILABLE and sum(map(len, batch)) <= _JOINED_BYTES:
-            data = b"".join(batch)
-            count = syscalls.send_bytes(self._descriptor, data)
-            if count > 0 or not data:
-                return max(count, 0)
-        try:
-            return self._socket.sendmsg(batch)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError as error:
-            self._fail(error)
-            return -1
-
     def _fail(self, error: OSError) -> None:
         """Send no more. What the peer sent before it broke off is still to be read, so the loop closes."""
-        self._write_error = error.with_traceback(None)  # which would keep what all callers have in hand
-        self._forget_queue()
-        self._tell_loop(self._write_failed)
+        self.error = error.with_traceback(None)  # which would keep what all callers have in hand
+        self._forget()
+        self._tell_loop(self._failed)
+
+    def _forget(self) -> None:
+        with self._count_lock:
+            self._queue.clear()
+            self._last = None
+            self._queued_bytes = 0
+            self._room.notify_all()
+        self.outgoing.close()
 
     # ---- the loop's thread
 
-    @abstractmethod
-    def _watch_writable(self) -> None:
-        """What is queued goes on when the socket is writable."""
+    def _tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
-    @abstractmethod
-    def _write_failed(self) -> None:
-        """Nothing can be written any more."""
+    def _watch(self) -> None:
+        if self._open:
+            self._loop.add_writer(self._stream.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        if not self.lock.acquire(False):
+            return  # somebody looks at the queue right now; the event comes again
+        try:
+            self._write(_LOOP_BYTES)
+            if not self:
+                self._stalled = False
+                if not self._finishing:  # else it comes here again until it is closed
+                    self._loop.remove_writer(self._stream.fileno())
+        finally:
+            self.lock.release()
+        if self:
+            self.drain()
+        elif self._finishing:
+            self._emptied()
 
 
 def _discard(pieces: deque[Any], count: int) -> bool:
@@ -307,6 +427,6 @@ def _discard(pieces: deque[Any], count: int) -> bool:
                 pieces[0] = memoryview(pieces[0])[count:]
             break
         count -= length
-        if pieces.popleft() is CHUNK_END:
+        if pieces.popleft() is _CHUNK_END:
             chunk_ended = True
     return chunk_ended

@@ -1,32 +1,39 @@
 """Large messages in chunks, so that small ones need not wait for them: without I/O.
 
 A message of more than ``WHOLE_BYTES`` travels as a series of frames. *Opening* numbers it and brings its
-prefix, table and header; *chunks* bring, in order, what follows these in the message, its segments and the
-padding between; *cancelled* ends it early. The chunks of several messages may alternate, and any other
-frame may come between them.
+prefix, table and header; *chunks* bring what follows these in the message, its buffers and the padding
+between, each saying where in the message it belongs. The chunks of several messages may alternate, and any
+other frame may come between them. Where two workers have several connections (*lanes*), each lane takes the
+next chunk when it has room, and the first chunk of a message on a lane comes behind an opening of its own: so
+no lane ever has to wait for another.
 
-``Outgoing`` says which chunk goes next: of each open message one in turn. Chunks are long, which costs
-less, until something small has had to wait behind one; then they are short for a while. ``Reassembly`` says
-where the bytes of a chunk go: straight to where they stay. Each larger segment gets memory of its own, so
-that a tensor can be made over it without keeping the rest of the message alive.
+``Outgoing`` says which chunk goes next: of each open message one in turn. Chunks are long, which costs less,
+until something small has had to wait behind one; then they are short for a while. ``Reassembly`` says where
+the bytes of a chunk go: straight to where they stay. Each larger buffer gets memory of its own, so that a
+tensor can be made over it without keeping the rest of the message alive.
 
-What a peer may promise is limited: ``MAX_OPEN`` messages at a time, whose chunks have together no more bytes
-than the largest message that is accepted.
+What a peer may promise is limited: ``MAX_OPEN`` messages at a time on each lane, of which no more is still to
+come than the largest message that is accepted, and what may be on its way on the lanes, if there are several.
 """
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from time import monotonic
 from typing import Any, Final
 
 from rpc.errors import ProtocolError
+from rpc.runtime.interrupts import interruptible
 
 __all__ = [
     "CHUNK_BYTES",
+    "MAX_BUFFERS",
     "MAX_OPEN",
-    "MAX_SEGMENTS",
     "SHORT_CHUNK_BYTES",
     "WHOLE_BYTES",
     "ChunkedMessage",
@@ -43,22 +50,26 @@ CHUNK_BYTES: Final = 512 << 10
 """How much of a message goes out at a time, where nothing small has been in its way lately."""
 
 SHORT_CHUNK_BYTES: Final = 128 << 10
-"""How much else: the most that small messages wait for which follow each other."""
+"""How much else: the most that small messages wait for which follow each other. Chunks begin at multiples of
+it.
+"""
 
 _SHORT_FOR_BYTES: Final = 64 << 20
 """So much goes out in short chunks after a small message: on a network of 10 Gbit/s, in some 50 ms."""
 
 MAX_OPEN: Final = 64
-"""How many messages a peer may have begun and not finished."""
+"""How many messages a peer may have begun and not finished, for each lane."""
 
-MAX_SEGMENTS: Final = 1 << 20
-"""How many segments all open messages may have together, and any message alone."""
+MAX_BUFFERS: Final = 1 << 20
+"""How many buffers all open messages may have together, and any message alone."""
+
+_UNDER_WAY_BYTES: Final = 32 << 20
+"""What queues and kernels may hold back on one of several lanes."""
 
 _SENT_AT_ONCE: Final = 8
 _OWN_MEMORY_BYTES: Final = 128 << 10
-_ALIGNMENT: Final = 16
-
-ChunkPrefix = Callable[[int, int], bytes]
+_SLICE_SECONDS: Final = 0.5
+"""A signal right before a wait does not end it: no wait is longer than this."""
 
 
 class ChunkedMessage:
@@ -71,13 +82,15 @@ class ChunkedMessage:
         size: the sum of their lengths in bytes.
     """
 
-    __slots__ = ("_pieces", "head", "number", "size", "unsent")
+    __slots__ = ("_pieces", "head", "lanes", "number", "size", "unsent")
 
     def __init__(self, head: bytes, number: int, pieces: Sequence[Any], size: int) -> None:
         self.head = head
         self.number = number
         self.size = size
         self.unsent = size
+        self.lanes: set[int] = set()
+        """Where it has been opened."""
         self._pieces = deque(pieces)
 
     def take(self, count: int) -> list[Any]:
@@ -102,82 +115,108 @@ class ChunkedMessage:
 
 
 class Outgoing:
-    """The large messages of one connection that are not sent yet. For one thread at a time.
-
-    Only ``add``, ``shorten`` and ``finish_with`` may be called while another thread is in any other method.
+    """The large messages to one peer that are not sent yet. From any thread.
 
     Args:
-        chunk_prefix: makes the prefix of a chunk, of the message's number and the chunk's length.
+        chunk_prefix: makes the prefix of a chunk, of the message's number, where in it the chunk begins,
+            and the chunk's length.
+        queue_limit: callers wait while more bytes than this are to be sent.
+
+    Attributes:
         max_bytes: how much the peer lets be open at a time; one message may always be.
+        unsent: bytes that no chunk has taken yet.
+        other_lanes: what has each lane but the first take chunks, on the loop's thread.
     """
 
-    __slots__ = ("_chunk_prefix", "_last", "_open", "_sent", "_short_until", "_waiting", "max_bytes")
-
-    def __init__(self, chunk_prefix: ChunkPrefix, max_bytes: int) -> None:
+    def __init__(
+        self, chunk_prefix: Callable[[int, int, int], bytes], max_bytes: int, queue_limit: int
+    ) -> None:
         self.max_bytes = max_bytes
+        self.unsent = 0
+        self.other_lanes: list[Callable[[], object]] = []
         self._chunk_prefix = chunk_prefix
+        self._queue_limit = queue_limit
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may send
+        self._room = threading.Condition(self._lock)
         self._waiting: deque[ChunkedMessage] = deque()
         self._open: deque[ChunkedMessage] = deque()
-        self._last: bytes | None = None
-        # Who sends writes the one, who calls ``shorten`` the other: nothing that either says gets lost.
         self._sent = 0
         self._short_until = 0
+        self._closed = False
 
     def __bool__(self) -> bool:
-        return bool(self._open or self._waiting or self._last is not None)
+        return bool(self._open or self._waiting)
+
+    @interruptible
+    def wait_for_room(self, seconds: float) -> bool:
+        """Wait while too much is to be sent; false if that is so after so many seconds still."""
+        deadline = monotonic() + seconds
+        with self._lock:
+            while self.unsent > self._queue_limit and not self._closed:
+                left = deadline - monotonic()
+                if left <= 0:
+                    return False
+                self._room.wait(min(left, _SLICE_SECONDS))
+        return True
 
     def add(self, message: ChunkedMessage) -> None:
-        """Send a message too; it is opened when its turn comes."""
-        self._waiting.append(message)
+        """Send a message too, or what is left of it; it is opened when its turn comes."""
+        with self._lock:
+            if self._closed:
+                return
+            self.unsent += message.unsent
+            if message.lanes:
+                self._open.append(message)
+            else:
+                self._waiting.append(message)
 
     def shorten(self) -> None:
         """Something small waits behind a chunk: have the next ones short, for a while."""
         self._short_until = self._sent + _SHORT_FOR_BYTES
 
-    def finish_with(self, frame: bytes) -> None:
-        """Send a frame when all messages are sent."""
-        self._last = frame
+    def next(self, lane: int) -> list[Any]:
+        """What goes out next on a lane: a chunk with its prefix, behind the opening if it is the lane's first
+        of its message; empty if there is nothing.
+        """
+        with self._lock:
+            if self._waiting and len(self._open) < _SENT_AT_ONCE:
+                open_bytes = sum(message.size for message in self._open)
+                if not self._open or open_bytes + self._waiting[0].size <= self.max_bytes:
+                    self._open.appendleft(self._waiting.popleft())
+            if not self._open:
+                return []
+            message = self._open.popleft()
+            before = message.unsent
+            pieces = self.chunk(message, lane)
+            self.unsent -= before - message.unsent
+            self._room.notify_all()
+            if message.unsent:
+                self._open.append(message)
+            return pieces
 
-    def next(self) -> list[Any]:
-        """What goes out next: a chunk with its prefix, after the opening if it is the first."""
-        if self._waiting and len(self._open) < _SENT_AT_ONCE:
-            promised = sum(message.size for message in self._open)
-            if not self._open or promised + self._waiting[0].size <= self.max_bytes:
-                self._open.appendleft(self._waiting.popleft())
-        if not self._open:
-            frame, self._last = self._last, None
-            return [] if frame is None else [frame]
-        message = self._open.popleft()
-        pieces = self.chunk(message)
-        if message.unsent:
-            self._open.append(message)
-        return pieces
-
-    def chunk(self, message: ChunkedMessage) -> list[Any]:
+    def chunk(self, message: ChunkedMessage, lane: int) -> list[Any]:
         """The next chunk of a message, which need not have been added."""
-        short = self._sent < self._short_until
-        count = min(SHORT_CHUNK_BYTES if short else CHUNK_BYTES, message.unsent)
+        count = min(SHORT_CHUNK_BYTES if self._sent < self._short_until else CHUNK_BYTES, message.unsent)
         self._sent += count
-        prefix = self._chunk_prefix(message.number, count)
-        if message.unsent == message.size:
+        prefix = self._chunk_prefix(message.number, message.size - message.unsent, count)
+        if lane not in message.lanes:
+            message.lanes.add(lane)
             prefix = message.head + prefix
         return [prefix, *message.take(count)]
 
-    def resume(self, message: ChunkedMessage) -> None:
-        """Go on with a message of which ``chunk`` has been called."""
-        if message.unsent:
-            self._open.append(message)
-
-    def clear(self) -> None:
+    def close(self) -> None:
         """Forget everything: nothing more can be sent."""
-        self._waiting.clear()
-        self._open.clear()
-        self._last = None
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+            self._open.clear()
+            self.unsent = 0
+            self._room.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where a segment lies in its message: its length, and that with the padding behind it, in bytes."""
+    """Where a buffer lies in its message: its length, and that with the padding behind it, in bytes."""
 
     length: int
     padded: int
@@ -186,17 +225,17 @@ class Room:
 def lay_out(
     rooms: Sequence[Room], lead: int, allocate: Callable[[int], memoryview]
 ) -> tuple[list[memoryview], list[memoryview]]:
-    """Allocate memory for a message: small neighbours share some, every other segment has its own.
+    """Allocate memory for a message: small neighbours share some, every other buffer has its own.
 
     Args:
-        rooms: its segments, in order.
+        rooms: its buffers, in order.
         lead: how far from an alignment boundary the first one starts.
         allocate: gives writable memory.
 
     Returns:
-        The segments, and the memory that the message fills, in order, with the padding between segments.
+        The buffers, and the memory that the message fills, in order, with the padding between buffers.
     """
-    segments: list[memoryview] = []
+    buffers: list[memoryview] = []
     memory: list[memoryview] = []
     index = 0
     while index < len(rooms):
@@ -213,121 +252,137 @@ def lay_out(
             memory.append(block)
         start = 0
         for room in rooms[first:index]:
-            segments.append(block[start : start + room.length])
+            buffers.append(block[start : start + room.length])
             start += room.padded
-    return segments, memory
+    return buffers, memory
 
 
-@dataclass(slots=True)
 class _Arriving:
-    what: Any
-    size: int
-    left: int
-    segments: list[memoryview]
-    targets: deque[memoryview]
+    """An open message: its memory, and which cells of ``SHORT_CHUNK_BYTES`` have begun to come."""
+
+    __slots__ = ("_ends", "_memory", "begun", "buffers", "lanes", "left", "size", "what")
+
+    def __init__(self, what: Any, size: int, buffers: list[memoryview], memory: list[memoryview]) -> None:
+        self.what = what
+        self.size = size
+        self.left = size
+        self.buffers = buffers
+        self.lanes: set[int] = set()
+        self.begun = bytearray(-(-size // SHORT_CHUNK_BYTES))
+        self._memory = memory
+        self._ends = list(accumulate(map(len, memory)))
+
+    def part(self, offset: int, length: int) -> deque[memoryview]:
+        """The memory for ``length`` bytes from ``offset`` on."""
+        parts: deque[memoryview] = deque()
+        index = bisect_right(self._ends, offset)
+        start = offset - (self._ends[index] - len(self._memory[index]))
+        while length:
+            part = self._memory[index][start : start + length]
+            parts.append(part)
+            length -= len(part)
+            index, start = index + 1, 0
+        return parts
 
 
 class Reassembly:
-    """Puts the chunks of one connection together.
-
-    After ``begin``, the chunk's bytes go to ``target()``, as many as it takes, and ``filled`` is told how
-    many they were; so on until ``target()`` is empty: then the chunk is complete.
+    """Puts the chunks together that come from one peer, on one lane or several. For one thread.
 
     Args:
         allocate: gives writable memory.
+        lanes: how many there may be.
     """
 
-    __slots__ = ("_allocate", "_chunk_left", "_current", "_messages", "_number", "promised")
-
-    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
+    def __init__(self, allocate: Callable[[int], memoryview], lanes: int = 1) -> None:
         self.promised = 0
-        """Bytes of all messages that are open."""
+        """Bytes of open messages that are still to come."""
         self._allocate = allocate
-        self._messages: dict[int, _Arriving] = {}
-        self._current: _Arriving | None = None
-        self._number = 0
-        self._chunk_left = 0
+        self._lanes = lanes
+        self._open: dict[int, _Arriving] = {}
+        self._buffers = 0
 
-    def __len__(self) -> int:
-        return len(self._messages)
+    def __bool__(self) -> bool:
+        return bool(self._open)
 
-    def open(self, number: int, what: Any, rooms: Sequence[Room], lead: int = 0) -> None:
+    def admit_lanes(self, lanes: int) -> None:
+        """From now on there may be so many."""
+        self._lanes = lanes
+
+    @property
+    def leeway(self) -> int:
+        """How many bytes more than its limit a peer may promise: lanes do not keep each other's order."""
+        return _UNDER_WAY_BYTES * self._lanes if self._lanes > 1 else 0
+
+    def is_open(self, number: int) -> bool:
+        return number in self._open
+
+    def open_again(self, number: int, lane: int) -> None:
+        """An open message is opened on another lane too. Raises ``ProtocolError`` if it is the same."""
+        lanes = self._open[number].lanes
+        if lane in lanes:
+            raise ProtocolError(f"message {number} was opened twice")
+        lanes.add(lane)
+
+    def open(self, number: int, what: Any, rooms: Sequence[Room], lead: int = 0, lane: int = 0) -> None:
         """A message begins.
 
         Args:
             number: its number in chunks.
-            what: returned with its segments when it is complete.
-            rooms: its segments, in order.
-            lead: how far from an alignment boundary its first segment starts.
+            what: returned with its buffers when it is complete.
+            rooms: its buffers, in order.
+            lead: how far from an alignment boundary its first buffer starts.
+            lane: where its opening came.
 
         Raises:
-            ProtocolError: too many messages are open, or one of this number is, or nothing is to follow.
+            ProtocolError: too many messages are open, or they have too many buffers, or nothing is to follow.
         """
-        if number in self._messages:
-            raise ProtocolError(f"message {number} was opened twice")
-        if len(self._messages) >= MAX_OPEN:
+        if len(self._open) >= MAX_OPEN * self._lanes:
             raise ProtocolError(f"more than {MAX_OPEN} messages are open at a time")
-        if sum(len(message.segments) for message in self._messages.values()) + len(rooms) > MAX_SEGMENTS:
-            raise ProtocolError(f"the open messages have more than {MAX_SEGMENTS} segments")
+        if self._buffers + len(rooms) > MAX_BUFFERS:
+            raise ProtocolError(f"the open messages have more than {MAX_BUFFERS} buffers")
         size = sum(room.padded for room in rooms)
         if not size:
             raise ProtocolError("a message in chunks has nothing in them")
-        segments, memory = lay_out(rooms, lead, self._allocate)
-        self._messages[number] = _Arriving(what, size, size, segments, deque(memory))
+        message = self._open[number] = _Arriving(what, size, *lay_out(rooms, lead, self._allocate))
+        message.lanes.add(lane)
+        self._buffers += len(rooms)
         self.promised += size
 
-    def begin(self, number: int, length: int) -> None:
-        """A chunk begins.
+    def begin(self, number: int, offset: int, length: int) -> deque[memoryview]:
+        """A chunk begins; returns where its bytes go, in order.
 
         Raises:
-            ProtocolError: no such message is open, or it is shorter than that.
+            ProtocolError: no such message is open, or it has no such chunk, or that has come already.
         """
-        message = self._messages.get(number)
+        message = self._open.get(number)
         if message is None:
             raise ProtocolError(f"a chunk belongs to message {number}, which is not open")
-        if not 0 < length <= message.left:
-            raise ProtocolError(f"a chunk of {length} bytes where {message.left} are left")
-        self._current = message
-        self._number = number
-        self._chunk_left = length
+        end = offset + length
+        first, beside = divmod(offset, SHORT_CHUNK_BYTES)
+        if beside or not length or end > message.size or (end % SHORT_CHUNK_BYTES and end != message.size):
+            raise ProtocolError(f"no chunk of {length} bytes is at {offset} in a message of {message.size}")
+        cells = slice(first, -(-end // SHORT_CHUNK_BYTES))
+        if any(message.begun[cells]):
+            raise ProtocolError(f"the chunk at {offset} of message {number} has come twice")
+        message.begun[cells] = b"\1" * (cells.stop - cells.start)
+        return message.part(offset, length)
 
-    def target(self) -> memoryview:
-        """Where the next bytes of the chunk go; empty when it is complete."""
-        if self._current is None or not self._chunk_left:
-            return memoryview(b"")
-        return self._current.targets[0][: self._chunk_left]
-
-    def filled(self, count: int) -> tuple[Any, list[memoryview]] | None:
-        """Take note that ``count`` bytes were written to the start of ``target()``.
+    def filled(self, number: int, length: int) -> tuple[Any, list[memoryview]] | None:
+        """A chunk of ``length`` bytes has arrived, all of it.
 
         Returns:
-            ``what`` and the segments of the message, if it is complete now.
+            ``what`` and the buffers of the message, if it is complete now.
         """
-        message = self._current
-        assert message is not None
-        target = message.targets.popleft()
-        if count < len(target):
-            message.targets.appendleft(target[count:])
-        message.left -= count
-        self._chunk_left -= count
+        message = self._open[number]
+        message.left -= length
+        self.promised -= length
         if message.left:
             return None
-        self._current = None
-        del self._messages[self._number]
-        self.promised -= message.size
-        return message.what, message.segments
-
-    def cancel(self, number: int) -> None:
-        """The rest of a message will not come. Raises ``ProtocolError`` if it is not open."""
-        message = self._messages.pop(number, None)
-        if message is None:
-            raise ProtocolError(f"message {number} was cancelled, but is not open")
-        if message is self._current:
-            self._current = None  # else its memory would live until another chunk comes
-        self.promised -= message.size
+        del self._open[number]
+        self._buffers -= len(message.buffers)
+        return message.what, message.buffers
 
     def clear(self) -> None:
         """Forget everything: nothing more will come."""
-        self._messages.clear()
-        self._current = None
-        self.promised = 0
+        self._open.clear()
+        self._buffers = self.promised = 0

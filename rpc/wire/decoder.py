@@ -4,13 +4,14 @@
 ``received(n)`` returns the frames that are complete then. A frame that fits the receive buffer is copied
 out of it in one piece; for a larger one, or for a chunk, memory is allocated at once, after the length is
 checked against the limit, and filled in place. Whatever violates the format raises ``ProtocolError``, after
-which the decoder must not be used again. Segments are writable and belong to the frame's receiver.
+which the decoder must not be used again. Buffers are writable and belong to the frame's receiver.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+from collections import deque
 from typing import Any, Final
 
 import numpy as np
@@ -20,17 +21,17 @@ from rpc.wire.chunking import Reassembly, Room
 from rpc.wire.frames import (
     ALIGNMENT,
     MAGIC,
-    MAX_HEADER_BYTES,
     PREAMBLE,
     PREFIX_BYTES,
     PROTOCOL_VERSION,
     Frame,
     Kind,
     Prefix,
+    buffer_ends,
     build,
     check_layout,
+    chunk_offset,
     padding_after,
-    segment_ends,
     table_bytes,
     unpack_header,
     unpack_prefix,
@@ -44,9 +45,9 @@ _BETWEEN_CHUNKS_BYTES: Final = 4096
 """How much is received to where it does not stay while a chunk may begin."""
 
 _FEW: Final = 4
-"""More frames that come together are taken in one by one, at less cost for each."""
+"""More frames that come together are left to the loop."""
 
-_ABOUT_CHUNKS: Final = frozenset((Kind.OPENING, Kind.CHUNK, Kind.CANCELLED))
+_ABOUT_CHUNKS: Final = frozenset((Kind.OPENING, Kind.CHUNK))
 
 _new_frame = tuple.__new__
 """Makes a named tuple without the Python function that it has for a constructor."""
@@ -65,16 +66,21 @@ class Decoder:
         scratch_end: how far to receive into it: no more than a little where a chunk may begin.
         postponed: a frame over the limit came right behind those just returned, which may be what raises
             the limit. Call ``received(0)`` when they are dealt with.
+        arriving: puts large messages together; several connections to one peer share it.
+        lane: the number of this connection among those.
     """
 
     __slots__ = (
-        "_arriving",
         "_body",
+        "_chunk",
         "_filled",
         "_greeted",
         "_large",
+        "_parts",
         "_start",
         "_view",
+        "arriving",
+        "lane",
         "max_frame_bytes",
         "postponed",
         "scratch",
@@ -91,8 +97,11 @@ class Decoder:
         self.scratch_offset = 0
         self.scratch_end = len(self.scratch)
         self._greeted = False
-        self._arriving = Reassembly(allocate)
+        self.arriving = Reassembly(allocate)
+        self.lane = 0
         self._large: Prefix | None = None
+        self._chunk = (0, 0)
+        self._parts: deque[memoryview] = deque()
         self._body = self._view[:0]
         self._filled = 0
 
@@ -111,17 +120,13 @@ class Decoder:
         Raises:
             ProtocolError: the bytes are not what the protocol allows.
         """
-        end = self.scratch_offset + count
-        if self.scratch_offset == 0 and self._greeted:
-            whole = self.whole_frames(count)
-            if whole is not None:
-                return whole
         frames: list[Frame] = []
         if self.scratch_offset < 0:
             self._filled += count
             if self._filled == len(self._body):
                 self._body_filled(frames)
             return frames
+        end = self.scratch_offset + count
         if not self._greeted and not self._read_preamble(end):
             self.scratch_offset = end
             return frames
@@ -130,7 +135,9 @@ class Decoder:
 
     def clear(self) -> None:
         """Let go of what has begun to arrive: the rest will not come, and nothing else will."""
-        self._arriving.clear()
+        if not self.lane:  # else others go on with what is open
+            self.arriving.clear()
+        self._parts.clear()
         self._body = self._view[:0]
 
     def is_between_frames(self) -> bool:
@@ -138,43 +145,39 @@ class Decoder:
         return not self.scratch_offset and self.scratch_end == len(self.scratch) and self._greeted
 
     def whole_frames(self, count: int) -> list[Frame] | None:
-        """Without taking anything in: the frames that ``count`` bytes are that have come between frames.
+        """The frames that ``count`` bytes are which have come between frames; the decoder's state stays.
 
         None if these are anything but a few whole frames, each well-formed and complete in itself.
         """
-        if count >= PREFIX_BYTES:
-            # The usual cases, kept short: one frame, of one segment or none.
-            length, call_id, header_length, segments, kind = unpack_prefix(self.scratch)
-            if PREFIX_BYTES + length == count and segments <= 1 and length <= self.max_frame_bytes:
-                if not segments:
-                    if length or header_length or kind in _ABOUT_CHUNKS:
-                        return self._few_frames(count)
-                    return [_new_frame(Frame, (kind, call_id, {}, []))]
-                if not header_length:
-                    return [_new_frame(Frame, (kind, call_id, {}, [self.scratch[PREFIX_BYTES:count]]))]
-                start = PREFIX_BYTES + header_length
-                if start <= count and header_length <= MAX_HEADER_BYTES and kind not in _ABOUT_CHUNKS:
-                    try:
-                        header = unpack_header(self._view[PREFIX_BYTES:start])
-                    except ProtocolError:  # ``received`` finds it too, and says so
-                        return None
-                    return [_new_frame(Frame, (kind, call_id, header, [self.scratch[start:count]]))]
-        return self._few_frames(count)
-
-    def _few_frames(self, count: int) -> list[Frame] | None:
         frames: list[Frame] = []
         start = 0
         try:
             while start + PREFIX_BYTES <= count and len(frames) < _FEW:
-                prefix = unpack_prefix(self.scratch, start)
-                body, start = start + PREFIX_BYTES, start + PREFIX_BYTES + prefix[0]
-                if start > count or prefix[0] > self.max_frame_bytes or prefix[4] in _ABOUT_CHUNKS:
+                frame = self._frame_at(start, count)
+                if frame is None:
                     return None
-                check_layout(prefix)
-                frames.append(build(prefix, memoryview(self.scratch[body:start])))
+                frames.append(frame[0])
+                start = frame[1]
         except ProtocolError:  # ``received`` finds it too, and says so
             return None
         return frames if start == count and frames else None
+
+    def _frame_at(self, start: int, end: int) -> tuple[Frame, int] | None:
+        """The frame that begins at ``start`` of the receive buffer, and its end; what has come ends at
+        ``end``.
+
+        None if it is not there as a whole, or is over the limit, or about a message in chunks.
+        """
+        prefix = unpack_prefix(self.scratch, start)
+        length, call_id, header_length, buffers, kind, codec = prefix
+        body = start + PREFIX_BYTES
+        stop = body + length
+        if stop > end or length > self.max_frame_bytes or kind in _ABOUT_CHUNKS:
+            return None
+        if buffers == 1 and not header_length:  # the usual case, kept short
+            return _new_frame(Frame, (kind, call_id, {}, [self.scratch[body:stop]], codec)), stop
+        check_layout(prefix)
+        return build(prefix, memoryview(self.scratch[body:stop])), stop
 
     def _read_preamble(self, end: int) -> bool:
         got = bytes(self._view[: min(end, len(PREAMBLE))])
@@ -191,121 +194,125 @@ class Decoder:
         self._greeted = True
         return True
 
-    def _body_filled(self, frames: list[Frame]) -> None:
-        """The memory that ``buffer`` pointed to is full."""
-        if self._large is None:
-            self._chunk_filled(self._filled, frames)
-            self._body, self._filled = self._arriving.target(), 0
-            if self._body:
-                return
-        else:
-            self._complete(self._large, self._body, frames)
-            self._large = None
-            self._body = self._view[:0]
-        self.scratch_offset = 0
-        self._set_scratch_end(0)
-
-    def _set_scratch_end(self, missing: int) -> None:
-        size = len(self.scratch)
-        if self._arriving:
-            size = min(size, self.scratch_offset + max(missing, _BETWEEN_CHUNKS_BYTES))
-        self.scratch_end = size
-
-    def _complete(self, prefix: Prefix, body: memoryview, frames: list[Frame]) -> None:
-        """A frame is there: take it in if it is about chunks, else add it to ``frames``."""
-        _, number, _, _, kind = prefix
-        if kind == Kind.OPENING:
-            opened = read_opening(body, self.max_frame_bytes, self._arriving.promised)
-            self._arriving.open(number, *opened)
-        elif kind == Kind.CANCELLED:
-            self._arriving.cancel(number)
-        else:
-            frames.append(build(prefix, body))
-
-    def _chunk_filled(self, count: int, frames: list[Frame]) -> None:
-        whole = self._arriving.filled(count)
-        if whole is not None:
-            (kind, call_id, header), segments = whole
-            frames.append(Frame(kind, call_id, header, segments))
-
-    def _read_chunk(self, prefix: Prefix, available: memoryview, frames: list[Frame]) -> bool:
-        """A chunk begins, of which some is available; returns whether that is all of it."""
-        length, number, header_length, count, _ = prefix
-        if header_length or count:
-            raise ProtocolError(f"a chunk of message {number} claims to have a header or segments")
-        self._arriving.begin(number, length)
-        while True:
-            target = self._arriving.target()
-            count = min(len(target), len(available))
-            if not count:
-                break
-            target[:count] = available[:count]
-            available = available[count:]
-            self._chunk_filled(count, frames)
-        self._body, self._filled = target, 0
-        return not target
-
     def _read_frames(self, frames: list[Frame], end: int) -> None:
-        scratch, view, start = self.scratch, self._view, self._start
-        limit = self.max_frame_bytes
-        self._start = 0
+        start, self._start = self._start, 0
         self.postponed = False
-        missing = 0
         within = False
-        while end - start >= PREFIX_BYTES:
-            prefix = unpack_prefix(scratch, start)
-            body_length, call_id, header_length, count, kind = prefix
-            body_start = start + PREFIX_BYTES
-            body_end = body_start + body_length
-            if count == 1 and not header_length and body_end <= end and body_length <= limit:
-                # Most frames are such; as they may come many at a time, nothing more is made of each.
-                frames.append(_new_frame(Frame, (kind, call_id, {}, [scratch[body_start:body_end]])))
-                start = body_end
+        missing = 0
+        while end - start >= PREFIX_BYTES and not within:
+            frame = self._frame_at(start, end)
+            if frame is not None:
+                frames.append(frame[0])
+                start = frame[1]
                 continue
-            if body_length > limit:
+            prefix = unpack_prefix(self.scratch, start)
+            body, length = start + PREFIX_BYTES, prefix[0]
+            if length > self.max_frame_bytes:
                 if frames:
                     self.postponed = True
                     break
-                raise ProtocolError(f"a frame of {body_length} bytes is over the limit of {limit}")
-            if header_length or count > 1:
-                check_layout(prefix)
-            if kind == Kind.CHUNK:
-                available = view[body_start : min(body_end, end)]
-                start = body_start + len(available)
+                raise ProtocolError(f"a frame of {length} bytes is over the limit of {self.max_frame_bytes}")
+            if prefix[4] == Kind.CHUNK:
+                available = self._view[body : min(body + length, end)]
+                start = body + len(available)
                 within = not self._read_chunk(prefix, available, frames)
-                if within:
-                    break
-            elif body_end <= end:
-                if kind == Kind.OPENING and frames and self._is_over_limit(view[body_start:body_end]):
+                continue
+            check_layout(prefix)
+            if body + length <= end:  # an opening
+                opening = self._view[body : body + length]
+                if (
+                    frames
+                    and len(opening) >= PREFIX_BYTES
+                    and unpack_prefix(opening)[0] > self.max_frame_bytes
+                ):
                     self.postponed = True
                     break
-                self._complete(prefix, memoryview(scratch[body_start:body_end]), frames)
-                start = body_end
-            elif PREFIX_BYTES + body_length > len(view):
-                self._body = allocate(body_length)
-                self._filled = end - body_start
-                self._body[: self._filled] = view[body_start:end]
+                self._open(prefix, opening)
+                start = body + length
+            elif PREFIX_BYTES + length > len(self._view):
+                self._body = allocate(length)
+                self._filled = end - body
+                self._body[: self._filled] = self._view[body:end]
                 self._large = prefix
                 start = end
                 within = True
-                break
             else:
-                missing = body_end - end
+                missing = body + length - end
                 break
         if start and start != end:
             # What is left is the beginning of a frame: move it to the front, where all of it will fit.
-            view[: end - start] = view[start:end].tobytes()
+            self._view[: end - start] = self._view[start:end].tobytes()
         self.scratch_offset = -1 if within else end - start
         self._set_scratch_end(missing)
 
     def _is_over_limit(self, opening: memoryview) -> bool:
         return len(opening) >= PREFIX_BYTES and unpack_prefix(opening)[0] > self.max_frame_bytes
 
+    def _body_filled(self, frames: list[Frame]) -> None:
+        """The memory that ``buffer`` pointed to is full."""
+        if self._parts:  # the rest of a chunk
+            self._body, self._filled = self._parts.popleft(), 0
+            return
+        if self._large is None:
+            self._chunk_complete(frames)
+        elif self._large[4] == Kind.OPENING:
+            self._open(self._large, self._body)
+        else:
+            frames.append(build(self._large, self._body))
+        self._large = None
+        self._body = self._view[:0]
+        self.scratch_offset = 0
+        self._set_scratch_end(0)
+
+    def _set_scratch_end(self, missing: int) -> None:
+        size = len(self.scratch)
+        if self.arriving:
+            size = min(size, self.scratch_offset + max(missing, _BETWEEN_CHUNKS_BYTES))
+        self.scratch_end = size
+
+    # ---- messages in chunks
+
+    def _open(self, prefix: Prefix, opening: memoryview) -> None:
+        number, arriving = prefix[1], self.arriving
+        if arriving.is_open(number):
+            arriving.open_again(number, self.lane)
+        else:
+            what, rooms, lead = read_opening(
+                opening, self.max_frame_bytes, arriving.promised - arriving.leeway
+            )
+            arriving.open(number, what, rooms, lead, self.lane)
+
+    def _read_chunk(self, prefix: Prefix, available: memoryview, frames: list[Frame]) -> bool:
+        """A chunk begins, of which some is available; returns whether that is all of it."""
+        length, number = prefix[:2]
+        parts = self.arriving.begin(number, chunk_offset(prefix), length)
+        self._chunk = number, length
+        while available:
+            part = parts[0]
+            count = min(len(part), len(available))
+            part[:count] = available[:count]
+            available = available[count:]
+            if count == len(part):
+                parts.popleft()
+            else:
+                parts[0] = part[count:]
+        if not parts:
+            self._chunk_complete(frames)
+            return True
+        self._body, self._filled, self._parts = parts.popleft(), 0, parts
+        return False
+
+    def _chunk_complete(self, frames: list[Frame]) -> None:
+        whole = self.arriving.filled(*self._chunk)
+        if whole is not None:
+            (kind, call_id, header, codec), buffers = whole
+            frames.append(Frame(kind, call_id, header, buffers, codec))
+
 
 def read_opening(
     opening: memoryview, max_bytes: int, promised: int
-) -> tuple[tuple[int, int, dict[str, Any]], list[Room], int]:
-    """Take in the opening of a message whose segments come in chunks.
+) -> tuple[tuple[int, int, dict[str, Any], int], list[Room], int]:
+    """Take in the opening of a message whose buffers come in chunks.
 
     Args:
         opening: its prefix, table and header.
@@ -313,7 +320,7 @@ def read_opening(
         promised: how much of messages that are open is still to come, in bytes.
 
     Returns:
-        Kind, call id and header; its segments; how far from an alignment boundary the first one starts.
+        Kind, call id, header and codec; its buffers; how far from an alignment boundary the first one starts.
 
     Raises:
         ProtocolError: it is malformed, or over the limit.
@@ -321,7 +328,7 @@ def read_opening(
     if len(opening) < PREFIX_BYTES:
         raise ProtocolError(f"an opening of {len(opening)} bytes is too short")
     prefix = unpack_prefix(opening)
-    body_length, call_id, header_length, count, kind = prefix
+    body_length, call_id, header_length, count, kind, codec = prefix
     table_length = table_bytes(count)
     start = table_length + header_length
     if body_length > max_bytes or body_length - start > max_bytes - promised:
@@ -330,9 +337,9 @@ def read_opening(
         )
     check_layout(prefix)
     if not count or kind in _ABOUT_CHUNKS or PREFIX_BYTES + start != len(opening):
-        raise ProtocolError(f"a malformed opening of a message of kind {kind} with {count} segments")
+        raise ProtocolError(f"a malformed opening of a message of kind {kind} with {count} buffers")
     body = opening[PREFIX_BYTES:]
-    ends = segment_ends(body, body_length, start, count)
+    ends = buffer_ends(body, body_length, start, count)
     rooms: list[Room] = []
     offset = start
     for index, end in enumerate(ends):
@@ -340,7 +347,7 @@ def read_opening(
         rooms.append(Room(end - offset, following - offset))
         offset = following
     header = unpack_header(body[table_length:]) if header_length else {}
-    return (kind, call_id, header), rooms, start % ALIGNMENT
+    return (kind, call_id, header, codec), rooms, start % ALIGNMENT
 
 
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)

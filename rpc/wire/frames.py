@@ -3,20 +3,17 @@
 A connection opens with an eight-byte *preamble* (magic and protocol version). Then frames follow each
 other. All integers are little-endian::
 
-    prefix    28 bytes   body length u64, call id u64, header length u32, segment count u32, kind u8, 3 x 0
-    table                length u64 of every segment but the last, whose length is what remains
+    prefix    28 bytes   body length u64, call id u64, header length u32, buffer count u32, kind u8,
+                         codec u8, 2 x 0
+    table                length u64 of every buffer but the last, whose length is what remains
     header               one msgpack map; absent (length 0) when there is nothing to say
-    segment 0            the pickle, in messages that have one
-    segment 1, 2, ...    tensor bytes, each starting at a multiple of 16 within the body
+    buffer 0             the pickle, in messages that have one; the codec says what it is really
+    buffer 1, 2, ...     tensor bytes, each starting at a multiple of 16 within the body
 
 Of a message that is too large to be one frame, prefix, table and header are the body of a frame of kind
-``OPENING``; the segments follow in frames of kind ``CHUNK``. In both, and in ``CANCELLED``, the call id is
-the number of the message on this connection. ``chunks.py`` says more.
-
-A message whose segments go over stripes (``stripes/cutting.py``) is opened by a frame of kind ``STRIPED``,
-whose call id is the message's number there, and whose segment has the message's prefix, table and header.
-
-``decoder.py`` is the receiving side.
+``OPENING``; the buffers follow in frames of kind ``CHUNK``. In both, the call id is the number of the message
+between these two workers; a chunk's prefix has, in place of header length and buffer count, where in the
+message it belongs (u64). ``chunking.py`` says more, and ``decoder.py`` is the receiving side.
 """
 
 from __future__ import annotations
@@ -28,15 +25,16 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from rpc.errors import ProtocolError
-from rpc.wire.chunking import MAX_SEGMENTS, ChunkedMessage
+from rpc.wire.chunking import MAX_BUFFERS, ChunkedMessage
 
 __all__ = [
+    "MAX_BUFFERS",
     "MAX_HEADER_BYTES",
-    "MAX_SEGMENTS",
     "PREAMBLE",
     "PROTOCOL_VERSION",
     "Frame",
     "Kind",
+    "chunk_offset",
     "chunk_prefix",
     "chunked",
     "decode_one",
@@ -45,14 +43,15 @@ __all__ = [
     "pack_header",
 ]
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAGIC: Final = b"farcall"
 PREAMBLE: Final = MAGIC + bytes([PROTOCOL_VERSION])
 
 MAX_HEADER_BYTES: Final = 64 << 20
 ALIGNMENT: Final = 16
 
-_PREFIX: Final = Struct("<QQIIB3x")
+_PREFIX: Final = Struct("<QQIIBB2x")
+_CHUNK_PREFIX: Final = Struct("<QQQBB2x")
 PREFIX_BYTES: Final = _PREFIX.size
 _ZEROS: Final = bytes(ALIGNMENT)
 _ANY_TEXT: Final = "surrogatepass"  # texts of users' exceptions need not be valid Unicode
@@ -68,8 +67,8 @@ _pack_prefix = _PREFIX.pack
 unpack_prefix = _PREFIX.unpack_from
 
 
-Prefix = tuple[int, int, int, int, int]
-"""Body length, call id, header length, number of segments, kind."""
+Prefix = tuple[int, int, int, int, int, int]
+"""Body length, call id, header length, number of buffers, kind, codec."""
 
 
 class Kind:
@@ -89,12 +88,10 @@ class Kind:
     SHUTDOWN: Final = 9
     OPENING: Final = 10
     CHUNK: Final = 11
-    CANCELLED: Final = 12
     SEGMENTS: Final = 13
     IN_SEGMENT: Final = 14
-    STRIPES: Final = 15
-    STRIPE: Final = 16
-    STRIPED: Final = 17
+    LANES: Final = 15
+    LANE: Final = 16
     BULK: Final = 18
     BULK_CREDIT: Final = 19
     CHALLENGE: Final = 20
@@ -103,85 +100,97 @@ class Kind:
 
 
 BARE_REQUEST: Final = bytes((Kind.CALL, 0))
-"""With what the segment of a frame of kind ``IN_SEGMENT`` begins that is a request without a header."""
+"""With what the buffer of a frame of kind ``IN_SEGMENT`` begins that is a request without a header."""
 
 
 class Frame(NamedTuple):
     """One message as it came off the wire.
 
-    ``kind`` is a plain int, so that kinds of extensions need no registration here.
+    ``kind`` is a plain int, so that kinds of extensions need no registration here. ``codec`` says how the
+    payload is encoded; see ``rpc.serialization``.
     """
 
     kind: int
     call_id: int
     header: dict[str, Any]
     buffers: list[Any]
+    codec: int = 0
 
 
 def padding_after(offset: int) -> int:
-    """How many bytes lie between a segment that ends at ``offset`` in its body and the next."""
+    """How many bytes lie between a buffer that ends at ``offset`` in its body and the next."""
     return -offset % ALIGNMENT
 
 
-def encode(kind: int, call_id: int, header: dict[str, Any], segments: Sequence[Any]) -> tuple[list[Any], int]:
+def encode(
+    kind: int, call_id: int, header: dict[str, Any], buffers: Sequence[Any], codec: int = 0
+) -> tuple[list[Any], int]:
     """Lay out one frame.
 
     Args:
         kind: what the frame is.
         call_id: the call that it belongs to, or 0.
         header: a map that msgpack can encode; an empty one takes no bytes.
-        segments: contiguous buffers of bytes; they are referenced, not copied.
+        buffers: contiguous runs of bytes; they are referenced, not copied.
+        codec: how the buffers are encoded.
 
     Returns:
-        The buffers to send, in order, and the sum of their lengths in bytes.
+        The pieces to send, in order, and the sum of their lengths in bytes.
     """
     packed_header: bytes = pack_header(header) if header else b""
-    count = len(segments)
+    count = len(buffers)
     if len(packed_header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(packed_header)} bytes is over the limit of {MAX_HEADER_BYTES}")
-    if count > MAX_SEGMENTS:
-        raise ProtocolError(f"a frame of {count} segments is over the limit of {MAX_SEGMENTS}")
+    if count > MAX_BUFFERS:
+        raise ProtocolError(f"a frame of {count} buffers is over the limit of {MAX_BUFFERS}")
     if count <= 1:
-        body = len(packed_header) + (len(segments[0]) if count else 0)
-        head = _pack_prefix(body, call_id, len(packed_header), count, kind) + packed_header
-        return ([head, segments[0]] if count else [head]), PREFIX_BYTES + body
-    lengths = [len(segment) for segment in segments]
+        body = len(packed_header) + (len(buffers[0]) if count else 0)
+        head = _pack_prefix(body, call_id, len(packed_header), count, kind, codec) + packed_header
+        return ([head, buffers[0]] if count else [head]), PREFIX_BYTES + body
+    lengths = [len(buffer) for buffer in buffers]
     table = Struct(f"<{count - 1}Q").pack(*lengths[:-1])
     offset = len(table) + len(packed_header) + lengths[0]
-    buffers: list[Any] = [b"", segments[0]]
-    for segment, length in zip(segments[1:], lengths[1:], strict=True):
+    pieces: list[Any] = [b"", buffers[0]]
+    for buffer, length in zip(buffers[1:], lengths[1:], strict=True):
         padding = padding_after(offset)
         if padding:
-            buffers.append(_ZEROS[:padding])
+            pieces.append(_ZEROS[:padding])
         if length:
-            buffers.append(segment)
+            pieces.append(buffer)
         offset += padding + length
-    buffers[0] = _pack_prefix(offset, call_id, len(packed_header), count, kind) + table + packed_header
-    return buffers, PREFIX_BYTES + offset
+    pieces[0] = _pack_prefix(offset, call_id, len(packed_header), count, kind, codec) + table + packed_header
+    return pieces, PREFIX_BYTES + offset
 
 
-def encode_small(kind: int, call_id: int, header: dict[str, Any], segments: Sequence[Any]) -> bytes:
-    """A frame with at most one segment, in one piece: the shape of most messages.
+def encode_small(
+    kind: int, call_id: int, header: dict[str, Any], buffers: Sequence[Any], codec: int = 0
+) -> bytes:
+    """A frame with at most one buffer, in one piece: the shape of most messages.
 
     Arguments are as for ``encode``.
     """
     packed: bytes = pack_header(header) if header else b""
-    if not segments:
-        return _pack_prefix(len(packed), call_id, len(packed), 0, kind) + packed
-    pickle: bytes = segments[0]
-    return _pack_prefix(len(packed) + len(pickle), call_id, len(packed), 1, kind) + packed + pickle
+    if not buffers:
+        return _pack_prefix(len(packed), call_id, len(packed), 0, kind, codec) + packed
+    pickle: bytes = buffers[0]
+    return _pack_prefix(len(packed) + len(pickle), call_id, len(packed), 1, kind, codec) + packed + pickle
 
 
 def chunked(buffers: Sequence[Any], size: int, number: int) -> ChunkedMessage:
-    """What ``encode`` returned, to be sent in chunks; it must have segments that are not empty."""
+    """What ``encode`` returned, to be sent in chunks; it must have buffers that are not empty."""
     head: bytes = buffers[0]
-    opening = _pack_prefix(len(head), number, 0, 0, Kind.OPENING) + head
+    opening = _pack_prefix(len(head), number, 0, 0, Kind.OPENING, 0) + head
     return ChunkedMessage(opening, number, buffers[1:], size - len(head))
 
 
-def chunk_prefix(number: int, length: int) -> bytes:
-    """What precedes the next ``length`` bytes of message ``number``."""
-    return _pack_prefix(length, number, 0, 0, Kind.CHUNK)
+def chunk_prefix(number: int, offset: int, length: int) -> bytes:
+    """What precedes the ``length`` bytes of message ``number`` from ``offset`` on."""
+    return _CHUNK_PREFIX.pack(length, number, offset, Kind.CHUNK, 0)
+
+
+def chunk_offset(prefix: Prefix) -> int:
+    """Where in its message a chunk with this prefix belongs."""
+    return prefix[2] | prefix[3] << 32
 
 
 def decode_one(data: bytearray) -> Frame:
@@ -197,37 +206,37 @@ def decode_one(data: bytearray) -> Frame:
 
 
 def check_layout(prefix: Prefix) -> None:
-    """Raise ``ProtocolError`` if a body of this length cannot hold the header and the table of segments."""
-    body_length, _, header_length, count, _ = prefix
-    if header_length > MAX_HEADER_BYTES or count > MAX_SEGMENTS:
+    """Raise ``ProtocolError`` if a body of this length cannot hold the header and the table of buffers."""
+    body_length, _, header_length, count, _, _ = prefix
+    if header_length > MAX_HEADER_BYTES or count > MAX_BUFFERS:
         raise ProtocolError(
-            f"a frame of {count} segments and a header of {header_length} bytes is over the limits "
-            f"of {MAX_SEGMENTS} and {MAX_HEADER_BYTES}"
+            f"a frame of {count} buffers and a header of {header_length} bytes is over the limits "
+            f"of {MAX_BUFFERS} and {MAX_HEADER_BYTES}"
         )
     table_length = table_bytes(count)
     if table_length + header_length > body_length:
         raise ProtocolError(
-            f"a frame of {body_length} bytes cannot hold {count} segments "
+            f"a frame of {body_length} bytes cannot hold {count} buffers "
             f"and a header of {header_length} bytes"
         )
 
 
 def build(prefix: Prefix, body: memoryview) -> Frame:
     """The frame of this prefix, over the memory of its body. Raises ``ProtocolError`` if it is malformed."""
-    _, call_id, header_length, count, kind = prefix
+    _, call_id, header_length, count, kind, codec = prefix
     if count == 1:
         if not header_length:
-            return _new_frame(Frame, (kind, call_id, {}, [body]))
-        header, segment = unpack_header(body[:header_length]), body[header_length:]
-        return _new_frame(Frame, (kind, call_id, header, [segment]))
+            return _new_frame(Frame, (kind, call_id, {}, [body], codec))
+        header, buffer = unpack_header(body[:header_length]), body[header_length:]
+        return _new_frame(Frame, (kind, call_id, header, [buffer], codec))
     table_length = table_bytes(count)
     offset = table_length + header_length
     header = unpack_header(body[table_length:offset]) if header_length else {}
-    segments: list[Any] = []
-    for end in segment_ends(body, len(body), offset, count):
-        segments.append(body[offset:end])
+    buffers: list[Any] = []
+    for end in buffer_ends(body, len(body), offset, count):
+        buffers.append(body[offset:end])
         offset = end + padding_after(end)
-    return Frame(kind, call_id, header, segments)
+    return Frame(kind, call_id, header, buffers, codec)
 
 
 def table_bytes(count: int) -> int:
@@ -235,11 +244,11 @@ def table_bytes(count: int) -> int:
     return 8 * (count - 1) if count > 1 else 0
 
 
-def segment_ends(table: memoryview, body_length: int, start: int, count: int) -> list[int]:
-    """Where in its body each segment ends; the first begins at ``start``.
+def buffer_ends(table: memoryview, body_length: int, start: int, count: int) -> list[int]:
+    """Where in its body each buffer ends; the first begins at ``start``.
 
     Args:
-        table: begins with the lengths of all segments but the last.
+        table: begins with the lengths of all buffers but the last.
     """
     ends: list[int] = []
     offset = start
@@ -251,11 +260,11 @@ def segment_ends(table: memoryview, body_length: int, start: int, count: int) ->
             break
     if offset > body_length:
         bad = len(ends) - (ends[-1] > body_length)
-        raise ProtocolError(f"segment {bad} of {count} ends beyond its frame of {body_length} bytes")
+        raise ProtocolError(f"buffer {bad} of {count} ends beyond its frame of {body_length} bytes")
     if count:
         ends.append(body_length)
     elif offset != body_length:
-        raise ProtocolError(f"{body_length - offset} bytes of a frame belong to no segment")
+        raise ProtocolError(f"{body_length - offset} bytes of a frame belong to no buffer")
     return ends
 
 

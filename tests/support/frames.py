@@ -97,7 +97,7 @@ values = (
 )
 headers: st.SearchStrategy[dict[str, Any]] = st.just({}) | st.dictionaries(texts, values, max_size=3)
 segment_lists = st.lists(st.binary(max_size=80), max_size=6)
-kinds = st.integers(0, Kind.OPENING - 1) | st.integers(Kind.CANCELLED + 1, 255)
+kinds = st.integers(0, Kind.OPENING - 1) | st.integers(Kind.CHUNK + 1, 255)
 """All that are not about chunks."""
 small_messages = st.tuples(kinds, u64, headers, segment_lists)
 sizes_round_the_buffer = st.sampled_from(

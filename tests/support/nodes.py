@@ -16,7 +16,9 @@ from rpc.group.membership import Membership
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 from rpc.runtime.loop import LoopThread
-from rpc.transport import Connection, Transport, transports
+from rpc.runtime.tasks import Task
+from rpc.transport.base import Connection, Transport, TransportContext
+from rpc.transport.registry import transports
 from rpc.wire.frames import Frame, Kind, encode_small
 from tests.support.streams import SOON
 
@@ -76,7 +78,7 @@ class Node:
         """Who is gone and why."""
         self._changed = threading.Condition()
         if reach is None:
-            reach = on_loop(transports, loop, 1 << 20)
+            reach = transports(TransportContext(loop, 1 << 20))
         self.connections = Connections(loop, reach, self, 1 << 30, authenticator)
         addresses = on_loop(self.connections.listen, listen_on, 0)
         self.member = Member(WorkerInfo(name, worker_id), incarnation, host, tuple(addresses))
@@ -120,8 +122,11 @@ class Node:
                     self.received.append((peer.name, frame.call_id))
             self._changed.notify_all()
 
-    def peer_connected(self, peer: Peer, connection: Connection) -> None:
-        pass
+    def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
+        return None
+
+    def is_followed(self, frame: Frame) -> bool:
+        return False
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         self.view.leave(peer.incarnation, reason)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport import Connection
+from rpc.transport.base import Connection, SilentOwner
 from rpc.transport.stream import StreamConnection
 from rpc.wire.decoder import Decoder
 from rpc.wire.frames import PREAMBLE, Frame, encode
@@ -42,7 +42,7 @@ Sockets = Callable[..., tuple[socket.socket, socket.socket]]
 """What the fixture ``sockets`` gives: ``sockets(family, buffer_bytes)`` makes two connected ones."""
 
 
-class Recorder:
+class Recorder(SilentOwner):
     """An owner that keeps the frames and the reason of the end, and lets other threads wait for them."""
 
     def __init__(self) -> None:

@@ -49,23 +49,6 @@ ROOMS = (
 )
 """The rooms (and single files) of ``rpc``, from the lowest. Only its face stands above."""
 
-LOOKS_UP: set[str] = {
-    "rpc/bulk/striping/exchange.py",
-}
-"""Files that still import from a room above theirs. To be emptied, never to grow."""
-
-IN_A_CIRCLE: set[str] = {
-    "rpc/agent/agent.py",
-    "rpc/agent/caller.py",
-    "rpc/agent/gather.py",
-    "rpc/agent/dispatcher.py",
-    "rpc/agent/futures.py",
-    "rpc/agent/outbox.py",
-    "rpc/agent/pending_call.py",
-    "rpc/agent/request_runner.py",
-}
-"""Files that still import each other in a circle, though not through a room above. To be emptied."""
-
 REPLACED = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_rpc")
 """PyTorch's own, which must not be needed."""
 
@@ -193,20 +176,16 @@ def test_every_file_of_rpc_has_its_room() -> None:
 
 
 def test_rooms_import_only_what_is_below() -> None:
-    """A file that is excused and need not be is an error, too: take it out of ``LOOKS_UP``."""
     above = {
         str(path.relative_to(ROOT)): sorted(names(list(upward)))
         for path in FILES
         if (upward := {each for each in imported_files(path) if height(each) > height(path)})
         and str(path.relative_to(ROOT)) not in FACES
     }
-    new = {path: upward for path, upward in above.items() if path not in LOOKS_UP}
-    assert not new, "these look up"
-    assert not LOOKS_UP - above.keys(), "these look up no longer: take them out of LOOKS_UP"
+    assert not above, "these look up"
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """A file that is excused and need not be is an error, too: take it out of ``IN_A_CIRCLE``."""
     graph = {
         path: {
             each
@@ -215,9 +194,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         }
         for path in FILES
     }
-    found = set(names(list(circles(graph))))
-    assert not found - IN_A_CIRCLE, "these import each other"
-    assert not IN_A_CIRCLE - found, "these are in no circle any longer: take them out of IN_A_CIRCLE"
+    assert not names(list(circles(graph))), "these import each other"
 
 
 @pytest.mark.parametrize("path", FILES, ids=names(FILES))

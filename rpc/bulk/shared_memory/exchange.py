@@ -30,7 +30,7 @@ from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
-from rpc.wire.frames import MAX_SEGMENTS, Frame, Kind, encode_small
+from rpc.wire.frames import MAX_BUFFERS, Frame, Kind, encode_small
 
 __all__ = ["SharedMemory"]
 
@@ -141,7 +141,7 @@ class SharedMemory:
         """
         header, buffers = payload.header, payload.buffers
         size = sum(map(len, buffers)) - len(buffers[0])
-        if not SMALLEST_BYTES <= size <= self._max_message_bytes or len(buffers) > MAX_SEGMENTS:
+        if not SMALLEST_BYTES <= size <= self._max_message_bytes or len(buffers) > MAX_BUFFERS:
             return False
         link = self._links.get(peer.incarnation)
         outgoing = None if link is None else link.outgoing

@@ -17,7 +17,7 @@ from struct import error as struct_error
 from typing import Any, Final, NamedTuple
 
 from rpc.errors import ProtocolError
-from rpc.wire.frames import MAX_SEGMENTS, pack_header, unpack_header
+from rpc.wire.frames import MAX_BUFFERS, pack_header, unpack_header
 
 __all__ = ["ALIGNMENT", "Message", "pack", "places", "unpack"]
 
@@ -73,8 +73,8 @@ def unpack(segment: Any) -> Message:
         if count == 1 and not has_header:
             length = _USUAL.unpack_from(view)[-1]
             return _new(Message, (kind, {}, number, use, (length,), view[_USUAL.size :]))
-        if count > MAX_SEGMENTS:
-            raise ProtocolError(f"a message of {count} buffers is over the limit of {MAX_SEGMENTS}")
+        if count > MAX_BUFFERS:
+            raise ProtocolError(f"a message of {count} buffers is over the limit of {MAX_BUFFERS}")
         table = Struct(f"<{count}Q")
         lengths = table.unpack_from(view, _PREFIX.size)
         end = _PREFIX.size + table.size

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from enum import Enum
 
-from rpc.bulk.striping.exchange import STRIPED_BYTES
+from rpc.bulk.striping import STRIPED_BYTES
 from rpc.wire.chunking import WHOLE_BYTES
 from tests.fuzz.autograd.operations import OPERATIONS, Kind, bytes_of_tiles
 from tests.fuzz.autograd.program import (

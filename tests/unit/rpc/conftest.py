@@ -14,13 +14,12 @@ from rpc.group.handshake import Authenticator
 from rpc.runtime import loop as loop_module
 from rpc.runtime.executor import Executor
 from rpc.runtime.loop import LoopThread
-from rpc.transport import Transport
+from rpc.transport.base import Transport
 from tests.support.answering import Owner
 from tests.support.ctrl_c import CtrlC
-from tests.support.direct_end import End
 from tests.support.nodes import MakeNode, Node
 from tests.support.stranger import Stranger
-from tests.support.streams import Sockets, connected_sockets, until
+from tests.support.streams import Sockets, connected_sockets
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
@@ -46,15 +45,6 @@ def sockets() -> Iterator[Sockets]:
     yield make
     for each in made:
         each.close()
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def end(loop: LoopThread, sockets: Sockets, request: pytest.FixtureRequest) -> Iterator[End]:
-    """A connection that threads may read, whose other end the test holds."""
-    made = End(loop, sockets(request.param))
-    yield made
-    loop.call(made.connection.close, "end of the test")
-    until(lambda: made.connection._socket.fileno() < 0)
 
 
 @pytest.fixture

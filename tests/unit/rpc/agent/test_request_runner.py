@@ -28,7 +28,7 @@ async def function() -> None:
 def make() -> tuple[RequestRunner, Counter]:
     postponed = Counter()
     agent = SimpleNamespace(postponed=postponed, something_ended=lambda: None)
-    return RequestRunner(agent), postponed  # type: ignore[arg-type]  # all that it asks of an agent here
+    return RequestRunner(agent, agent), postponed  # all that it asks of an agent here
 
 
 def test_after_stop_no_coroutine_begins() -> None:

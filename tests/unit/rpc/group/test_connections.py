@@ -16,11 +16,11 @@ from rpc.errors import WorkerLostError
 from rpc.group.connections import CRASHED
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
-from rpc.transport import Connection, ConnectionClosed, QueueFull, Transport
+from rpc.testing.memory_transport import MemoryNetwork, MemoryTransport
+from rpc.transport.base import Connection, ConnectionClosed, QueueFull, Transport
 from rpc.transport.tcp import TcpTransport
 from rpc.wire.frames import Kind
 from tests.support.members import member
-from tests.support.memory_transport import MemoryNetwork, MemoryTransport
 from tests.support.nodes import MakeNode, Node, pair, refusals
 from tests.support.stranger import Stranger, hello_to
 from tests.support.streams import SOON, until

@@ -11,7 +11,7 @@ from rpc.errors import ProtocolError, WorkerLostError
 from rpc.group.control import ACK_SECONDS, Control
 from rpc.group.delivery import ACK_EVERY
 from rpc.runtime.mailbox import Mailbox
-from rpc.transport import INFINITE
+from rpc.transport.base import INFINITE
 from rpc.wire.frames import Frame, Kind, decode_one
 from tests.support.clockwork import Clockwork
 

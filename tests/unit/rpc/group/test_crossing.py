@@ -13,9 +13,9 @@ from collections.abc import Callable
 import pytest
 
 from rpc.group.connection_state import State
-from rpc.transport import Transport
+from rpc.testing.memory_transport import MemoryNetwork, MemoryTransport
+from rpc.transport.base import Transport
 from tests.support.effort import EFFORT
-from tests.support.memory_transport import MemoryNetwork, MemoryTransport
 from tests.support.nodes import Node
 
 MESSAGES = 3

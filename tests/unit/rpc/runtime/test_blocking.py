@@ -4,80 +4,15 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from rpc.agent.futures import Future, collected_futures, wait_all, wait_futures
-from rpc.agent.pending_call import PendingCall
 from rpc.errors import BlockingCallError
-from rpc.group.peer import Peer
 from rpc.runtime.blocking import forbid_blocking
-from rpc.wire.frames import Frame, Kind
 from tests.support.answering import Owner, fail, when_waiting
 from tests.support.ctrl_c import CtrlC
 from tests.support.streams import SOON, until
-
-# ---- what the thread that waits may receive itself
-
-
-def test_a_reply_elsewhere_is_taken_by_the_thread_that_waits_and_nothing_else_is(owner: Owner) -> None:
-    call = owner.call()
-    reply, request = Frame(Kind.REPLY, 1, {}, [b"value"]), Frame(Kind.CALL, 1, {}, [b"function"])
-    assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, [reply]), []) is reply
-    assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, [request]), []) is None
-    assert call.look(Frame(Kind.IN_SEGMENT, 1, {}, []), []) is None
-
-
-class Unattended(Owner):
-    """One of whose calls, the second, any thread may end."""
-
-    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
-        return self.open.get(2) if frame.call_id == 2 else None
-
-
-def test_calls_that_any_thread_may_end_are_ended_by_the_thread_that_waits_for_another() -> None:
-    owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
-    mine, other = owner.call(), owner.call()
-    replies = [Frame(Kind.REPLY, 2, {}, [b"nothing"]), Frame(Kind.REPLY, 1, {}, [b"value"])]
-    assert mine.take_in(replies)
-    assert mine.outcome is replies[1]
-    assert other.outcome is replies[0]
-    assert not mine.take_in(replies)  # once more, after Ctrl-C: the loop knows what to do with late answers
-
-
-def test_a_thread_waits_on_after_it_has_ended_another_call() -> None:
-    owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
-    mine, other = owner.call(), owner.call()
-    assert mine.take_in([Frame(Kind.REPLY, 2, {}, [b"nothing"])])
-    assert not mine.settled()
-    assert other.settled()
-
-
-def test_a_future_is_completed_that_was_made_while_another_thread_ended_its_call(owner: Owner) -> None:
-    futures: list[Future[Any]] = []
-
-    class MadeMeanwhile(Unattended):
-        def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
-            call = super().unattended(peer, frame)
-            if call is not None:
-                futures.append(Future.for_call(call))
-            return call
-
-    two = MadeMeanwhile(owner.executor)
-    mine, _ = two.call(), two.call()
-    assert mine.take_in([Frame(Kind.REPLY, 2, {"value": 5}, [])])
-    until(futures[0].done)
-
-
-def test_nothing_is_taken_in_where_the_loop_must_have_something() -> None:
-    owner = Unattended(None)  # type: ignore[arg-type]  # it completes no future
-    mine, other = owner.call(), owner.call()
-    replies = [Frame(Kind.REPLY, 2, {}, [b"nothing"]), Frame(Kind.REPLY, 1, {}, [b"value"])]
-    assert not mine.take_in([*replies, Frame(Kind.CALL, 3, {}, [b"function"])])
-    assert not mine.settled()
-    assert not other.settled()
-
 
 # ---- wait_all and waiting for several
 

@@ -110,8 +110,8 @@ COUNT_IN = """
 import os, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
 from rpc.runtime.cpu_quota import usable_cores
-from rpc.transport import reading
-print(usable_cores(), reading._MAY_LOOK)
+from rpc.transport.inline_read.spin import Spinners
+print(usable_cores(), Spinners().limit)
 """
 
 

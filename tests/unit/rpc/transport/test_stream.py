@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport import ConnectionClosed, stream, syscalls
+from rpc.transport import syscalls
+from rpc.transport.base import ConnectionClosed
 from rpc.transport.stream import StreamConnection
-from rpc.wire.frames import PREAMBLE, Frame
-from tests.support.ctrl_c import CtrlC
+from rpc.wire.frames import PREAMBLE
 from tests.support.streams import (
     SOON,
     TINY_BUFFER,
@@ -28,7 +26,6 @@ from tests.support.streams import (
     read_all,
     send,
     skip_preamble,
-    until,
 )
 
 FAMILIES = ["unix", "tcp"]
@@ -118,77 +115,6 @@ def stream_frame(segments: list[bytes]) -> tuple[list[Any], int]:
 # ---- the send queue
 
 
-def test_callers_wait_while_the_queue_is_full_and_the_loop_does_not(
-    loop: LoopThread, sockets: Sockets
-) -> None:
-    here, there = sockets(buffer_bytes=TINY_BUFFER)
-    connection = open_connection(loop, here, Recorder(), send_queue_bytes=100_000)
-
-    def talk(first: int) -> Callable[[], None]:
-        def run() -> None:
-            for index in range(first, first + 20):
-                send(connection, {"index": index}, b"x" * 20_000)
-
-        return run
-
-    callers = [threading.Thread(target=talk(100 * number)) for number in range(3)]
-    for caller in callers:
-        caller.start()
-    until(lambda: connection._waiting_for_room == 3)
-    assert 100_000 < connection._queued_bytes < 200_000
-    loop.call(lambda: send(connection, {"index": 1000}, b"x" * 20_000, wait=False))
-    assert connection._waiting_for_room == 3
-    received: list[Frame] = []
-    reader = threading.Thread(target=lambda: received.extend(read_all(there)))
-    reader.start()
-    for caller in callers:
-        caller.join(SOON)
-    loop.call(lambda: connection.close("done", flush=True))
-    reader.join(SOON)
-    assert sorted(header["index"] for header in headers(received)) == sorted(
-        [1000, *(100 * number + index for number in range(3) for index in range(20))]
-    )
-
-
-def test_callers_that_wait_are_told_when_the_connection_closes(loop: LoopThread, sockets: Sockets) -> None:
-    here, _ = sockets(buffer_bytes=TINY_BUFFER)
-    connection = open_connection(loop, here, Recorder(), send_queue_bytes=1000)
-    send(connection, {}, b"x" * 100_000)
-    outcomes: list[str] = []
-
-    def talk() -> None:
-        with pytest.raises(ConnectionClosed) as caught:
-            send(connection, {}, b"x")
-        outcomes.append(str(caught.value))
-
-    callers = [threading.Thread(target=talk) for _ in range(2)]
-    for caller in callers:
-        caller.start()
-    until(lambda: connection._waiting_for_room == 2)
-    loop.call(connection.close, "enough")
-    for caller in callers:
-        caller.join(SOON)
-    assert outcomes == ["the connection to the peer is closed"] * 2
-
-
-def test_ctrl_c_while_waiting_for_room_leaves_the_frame_unsent(
-    loop: LoopThread, sockets: Sockets, ctrl_c: CtrlC
-) -> None:
-    here, there = sockets(buffer_bytes=TINY_BUFFER)
-    connection = open_connection(loop, here, Recorder(), send_queue_bytes=1000)
-    send(connection, {"index": 0}, b"x" * 100_000)
-
-    helper = threading.Thread(target=ctrl_c.press_when, args=(lambda: connection._waiting_for_room,))
-    helper.start()
-    with pytest.raises(KeyboardInterrupt):
-        send(connection, {"index": 1}, b"x")
-    helper.join()
-    assert not connection._waiting_for_room
-    send(connection, {"index": 2}, b"x", wait=False)
-    loop.call(lambda: connection.close("done", flush=True))
-    assert headers(read_all(there)) == [{"index": 0}, {"index": 2}]
-
-
 def test_aliased_memory_is_captured_when_send_returns(loop: LoopThread, sockets: Sockets) -> None:
     here, there = sockets(buffer_bytes=TINY_BUFFER)
     connection = open_connection(loop, here, Recorder())
@@ -242,64 +168,6 @@ def test_an_end_in_the_middle_of_a_large_frame_is_told(loop: LoopThread, sockets
     assert owner.frames == []
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_peer_sent_before_it_broke_off_is_delivered_even_if_a_write_fails_first(
-    loop: LoopThread, sockets: Sockets, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream, "_READS_PER_WAKE_UP", 1)
-    here, there = sockets(family)
-    owner = Recorder()
-    connection = open_connection(loop, here, owner)
-    send(connection, {}, b"never read")
-    busy, go_on = threading.Event(), threading.Event()
-
-    def occupy() -> None:
-        busy.set()
-        go_on.wait(SOON)
-
-    loop.loop.call_soon_threadsafe(occupy)
-    assert busy.wait(SOON)
-    there.sendall(PREAMBLE + b"".join(frame_bytes({"index": index}, b"x" * 9000) for index in range(10)))
-    there.close()
-
-    def write_fails() -> bool:
-        send(connection, {}, b"x")
-        return connection._write_error is not None
-
-    until(write_fails)
-    send(connection, {}, b"x" * 1_000_000)  # dropped quietly: the peer is about to be declared gone
-    assert not owner.lost.is_set()
-    go_on.set()
-    assert owner.reason()
-    assert headers(owner.frames) == [{"index": index} for index in range(10)]
-
-
-def test_a_write_that_fails_keeps_nothing_that_its_callers_have_in_hand(
-    loop: LoopThread, sockets: Sockets
-) -> None:
-    here, there = sockets()
-    connection = open_connection(loop, here, Recorder())
-    go_on = threading.Event()
-    loop.loop.call_soon_threadsafe(go_on.wait, SOON)  # else it might close the connection first
-    there.close()
-
-    def send_with_something_in_hand() -> weakref.ref[Any]:
-        something = threading.Event()
-        send(connection, {}, b"x")
-        return weakref.ref(something)
-
-    def write_fails() -> bool:
-        assert send_with_something_in_hand()() is None
-        return connection._write_error is not None
-
-    gc.disable()
-    try:
-        until(write_fails)
-    finally:
-        gc.enable()
-        go_on.set()
-
-
 def test_garbage_closes_the_connection_saying_what_came(loop: LoopThread, sockets: Sockets) -> None:
     here, there = sockets()
     owner = Recorder()
@@ -346,20 +214,6 @@ def test_close_with_flush_closes_at_once_when_nothing_is_queued(loop: LoopThread
     connection = open_connection(loop, here, owner)
     loop.call(lambda: connection.close("done", flush=True))
     assert owner.lost.is_set()
-
-
-def test_close_with_flush_closes_also_if_another_thread_empties_the_queue(
-    loop: LoopThread, sockets: Sockets
-) -> None:
-    here, there = sockets()
-    owner = Recorder()
-    connection = open_connection(loop, here, owner)
-    with connection._send_lock:  # another thread is writing
-        send(connection, {"index": 0})
-        loop.call(lambda: connection.close("done", flush=True))
-    connection._drain()
-    assert headers(read_all(there)) == [{"index": 0}]
-    assert owner.reason() == "done"
 
 
 def test_close_with_flush_gives_up_when_the_peer_is_gone(loop: LoopThread, sockets: Sockets) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport import Connection, Listener, Transport, tcp, transports
+from rpc.transport import tcp
+from rpc.transport.base import Connection, Listener, Transport, TransportContext
+from rpc.transport.registry import transports
 from rpc.transport.tcp import TcpTransport
 from tests.support.streams import SOON, Recorder, send, until
 
@@ -44,7 +46,7 @@ def place(loop: LoopThread) -> Iterator[Callable[..., Place]]:
     made: list[Place] = []
 
     def make(scheme: str, host: str = "127.0.0.1", port: int = 0) -> Place:
-        made.append(Place(loop, transports(loop.loop, 1 << 20)[scheme], host, port))
+        made.append(Place(loop, transports(TransportContext(loop.loop, 1 << 20))[scheme], host, port))
         return made[-1]
 
     yield make
@@ -56,7 +58,9 @@ def connect(loop: LoopThread, address: str, owner: Recorder | None = None) -> Co
     """A started connection to a listener's address."""
 
     async def run() -> Connection:
-        connection = await transports(loop.loop, 1 << 20)[address.partition(":")[0]].connect(address)
+        connection = await transports(TransportContext(loop.loop, 1 << 20))[
+            address.partition(":")[0]
+        ].connect(address)
         connection.start(owner or Recorder())
         return connection
 
@@ -73,7 +77,7 @@ def has_ipv6() -> bool:
 
 
 def test_unix_sockets_are_preferred_to_tcp(loop: LoopThread) -> None:
-    assert list(transports(loop.loop, 1)) == ["unix", "tcp"]
+    assert list(transports(TransportContext(loop.loop, 1))) == ["unix", "tcp"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections import deque
 from typing import Any
@@ -30,7 +29,6 @@ from tests.support.frames import (
     small_messages,
     u64,
 )
-from tests.support.stepping import Step
 
 PROFILE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -49,7 +47,7 @@ reads = st.lists(st.sampled_from([1, 100, 4096, 70_000]), max_size=9).map(lambda
 
 
 def outgoing(max_bytes: int = LIMIT) -> Outgoing:
-    return Outgoing(chunk_prefix, max_bytes)
+    return Outgoing(chunk_prefix, max_bytes, 1 << 40)
 
 
 def in_chunks(message: Message, number: int) -> bytes:
@@ -62,7 +60,7 @@ def in_chunks(message: Message, number: int) -> bytes:
 def drained(sender: Outgoing) -> bytes:
     pieces: list[Any] = []
     while sender:
-        pieces += sender.next()
+        pieces += sender.next(0)
     return b"".join(pieces)
 
 
@@ -84,7 +82,7 @@ def test_messages_whose_chunks_alternate_arrive_whole(
     rest = deque(small)
     stream = bytearray()
     while sender:
-        stream += b"".join(sender.next())
+        stream += b"".join(sender.next(0))
         if rest:
             stream += encoded(rest.popleft())
     frames = as_messages(feed(greeted(), bytes(stream), endless(sizes)))
@@ -110,7 +108,7 @@ def sizes_of_chunks(sender: Outgoing) -> list[int]:
     """The numbers of bytes that go out at a time, in units of 128 KiB."""
     sizes: list[int] = []
     while sender:
-        sizes.append(sum(map(len, sender.next())) // SHORT_CHUNK_BYTES)
+        sizes.append(sum(map(len, sender.next(0))) // SHORT_CHUNK_BYTES)
     return sizes
 
 
@@ -124,7 +122,7 @@ def test_chunks_are_short_for_a_while_after_a_small_message() -> None:
     sender = outgoing()
     sender.add(chunked(*encode(*call(bytes(80 << 20))), 1))
     long = CHUNK_BYTES // SHORT_CHUNK_BYTES
-    assert len(sender.next()[-1]) == CHUNK_BYTES
+    assert len(sender.next(0)[-1]) == CHUNK_BYTES
     sender.shorten()
     sizes = sizes_of_chunks(sender)
     assert sizes[:512] == [1] * 512
@@ -132,39 +130,12 @@ def test_chunks_are_short_for_a_while_after_a_small_message() -> None:
     assert sum(sizes) * SHORT_CHUNK_BYTES == (80 << 20) - CHUNK_BYTES
 
 
-def test_no_word_of_a_small_message_is_lost_however_it_falls_together_with_a_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(chunking, "_SHORT_FOR_BYTES", 2 * SHORT_CHUNK_BYTES)
-    for number in itertools.count(1):
-        sender = outgoing()
-        sender.add(chunked(*encode(*call(bytes(4 * CHUNK_BYTES))), 1))
-        sender.shorten()
-        sender.next()
-        with Step(number, sender.shorten, files=[chunking.__file__]) as step:
-            sender.next()
-        if not step.taken:
-            break
-        assert len(sender.next()[-1]) == SHORT_CHUNK_BYTES
-    assert number > 20
-
-
 def test_messages_take_turns() -> None:
     sender = outgoing()
     for number in range(3):
         sender.add(chunked(*encode(*call(bytes(3 * CHUNK_BYTES))), number))
-    numbers = [bytes(sender.next()[0][-frames.PREFIX_BYTES :])[8] for _ in range(9)]
+    numbers = [bytes(sender.next(0)[0][-frames.PREFIX_BYTES :])[8] for _ in range(9)]
     assert [sorted(numbers[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
-
-
-def test_what_is_to_come_last_comes_last() -> None:
-    sender = outgoing()
-    sender.finish_with(encoded(call(b"last", call_id=9)))
-    for number in range(20):
-        sender.add(chunked(*encode(*call(bytes(2 * CHUNK_BYTES), call_id=number)), number))
-    frames = feed(greeted(), drained(sender))
-    assert len(frames) == 21
-    assert frames[-1].buffers == [b"last"]
 
 
 def test_no_more_is_opened_than_the_peer_accepts_but_one_message_always_is() -> None:
@@ -179,22 +150,12 @@ def test_what_is_captured_does_not_change_any_more() -> None:
     memory = bytearray(b"a" * 800_000)
     message = chunked(*encode(5, 1, {}, [memoryview(memory)]), 1)
     sender = outgoing()
-    first = b"".join(sender.chunk(message))
+    first = b"".join(sender.chunk(message, 0))
     message.replace(bytes)
-    sender.resume(message)
+    sender.add(message)
     memory[:] = b"b" * 800_000
     (frame,) = feed(greeted(), first + drained(sender))
     assert frame.buffers == [b"a" * 800_000]
-
-
-def test_a_cancelled_message_never_arrives_and_makes_room() -> None:
-    sender = outgoing()
-    message = chunked(*encode(*call(bytes(LIMIT // 2 + 100))), 1)
-    begun = b"".join(sender.chunk(message))
-    decoder = greeted()
-    assert feed(decoder, begun + prefix(kind=Kind.CANCELLED, call_id=1)) == []
-    (frame,) = feed(decoder, in_chunks(call(bytes(LIMIT // 2 + 100), call_id=3), 2))
-    assert frame.call_id == 3
 
 
 def test_memory_of_what_will_not_come_is_let_go() -> None:
@@ -206,13 +167,12 @@ def test_memory_of_what_will_not_come_is_let_go() -> None:
         return block.data
 
     arriving = Reassembly(allocate)
-    for cancelled in (True, False):
-        arriving.open(1, None, [Room(CHUNK_BYTES, CHUNK_BYTES)])
-        arriving.begin(1, 10)
-        assert arriving.filled(len(arriving.target())) is None
-        arriving.cancel(1) if cancelled else arriving.clear()
-        assert made.pop()() is None
-        assert not arriving.promised
+    arriving.open(1, None, [Room(CHUNK_BYTES, CHUNK_BYTES)])
+    arriving.begin(1, 0, SHORT_CHUNK_BYTES)
+    assert arriving.filled(1, SHORT_CHUNK_BYTES) is None
+    arriving.clear()
+    assert made.pop()() is None
+    assert not arriving.promised
 
 
 # ---- what a peer may not do
@@ -226,7 +186,7 @@ def opening(
 
 
 def chunk(number: int, data: bytes) -> bytes:
-    return chunk_prefix(number, len(data)) + data
+    return chunk_prefix(number, 0, len(data)) + data
 
 
 MALFORMED = {
@@ -243,16 +203,22 @@ MALFORMED = {
     "a header that is none": (opening(1, body=10, header=4, rest=b"\xc1\xc1\xc1\xc1"), "not msgpack"),
     "segments beyond the end": (
         opening(1, body=20, segments=2, rest=(50).to_bytes(8, "little")),
-        "segment 0 of 2 ends beyond",
+        "buffer 0 of 2 ends beyond",
     ),
-    "a chunk too long": (opening(1, body=10) + chunk(1, bytes(11)), "11 bytes where 10 are left"),
-    "an empty chunk": (opening(1, body=10) + chunk(1, b""), "0 bytes where 10 are left"),
-    "a chunk with segments": (
-        opening(1, body=10) + prefix(10, call_id=1, segments=2, kind=Kind.CHUNK) + bytes(10),
-        "claims to have",
+    "a chunk too long": (
+        opening(1, body=10) + chunk(1, bytes(11)),
+        "no chunk of 11 bytes is at 0 in a message of 10",
     ),
+    "an empty chunk": (opening(1, body=10) + chunk(1, b""), "no chunk of 0 bytes"),
     "a chunk after the end": (opening(1, body=4) + chunk(1, b"done") + chunk(1, b"more"), "not open"),
-    "cancelled though not open": (prefix(call_id=1, kind=Kind.CANCELLED), "not open"),
+    "a chunk beside the grid": (
+        opening(1, body=10) + chunk_prefix(1, 5, 5) + bytes(5),
+        "no chunk of 5 bytes is at 5 in a message of 10",
+    ),
+    "a chunk that comes twice": (
+        opening(1, body=2 * SHORT_CHUNK_BYTES) + chunk(1, bytes(SHORT_CHUNK_BYTES)) * 2,
+        "has come twice",
+    ),
 }
 
 
@@ -267,12 +233,11 @@ bodies = st.integers(0, 60) | st.just(LIMIT)
 kinds = st.integers(0, 13)
 openings = st.builds(opening, few, body=bodies, header=few, segments=few, kind=kinds, rest=st.binary())
 chunk_frames = st.builds(chunk, few, st.binary(max_size=60))
-cancellations = few.map(lambda number: prefix(call_id=number, kind=Kind.CANCELLED))
 
 
 @settings(PROFILE, max_examples=300)
 @given(
-    frames=st.lists(openings | chunk_frames | cancellations | small_messages.map(encoded), max_size=12),
+    frames=st.lists(openings | chunk_frames | small_messages.map(encoded), max_size=12),
     cut=st.integers(0, 200),
     sizes=reads,
 )
@@ -299,7 +264,7 @@ in_order = st.lists(segments.filter(lambda each: all(len(part) < CHUNK_BYTES for
 
 @settings(PROFILE, max_examples=300)
 @given(
-    frames=st.lists(mostly_valid | cancellations, max_size=12),
+    frames=st.lists(mostly_valid, max_size=12),
     messages=in_order,
     keep=st.integers(0, 1 << 20),
     sizes=reads,
@@ -333,10 +298,10 @@ def test_memory_for_what_arrives_is_writable_and_aligned_for_every_type() -> Non
 
 
 def test_segments_of_all_open_messages_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunking, "MAX_SEGMENTS", 1001)
+    monkeypatch.setattr(chunking, "MAX_BUFFERS", 1001)
     arriving = Reassembly(lambda length: memoryview(bytearray(length)))
     arriving.open(1, None, [Room(1, 1)] + [Room(0, 0)] * 999)
-    with pytest.raises(ProtocolError, match="segments"):
+    with pytest.raises(ProtocolError, match="buffers"):
         arriving.open(2, None, [Room(1, 1)] * 2)
 
 

@@ -144,7 +144,7 @@ def test_one_frame_is_decoded_in_place(message: Message) -> None:
         (b"GET / HTTP/1.1\r\n", r"does not speak farcall's protocol \(it began with b'GET / HT'\)"),
         (b"\x16\x03\x01", r"does not speak farcall's protocol \(it began with b'\\x16\\x03\\x01'\)"),
         (b"farcalX", "does not speak farcall's protocol"),
-        (b"farcall\x09", "the peer speaks version 9 of farcall's protocol, this worker version 1"),
+        (b"farcall\x09", "the peer speaks version 9 of farcall's protocol, this worker version 2"),
     ],
 )
 def test_a_peer_that_speaks_another_protocol_or_version_is_refused(greeting: bytes, complaint: str) -> None:
@@ -164,23 +164,23 @@ MALFORMED = {
         prefix(LIMIT, header=frames.MAX_HEADER_BYTES + 1),
         r"a header of \d+ bytes is over the limits",
     ),
-    "header longer than the body": (prefix(10, header=11), "cannot hold 0 segments and a header of 11 bytes"),
-    "too many segments": (prefix(LIMIT, segments=frames.MAX_SEGMENTS + 1), r"of 1048577 segments .* is over"),
-    "table longer than the body": (prefix(15, segments=3), "cannot hold 3 segments"),
-    "table and header longer than the body": (prefix(16, segments=2, header=9), "cannot hold 2 segments"),
-    "bytes of no segment": (prefix(4) + b"left", "4 bytes of a frame belong to no segment"),
+    "header longer than the body": (prefix(10, header=11), "cannot hold 0 buffers and a header of 11 bytes"),
+    "too many segments": (prefix(LIMIT, segments=frames.MAX_BUFFERS + 1), r"of 1048577 buffers .* is over"),
+    "table longer than the body": (prefix(15, segments=3), "cannot hold 3 buffers"),
+    "table and header longer than the body": (prefix(16, segments=2, header=9), "cannot hold 2 buffers"),
+    "bytes of no segment": (prefix(4) + b"left", "4 bytes of a frame belong to no buffer"),
     "bytes after the header": (prefix(2, header=1) + packed({}) + b"x", "1 bytes of a frame belong to no"),
     "segment longer than the body": (
         prefix(8 + 4, segments=2) + Struct("<Q").pack(5) + b"four",
-        "segment 0 of 2 ends beyond its frame of 12 bytes",
+        "buffer 0 of 2 ends beyond its frame of 12 bytes",
     ),
     "segment absurdly long": (
         prefix(8 + 4, segments=2) + Struct("<Q").pack(2**64 - 1) + b"four",
-        "segment 0 of 2 ends beyond",
+        "buffer 0 of 2 ends beyond",
     ),
     "no room for the padding": (
         prefix(8 + 4, segments=2) + Struct("<Q").pack(4) + b"four",
-        "segment 1 of 2 ends beyond",
+        "buffer 1 of 2 ends beyond",
     ),
     "header not msgpack": (prefix(1, header=1) + b"\xc1", "header is not msgpack"),
     "header with something after it": (prefix(2, header=2) + packed({}) + b"\0", "header is not msgpack"),
@@ -256,9 +256,9 @@ def test_a_header_over_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_more_segments_than_the_limit_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "MAX_SEGMENTS", 2)
+    monkeypatch.setattr(frames, "MAX_BUFFERS", 2)
     encode(5, 0, {}, [b"", b""])
-    with pytest.raises(ProtocolError, match="a frame of 3 segments is over the limit of 2"):
+    with pytest.raises(ProtocolError, match="a frame of 3 buffers is over the limit of 2"):
         encode(5, 0, {}, [b"", b"", b""])
 
 

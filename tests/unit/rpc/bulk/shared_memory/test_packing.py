@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rpc.bulk.shared_memory.packing import ALIGNMENT, Message, pack, places, unpack
 from rpc.errors import ProtocolError
-from rpc.wire.frames import BARE_REQUEST, MAX_SEGMENTS, Kind
+from rpc.wire.frames import BARE_REQUEST, MAX_BUFFERS, Kind
 
 WORDS = st.integers(0, (1 << 64) - 1)
 HEADERS = st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.binary(max_size=5), max_size=3)
@@ -40,7 +40,7 @@ def test_what_is_cut_short_or_changed_is_an_error_and_nothing_else(
 
 def test_too_many_buffers_are_an_error() -> None:
     packed = bytearray(pack(Message(Kind.CALL, {}, 1, 2, (), b"")))
-    packed[4:8] = (MAX_SEGMENTS + 1).to_bytes(4, "little")
+    packed[4:8] = (MAX_BUFFERS + 1).to_bytes(4, "little")
     with pytest.raises(ProtocolError, match="over the limit"):
         unpack(packed)
 

@@ -7,13 +7,19 @@ when the test says. So every order of events that sockets could bring about can 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rpc.transport import CLOSED_BY_PEER, INFINITE, Accepted, Connection, ConnectionClosed, ConnectionOwner
-from rpc.transport.inline_read.reading import DirectReading
+from rpc.transport.base import (
+    CLOSED_BY_PEER,
+    INFINITE,
+    Accepted,
+    Connection,
+    ConnectionClosed,
+    ConnectionOwner,
+)
+from rpc.transport.inline_read.reader import InlineReader
 from rpc.wire.frames import PREAMBLE, Frame, decode_one
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
@@ -23,7 +29,7 @@ class MemoryConnection:
     """One end of a connection."""
 
     owner: ConnectionOwner
-    direct: DirectReading | None = None
+    reader: InlineReader | None = None
     over_network = False
 
     def __init__(self, description: str) -> None:
@@ -53,7 +59,7 @@ class MemoryConnection:
     ) -> None:
         self.send_small(b"".join(buffers), wait)
 
-    def send_small(self, frame: bytes, wait: float, *, gather: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
         if not self.open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         assert frame != PREAMBLE
@@ -67,9 +73,6 @@ class MemoryConnection:
             self.open = False
             self.other.inbox.append(None)
             self.owner.connection_lost(self, reason)
-
-    def detach(self) -> socket.socket:
-        raise ConnectionClosed("it has no socket")
 
     def abandon(self) -> None:
         self.open = False

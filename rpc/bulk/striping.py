@@ -1,0 +1,383 @@
+"""Large messages over several TCP connections at once, where the network limits what one gets: by option.
+
+With the option ``tcp_stripes``, two workers open *lanes* beside the connection between them, when the first
+large message has been sent. Each is an ordinary connection; all share one queue of large messages and one
+reassembly (``rpc.wire.chunking``), so each chunk goes over whichever lane takes it.
+
+The side that has made the connection opens the lanes. It *asks*; the other side answers with an *offer*: how
+many, and a token, which each lane says in the place of a hello. When all are welcome, the connecting side
+says *ready*, and both send over them. The accepting side makes its offer unasked when it is the first to send
+something large. Who cannot or shall not have lanes *refuses*; then all goes over the connection.
+
+A worker that leaves says so on each lane, behind all chunks (*leaving*), and stays until the other has
+received that on all of them (*left*): on the connection alone, a goodbye could overtake chunks. From then on
+it means nothing that its lanes end. Otherwise the end of a lane is that of the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from rpc.errors import ProtocolError, RpcError, WorkerLostError
+from rpc.group.connections import FAREWELL_SECONDS, Connections
+from rpc.group.handshake import legible, parse_refusal
+from rpc.group.peer import Peer
+from rpc.runtime.mailbox import Mailbox
+from rpc.transport.base import Connection, SilentOwner
+from rpc.transport.stream import StreamConnection
+from rpc.wire.frames import Frame, Kind, encode, encode_small
+
+__all__ = ["STRIPED_BYTES", "Striping"]
+
+logger = logging.getLogger(__name__)
+
+STRIPED_BYTES: Final = 1 << 20
+"""Smaller messages are no reason to open lanes."""
+
+_TOKEN_BYTES: Final = 16
+_OPEN_SECONDS: Final = 20.0
+"""How long all lanes to one peer may take to connect and to be welcome."""
+_GRACE_SECONDS: Final = 0.2
+"""When a lane ends, what has come on the connection is taken in first: it may say why."""
+
+
+class StripingEvents(Protocol):
+    """What lanes tell the agent, on the loop's thread."""
+
+    def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
+
+
+class _Lanes:
+    """The lanes of one peer."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self.open: dict[int, StreamConnection] = {}
+        self.in_use = False
+        self.leaving = 0
+        """On how many lanes the peer has taken leave."""
+        self.left: asyncio.Future[None] | None = None
+        self.task: asyncio.Task[None] | None = None
+
+
+class Striping:
+    """All lanes of one agent. ``consider`` from any thread, everything else on the loop's.
+
+    Args:
+        loop, mailbox, connections, events: of the agent.
+        count: how many lanes it may have to each peer; with 1, it neither asks for any nor accepts any.
+        max_message_bytes: the largest message that it accepts.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        mailbox: Mailbox,
+        connections: Connections,
+        events: StripingEvents,
+        count: int,
+        max_message_bytes: int,
+    ) -> None:
+        self._loop = loop
+        self._mailbox = mailbox
+        self._connections = connections
+        self._events = events
+        self._count = count
+        self._max_message_bytes = max_message_bytes
+        self._lanes: dict[Peer, _Lanes | None] = {}
+        """None: not now, or not at all, but large messages need not ask any more."""
+        self._said = False
+        self._closed = False
+
+    def consider(self, peer: Peer, size: int) -> None:
+        """A message of so many bytes has been sent: see whether more connections to that worker would pay."""
+        if self._count == 1 or size <= STRIPED_BYTES or peer in self._lanes or self._closed:
+            return
+        connection = peer.connection
+        if connection is not None and connection.over_network:
+            self._mailbox.call(self._begin, peer)
+
+    def _begin(self, peer: Peer) -> None:
+        if peer in self._lanes or self._closed or not peer.connected:
+            return  # other threads had something for it, or it opened them itself
+        self._lanes[peer] = None
+        if self._connections.has_dialled(peer):
+            self._say(peer, {"ask": self._count})
+        else:
+            self._offer(peer, self._count)
+
+    def _say(self, peer: Peer, header: dict[str, Any]) -> None:
+        with contextlib.suppress(WorkerLostError):
+            peer.send_small(encode_small(Kind.LANES, 0, header, ()), False)
+
+    def _fall_back(self, peer: Peer, reason: str) -> None:
+        level = logging.DEBUG if self._said else logging.WARNING
+        self._said = True
+        logger.log(
+            level, "messages for worker '%s' go over one connection, not several: %s", peer.name, reason
+        )
+
+    # ---- what peers say
+
+    def received(self, peer: Peer, frame: Frame) -> None:
+        """A peer says something about lanes."""
+        handlers: dict[str, Callable[[Peer, Any], None]] = {
+            "ask": self._asked,
+            "offer": self._offered,
+            "ready": self._ready,
+            "refuse": self._refused,
+            "left": self._has_left,
+        }
+        for key, value in frame.header.items():
+            if key not in handlers:
+                raise ProtocolError("an unknown message about lanes")
+            handlers[key](peer, value)
+
+    def _asked(self, peer: Peer, count: object) -> None:
+        if not isinstance(count, int) or count < 2 or self._connections.has_dialled(peer):
+            raise ProtocolError("a malformed message about lanes")
+        if self._lanes.get(peer) is not None:
+            return  # an offer was made while it asked
+        if self._count == 1 or self._closed:
+            self._say(peer, {"refuse": "the option tcp_stripes is 1 there"})
+        else:
+            self._offer(peer, min(count, self._count))
+
+    def _offer(self, peer: Peer, count: int) -> None:
+        lanes = self._lanes[peer] = _Lanes(count)
+        self._say(peer, {"offer": [count, lanes.token]})
+
+    def _offered(self, peer: Peer, offer: object) -> None:
+        match offer:
+            case [int(count), bytes(token)] if count >= 2 and len(token) == _TOKEN_BYTES:
+                pass
+            case _:
+                raise ProtocolError("a malformed message about lanes")
+        if self._lanes.get(peer) is not None or not self._connections.has_dialled(peer):
+            raise ProtocolError("it offers lanes for the second time, or is not the one to offer any")
+        if self._count == 1 or self._closed:
+            self._say(peer, {"refuse": "the option tcp_stripes is 1 there"})
+            return
+        lanes = self._lanes[peer] = _Lanes(min(count, self._count))
+        lanes.token = token
+        lanes.task = self._loop.create_task(self._connect(peer, lanes))
+
+    def _ready(self, peer: Peer, count: object) -> None:
+        lanes = self._lanes.get(peer)
+        if (
+            lanes is None
+            or lanes.in_use
+            or count != len(lanes.open)
+            or set(lanes.open) != set(range(len(lanes.open)))
+        ):
+            raise ProtocolError("it says that lanes are ready which are not there")
+        self._use(peer, lanes)
+
+    def _refused(self, peer: Peer, reason: object) -> None:
+        lanes = self._lanes.get(peer)
+        if lanes is not None and lanes.in_use:
+            raise ProtocolError("it refuses the lanes that it has")
+        self._close_lanes(peer)
+        self._fall_back(peer, legible(reason))
+
+    def _has_left(self, peer: Peer, _: object) -> None:
+        lanes = self._lanes.get(peer)
+        if lanes is None or lanes.left is None:
+            raise ProtocolError("it lets this worker go, which does not leave")
+        if not lanes.left.done():
+            lanes.left.set_result(None)
+
+    # ---- opening them
+
+    def lane_came(self, connection: Connection, header: dict[str, Any]) -> None:
+        """Somebody has connected and says to be a lane: take the connection over, if that is true.
+
+        Raises:
+            ProtocolError: it is not.
+        """
+        token, number = header.get("token"), header.get("number")
+        if (
+            not isinstance(token, bytes)
+            or not isinstance(number, int)
+            or not isinstance(connection, StreamConnection)
+        ):
+            raise ProtocolError("a malformed lane")
+        for peer, lanes in self._lanes.items():  # noqa: B007
+            if lanes is not None and not lanes.in_use and secrets.compare_digest(lanes.token, token):
+                break
+        else:
+            raise ProtocolError("a lane that belongs to no connection, or comes too late")
+        if not 0 <= number < lanes.count or number in lanes.open or self._connections.has_dialled(peer):
+            raise ProtocolError(f"a lane of the number {number!r}, where {lanes.count} are expected once")
+        buffers, size = encode(Kind.WELCOME, 0, {}, ())
+        connection.send(buffers, size, wait=False)
+        self._add(peer, lanes, number, connection)
+
+    async def _connect(self, peer: Peer, lanes: _Lanes) -> None:
+        opening: list[Connection] = []
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                for number in range(lanes.count):
+                    connection = await self._connections.connect_again(peer)
+                    opening.append(connection)
+                    greeting = _Greeting(self._loop)
+                    connection.start(greeting)
+                    hello = {"token": lanes.token, "number": number}
+                    connection.send_small(encode_small(Kind.LANE, 0, hello, ()), False)
+                    await greeting.welcome
+                    assert isinstance(connection, StreamConnection)
+                    self._add(peer, lanes, number, connection)
+        except (OSError, RpcError) as error:
+            for connection in opening:
+                connection.owner = SilentOwner()
+                connection.close("not all lanes can be opened")
+            if peer.lost is None and not self._closed:
+                self._lanes[peer] = None
+                reason = str(error) or "it takes too long to connect"
+                self._fall_back(peer, reason)
+                self._say(peer, {"refuse": reason})
+        else:
+            self._say(peer, {"ready": lanes.count})
+            self._use(peer, lanes)
+
+    def _add(self, peer: Peer, lanes: _Lanes, number: int, connection: StreamConnection) -> None:
+        """A lane is there: what comes on it is taken in from now on."""
+        main = peer.connection
+        if not isinstance(main, StreamConnection):
+            raise ProtocolError("a lane to a worker that is gone")
+        connection.description = f"worker '{peer.name}', lane {number + 1}"
+        connection.owner = _LaneOwner(self, peer)
+        lanes.open[number] = connection
+        arriving = main.lanes[1]
+        arriving.admit_lanes(lanes.count + 1)
+        connection.set_frame_limits(self._max_message_bytes, peer.member.max_message_bytes)
+        connection.receive_with(number + 1, arriving)
+
+    def _use(self, peer: Peer, lanes: _Lanes) -> None:
+        """All lanes are there: send over them."""
+        main = peer.connection
+        if isinstance(main, StreamConnection):
+            lanes.in_use = True
+            for number, connection in lanes.open.items():
+                connection.send_with(number + 1, main.lanes[0])
+            logger.debug("large messages for worker '%s' go over %d lanes", peer.name, len(lanes.open))
+
+    # ---- what comes on them
+
+    def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
+        """Large messages, whole, and at last the leave that the peer takes."""
+        messages: list[Frame] = []
+        for frame in frames:
+            if frame.kind != Kind.LANES:
+                messages.append(frame)
+                continue
+            lanes = self._lanes.get(peer)
+            if lanes is None or frame.header != {"leaving": True}:
+                raise ProtocolError("a malformed message on a lane")
+            lanes.leaving += 1
+            if lanes.leaving == len(lanes.open):
+                self._loop.call_soon(self._say, peer, {"left": True})
+        if messages and peer.lost is None:
+            self._events.frames_received(peer, messages)
+
+    def lane_lost(self, peer: Peer, reason: str) -> None:
+        lanes = self._lanes.get(peer)
+        if lanes is not None and not lanes.leaving and lanes.left is None:
+            self._loop.call_later(
+                _GRACE_SECONDS, self._lose, peer, f"a lane of its connection was lost: {reason}"
+            )
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        if self._lanes.get(peer) is not None:
+            self._connections.lose(peer, reason)
+
+    # ---- the end
+
+    async def finish(self) -> None:
+        """This worker leaves: wait until all that went over lanes has arrived, but not for ever."""
+        self._closed = True
+        leaving: list[asyncio.Future[None]] = []
+        buffers, size = encode(Kind.LANES, 0, {"leaving": True}, ())
+        for lanes in self._lanes.values():
+            if lanes is not None and lanes.task is not None:
+                lanes.task.cancel()
+            if lanes is not None and lanes.in_use:
+                lanes.left = self._loop.create_future()
+                leaving.append(lanes.left)
+                for connection in lanes.open.values():
+                    with contextlib.suppress(RpcError):
+                        connection.send(buffers, size, wait=False, last=True)
+        if leaving:
+            await asyncio.wait(leaving, timeout=FAREWELL_SECONDS)
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        """A worker is gone: so are the lanes to it."""
+        self._close_lanes(peer)
+
+    def _close_lanes(self, peer: Peer) -> None:
+        lanes = self._lanes.get(peer)
+        self._lanes[peer] = None
+        if lanes is None:
+            return
+        if lanes.task is not None and not lanes.in_use:
+            lanes.task.cancel()
+        if lanes.left is not None and not lanes.left.done():
+            lanes.left.set_result(None)
+        for connection in lanes.open.values():
+            connection.owner = SilentOwner()
+            connection.close("its worker is gone")
+
+    def close(self) -> None:
+        """This worker has left."""
+        self._closed = True
+        for peer in list(self._lanes):
+            self._close_lanes(peer)
+
+    def abandon(self) -> None:
+        """In a forked child: let go of what the parent goes on using, without taking a lock."""
+        for lanes in self._lanes.values():
+            for connection in lanes.open.values() if lanes is not None else ():
+                connection.abandon()
+
+
+class _LaneOwner(SilentOwner):
+    """Owner of a lane."""
+
+    def __init__(self, striping: Striping, peer: Peer) -> None:
+        self._striping = striping
+        self._peer = peer
+
+    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
+        try:
+            self._striping.frames_received(self._peer, frames)
+        except ProtocolError as error:
+            connection.close(str(error))
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        self._striping.lane_lost(self._peer, reason)
+
+
+class _Greeting(SilentOwner):
+    """Owner of a connection that is to become a lane."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.welcome: asyncio.Future[None] = loop.create_future()
+
+    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
+        frame = frames[0]
+        if frame.kind == Kind.WELCOME and len(frames) == 1 and not self.welcome.done():
+            self.welcome.set_result(None)
+        elif frame.kind == Kind.REFUSED:
+            connection.close(parse_refusal(frame.header).reason)
+        else:
+            connection.close(f"expected welcome or refused, got a frame of kind {frame.kind}")
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        if not self.welcome.done():
+            self.welcome.set_exception(ConnectionError(f"a lane was not opened: {legible(reason)}"))

@@ -1,0 +1,382 @@
+"""Threads that read a connection themselves, instead of being woken by the loop that does.
+
+``lease.py`` has the theory. Here are the steps of a thread's turn:
+
+1. Take the lease, and stop the loop's watching the socket. The loop watches it through an epoll object, so
+that
+   any thread can stop and resume that by one system call.
+2. Wait until the socket is readable, or somebody wakes the thread, or the time is over: spinning for a moment
+   (``spin.py``), then asleep.
+3. Receive, and parse. What is no whole frame, or about a message in chunks, is left to the loop.
+4. Take in one frame after the other, by the same door as the loop, up to the first that needs the loop.
+5. Leave. If anything is left, have the loop go on with it; else resume its watching.
+
+Where other frames come between, as when a thousand calls are under way, reading in threads does not pay: then
+it is left to the loop for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic
+from typing import Any, Final, Protocol
+
+from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.tasks import Task
+from rpc.transport import syscalls
+from rpc.transport.inline_read.lease import LOOP, ReadLease, Turn
+from rpc.transport.inline_read.spin import MOMENT_SECONDS, Backoff, Spinners, spin
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import Frame
+
+__all__ = ["AVAILABLE", "Awaited", "InlineReader"]
+
+logger = logging.getLogger(__name__)
+
+AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
+"""Whether threads can read here; elsewhere only the loop does."""
+
+_FOLLOWER_SECONDS: Final = 30e-6
+_SLICE_SECONDS: Final = 0.5
+"""A signal right before the system call would not end it, so waits are made in slices."""
+
+
+class Awaited(Protocol):
+    """What a thread waits for."""
+
+    outcome: Any
+    """None until it is here, or will not come."""
+
+
+class ReadConnection(Protocol):
+    """What a connection does for those who read it. From any thread."""
+
+    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
+        """Take frames in from the front of the list, up to the first that needs the loop, removing them.
+
+        Args:
+            keep: the thread wants a task to do; all others go to other threads.
+        """
+
+    def is_followed(self, frame: Frame) -> bool:
+        """Whether another frame most likely comes right behind this one."""
+
+    def read_by_loop(self, turn: Turn) -> None:
+        """Have the loop call ``take_over``."""
+
+    def deliver_soon(self, frames: list[Frame]) -> None:
+        """Have the loop take frames in."""
+
+    def prepare_soon(self) -> None:
+        """Have the loop call ``prepare``, and watch what is ``watched`` from then on."""
+
+    def dispose(self) -> None:
+        """The last reader has left a connection that is closed: close the descriptors."""
+
+
+class InlineReader:
+    """How threads may read one connection: those that wait for a reply, and idle ones (a ``TaskSource``).
+
+    The methods are for any thread, except where noted.
+
+    Args:
+        connection: whose socket it is.
+        descriptor: the socket's.
+        decoder: the connection's.
+        spinners: who spins, in this agent.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_connection",
+        "_decoder",
+        "_descriptor",
+        "_event",
+        "_followers",
+        "_poll",
+        "_spinners",
+        "_spinning",
+        "_watch",
+        "_worth",
+        "closed",
+        "lease",
+    )
+
+    def __init__(
+        self, connection: ReadConnection, descriptor: int, decoder: Decoder, spinners: Spinners
+    ) -> None:
+        self.lease = ReadLease()
+        self.closed = False
+        """Nothing is taken in any more; set by the loop."""
+        self._connection = connection
+        self._descriptor = descriptor
+        self._decoder = decoder
+        self._spinners = spinners
+        self._buffer = syscalls.ReceiveBuffer(decoder.scratch)
+        self._watch: syscalls.Watch | None = None
+        self._event = -1
+        self._poll: Callable[[float | None], list[tuple[int, int]]] | None = None
+        self._worth = Backoff()
+        self._spinning = Backoff()
+        self._followers = Backoff()
+
+    # ---- the loop's thread
+
+    def prepare(self) -> bool:
+        """Get the descriptors that threads need to read; false if there are none left, or some already."""
+        if self._poll is not None:
+            return False
+        try:
+            self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._watch = syscalls.Watch(self._descriptor)
+        except OSError as error:
+            logger.warning("only the agent's own thread will read a connection: %s", error)
+            self.close()
+            return False
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        poll.register(self._event, select.POLLIN)
+        self._poll = poll.poll
+        return True
+
+    def watched(self) -> int:
+        """The descriptor that is readable when the loop shall read: the socket's until ``prepare``."""
+        return self._descriptor if self._watch is None else self._watch.descriptor
+
+    def take_over(
+        self, turn: Turn, decode: Callable[[int], object], deliver: Callable[[list[Frame]], object]
+    ) -> None:
+        """Have the loop take in what was received in a thread's turn, and read from now on.
+
+        Args:
+            decode: takes in so many bytes that lie in the receive buffer.
+            deliver: takes in frames.
+        """
+        if not self.lease.pass_to_loop(turn):
+            return
+        try:
+            if self.closed:
+                return
+            if turn.frames is not None:
+                deliver(turn.frames)
+            else:
+                decode(sum(count for count in turn.unread if count > 0))
+        finally:
+            self._give_up(LOOP)
+
+    def is_read_by_thread(self) -> bool:
+        """Whether a thread other than the loop's has the lease."""
+        return self.lease.holder() not in (None, LOOP)
+
+    def close(self) -> None:
+        """Close the descriptors. Only when nobody reads, or in a forked child."""
+        if self._watch is not None:
+            self._watch.close()
+        if self._event >= 0:
+            event, self._event = self._event, -1
+            os.close(event)
+
+    # ---- any thread
+
+    def wake(self) -> None:
+        """End the wait of the thread that reads, or of the next that does."""
+        syscalls.raise_event(self._event, syscalls.ONE)
+
+    def claim(self, *, idle: bool = False) -> Turn | None:
+        """Take the lease for the current thread, which must ``leave`` then, whatever happens.
+
+        Args:
+            idle: it has nothing else to do, and gives way to who waits for a reply.
+
+        Returns:
+            Its turn; None if somebody else has the lease, or it does not pay.
+        """
+        if self._worth.rests and not self._worth.may_try():
+            return None
+        lease, watch = self.lease, self._watch
+        if watch is None or self._poll is None:
+            self._connection.prepare_soon()
+            return None
+        turn = Turn(get_ident(), idle, self._descriptor, self.wake)
+        holder = lease.offer(turn)
+        if holder is not turn:
+            if holder.thread == turn.thread:
+                self.leave()  # this is a finalizer or a signal handler in the middle of that turn
+            elif holder.idle and not idle:
+                self._worth.failed()
+                self.wake()
+            return None
+        watch.suspend()
+        if lease.holder() is not turn:  # ended by a call of a finalizer, or a signal handler, that ran here
+            watch.resume()
+            return None
+        if not self.closed and self._decoder.is_between_frames():
+            return turn
+        self.leave()
+        return None
+
+    def claim_idle(self) -> bool:
+        """As ``claim``, for a thread that has nothing else to do; it may have the lease already."""
+        return self.lease.own_turn() is not None or self.claim(idle=True) is not None
+
+    def leave(self) -> None:
+        """Give up the lease, if the current thread has it.
+
+        In the middle of a turn, the frames that it has received stay that turn's, and the loop reads on.
+        """
+        turn = self.lease.own_turn()
+        if turn is not None and turn is not LOOP:
+            self._end(turn, has_leftovers=turn.frames is None and any(turn.unread))
+
+    def _end(self, turn: Turn, *, has_leftovers: bool) -> None:
+        turn.socket.value = -1
+        if has_leftovers and not self.closed:
+            self._connection.read_by_loop(turn)
+        else:
+            self._give_up(turn)
+
+    def _give_up(self, turn: Turn) -> None:
+        if self._watch is not None:
+            self._watch.resume()
+        self.lease.leave(turn)
+        if self.closed and self.lease.take(LOOP):  # else the thread that has it by now does
+            self._connection.dispose()
+
+    @protected
+    def wait_for(self, awaited: Awaited, deadline: float, turn: Turn) -> None:
+        """Read on the current thread, which has claimed ``turn``, and give up the lease.
+
+        Returns when ``awaited.outcome`` is set, or ``deadline`` on the monotonic clock has passed, or the
+        turn was ended or released. Ctrl-C interrupts.
+        """
+        try:
+            spin_until = min(deadline, monotonic() + MOMENT_SECONDS)
+            while awaited.outcome is None and self.lease.holder() is turn:
+                now = monotonic()
+                if deadline <= now:
+                    return
+                readable = self._wait(min(deadline, now + _SLICE_SECONDS), spin_until)
+                if readable is None:
+                    return
+                if readable and not self._read(turn):
+                    return
+        finally:
+            if self.lease.holder() is turn:
+                self._end(turn, has_leftovers=turn.has_leftovers())
+
+    def next_task(self, timeout: float | None) -> Task | None:
+        """For a thread that has claimed the lease, being idle: wait for something to do, and give up the
+        lease.
+
+        Args:
+            timeout: seconds; None for no limit.
+
+        Returns:
+            None if the time is over, or something came that needs the loop, or ``wake`` was called.
+        """
+        turn = self.lease.own_turn()
+        if turn is None:
+            return None
+        try:
+            task: Task | None = None
+            until = math.inf if timeout is None else monotonic() + timeout
+            while task is None and self.lease.holder() is turn:
+                if not self._wait(until, min(until, monotonic() + MOMENT_SECONDS)):
+                    return None
+                frames = self._receive(turn)
+                if frames is None:
+                    return None
+                followed = self._connection.is_followed(frames[-1])
+                task = self._connection.take_inline(frames, keep=True)
+                if not self._took_all(turn, frames):
+                    return task
+                if task is not None and followed and self._follower_has_come():
+                    self._read(turn)  # now, since it would wake the loop as soon as this thread leaves
+            return task
+        finally:
+            if self.lease.holder() is turn:
+                self._end(turn, has_leftovers=turn.has_leftovers())
+
+    def _read(self, turn: Turn) -> bool:
+        """Receive and take in what has come; false if the loop has to go on."""
+        frames = self._receive(turn)
+        if frames is None:
+            return False
+        self._connection.take_inline(frames, keep=False)
+        return self._took_all(turn, frames)
+
+    def _took_all(self, turn: Turn, left: list[Frame]) -> bool:
+        if not left:
+            if self._worth.penalty:
+                self._worth.paid()
+            return True
+        self._worth.failed()
+        if self.lease.holder() is not turn:  # it was ended in the middle
+            self._connection.deliver_soon(left)
+        return False
+
+    def _receive(self, turn: Turn) -> list[Frame] | None:
+        """The frames that have come; None if the loop must make out what they are."""
+        turn.unread.clear()
+        turn.frames = None
+        turn.unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
+        frames = self._decoder.whole_frames(sum(turn.unread))
+        if frames is None:
+            self._worth.failed()
+            return None
+        if self.lease.holder() is not turn:
+            return None  # it has been ended in the middle: what was received is the loop's
+        turn.frames = frames
+        return frames
+
+    def _follower_has_come(self) -> bool:
+        """Look for a moment whether it has, if that has paid."""
+        poll = self._poll
+        if poll is None or not self._followers.may_try():
+            return False
+        if spin(lambda: poll(0), monotonic() + _FOLLOWER_SECONDS, self._followers):
+            self._followers.paid()
+            return True
+        return False
+
+    @interruptible
+    def _wait(self, until: float, spin_until: float) -> bool | None:
+        """Wait until the socket is readable; false when the time is over, None if ``wake`` was called.
+
+        Args:
+            until: on the monotonic clock; infinite for no limit.
+            spin_until: the same, for how long to spin if at all.
+        """
+        poll = self._poll
+        if poll is None:
+            return None
+        events: list[tuple[int, int]] = []
+        try:
+            if self._spinning.may_try() and self._spinners.enter():
+                try:
+                    events = spin(lambda: poll(0), spin_until, self._spinning)
+                finally:
+                    self._spinners.leave()
+            events = events or poll(_milliseconds_until(until))
+        except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
+            return None
+        if not events:
+            return False
+        if monotonic() <= spin_until:
+            self._spinning.paid()
+        if len(events) == 1 and events[0][0] == self._descriptor:
+            return True
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        return None
+
+
+def _milliseconds_until(when: float) -> float | None:
+    """As ``poll`` takes it; None if that is never."""
+    return None if when == math.inf else max(0.0, 1000 * (when - monotonic()))

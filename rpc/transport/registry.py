@@ -1,0 +1,63 @@
+"""Which transports there are, by name: ours, and those of other packages (entry points
+``farcall.transports``).
+
+A transport of another package is used if the option ``transports`` names it. Its entry point is a class, or
+function, that makes a ``Transport`` of a ``TransportContext``::
+
+    [project.entry-points."farcall.transports"]
+    quic = "my_package.quic:QuicTransport"
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from typing import Final, cast
+
+from rpc.transport.base import Transport, TransportContext
+
+__all__ = ["names", "transports"]
+
+GROUP: Final = "farcall.transports"
+
+Factory = Callable[[TransportContext], Transport]
+
+_OURS: Final = {
+    "unix": "rpc.transport.unix:UnixTransport",
+    "tcp": "rpc.transport.tcp:TcpTransport",
+}
+"""Best first."""
+
+_BY_DEFAULT: Final = ("unix", "tcp") if sys.platform == "linux" else ("tcp",)
+
+
+def names() -> list[str]:
+    """All that can be named."""
+    return [*_OURS, *(point.name for point in entry_points(group=GROUP) if point.name not in _OURS)]
+
+
+def transports(context: TransportContext, chosen: Iterable[str] | None = None) -> dict[str, Transport]:
+    """The transports of an agent, by scheme, best first.
+
+    Args:
+        context: what they are made with.
+        chosen: their names, in any order; default: those for this system.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    wanted = set(_BY_DEFAULT if chosen is None else chosen)
+    in_order = [name for name in _OURS if name in wanted] + sorted(wanted - _OURS.keys())
+    made = [_find(name)(context) for name in in_order]
+    return {transport.scheme: transport for transport in made}
+
+
+def _find(name: str) -> Factory:
+    if name in _OURS:
+        module, _, attribute = _OURS[name].partition(":")
+        return cast("Factory", getattr(importlib.import_module(module), attribute))
+    for point in entry_points(group=GROUP, name=name):
+        return cast("Factory", point.load())
+    raise ValueError(f"there is no transport '{name}': there are {', '.join(names())}")
