@@ -155,6 +155,7 @@ class Backwards:
             payload = self._agent.serializer.dump_exception(error, self._agent.info.name, running.peer)
         if running.own.progress.on(Event.END) is Action.FORGET:
             self._forget(running)
+        self._agent.runner.lend_thread(running.peer, at_once=False)
         self._agent.answer(running.peer, kind, call_id, payload)
 
     def _forget(self, running: Participant) -> None:

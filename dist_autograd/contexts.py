@@ -254,7 +254,13 @@ class Contexts:
                     self._remember(context_id)
             if context is not None and self._end(context, peer):
                 ended.append(context)
-        return (_let_go, ended) if ended else None
+        return (self._let_go, (ended, peer)) if ended else None
+
+    def _let_go(self, ended: tuple[list[Context], Peer]) -> None:
+        contexts, peer = ended
+        for context in contexts:
+            context.let_go()
+        self._agent.runner.lend_thread(peer, at_once=False)
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
@@ -281,8 +287,3 @@ class Contexts:
         elif creator is not None and nobody_tells:
             context.through = creator
             self._agent.control.post(creator, _TOPIC, ["joined", context.id])
-
-
-def _let_go(contexts: list[Context]) -> None:
-    for context in contexts:
-        context.let_go()

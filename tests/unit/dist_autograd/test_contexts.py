@@ -34,6 +34,7 @@ class World:
                 on=lambda *_: None,
                 post=lambda peer, _, message: self.posted.append((peer.incarnation, message)),
             ),
+            runner=SimpleNamespace(lend_thread=lambda *_, **__: None),
             executor=SimpleNamespace(submit=lambda task: task[0](task[1])),
             mailbox=SimpleNamespace(
                 gathered=lambda function, argument: None,
