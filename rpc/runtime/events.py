@@ -48,12 +48,12 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """At the caller: a call is about to be sent.
+    """At the caller: a call, or another request that is answered, is about to be sent.
 
     Attributes:
-        call_id: names the call among those of this worker.
+        call_id: names the call among those of this worker; the callee's events have it, too.
         to: the callee's name.
-        what: what is called, by name.
+        what: what is called or asked, by name.
     """
 
     call_id: int
@@ -63,13 +63,14 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """At the caller: a call has been answered, has failed, or has been given up.
+    """At the caller: a call has been answered, has failed, or has been given up. It is told of calls that
+    began while somebody listened to it or to ``CallBegun``.
 
     Attributes:
         call_id, to, what: as of ``CallBegun``.
         seconds: since it began.
-        error: why it has no answer (the callee is lost, its time is over); None if it was answered, also
-            with an exception of the callee's.
+        error: why it has no answer (the callee is lost, its time is over, it could not be sent); None if it
+            was answered, also with an exception of the callee's.
     """
 
     call_id: int
@@ -81,31 +82,29 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestBegun:
-    """At the callee: a call of another worker begins to run.
+    """At the callee: a request of another worker has come in. It runs when a thread is free.
 
     Attributes:
-        call_id: as in the caller's events.
         source: the caller's name.
+        call_id: as in the caller's events.
     """
 
-    call_id: int
     source: str
+    call_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """At the callee: a call is about to be answered.
+    """At the callee: the answer to a request is on its way.
 
     Attributes:
-        call_id, source: as of ``RequestBegun``.
-        what: the function, by name; empty if it could not be loaded.
-        error: what it raised, if so.
+        source, call_id: as of ``RequestBegun``.
+        failed: the answer is an exception.
     """
 
-    call_id: int
     source: str
-    what: str
-    error: BaseException | None
+    call_id: int
+    failed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +126,12 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class MessageSent:
-    """A message is about to be written to a connection or to shared memory.
+    """A request or an answer is about to be written to a connection or to shared memory.
 
     Attributes:
         to: the receiver's name.
         kind: of message, a ``rpc.wire.frames.Kind``.
-        size: of what it carries, in bytes, without the frame's own header.
+        size: of what it carries, in bytes, without headers.
     """
 
     to: str
