@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rpc.runtime.executor import Executor
 from rpc.runtime.mailbox import Counter, Mailbox
@@ -26,25 +26,26 @@ class Activity:
         self._mailbox = mailbox
         self._executor = executor
         self.postponed = Counter()
-        self._under_way: list[Count] = [executor.active, mailbox.pending, lambda: self.postponed.value]
-        self._begun: list[Count] = []
+        self._parts_under_way: Count = int
+        self._parts_begun: Count = int
         self._listener: Callable[[], object] | None = None
         mailbox.when_emptied(self._look)
 
-    def count(self, *, under_way: Sequence[Count], begun: Sequence[Count]) -> None:
-        """Add numbers to those that make up ``under_way`` and ``begun``."""
-        self._under_way += under_way
-        self._begun += begun
+    def count(self, *, under_way: Count, begun: Count) -> None:
+        """What the agent's other parts have under way, and how much has ever begun there."""
+        self._parts_under_way, self._parts_begun = under_way, begun
 
     def under_way(self) -> int:
         """How much is under way: calls and requests not answered yet, tasks, callbacks, control messages not
         acknowledged.
         """
-        return sum(count() for count in self._under_way)
+        # In this order: calls and postponed requests become tasks, and tasks leave things in the mailbox.
+        count = self._parts_under_way() + self.postponed.value
+        return count + self._executor.active() + self._mailbox.pending()
 
     def begun(self) -> int:
         """How many calls, requests and control messages have ever begun here: grows with each."""
-        return sum(count() for count in self._begun)
+        return self._parts_begun()
 
     def listen(self, listener: Callable[[], object] | None) -> None:
         """On the loop's thread: have ``listener`` called there whenever something may have ended, from now

@@ -35,7 +35,7 @@ from rpc.agent.tape import Recording, Tape
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.shared_memory.exchange import SharedMemory
 from rpc.bulk.striping import Striping
-from rpc.errors import ForkedProcessError, NotInitializedError, RpcError
+from rpc.errors import ForkedProcessError, RpcError
 from rpc.group.connections import Connections
 from rpc.group.control import Control
 from rpc.group.membership import Membership, WorkerReference
@@ -88,18 +88,12 @@ class Agent:
         self.tape: Tape | None = None
         self.closed = False
         self._process = ProcessTuning(options.switch_interval, options.kept_memory_bytes)
-
         self.events = Events()
         self.hooks = hooks = Hooks()
-        self.on_joined, self.on_gone, self.on_forked = (
-            hooks.joined.append,
-            hooks.gone.append,
-            hooks.forked.append,
-        )
+        self.on_joined, self.on_gone = hooks.joined.append, hooks.gone.append
         self.on_close, self.on_closed = hooks.close.append, hooks.closed.append
-        self._loop_thread = LoopThread(
-            "farcall-loop", "a blocking call on the agent's own thread would stop the agent"
-        )
+        self.on_forked = hooks.forked.append
+        self._loop_thread = LoopThread("farcall-loop", "a blocking call on the agent's thread would stop it")
         self.loop = self._loop_thread.loop
         self.on_loop = self._loop_thread.call
         self.mailbox = Mailbox(self.loop)
@@ -120,7 +114,7 @@ class Agent:
         )
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
 
-        self.calls = CallTable(self, self.loop, lambda futures: self.complete_soon(*futures))
+        self.calls = CallTable(self, self.loop, lambda futures: self.complete_soon(*futures), self.events)
         self.outbox = outbox = Outbox(self)
         self.send, self.answer = outbox.send, outbox.answer
         self.reply, self.dump_reply, self.fail = outbox.reply, outbox.dump_reply, outbox.fail
@@ -150,9 +144,7 @@ class Agent:
         self.connections.lane_came = self.striping.lane_came
         self.bulk = Bulk(self.share, self.striping.consider, self.lose)
 
-        self.departure = Departure(
-            self.activity, self.peers, self.connections, self._loop_thread, hooks.closed
-        )
+        self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)
         hooks.gone.extend((self.shared_memory.peer_gone, self.striping.peer_gone, self.bulk.peer_gone))
         hooks.closed.append(self.bulk.close)
         hooks.forked.append(self.bulk.abandon)
@@ -168,12 +160,8 @@ class Agent:
         self.dispatcher.on(Kind.BULK, self.bulk.received, any_thread=True)
         self.dispatcher.on(Kind.BULK_CREDIT, self.bulk.credited, any_thread=True)
         self.activity.count(
-            under_way=(self.calls.unanswered, self.control.unacknowledged),
-            begun=(
-                lambda: self.calls.opened,
-                lambda: self.dispatcher.requests_begun,
-                lambda: self.control.posted,
-            ),
+            under_way=lambda: self.calls.unanswered() + self.control.unacknowledged(),
+            begun=lambda: self.calls.opened + dispatcher.requests_begun + self.control.posted,
         )
         try:
             self.addresses = self.on_loop(self.connections.listen, listen_host, listen_port)
@@ -236,12 +224,7 @@ class Agent:
         """A worker is gone for good: end what was under way with it."""
         self.peers.leave(peer, reason)
         self.control.forget(peer)
-        unattended = [
-            call.future
-            for call in self.calls.take_all(peer)
-            if call.settle(call.lost_error()) and call.future is not None
-        ]
-        self.complete_soon(*unattended)
+        self.calls.lost(peer)
         for handler in self.hooks.gone:
             handler(peer, reason)
         self.departure.worker_gone(peer)
@@ -290,18 +273,12 @@ class Agent:
 
     @property
     def is_static_group(self) -> bool:
-        """Whether nobody joins later; PyTorch's name."""
         return self.view.static
 
     # ---- extension points
 
     def on(
-        self,
-        kind: int,
-        handler: KindHandler,
-        *,
-        any_thread: bool = False,
-        followed: bool = False,
+        self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
     ) -> None:
         """Have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
 
@@ -333,7 +310,7 @@ class Agent:
         return self.serializer.codecs[codec].loads(header, buffers, call.arrivals, call.peer, connect=connect)
 
     def expire(self, call: PendingCall) -> BaseException | None:
-        error = call.timeout_error() if self.calls.give_up(call) else None
+        error = self.calls.expire(call)
         self.something_ended()  # if its callee is gone, or its answer has just come
         return error
 
@@ -358,15 +335,11 @@ class Agent:
         references = self.extensions["rref"]
         try:
             if graceful:
-                self.departure.wait(timeout)
-                if release_references:
-                    references.release_all()
-                self.departure.wait(timeout)
-                try:
-                    if raise_on_leaks:
-                        references.check_leaks()
-                finally:
-                    self.departure.wait(timeout)
+                self.departure.wait_for_all(
+                    timeout,
+                    release=references.release_all if release_references else None,
+                    check=references.check_leaks if raise_on_leaks else None,
+                )
         finally:
             references.released = True
             clear_current_agent(self)
@@ -384,7 +357,7 @@ class Agent:
             self.mailbox.close,
             *self.hooks.close,
             functools.partial(self._leave_group, reason),
-            self._settle_calls,
+            self.calls.end,
             *self.hooks.closed,
             self.runner.stop,
             functools.partial(self._completions.stop, _STOP_SECONDS),
@@ -406,16 +379,6 @@ class Agent:
             finally:
                 self.shared_memory.close()
                 self.striping.close()
-
-    def _settle_calls(self) -> None:
-        do_all(*(functools.partial(self._settle, call) for call in self.calls.waiting()))
-
-    def _settle(self, call: PendingCall) -> None:
-        if self.calls.take(call.call_id) is not None:
-            asked = f"{call.asked} on worker '{call.peer.name}'"
-            error = NotInitializedError(f"RPC has been shut down: {asked} was not answered before")
-            if call.settle(error) and call.future is not None:
-                call.future.complete()
 
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.

@@ -10,8 +10,11 @@ from time import monotonic
 from typing import Any, TypeVar, overload
 
 from rpc.agent.pending_call import CallOwner, PendingCall
+from rpc.errors import NotInitializedError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE
+from rpc.runtime.events import CallBegun, CallEnded, Events
+from rpc.wire.frames import Frame
 
 __all__ = ["CallTable"]
 
@@ -29,11 +32,17 @@ class CallTable:
         owner: decodes replies.
         loop: rings the alarm.
         settled: called on the loop's thread with futures that nobody waits for, after their deadline.
+        events: told of calls that begin and end.
     """
 
     def __init__(
-        self, owner: CallOwner, loop: asyncio.AbstractEventLoop, settled: Callable[[list[Any]], None]
+        self,
+        owner: CallOwner,
+        loop: asyncio.AbstractEventLoop,
+        settled: Callable[[list[Any]], None],
+        events: Events | None = None,
     ) -> None:
+        self._events = Events() if events is None else events
         self._owner = owner
         self._loop = loop
         self._settled = settled
@@ -64,6 +73,11 @@ class CallTable:
         """Enter a call of a kind, so that its reply will be found."""
         call_id = next(self._ids)
         call = kind(self._owner, call_id, peer, what, timeout)
+        events = self._events
+        if events.call_begun or events.call_ended:
+            call.began = monotonic()
+            call.when_ended = self.ended
+            events.tell(events.call_begun, CallBegun(call_id, peer.name, call.asked))
         self._pending[call_id] = call
         self.opened = call_id
         return call
@@ -79,6 +93,14 @@ class CallTable:
             self._alarm_at = INFINITE
             self._look_soon()
             raise
+
+    def ended(self, call: PendingCall, outcome: Frame | BaseException) -> None:
+        """Tell that a call has ended, once, if that it began was told."""
+        if call.when_ended is not None:
+            call.when_ended = None
+            error = outcome if isinstance(outcome, BaseException) else None
+            ended = CallEnded(call.call_id, call.peer.name, call.asked, monotonic() - call.began, error)
+            self._events.tell(self._events.call_ended, ended)
 
     def take(self, call_id: int) -> PendingCall | None:
         """Remove a call; None if it has ended already. Who gets it must settle it."""
@@ -115,6 +137,36 @@ class CallTable:
             self._given_up.pop(call_id, None)
         mine = [call.call_id for call in self._pending.copy().values() if call.peer is peer]
         return [call for call in map(self.take, mine) if call is not None]
+
+    def lost(self, peer: Peer) -> None:
+        """A worker is gone: end all calls to it."""
+        unattended = [
+            call.future
+            for call in self.take_all(peer)
+            if call.settle(call.lost_error()) and call.future is not None
+        ]
+        self._settled(unattended)
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        """Give a call up because its time is over; None if its reply has just arrived."""
+        if not self.give_up(call):
+            return None
+        error = call.timeout_error()
+        self.ended(call, error)
+        return error
+
+    def end(self) -> None:
+        """The agent ends: no call that is still under way will be answered."""
+        with contextlib.ExitStack() as all_of_them:  # also when the callbacks of one raise
+            for call in self.waiting():
+                all_of_them.callback(self._end, call)
+
+    def _end(self, call: PendingCall) -> None:
+        if self.take(call.call_id) is not None:
+            asked = f"{call.asked} on worker '{call.peer.name}'"
+            error = NotInitializedError(f"RPC has been shut down: {asked} was not answered before")
+            if call.settle(error) and call.future is not None:
+                call.future.complete()
 
     def waiting(self) -> Iterable[PendingCall]:
         """All calls under way, as of now."""

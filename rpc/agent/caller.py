@@ -141,8 +141,9 @@ class Caller:
             # If the loop has not noted why the connection is closed, it is about to, and ends the call then.
             if call.peer.lost is not None and self.drop(call):
                 call.settle(call.lost_error())
-        except BaseException:
+        except BaseException as error:
             self.drop(call)
+            self._agent.calls.ended(call, error)
             raise
 
     def drop(self, call: PendingCall) -> bool:

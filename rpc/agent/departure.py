@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from rpc.agent.activity import Activity
+from rpc.agent.hooks import Hooks
 from rpc.agent.peer_table import PeerTable
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.connections import Connections
@@ -40,7 +41,7 @@ class Departure:
         activity: what is under way here.
         peers, connections: of this worker.
         loop_thread: the agent's.
-        closed: handlers called when the agent has ended.
+        hooks: tell when the agent has ended.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Departure:
         peers: PeerTable,
         connections: Connections,
         loop_thread: LoopThread,
-        closed: list[Callable[[], object]],
+        hooks: Hooks,
     ) -> None:
         self._activity = activity
         self._peers = peers
@@ -60,7 +61,7 @@ class Departure:
         self._waiting: Callable[[str | None], None] | None = None
         self._claimed = threading.Lock()
         self._is_closed = False
-        closed.append(self._closed)
+        hooks.closed.append(self._closed)
 
     def form(self, me: Member, members: Sequence[Member] | None) -> None:
         """The group is formed.
@@ -71,6 +72,26 @@ class Departure:
         """
         self._me = me
         self._termination = None if members is None else Termination(me, members, ROUNDS)
+
+    def wait_for_all(
+        self, timeout: float, release: Callable[[], object] | None, check: Callable[[], object] | None
+    ) -> None:
+        """Wait for the end of all work, with all ``ROUNDS``; arguments as for ``wait``.
+
+        Args:
+            release: gives back all references, after the first round.
+            check: looks whether others hold references, after the second. If it raises, the third is waited
+                for all the same.
+        """
+        self.wait(timeout)
+        if release is not None:
+            release()
+        self.wait(timeout)
+        try:
+            if check is not None:
+                check()
+        finally:
+            self.wait(timeout)
 
     def wait(self, timeout: float) -> None:
         """Wait for the end of a round (in a dynamic group: of this worker's own work). Ctrl-C interrupts.

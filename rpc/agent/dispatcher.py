@@ -18,6 +18,7 @@ from rpc.agent.ports import Dispatching
 from rpc.agent.request_runner import Request
 from rpc.errors import ProtocolError, RpcError
 from rpc.group.peer import Peer
+from rpc.runtime.events import MessageReceived, RequestBegun
 from rpc.runtime.tasks import Task
 from rpc.wire.frames import Frame, Kind
 
@@ -138,6 +139,10 @@ class Dispatcher:
     def _take_in(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
         kind, _, header, _, _ = frame
+        events = self._agent.events
+        if events.message_received:
+            size = sum(map(len, frame.buffers))
+            events.tell(events.message_received, MessageReceived(peer.name, kind, size))
         if kind == Kind.CALL:
             arrivals = self._agent.serializer.adopt(header, peer) if header else None
             self.accept(Request(peer, frame, arrivals), self._run, tasks)
@@ -189,6 +194,9 @@ class Dispatcher:
         """
         agent = self._agent
         self.count_request()
+        if agent.events.request_begun:
+            begun = RequestBegun(request.peer.name, request.frame.call_id)
+            agent.events.tell(agent.events.request_begun, begun)
         task = (run, request)
         if request.arrivals is None:
             tasks.append(task)

@@ -126,6 +126,7 @@ class Future(torch.futures.Future[T]):
                 wait_for(done)
         return cast("T", _value_of(self))
 
+    @protected
     def _wait_for(self, call: PendingCall) -> None:
         try:
             call.wait()

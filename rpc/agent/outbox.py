@@ -17,6 +17,7 @@ from rpc.agent.tape import Recording, note
 from rpc.errors import ProtocolError, SerializationError, WorkerLostError
 from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
+from rpc.runtime.events import MessageSent, RequestEnded
 from rpc.runtime.interrupts import protected
 from rpc.serialization.codecs import PICKLE
 from rpc.serialization.exceptions import text_of
@@ -59,6 +60,9 @@ class Outbox:
         """
         header, buffers = payload.header, payload.buffers
         count = len(buffers)
+        events = self._agent.events
+        if events.message_sent:
+            events.tell(events.message_sent, MessageSent(peer.name, kind, sum(map(len, buffers))))
         try:
             if not count or (count == 1 and len(buffers[0]) <= SMALL_BYTES and len(header) <= _FEW):
                 frame = encode_small(kind, call_id, header, buffers, payload.codec)
@@ -126,8 +130,12 @@ class Outbox:
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
         """Answer a request by a message made already."""
+        events = self._agent.events
         try:
             self.send(peer, kind, call_id, payload)
+            if events.request_ended:
+                ended = RequestEnded(peer.name, call_id, failed=kind == Kind.FAILURE)
+                events.tell(events.request_ended, ended)
         except WorkerLostError as error:
             # Nobody is left to be answered, which is no failure of this worker.
             logger.debug("dropped an answer: %s", error)

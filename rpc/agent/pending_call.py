@@ -59,6 +59,7 @@ class PendingCall:
         holds: what must stay while the call is under way, such as a reference to the object that it is for.
         sent: its message is on its way.
         watched: the loop ends it when its deadline passes; else the thread that waits does.
+        began, when_ended: where somebody listens to calls: when it was opened, and who is told of its end.
     """
 
     keeps_place = False
@@ -71,6 +72,8 @@ class PendingCall:
     outcome: Frame | BaseException | None = None
     sent = False
     watched = False
+    began = 0.0
+    when_ended: Callable[[PendingCall, Frame | BaseException], None] | None = None
     _turn: Turn | None = None
 
     def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
@@ -112,6 +115,8 @@ class PendingCall:
         Returns:
             Whether nobody waits, so that the future, if there is one, must be completed by others.
         """
+        if self.when_ended is not None:
+            self.when_ended(self, outcome)
         self.outcome = outcome
         waiters = self._waiters
         if not waiters:

@@ -11,6 +11,7 @@ from rpc.bulk.striping import Striping
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
+from rpc.runtime.events import Events
 from rpc.runtime.executor import Executor
 from rpc.runtime.mailbox import Counter
 from rpc.runtime.tasks import Task
@@ -22,6 +23,7 @@ __all__ = ["Answers", "Dispatching", "Running", "Sending"]
 
 class _Common(Protocol):
     serializer: Serializer
+    events: Events
 
     def something_ended(self) -> None:
         """This worker may have become idle, which interests who waits to leave."""

@@ -11,6 +11,7 @@ import pytest
 
 from rpc.agent.activity import Activity
 from rpc.agent.departure import Departure
+from rpc.agent.hooks import Hooks
 from rpc.errors import RpcTimeoutError
 from rpc.group.workers import Member
 from rpc.runtime.loop import LoopThread
@@ -50,10 +51,10 @@ class Leaving:
         peers: Any = SimpleNamespace(
             by_incarnation={LEADER.incarnation: self.leader}.get, present=list, watch_over=None
         )
-        self._closed: list[Callable[[], object]] = []
+        self._hooks = Hooks()
         activity = Activity(Mailbox(self.loop_thread.loop), self.tasks)  # type: ignore[arg-type]
         connections: Any = None
-        self.departure = Departure(activity, peers, connections, self.loop_thread, self._closed)
+        self.departure = Departure(activity, peers, connections, self.loop_thread, self._hooks)
         self.departure.form(HERE, members)
         self._thread = ThreadPoolExecutor(1)
 
@@ -70,7 +71,7 @@ class Leaving:
         self.loop_thread.call(self.departure.received, self.leader, frame)
 
     def close(self) -> None:
-        for handler in self._closed:
+        for handler in self._hooks.closed:
             handler()
 
     def end(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rpc.agent.dispatcher import Dispatcher
 from rpc.agent.request_runner import Request
+from rpc.runtime.events import Events
 from rpc.runtime.executor import Task
 from rpc.runtime.mailbox import Counter
 from rpc.serialization.serializer import Serializer
@@ -19,6 +20,7 @@ class Agent:
     def __init__(self) -> None:
         self.postponed = Counter()
         self.serializer = Serializer()
+        self.events = Events()
         self.executor = SimpleNamespace(submit=self.run)
         self.told: list[int] = []
 
