@@ -130,7 +130,6 @@ class Agent:
         self.shared_memory = SharedMemory(
             self.loop,
             self.mailbox.call,
-            self.frames_received,
             self.connections.lose,
             lambda peer: bool(peer.member.host == self.view.me.host),
             bound=options.shared_memory_bytes,

@@ -117,7 +117,7 @@ class Bulk:
         """
         views = as_bytes(buffers)
         stream = self._stream(peer, tag)
-        transfer = Transfer(stream.outgoing, views, partial(self._withdraw, stream))
+        transfer = Transfer(peer, stream.outgoing, views, partial(self._withdraw, stream))
         if transfer.size > peer.member.max_message_bytes:
             raise SerializationError(
                 f"a message of {transfer.size} bytes to worker '{peer.name}' is over the limit of "
@@ -146,7 +146,7 @@ class Bulk:
         if targets is not None and any(each.readonly for each in targets):
             raise TypeError("a buffer to receive into is read-only")
         stream = self._stream(peer, tag)
-        transfer = Transfer(stream.incoming, targets, partial(self._withdraw, stream))
+        transfer = Transfer(peer, stream.incoming, targets, partial(self._withdraw, stream))
         with self._lock:
             pairs = stream.inbound.posted(transfer)
             if not pairs:

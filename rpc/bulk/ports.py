@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from rpc.errors import WorkerLostError
 from rpc.group.workers import Member
 from rpc.serialization.payload import Payload
+from rpc.transport.base import Connection
 
 __all__ = ["Peer", "ShareMessage"]
 
@@ -21,6 +22,7 @@ class Peer(Protocol):
     incarnation: int
     lost: str | None
     """Why it is gone; None while it is not."""
+    connection: Connection | None
 
     def send(self, buffers: Sequence[Any], size: int, *, aliased: bool = ..., wait: float = ...) -> None: ...
 

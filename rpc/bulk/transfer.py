@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
 from rpc.bulk.copying import scatter
+from rpc.bulk.ports import Peer
 from rpc.errors import RpcError, RpcTimeoutError
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.transport.inline_read.lease import Turn
 
 __all__ = ["Transfer", "as_bytes"]
 
@@ -32,6 +35,7 @@ class Transfer:
     """One message, sent or to be received. From any thread.
 
     Args:
+        peer: the other worker.
         what: names it in errors.
         buffers: what is sent, or where it is to be received; None to receive the message's own buffers.
         withdraw: takes the transfer back if it has not begun, and says whether it did.
@@ -42,24 +46,29 @@ class Transfer:
         "_delivered",
         "_done",
         "_error",
+        "_peer",
         "_waiters",
         "_withdraw",
         "buffers",
+        "outcome",
         "size",
         "what",
     )
 
     def __init__(
-        self, what: str, buffers: list[memoryview] | None, withdraw: Callable[[Transfer], bool]
+        self, peer: Peer, what: str, buffers: list[memoryview] | None, withdraw: Callable[[Transfer], bool]
     ) -> None:
+        self._peer = peer
         self.what = what
         self.buffers = buffers
         self.size = sum(map(len, buffers or ()))
         self._done = False
+        self.outcome: Any = None
+        """For who reads the connection: None until it has ended, or the message is here."""
         self._withdraw = withdraw
         self._error: BaseException | None = None
         self._delivered: list[Sequence[memoryview]] = []
-        self._waiters: list[LockType] = []
+        self._waiters: list[LockType | Turn] = []
         self._callbacks: list[Callable[[Transfer], object]] = []
 
     def done(self) -> bool:
@@ -87,8 +96,10 @@ class Transfer:
             raise self._error
         return self.buffers or []
 
+    @protected
     def _wait(self, deadline: float) -> None:
         check_may_block()
+        self._read(deadline)
         while not self.done():
             waiter = allocate_lock()
             waiter.acquire()
@@ -98,9 +109,25 @@ class Transfer:
                 if not self.done() and not wait_for(waiter, deadline):
                     raise RpcTimeoutError(f"{self.what} has not ended in time")
             finally:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
-                self.fill()  # if nobody else does, since this thread was counted on
+                self._waits_no_more(waiter)
+
+    def _read(self, deadline: float) -> None:
+        """Read the connection on this thread until the message is here, as long as that may be done."""
+        connection = self._peer.connection
+        reader = None if connection is None else connection.reader
+        turn = None if reader is None else reader.claim()
+        if reader is None or turn is None:
+            return
+        self._waiters.append(turn)
+        try:
+            reader.wait_for(self, deadline, turn)
+        finally:
+            self._waits_no_more(turn)
+
+    def _waits_no_more(self, waiter: LockType | Turn) -> None:
+        with contextlib.suppress(ValueError):  # it has been woken
+            self._waiters.remove(waiter)
+        self.fill()  # if nobody else does, since this thread was counted on
 
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         """Have ``callback(self)`` called once it has ended, here or on the thread that ends it, which it must
@@ -126,6 +153,7 @@ class Transfer:
     def deliver(self, message: Sequence[memoryview]) -> bool:
         """The message is here. Returns whether ``fill`` must be called: it is long, and nobody waits."""
         self._delivered.append(message)
+        self.outcome = True
         if sum(map(len, message)) <= _SHORT_BYTES or self.buffers is None:
             self.fill()
         elif not self._waiters:
@@ -154,7 +182,7 @@ class Transfer:
     def end(self, error: BaseException | None = None) -> None:
         """It is over."""
         self._error = error
-        self._done = True
+        self._done = self.outcome = True
         self._wake()
         self._run_callbacks()
 

@@ -12,14 +12,14 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Final
 
 from rpc.bulk.ports import Peer
 from rpc.bulk.shared_memory import fd_channel, memory
 from rpc.bulk.shared_memory.fd_listener import FdListener
-from rpc.bulk.shared_memory.incoming import TAKEN, IncomingSegments
+from rpc.bulk.shared_memory.incoming import IncomingSegments
 from rpc.bulk.shared_memory.ledger import LEDGER_BYTES, SLOTS, Ledger
 from rpc.bulk.shared_memory.memory import Mapping
 from rpc.bulk.shared_memory.negotiation import RECEIVER, SENDER, Event, Negotiation, State
@@ -94,7 +94,6 @@ class SharedMemory:
     Args:
         loop: the agent's.
         soon: runs a function on the loop's thread; from any thread.
-        take_in: takes in frames of a peer.
         lose: cuts off a peer, and says why.
         is_near: whether a peer is on this host.
         bound: bytes of all segments that it sends through, and of those that it takes from any one peer;
@@ -107,7 +106,6 @@ class SharedMemory:
         self,
         loop: asyncio.AbstractEventLoop,
         soon: Callable[..., object],
-        take_in: Callable[[Any, list[Frame]], object],
         lose: Callable[[Any, str], object],
         is_near: Callable[[Any], bool],
         *,
@@ -117,7 +115,6 @@ class SharedMemory:
     ) -> None:
         self._loop = loop
         self._soon = soon
-        self._take_in = take_in
         self._lose = lose
         self._is_near = is_near
         self._bound = bound if memory.AVAILABLE else 0
@@ -156,7 +153,7 @@ class SharedMemory:
             return False
         try:
             message = Message(kind, header, loan.segment.number, loan.use, loan.lengths, buffers[0])
-            frame = encode_small(Kind.IN_SEGMENT, call_id, {}, (pack(message),))
+            frame = encode_small(Kind.IN_SEGMENT, call_id, {}, (pack(message),), payload.codec)
             if len(frame) <= SMALL_BYTES:
                 peer.send_small(frame, wait)
             else:
@@ -167,26 +164,8 @@ class SharedMemory:
             raise
         return True
 
-    def message_received(self, peer: Peer, frame: Frame) -> None:
-        """A message came whose large buffers lie in a segment: hand it on as if they had come with it."""
-        self._take_in(peer, [self.unwrap(peer, frame)])
-
-    @staticmethod
-    def outline(segment: Any) -> tuple[int, dict[str, Any]] | None:
-        """Kind and header of the message that a frame with this segment stands for, which nothing is done to;
-        None if it stands for none.
-        """
-        try:
-            message = unpack(segment)
-        except ProtocolError:
-            return None
-        return message.kind, message.header
-
-    def unwrap(self, peer: Peer, frame: Frame, taken: Sized = TAKEN) -> Frame:
-        """The message that a frame stands for, together with its buffers. For whoever reads messages.
-
-        Args:
-            taken: see ``IncomingSegments.open``.
+    def unwrap(self, peer: Peer, frame: Frame) -> Frame:
+        """The message that a frame stands for. Its buffers are the receiver's from now on.
 
         Raises:
             ProtocolError: it stands for none.
@@ -198,8 +177,8 @@ class SharedMemory:
         kind, header, number, use, lengths, pickle = unpack(frame.buffers[0])
         if kind == Kind.IN_SEGMENT:
             raise ProtocolError("a message in a segment in a segment")
-        buffers = incoming.open(number, use, lengths, self._max_message_bytes, taken)
-        return Frame(kind, frame.call_id, header, [pickle, *buffers])
+        buffers = incoming.open(number, use, lengths, self._max_message_bytes)
+        return Frame(kind, frame.call_id, header, [pickle, *buffers], frame.codec)
 
     # ---- negotiation
 

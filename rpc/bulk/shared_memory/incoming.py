@@ -18,7 +18,7 @@ import resource
 import socket
 import threading
 import weakref
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgpack
@@ -31,7 +31,7 @@ from rpc.bulk.shared_memory.packing import places
 from rpc.errors import ProtocolError
 from rpc.runtime.interrupts import protected
 
-__all__ = ["TAKEN", "IncomingSegments"]
+__all__ = ["IncomingSegments"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,30 +39,27 @@ _SHARE_OF_DESCRIPTORS: Final = 4
 _LARGE_BYTES: Final = 1 << 20
 _SMALL_SHARE: Final = 16
 
-TAKEN: Final = (True,)
-"""For messages that are taken when they are looked at."""
-
 
 class _Segment:
     """One segment of a peer, as its receiver sees it.
 
     Attributes:
-        taken: of the message that was looked at last: not empty from when it is taken until all is returned.
+        in_use: something refers to its memory.
         retired: it is kept for good, since this process was forked.
     """
 
-    __slots__ = ("__weakref__", "ledger", "mapping", "retired", "slot", "taken")
+    __slots__ = ("__weakref__", "in_use", "ledger", "mapping", "retired", "slot")
 
     def __init__(self, mapping: Mapping, slot: int, ledger: Ledger) -> None:
         self.mapping = mapping
         self.slot = slot
         self.ledger = ledger
-        self.taken: Sized = ()
+        self.in_use = False
         self.retired = False
 
     def returned(self, use: int) -> None:
         """Nobody refers to the memory any more. From any thread, in the middle of anything."""
-        self.taken = ()
+        self.in_use = False
         if self.retired:
             return  # the slot may be another's by now
         self.ledger.words[self.slot] = use
@@ -108,14 +105,11 @@ _mapped: Final = functools.cache(_Mapped)
 
 
 class _Memory:
-    """The memory of one message, as numpy takes it: when the last array over it is gone, it is returned.
+    """The memory of one message, as numpy takes it: when the last array over it is gone, it is returned."""
 
-    Unless the message was not taken: then another thread takes it, and returns what has this memory there.
-    """
+    __slots__ = ("__array_interface__", "_segment", "_use")
 
-    __slots__ = ("__array_interface__", "_segment", "_taken", "_use")
-
-    def __init__(self, segment: _Segment, size: int, use: int, taken: Sized) -> None:
+    def __init__(self, segment: _Segment, size: int, use: int) -> None:
         self.__array_interface__ = {
             "data": (segment.mapping.address, False),
             "shape": (size,),
@@ -124,12 +118,11 @@ class _Memory:
         }
         self._segment = segment
         self._use = use
-        self._taken = segment.taken = taken
+        segment.in_use = True
 
     @protected
     def __del__(self) -> None:
-        if self._taken:
-            self._segment.returned(self._use)
+        self._segment.returned(self._use)
 
 
 class IncomingSegments:
@@ -140,8 +133,7 @@ class IncomingSegments:
         loop: the agent's.
         sock: the channel on which it introduces them.
         ledger: where returns are noted.
-        bound: bytes of all its segments, at most.
-        count: how many segments, at most.
+        bound, count: bytes of all its segments, and how many there are, at most.
     """
 
     def __init__(
@@ -240,9 +232,7 @@ class IncomingSegments:
             _mapped().segments.add(segment)
         return segment
 
-    def open(
-        self, number: int, use: int, lengths: Sequence[int], limit: int, taken: Sized = TAKEN
-    ) -> list[memoryview]:
+    def open(self, number: int, use: int, lengths: Sequence[int], limit: int) -> list[memoryview]:
         """The memory that a message names: buffers that are the receiver's own. For whoever reads messages.
 
         Args:
@@ -250,7 +240,6 @@ class IncomingSegments:
             use: the number of the use.
             lengths: of the buffers.
             limit: how many bytes a message may have.
-            taken: empty as long as the message is only looked at, which may be repeated, and by others.
 
         Raises:
             ProtocolError: there is no such memory, or it is still in use.
@@ -258,12 +247,12 @@ class IncomingSegments:
         segment = self._segments.get(number)
         if segment is None:
             raise ProtocolError("a message names no segment that was introduced")
-        if segment.taken:
+        if segment.in_use:
             raise ProtocolError("a message names a segment whose memory is still in use here")
         offsets, size = places(lengths)
         if not (0 < use < REFUSED and size <= min(segment.mapping.size, limit)):
             raise ProtocolError(f"a message names {size} bytes of a segment of {segment.mapping.size}")
-        whole: Any = np.asarray(_Memory(segment, size, use, taken))
+        whole: Any = np.asarray(_Memory(segment, size, use))
         if len(lengths) == 1:
             return [memoryview(whole)]
         return [_piece(whole, offset, length) for offset, length in zip(offsets, lengths, strict=True)]

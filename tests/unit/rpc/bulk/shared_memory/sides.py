@@ -38,7 +38,6 @@ class Side:
         self.shared: Any = SharedMemory(
             self.loop,
             self.loop.call_soon,
-            lambda _, frames: self.received.extend(bytes(frame.buffers[1]) for frame in frames),
             lambda _, reason: self.heard.append(reason),
             lambda peer: peer.near,
             **{"bound": LIMIT, "max_message_bytes": LIMIT} | options,
@@ -54,7 +53,7 @@ class Side:
         """Say something about shared memory to the other one."""
         self.other.send_small(encode_small(Kind.SEGMENTS, 0, header, ()), 0.0)
 
-    def send_small(self, frame: bytes, _: float, *, gather: bool = False) -> None:
+    def send_small(self, frame: bytes, _: float, *, coalesce: bool = False) -> None:
         """As its peer: say something to it."""
         self.loop.call_soon(self._hear, frame)
 
@@ -65,7 +64,7 @@ class Side:
             self.heard += frame.header
             self.shared.received(self.other, frame)
         else:
-            self.shared.message_received(self.other, frame)
+            self.received.append(bytes(self.shared.unwrap(self.other, frame).buffers[1]))
 
 
 class Sides:

@@ -298,32 +298,6 @@ def test_memory_that_is_still_in_use_cannot_be_named_again(ends: Ends) -> None:
     ends.incoming.open(1, 9, [1000], MIB)
 
 
-def test_what_was_only_looked_at_is_not_returned_and_may_be_looked_at_again(ends: Ends) -> None:
-    ends.introduce_raw(1, 0, MIB, 7, create(MIB))
-    taken: list[int] = []
-    looked = ends.incoming.open(1, 8, [1000], MIB, taken)
-    del looked
-    looked = ends.incoming.open(1, 8, [1000], MIB, [])
-    kept = ends.incoming.open(1, 8, [1000], MIB, taken)
-    del looked
-    assert ends.ledger.words[0] == 7
-    taken.append(1)
-    with pytest.raises(ProtocolError, match="still in use"):
-        ends.incoming.open(1, 9, [1000], MIB)
-    del kept
-    assert ends.ledger.words[0] == 8
-
-
-def test_what_somebody_else_took_is_not_returned_by_who_looked_at_it(ends: Ends) -> None:
-    ends.introduce_raw(1, 0, MIB, 7, create(MIB))
-    looked = ends.incoming.open(1, 8, [1000], MIB, [])
-    kept = ends.incoming.open(1, 8, [1000], MIB)
-    del looked
-    assert ends.ledger.words[0] == 7
-    del kept
-    assert ends.ledger.words[0] == 8
-
-
 def test_dropping_what_is_not_there_does_no_harm(ends: Ends) -> None:
     ends.introduce_raw(1, 0, MIB, 7, create(MIB))
     ends.incoming.drop([2, 3])
