@@ -13,6 +13,7 @@ from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.propagation import Propagation
+from dist_autograd.recording import anchor
 from dist_autograd.roots import checked
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.errors import AutogradError, RRefError, with_article
@@ -86,6 +87,7 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
 def install(agent: Agent) -> None:
     """Make an agent that has not joined its group yet take part in distributed autograd."""
     engine.prepare()
+    anchor()  # before several threads ask for it, who might each make one
     agent.serializer.allow_function(backward_here)
     agent.extensions[_EXTENSION] = Autograd(agent)
 
