@@ -113,12 +113,15 @@ class Dispatcher:
         tasks: list[Task] = []
         try:
             while frames:
-                frame = frames[0]
-                if frame[0] in self._openers:
-                    frame = frames[0] = self._openers[frame[0]](peer, frame)
-                if self._needs_loop(frame[0], frame[2]):
+                try:
+                    frame = frames.pop(0)
+                except IndexError:  # the loop has taken over
                     break
-                del frames[0]
+                if frame[0] in self._openers:
+                    frame = self._openers[frame[0]](peer, frame)
+                if self._needs_loop(frame[0], frame[2]):
+                    frames.insert(0, frame)
+                    break
                 self._take_in(peer, frame, tasks)
         except Exception as error:
             frames.clear()

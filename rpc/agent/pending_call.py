@@ -74,7 +74,7 @@ class PendingCall:
     watched = False
     began = 0.0
     when_ended: Callable[[PendingCall, Frame | BaseException], None] | None = None
-    _turn: Turn | None = None
+    _claimed: tuple[InlineReader, Turn] | None = None
 
     def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
         self.owner = owner
@@ -146,14 +146,15 @@ class PendingCall:
         """
         connection = self.peer.connection
         if connection is not None and connection.reader is not None:
-            self._turn = connection.reader.claim()
+            turn = connection.reader.claim()
+            if turn is not None:
+                self._claimed = connection.reader, turn
 
     def release_reserved(self) -> None:
         """Give up what ``reserve`` has claimed."""
-        turn, self._turn = self._turn, None
-        reader = self._reader()
-        if turn is not None and reader is not None and reader.lease.holder() is turn:
-            reader.leave()
+        claimed, self._claimed = self._claimed, None
+        if claimed is not None and claimed[0].lease.holder() is claimed[1]:
+            claimed[0].leave()
 
     def _reader(self) -> InlineReader | None:
         connection = self.peer.connection
@@ -162,11 +163,11 @@ class PendingCall:
     @protected
     def wait(self) -> None:
         """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
-        if self.outcome is not None and self._turn is None:
+        if self.outcome is not None and self._claimed is None:
             return
         check_may_block()
         try:
-            if self._turn is None:  # else its message was not coalesced with others
+            if self._claimed is None:  # else its message was not coalesced with others
                 self.peer.flush()
             if self.wait_inline():
                 return
@@ -185,14 +186,14 @@ class PendingCall:
         Returns:
             Whether the call has ended.
         """
-        turn, self._turn = self._turn, None
-        reader = self._reader()
-        if reader is None:
-            return self.outcome is not None
-        if turn is None and self.outcome is None:
-            turn = reader.claim()
-        if turn is None:
-            return self.outcome is not None
+        claimed, self._claimed = self._claimed, None
+        if claimed is None:
+            reader = self._reader()
+            turn = None if reader is None or self.outcome is not None else reader.claim()
+            if reader is None or turn is None:
+                return self.outcome is not None
+        else:
+            reader, turn = claimed  # also where the connection is the peer's no more
         self._waiters.append(turn)
         if is_over is not None and is_over():
             reader.leave()

@@ -233,10 +233,12 @@ class Striping:
                     await greeting.welcome
                     assert isinstance(connection, StreamConnection)
                     self._add(peer, lanes, number, connection)
-        except (OSError, RpcError) as error:
+        except BaseException as error:
             for connection in opening:
                 connection.owner = SilentOwner()
                 connection.close("not all lanes can be opened")
+            if not isinstance(error, OSError | RpcError):
+                raise
             if peer.lost is None and not self._closed:
                 self._lanes[peer] = None
                 reason = str(error) or "it takes too long to connect"
@@ -319,6 +321,7 @@ class Striping:
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone: so are the lanes to it."""
         self._close_lanes(peer)
+        self._lanes.pop(peer, None)
 
     def _close_lanes(self, peer: Peer) -> None:
         lanes = self._lanes.get(peer)

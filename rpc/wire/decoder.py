@@ -220,11 +220,7 @@ class Decoder:
             check_layout(prefix)
             if body + length <= end:  # an opening
                 opening = self._view[body : body + length]
-                if (
-                    frames
-                    and len(opening) >= PREFIX_BYTES
-                    and unpack_prefix(opening)[0] > self.max_frame_bytes
-                ):
+                if frames and self._is_over_limit(opening):
                     self.postponed = True
                     break
                 self._open(prefix, opening)

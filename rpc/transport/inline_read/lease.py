@@ -12,7 +12,7 @@ and each step is one operation of C code, which has happened or has not:
 
 - ``unread`` gets the number of bytes received, within the C code that receives them;
 - ``frames`` is set to the frames that these bytes are: from then on ``unread`` does not count;
-- each frame is popped off ``frames`` before it is taken in.
+- each frame is popped off ``frames`` before anything is done with it, and the loop pops all that are left.
 """
 
 from __future__ import annotations
@@ -51,6 +51,13 @@ class Turn:
     def has_leftovers(self) -> bool:
         """Whether there is anything that the turn has received and not taken in."""
         return any(count > 0 for count in self.unread) if self.frames is None else bool(self.frames)
+
+    def take_frames(self) -> list[Frame]:
+        """Remove what is left of the frames, and return it."""
+        frames = self.frames or []
+        taken = frames[:]
+        frames.clear()
+        return taken
 
     def release(self) -> None:
         """From any thread: what the thread waits for is here, or will not come."""

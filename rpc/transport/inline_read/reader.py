@@ -164,7 +164,7 @@ class InlineReader:
             if self.closed:
                 return
             if turn.frames is not None:
-                deliver(turn.frames)
+                deliver(turn.take_frames())
             else:
                 decode(sum(count for count in turn.unread if count > 0))
         finally:
@@ -228,11 +228,11 @@ class InlineReader:
     def leave(self) -> None:
         """Give up the lease, if the current thread has it.
 
-        In the middle of a turn, the frames that it has received stay that turn's, and the loop reads on.
+        In the middle of a turn, the loop goes on with what it has received and not taken in.
         """
         turn = self.lease.own_turn()
         if turn is not None and turn is not LOOP:
-            self._end(turn, has_leftovers=turn.frames is None and any(turn.unread))
+            self._end(turn, has_leftovers=turn.has_leftovers())
 
     def _end(self, turn: Turn, *, has_leftovers: bool) -> None:
         turn.socket.value = -1
@@ -292,7 +292,7 @@ class InlineReader:
                 frames = self._receive(turn)
                 if frames is None:
                     return None
-                followed = self._connection.is_followed(frames[-1])
+                followed = bool(frames) and self._connection.is_followed(frames[-1])
                 task = self._connection.take_inline(frames, keep=True)
                 if not self._took_all(turn, frames):
                     return task
@@ -330,10 +330,8 @@ class InlineReader:
         if frames is None:
             self._worth.failed()
             return None
-        if self.lease.holder() is not turn:
-            return None  # it has been ended in the middle: what was received is the loop's
-        turn.frames = frames
-        return frames
+        turn.frames = frames  # before the look at who has the lease: the loop takes either these or the bytes
+        return frames if self.lease.holder() is turn else None
 
     def _follower_has_come(self) -> bool:
         """Look for a moment whether it has, if that has paid."""

@@ -1,0 +1,353 @@
+"""Threads that read a connection get what they wait for; all else goes to the loop; nothing is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rpc.agent import dispatcher
+from rpc.errors import RpcTimeoutError, WorkerLostError
+from rpc.runtime.loop import LoopThread
+from rpc.transport.base import ConnectionClosed
+from rpc.transport.inline_read import lease, reader
+from rpc.wire.frames import Kind, encode
+from tests.support.inline_end import ANYWHERE, ON_LOOP, End, frame
+from tests.support.stepping import Step
+from tests.support.streams import SOON, TINY_BUFFER, Recorder, Sockets, open_connection, send, until
+
+pytestmark = pytest.mark.skipif(not reader.AVAILABLE, reason="only the loop reads here")
+
+
+@pytest.fixture
+def end(loop: LoopThread, sockets: Sockets) -> Iterator[End]:
+    made = End(loop, sockets())
+    yield made
+    made.close()
+
+
+# ---- waiting for a reply
+
+
+def test_a_waiting_thread_reads_its_reply_itself(end: End) -> None:
+    call = end.reserved()
+    end.there.sendall(frame(Kind.REPLY, call.call_id, b"mine"))
+    assert call.result() == b"mine"
+    assert end.frames == []
+    end.loop_reads()
+
+
+@pytest.mark.parametrize(
+    "reply", [encode(Kind.REPLY, 1, {}, [])[0], encode(Kind.FAILURE, 1, {"a": 1}, [b"p", b"elements"])[0]]
+)
+def test_a_reply_may_have_a_header_and_several_buffers_or_none(end: End, reply: list[bytes]) -> None:
+    call = end.reserved()
+    end.there.sendall(b"".join(reply))
+    call.wait()
+    assert end.frames == []
+    assert call.outcome == (*call.outcome[:3], [bytes(each) for each in call.outcome[3]], 0)  # type: ignore[index]
+
+
+def test_what_any_thread_may_take_in_is_taken_in_on_the_way(end: End) -> None:
+    call, other = end.reserved(), end.call()
+    end.there.sendall(frame(Kind.CALL, 70) + frame(ANYWHERE, 1) + frame(Kind.REPLY, other.call_id))
+    end.meanwhile = lambda: end.there.sendall(frame(Kind.REPLY, call.call_id))
+    call.wait()
+    assert other.settled()
+    assert (end.taken, end.agent.passed_on, end.frames) == ([1], [70], [])
+    end.loop_reads()
+
+
+def test_frames_that_need_the_loop_are_left_to_it_with_what_follows_in_order(end: End) -> None:
+    call = end.reserved()
+    end.there.sendall(
+        frame(ANYWHERE, 1) + frame(ON_LOOP, 2) + frame(ANYWHERE, 3) + frame(Kind.REPLY, call.call_id)
+    )
+    call.wait()
+    assert end.taken == [1, 2, 3]
+    assert [each.kind for each in end.wait_for(3)] == [ON_LOOP, ANYWHERE, Kind.REPLY]
+    end.loop_reads()
+
+
+PARTS = {
+    "a few bytes": (frame(ON_LOOP, 5), 3),
+    "half a frame": (frame(ON_LOOP, 5), 30),
+    "a whole one and a half": (frame(ANYWHERE, 4) + frame(ON_LOOP, 5), 70),
+    "a large frame's beginning": (frame(ON_LOOP, 5, bytes(200_000)), 100_000),
+}
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_a_frame_that_has_come_in_part_is_left_to_the_loop(end: End, what: str) -> None:
+    data, cut = PARTS[what]
+    call = end.reserved()
+    end.there.sendall(data[:cut])
+    threading.Timer(0.01, end.there.sendall, [data[cut:] + frame(Kind.REPLY, call.call_id)]).start()
+    call.wait()
+    until(lambda: end.taken[-1:] == [5])
+    end.loop_reads()
+
+
+def test_many_frames_at_once_are_left_to_the_loop(end: End) -> None:
+    call = end.reserved()
+    numbers = list(range(20))
+    end.there.sendall(b"".join(frame(ANYWHERE, each) for each in numbers) + frame(Kind.REPLY, call.call_id))
+    call.wait()
+    assert end.taken == numbers
+    end.loop_reads()
+
+
+def test_one_thread_reads_and_others_sleep_until_it_has_read_their_replies(end: End) -> None:
+    first = end.reserved()
+    with ThreadPoolExecutor(3) as others:
+        calls = [end.call() for _ in range(3)]
+        waiting = [others.submit(call.result) for call in calls]
+        end.there.sendall(b"".join(frame(Kind.REPLY, call.call_id) for call in [*calls, first]))
+        first.wait()
+        assert [each.result(SOON) for each in waiting] == [b"payload"] * 3
+    end.loop_reads()
+
+
+def test_the_deadline_ends_the_wait(end: End) -> None:
+    end.ready()
+    with pytest.raises(RpcTimeoutError):
+        end.call(timeout=0.01).result()
+    end.loop_reads()
+
+
+def test_who_ends_the_call_otherwise_wakes_the_thread(end: End) -> None:
+    with ThreadPoolExecutor(1) as other:
+        call = end.call()
+        waiting = other.submit(call.wait)
+        until(end.reader.is_read_by_thread)
+        call.settle(ValueError("ended"))
+        waiting.result(SOON)
+    end.loop_reads()
+
+
+def test_a_thread_that_waits_for_room_does_not_keep_the_loop_from_reading(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    end = End(loop, sockets(buffer_bytes=TINY_BUFFER), send_queue_bytes=1)
+    end.meanwhile = end.there.close
+    call = end.reserved()
+    end.connection.send_small(bytes(50_000), SOON)  # the kernel does not take all of it
+    threading.Timer(0.01, end.there.sendall, [frame(ANYWHERE, 1)]).start()
+    with pytest.raises(ConnectionClosed):
+        end.connection.send_small(b"waits for room", SOON)
+    assert end.taken == [1]
+    call.release_reserved()
+
+
+# ---- a finalizer, or a signal handler, in the middle
+
+
+def test_a_finalizer_may_wait_for_a_reply_that_its_thread_has_in_hand(end: End) -> None:
+    call, nested = end.reserved(), end.call(timeout=5)
+    end.meanwhile = nested.wait
+    end.there.sendall(
+        frame(ANYWHERE, 1)
+        + frame(ON_LOOP, 2)
+        + frame(Kind.REPLY, nested.call_id)
+        + frame(Kind.REPLY, call.call_id)
+    )
+    call.wait()
+    assert not isinstance(nested.outcome, Exception)
+    assert not isinstance(call.outcome, Exception)
+    assert end.taken == [1, 2]
+    end.loop_reads()
+
+
+def test_a_finalizer_may_wait_for_what_comes_later(end: End) -> None:
+    call, nested = end.reserved(), end.call(timeout=5)
+
+    def wait() -> None:
+        end.there.sendall(frame(Kind.REPLY, nested.call_id))
+        nested.wait()
+
+    end.meanwhile = wait
+    end.there.sendall(frame(ANYWHERE, 1) + frame(Kind.CALL, 70) + frame(Kind.REPLY, call.call_id))
+    call.wait()
+    assert not isinstance(nested.outcome, Exception)
+    assert not isinstance(call.outcome, Exception)
+    assert end.agent.passed_on == [70]
+    end.loop_reads()
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_signal_handler_may_make_a_call_before_any_instruction_and_each_frame_is_taken_in_once(
+    end: End, blocks: bool
+) -> None:
+    files = {lease.__file__, reader.__file__, dispatcher.__file__}
+
+    def make_a_call() -> None:
+        nested = end.call(timeout=SOON if blocks else 1e-9)
+        if blocks:
+            end.there.sendall(frame(Kind.REPLY, nested.call_id))
+        nested.wait()
+        assert isinstance(nested.outcome, Exception) is not blocks
+
+    taken = 0
+    for number in range(1, 400):  # more than a turn has
+        call = end.reserved()
+        end.taken.clear()
+        end.agent.passed_on.clear()
+        end.there.sendall(
+            frame(ANYWHERE, 1) + frame(Kind.CALL, 70) + frame(ON_LOOP, 2) + frame(Kind.REPLY, call.call_id)
+        )
+        with Step(number, make_a_call, files=files) as step:
+            call.wait()
+        assert not isinstance(call.outcome, Exception), number
+        until(lambda: len(end.taken) == 2 and end.agent.passed_on)
+        assert (sorted(end.taken), end.agent.passed_on, end.agent.lost) == ([1, 2], [70], []), number
+        taken += step.taken
+    assert taken > 150
+    end.loop_reads()
+
+
+# ---- idle threads
+
+
+@pytest.fixture
+def idle(end: End) -> Iterator[Callable[[], int | None]]:
+    """Waits on another thread that has nothing else to do; gives the next call that it is to run."""
+    with ThreadPoolExecutor(1) as thread:
+
+        def wait() -> Callable[[float], int | None]:
+            end.ready()
+            assert thread.submit(end.reader.claim_idle).result()
+            return thread.submit(end.next_task).result
+
+        yield wait  # type: ignore[misc]
+
+
+def test_an_idle_thread_gets_the_first_request_and_others_the_rest(
+    end: End, idle: Callable[[], Callable[[float], int | None]]
+) -> None:
+    result = idle()
+    end.there.sendall(frame(Kind.CALL, 3) + frame(Kind.CALL, 4))
+    assert result(SOON) == 3
+    assert end.agent.passed_on == [4]
+    assert end.frames == []
+    end.loop_reads()
+
+
+def test_an_idle_thread_waits_on_when_there_was_nothing_to_do(
+    end: End, idle: Callable[[], Callable[[float], int | None]]
+) -> None:
+    result = idle()
+    end.meanwhile = lambda: end.there.sendall(frame(Kind.CALL, 3))
+    end.there.sendall(frame(ANYWHERE, 1))
+    assert result(SOON) == 3
+    end.loop_reads()
+
+
+def test_an_idle_thread_leaves_to_the_loop_what_needs_it(
+    end: End, idle: Callable[[], Callable[[float], int | None]]
+) -> None:
+    result = idle()
+    end.there.sendall(frame(ON_LOOP, 1) + frame(Kind.CALL, 3))
+    assert result(SOON) is None
+    end.wait_for(2)
+    assert (end.taken, end.agent.passed_on) == ([1], [3])
+    end.loop_reads()
+
+
+def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(
+    end: End, idle: Callable[[], Callable[[float], int | None]]
+) -> None:
+    result = idle()
+    call = end.call()
+    threading.Timer(0.01, end.there.sendall, [frame(Kind.REPLY, call.call_id)]).start()
+    call.wait()
+    assert result(SOON) is None
+    call = end.reserved()
+    call.release_reserved()
+    end.loop_reads()
+
+
+def test_an_idle_thread_is_called_back_or_waits_for_a_while_only(
+    end: End, idle: Callable[[], Callable[[float], int | None]]
+) -> None:
+    result = idle()
+    end.reader.wake()
+    assert result(SOON) is None
+    end.ready()
+    assert end.reader.claim_idle()
+    assert end.next_task(0.01) is None
+    assert end.next_task() is None  # without a turn
+    end.loop_reads()
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize("idle_thread", [False, True])
+@pytest.mark.parametrize("how", ["end", "reset", "close", "garbage"])
+def test_a_thread_that_reads_is_woken_by_the_end_and_the_descriptor_goes_when_it_has_left(
+    end: End, how: str, idle_thread: bool
+) -> None:
+    with ThreadPoolExecutor(1) as other:
+        call = end.call()
+        if idle_thread:
+            waiting = other.submit(lambda: end.reader.claim_idle() and end.next_task(None))
+        else:
+            waiting = other.submit(call.wait)
+        until(end.reader.is_read_by_thread)
+        if how == "end":
+            end.there.close()
+        elif how == "reset":
+            send(end.connection, {})  # what is not read when it is closed
+            end.there.close()
+        elif how == "close":
+            end.loop.call(end.connection.close, "this side")
+        else:
+            end.there.sendall(frame(Kind.CALL, 1)[:20] + b"\xff" * 100)
+        assert end.reason()
+        waiting.result(SOON)
+    assert isinstance(call.outcome, WorkerLostError)
+    until(lambda: end.here.fileno() == -1)
+
+
+def test_what_came_before_the_end_is_taken_in(end: End) -> None:
+    call = end.reserved()
+    end.there.sendall(frame(ON_LOOP, 1) + frame(Kind.REPLY, call.call_id, b"mine"))
+    end.there.close()
+    assert call.result() == b"mine"
+    assert end.reason() == "the connection was closed by the other side"
+    assert end.taken == [1]
+
+
+def test_a_thread_that_has_claimed_a_connection_which_is_lost_before_it_waits_lets_go_of_it(end: End) -> None:
+    call = end.reserved()
+    end.loop.call(end.connection.close, "lost")
+    assert end.peer.connection is None
+    assert end.here.fileno() >= 0
+    call.wait()
+    assert isinstance(call.outcome, WorkerLostError)
+    assert end.here.fileno() == -1
+
+
+def test_a_write_error_is_told_though_a_thread_reads(end: End) -> None:
+    with ThreadPoolExecutor(1) as other:
+        call = end.call()
+        waiting = other.submit(call.wait)
+        until(end.reader.is_read_by_thread)
+        end.here.shutdown(1)
+        send(end.connection, {})
+        waiting.result(SOON)
+    assert end.reason() == "the connection broke: Broken pipe"
+
+
+@pytest.mark.parametrize("family", ["unix", "tcp"])
+def test_data_followed_by_a_reset_is_noticed(loop: LoopThread, sockets: Sockets, family: str) -> None:
+    for _ in range(10):
+        here, there = sockets(family)
+        owner = Recorder()
+        connection = open_connection(loop, here, owner)
+        send(connection, {}, b"never read, so that the end is a reset")
+        there.sendall(b"farcall\x02" + frame(Kind.CALL, 1))
+        there.close()
+        assert owner.reason()

@@ -1,0 +1,423 @@
+"""What is queued goes out in order, whole, by whichever thread writes, as far as the stream takes it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpc.transport.base import CAPTURED_BYTES, ConnectionClosed, QueueFull
+from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
+from rpc.wire.chunking import CHUNK_BYTES
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
+from tests.support.streams import SOON, until
+
+LARGE = 2 * CAPTURED_BYTES
+
+
+class Loop:
+    """A loop that runs when the test says so."""
+
+    def __init__(self) -> None:
+        self.soon: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self.writer: Callable[[], object] | None = None
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: Any) -> None:
+        self.soon.append((callback, arguments))
+
+    def add_writer(self, descriptor: int, callback: Callable[[], object]) -> None:
+        self.writer = callback
+
+    def remove_writer(self, descriptor: int) -> None:
+        self.writer = None
+
+    def run(self) -> None:
+        """Do what is to be done now."""
+        while self.soon:
+            callback, arguments = self.soon.popleft()
+            callback(*arguments)
+
+
+class Stream:
+    """Takes as much as it has room for.
+
+    Attributes:
+        writes: how much each write took.
+        within: called once, by the next write, before it takes anything.
+    """
+
+    plain = False
+
+    def __init__(self, room: float = float("inf")) -> None:
+        self.room = room
+        self.taken = bytearray(PREAMBLE)
+        self.writes: list[int] = []
+        self.error: OSError | None = None
+        self.within: Callable[[], object] = int
+
+    def fileno(self) -> int:
+        return 7
+
+    def read_into(self, buffer: memoryview) -> int | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+    def write(self, pieces: Sequence[bytes | memoryview]) -> int:
+        within, self.within = self.within, int
+        within()
+        if self.error is not None:
+            raise self.error
+        data = b"".join(pieces)
+        count = int(min(self.room, len(data)))
+        self.taken += data[:count]
+        self.room -= count
+        if count:
+            self.writes.append(count)
+        return count
+
+
+class Queue:
+    """A write queue with all that is round it."""
+
+    def __init__(self, room: float = float("inf"), limit: int = 1 << 40, captured: int = CAPTURE_ALL) -> None:
+        self.loop, self.stream = Loop(), Stream(room)
+        self.told: list[str] = []
+        tell: Any = SimpleNamespace(
+            before_waiting=lambda: self.told.append("waits"),
+            failed=lambda: self.told.append("failed"),
+            emptied=lambda: self.told.append("emptied"),
+        )
+        loop: Any = self.loop
+        self.queue = WriteQueue(loop, self.stream, "the peer", limit, captured, **vars(tell))
+
+    def send(self, number: int, size: int = 10, *, wait: float = SOON, **options: Any) -> None:
+        pieces, length = encode(Kind.CALL, number, {}, [bytes([number]) * size])
+        self.queue.send(pieces, length, wait=wait, **options)
+
+    def send_memory(self, number: int, memory: bytearray) -> None:
+        pieces, length = encode(Kind.CALL, number, {}, [b"pickle", memory])
+        self.queue.send(pieces, length, aliased=True)
+
+    def coalesce(self, number: int) -> None:
+        self.queue.send_small(b"".join(encode(Kind.CALL, number, {}, [b"x"])[0]), SOON, coalesce=True)
+
+    def give_room(self, room: float = float("inf")) -> None:
+        """The stream takes so much more, and the loop goes on."""
+        self.stream.room = room
+        self.loop.run()
+        while self.stream.room and self.loop.writer is not None and self.queue:
+            self.loop.writer()
+            self.loop.run()
+
+    def arrived(self) -> list[Frame]:
+        """All frames that are complete on the other side."""
+        decoder, frames = Decoder(1 << 30), list[Frame]()
+        view = memoryview(bytes(self.stream.taken))
+        while view:
+            buffer = decoder.buffer()
+            count = min(len(buffer), len(view))
+            buffer[:count], view = view[:count], view[count:]
+            frames += decoder.received(count)
+        return frames
+
+    def numbers(self) -> list[int]:
+        return [frame.call_id for frame in self.arrived()]
+
+
+# ---- order
+
+
+def test_a_frame_is_written_by_who_sends_it() -> None:
+    queue = Queue()
+    for number, size in enumerate([10, 100_000, 200_000]):
+        queue.send(number, size)
+        assert queue.numbers()[-1] == number
+    assert not queue.queue
+    assert not queue.loop.soon
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 9, 3000, 70_000, 300_000, 700_000]), min_size=1, max_size=12),
+    rooms=st.lists(st.sampled_from([0, 1, 13, 5000, 66_000, 300_000]), max_size=12),
+)
+def test_whatever_the_stream_takes_at_a_time_all_arrives_and_what_is_small_in_order(
+    sizes: list[int], rooms: list[int]
+) -> None:
+    queue, left = Queue(room=0), deque(rooms)
+    for number, size in enumerate(sizes):
+        queue.send(number, size)
+        if left:
+            queue.give_room(left.popleft())
+    queue.give_room()
+    frames = queue.arrived()
+    assert sorted(frame.call_id for frame in frames) == list(range(len(sizes)))
+    assert all(frame.buffers == [bytes([frame.call_id]) * sizes[frame.call_id]] for frame in frames)
+    small = [number for number in queue.numbers() if sizes[number] <= 70_000]
+    assert small == sorted(small)
+    assert not queue.queue
+    assert queue.loop.writer is None
+
+
+@pytest.mark.parametrize("where", ["a finalizer", "another thread"])
+@pytest.mark.parametrize("outer", [10, 100_000, LARGE])
+@pytest.mark.parametrize("inner", [10, 100_000, LARGE])
+def test_what_is_sent_while_a_thread_writes_is_not_cut_in_and_not_forgotten(
+    where: str, outer: int, inner: int
+) -> None:
+    queue = Queue()
+
+    def send_too() -> None:
+        if where == "a finalizer":
+            queue.send(2, inner)
+            return
+        thread = threading.Thread(target=queue.send, args=(2, inner))
+        thread.start()
+        thread.join(SOON)
+
+    queue.stream.within = send_too
+    queue.send(1, outer)
+    queue.give_room()
+    assert sorted(queue.numbers()) == [1, 2]
+    assert not queue.queue
+
+
+def test_what_is_left_to_the_loop_while_it_writes_is_sent() -> None:
+    queue = Queue(room=5)
+    queue.send(1)
+    queue.stream.within = lambda: queue.send(2)
+    queue.give_room()
+    assert queue.numbers() == [1, 2]
+    assert queue.loop.writer is None
+
+
+def test_while_the_stream_takes_nothing_only_the_loop_writes() -> None:
+    queue = Queue(room=5)
+    queue.send(1)
+    queue.stream.room = 1000
+    queue.send(2)
+    assert queue.numbers() == []
+    queue.give_room()
+    assert queue.numbers() == [1, 2]
+
+
+# ---- coalescing
+
+
+def test_coalesced_frames_leave_together_when_the_loop_gets_round_to_it() -> None:
+    queue = Queue()
+    for number in range(10):
+        queue.coalesce(number)
+    assert queue.stream.writes == []
+    queue.loop.run()
+    assert queue.numbers() == list(range(10))
+    assert len(queue.stream.writes) == 1
+    queue.coalesce(10)
+    queue.loop.run()
+    assert queue.numbers()[-1] == 10
+
+
+def test_some_tens_do_not_wait_for_the_loop() -> None:
+    queue = Queue()
+    for number in range(64):
+        queue.coalesce(number)
+    assert queue.numbers() == list(range(64))
+
+
+@pytest.mark.parametrize("size", [None, 10, 100_000, LARGE])
+def test_a_flush_or_a_frame_that_is_sent_takes_them_along(size: int | None) -> None:
+    queue = Queue()
+    queue.coalesce(1)
+    if size is None:
+        queue.queue.drain()
+    else:
+        queue.send(2, size)
+        queue.give_room()
+    assert queue.numbers() == [1, 2][: 1 if size is None else 2]
+
+
+# ---- large messages
+
+
+def test_small_messages_overtake_large_ones_which_take_turns() -> None:
+    queue = Queue(room=100_000)
+    queue.send(1, LARGE)
+    queue.send(2, LARGE // 4)
+    for number in range(3, 50):
+        queue.send(number)
+    queue.give_room()
+    assert queue.numbers() == [*range(3, 50), 2, 1]
+
+
+def test_a_thread_leaves_the_rest_of_a_large_message_to_the_loop() -> None:
+    queue = Queue()
+    queue.send(1, 8 * LARGE)
+    assert queue.numbers() == []
+    assert sum(queue.stream.writes) < 2 * LARGE
+    queue.give_room()
+    assert queue.numbers() == [1]
+
+
+def test_after_something_small_chunks_are_short() -> None:
+    queue = Queue(room=1000)
+    queue.send(1, 8 * CHUNK_BYTES)
+    queue.send(2)
+    queue.give_room()
+    assert max(queue.stream.writes[2:]) < CHUNK_BYTES
+
+
+@pytest.mark.parametrize("size", [10, 300_000, LARGE])
+def test_the_last_frame_is_last(size: int) -> None:
+    queue = Queue(room=100)
+    queue.send(1, LARGE)
+    queue.send(9, size, last=True)
+    queue.send(2, 10)
+    queue.give_room()
+    assert queue.numbers() == [2, 1, 9]
+
+
+def test_the_last_frame_does_not_overtake_what_a_thread_has_just_begun_to_send() -> None:
+    queue = Queue()
+    queue.stream.within = lambda: queue.send(9, last=True)
+    queue.send(1, LARGE)
+    queue.give_room()
+    assert queue.numbers() == [1, 9]
+
+
+# ---- the memory of callers
+
+
+@pytest.mark.parametrize("others_wait", [False, True])
+@pytest.mark.parametrize(
+    ("size", "captured", "is_captured"),
+    [
+        (100_000, CAPTURED_BYTES, True),
+        (CAPTURED_BYTES, CAPTURED_BYTES, True),
+        (LARGE, CAPTURED_BYTES, False),
+        (LARGE, CAPTURE_ALL, True),
+    ],
+)
+def test_memory_may_change_once_it_is_sent_unless_it_is_long(
+    size: int, captured: int, is_captured: bool, others_wait: bool
+) -> None:
+    queue = Queue(room=5000, captured=captured)
+    if others_wait:
+        queue.send(1, LARGE)
+    memory = bytearray(size)
+    queue.send_memory(2, memory)
+    memory[-1] = 255
+    queue.give_room()
+    (frame,) = [frame for frame in queue.arrived() if frame.call_id == 2]
+    assert frame.buffers[1][-1] == (0 if is_captured else 255)
+
+
+# ---- the limit
+
+
+@pytest.mark.parametrize("size", [10, 100_000, LARGE])
+def test_a_caller_waits_while_too_much_of_the_kind_is_queued_and_the_loop_does_not(size: int) -> None:
+    queue = Queue(room=0, limit=1)
+    queue.send(1, size)
+    with pytest.raises(QueueFull, match="the peer does not take what is queued for it"):
+        queue.send(2, size, wait=0.01)
+    queue.send(3, size, wait=0)
+    waiting = threading.Thread(target=queue.send, args=(4, size))
+    waiting.start()
+    until(lambda: queue.told == ["waits"] * 2)
+    queue.give_room()
+    waiting.join(SOON)
+    queue.give_room()
+    assert queue.numbers() == [1, 3, 4]
+
+
+def test_small_messages_do_not_wait_for_the_room_that_large_ones_want() -> None:
+    queue = Queue(room=0, limit=LARGE)
+    queue.send(1, 2 * LARGE)
+    with pytest.raises(QueueFull):
+        queue.send(2, 2 * LARGE, wait=0.01)
+    queue.send(3, wait=0.01)
+    queue.give_room()
+    assert queue.numbers() == [3, 1]
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_who_waits_for_room_is_told_when_it_is_closed(size: int) -> None:
+    queue = Queue(room=0, limit=1)
+    queue.send(1, size)
+    refused: list[ConnectionClosed] = []
+
+    def send() -> None:
+        with pytest.raises(ConnectionClosed, match="the connection to the peer is closed") as caught:
+            queue.send(2, size)
+        refused.append(caught.value)
+
+    waiting = threading.Thread(target=send)
+    waiting.start()
+    until(lambda: queue.told)
+    with queue.queue.lock:
+        queue.queue.close()
+    waiting.join(SOON)
+    assert len(refused) == 1
+    assert not queue.queue
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize("size", [10, 100_000, LARGE])
+@pytest.mark.parametrize("writes", ["caller", "loop"])
+def test_after_an_error_the_loop_is_told_once_and_nothing_is_kept(size: int, writes: str) -> None:
+    queue = Queue(room=0 if writes == "loop" else 1000)
+    if writes == "loop":
+        queue.send(1, size)
+    queue.stream.error = BrokenPipeError(32, "Broken pipe")
+    if writes == "caller":
+        queue.send(1, size)
+    queue.give_room()
+    assert queue.told == ["failed"]
+    assert queue.queue.error is queue.stream.error
+    queue.send(2, size)  # which is not an error: what came before it is still being read
+    assert not queue.queue
+    assert queue.told == ["failed"]
+
+
+@pytest.mark.parametrize("size", [10, 100_000, LARGE])
+def test_who_waits_until_all_is_written_is_told(size: int) -> None:
+    queue = Queue(room=0)
+    assert not queue.queue.finish()
+    queue.send(1, size)
+    assert queue.queue.finish()
+    queue.give_room(5)
+    assert queue.told == []
+    queue.give_room()
+    assert queue.told == ["emptied"]
+    assert queue.numbers() == [1]
+
+
+def test_who_waits_until_all_is_written_is_told_though_another_thread_wrote_it() -> None:
+    queue = Queue()
+    queue.coalesce(1)
+    assert queue.queue.finish()
+    queue.queue.drain()
+    assert queue.loop.writer is not None
+    queue.loop.writer()
+    assert queue.told == ["emptied"]
+
+
+def test_when_the_loop_has_ended_nothing_raises() -> None:
+    ended = asyncio.new_event_loop()
+    ended.close()
+    queue = WriteQueue(
+        ended, Stream(5), "the peer", 1, CAPTURE_ALL, before_waiting=int, failed=int, emptied=int
+    )  # fmt: skip
+    queue.send_small(bytes(100), SOON)
