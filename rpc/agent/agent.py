@@ -125,7 +125,7 @@ class Agent:
         self.runner = RequestRunner(self, outbox)
         self.dispatcher = dispatcher = Dispatcher(self, self.runner.run)
         self.frames_received, self.take_inline = dispatcher.frames_received, dispatcher.take_inline
-        self.is_followed = dispatcher.is_followed
+        self.followed = dispatcher.followed
 
         self.shared_memory = SharedMemory(
             self.loop,

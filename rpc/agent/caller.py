@@ -60,7 +60,6 @@ class Caller:
                 those that follow.
             timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
         """
-        timeout = self.effective_timeout(timeout)
         peer = self._agent.peer(to)
         payload = self.dump_call(function, args, kwargs, peer)
         coalesce = coalesce and len(self._agent.calls) > _FEW
@@ -75,7 +74,6 @@ class Caller:
         timeout: float,
     ) -> Any:
         """Send a call of a function, wait, and return its value or raise; arguments are as for ``call``."""
-        timeout = self.effective_timeout(timeout)
         peer = self._agent.peer(to)
         payload = self.dump_call(function, args, kwargs, peer)
         return self.inquire(peer, Kind.CALL, payload, timeout, function)
@@ -115,7 +113,8 @@ class Caller:
             self.transmit(call, kind, payload)
             call.wait()
         finally:
-            call.release_reserved()
+            if call.claimed is not None:
+                call.release_reserved()
         return call
 
     def _begin(self, peer: Peer, payload: Payload, timeout: float, what: object) -> PendingCall:

@@ -38,7 +38,6 @@ class _Entry:
 
     handle: KindHandler
     any_thread: bool
-    followed: bool
 
 
 class Dispatcher:
@@ -54,6 +53,8 @@ class Dispatcher:
         self._run = run
         self._kinds: dict[int, _Entry] = {}
         self._openers: dict[int, Callable[[Peer, Frame], Frame]] = {}
+        self.followed: set[int] = set()
+        """Kinds of frames behind which another most likely comes at once."""
         self._numbers = itertools.count(1)
         self.requests_begun = 0
         """How many requests were ever taken in; of several simultaneous ones, some may be counted late."""
@@ -75,18 +76,15 @@ class Dispatcher:
         """
         if kind in _OWN_KINDS or kind in self._kinds or kind in self._openers:
             raise ValueError(f"message kind {kind} is taken")
-        self._kinds[kind] = _Entry(handler, any_thread, followed)
+        self._kinds[kind] = _Entry(handler, any_thread)
+        if followed:
+            self.followed.add(kind)
 
     def unwrap(self, kind: int, opener: Callable[[Peer, Frame], Frame]) -> None:
         """Have frames of a kind replaced by the messages that they stand for, on any thread."""
         if kind in _OWN_KINDS or kind in self._kinds or kind in self._openers:
             raise ValueError(f"message kind {kind} is taken")
         self._openers[kind] = opener
-
-    def is_followed(self, frame: Frame) -> bool:
-        """Whether another frame most likely comes right behind this one."""
-        entry = self._kinds.get(frame.kind)
-        return entry is not None and entry.followed
 
     # ---- frames that have come
 

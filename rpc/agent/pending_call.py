@@ -59,6 +59,7 @@ class PendingCall:
         holds: what must stay while the call is under way, such as a reference to the object that it is for.
         sent: its message is on its way.
         watched: the loop ends it when its deadline passes; else the thread that waits does.
+        claimed: what ``reserve`` has claimed.
         began, when_ended: where somebody listens to calls: when it was opened, and who is told of its end.
     """
 
@@ -74,7 +75,7 @@ class PendingCall:
     watched = False
     began = 0.0
     when_ended: Callable[[PendingCall, Frame | BaseException], None] | None = None
-    _claimed: tuple[InlineReader, Turn] | None = None
+    claimed: tuple[InlineReader, Turn] | None = None
 
     def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
         self.owner = owner
@@ -148,11 +149,11 @@ class PendingCall:
         if connection is not None and connection.reader is not None:
             turn = connection.reader.claim()
             if turn is not None:
-                self._claimed = connection.reader, turn
+                self.claimed = connection.reader, turn
 
     def release_reserved(self) -> None:
         """Give up what ``reserve`` has claimed."""
-        claimed, self._claimed = self._claimed, None
+        claimed, self.claimed = self.claimed, None
         if claimed is not None and claimed[0].lease.holder() is claimed[1]:
             claimed[0].leave()
 
@@ -163,11 +164,11 @@ class PendingCall:
     @protected
     def wait(self) -> None:
         """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
-        if self.outcome is not None and self._claimed is None:
+        if self.outcome is not None and self.claimed is None:
             return
         check_may_block()
         try:
-            if self._claimed is None:  # else its message was not coalesced with others
+            if self.claimed is None:  # else its message was not coalesced with others
                 self.peer.flush()
             if self.wait_inline():
                 return
@@ -186,7 +187,7 @@ class PendingCall:
         Returns:
             Whether the call has ended.
         """
-        claimed, self._claimed = self._claimed, None
+        claimed, self.claimed = self.claimed, None
         if claimed is None:
             reader = self._reader()
             turn = None if reader is None or self.outcome is not None else reader.claim()
@@ -199,7 +200,8 @@ class PendingCall:
             reader.leave()
         else:
             reader.wait_for(self, self.deadline, turn)
-        self._waits_no_more(turn)
+        if self._waiters:
+            self._waits_no_more(turn)
         return self.outcome is not None
 
     def interrupt(self) -> None:

@@ -314,21 +314,20 @@ class Connections:
 class _Established:
     """Owner of an established connection."""
 
-    __slots__ = ("_connections", "_peer", "_receive")
+    __slots__ = ("_connections", "_peer", "_receive", "_take_inline", "followed")
 
     def __init__(self, connections: Connections, peer: Peer) -> None:
         self._connections = connections
         self._peer = peer
         self._receive: Callable[[Peer, list[Frame]], None] = connections._events.frames_received
+        self._take_inline = connections._events.take_inline
+        self.followed = connections._events.followed
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         self._receive(self._peer, frames)
 
     def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
-        return self._connections._events.take_inline(self._peer, frames, keep=keep)
-
-    def is_followed(self, frame: Frame) -> bool:
-        return self._connections._events.is_followed(frame)
+        return self._take_inline(self._peer, frames, keep=keep)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         if reason == CLOSED_BY_PEER:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from rpc.group.peer import Peer
@@ -15,12 +16,13 @@ __all__ = ["ConnectionEvents"]
 class ConnectionEvents(Protocol):
     """What ``Connections`` asks and tells, on the loop's thread."""
 
+    @property
+    def followed(self) -> Collection[int]:
+        """See ``ConnectionOwner``."""
+
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
-        """On any thread; see ``ConnectionOwner``."""
-
-    def is_followed(self, frame: Frame) -> bool:
         """On any thread; see ``ConnectionOwner``."""
 
     def peer_for(self, member: Member) -> Peer:

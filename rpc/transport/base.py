@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -74,6 +74,9 @@ class QueueFull(RpcError):
 class ConnectionOwner(Protocol):
     """Who a connection reports to: on the loop's thread, except where noted."""
 
+    followed: Collection[int]
+    """Kinds of frames behind which another most likely comes at once."""
+
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None: ...
 
     def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
@@ -84,9 +87,6 @@ class ConnectionOwner(Protocol):
             keep: the thread wants something to do, which is returned, if there is anything.
         """
 
-    def is_followed(self, frame: Frame) -> bool:
-        """On any thread: whether another frame most likely comes right behind this one."""
-
     def connection_lost(self, connection: Connection, reason: str) -> None:
         """Called exactly once; nothing is received after it."""
 
@@ -94,14 +94,13 @@ class ConnectionOwner(Protocol):
 class SilentOwner:
     """Owner of a connection whose fate interests nobody, or not yet."""
 
+    followed: Collection[int] = ()
+
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         pass
 
     def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
         return None
-
-    def is_followed(self, frame: Frame) -> bool:
-        return False
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         pass

@@ -14,7 +14,6 @@ import socket
 from typing import Any, Final
 
 from rpc.errors import ProtocolError
-from rpc.runtime.tasks import Task
 from rpc.transport import syscalls
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner
 from rpc.transport.byte_stream import SocketStream
@@ -202,12 +201,6 @@ class StreamConnection:
             self.owner.frames_received(self, frames)
 
     # ---- what the inline reader needs: any thread
-
-    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
-        return self.owner.take_inline(self, frames, keep=keep)
-
-    def is_followed(self, frame: Frame) -> bool:
-        return self.owner.is_followed(frame)
 
     def prepare_soon(self) -> None:
         self._tell_loop(self._prepare)

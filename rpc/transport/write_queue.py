@@ -154,7 +154,7 @@ class WriteQueue:
             return
         if self._queue or not self._write_frame(frame):
             self._enqueue([frame], len(frame))
-        if self._queue or self.outgoing:
+        if self._queue or self.outgoing.unsent:
             self.drain()
 
     @protected

@@ -72,6 +72,7 @@ class Node:
         self.on_loop = on_loop
         self.view: Membership
         self.peers: dict[int, Peer] = {}
+        self.followed: set[int] = set()
         self.received: list[tuple[str, int]] = []
         """Who sent which message, in the order of their arrival."""
         self.gone: list[tuple[str, str]] = []
@@ -124,9 +125,6 @@ class Node:
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
         return None
-
-    def is_followed(self, frame: Frame) -> bool:
-        return False
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         self.view.leave(peer.incarnation, reason)

@@ -22,7 +22,7 @@ import logging
 import math
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from threading import get_ident
 from time import monotonic
 from typing import Any, Final, Protocol
@@ -54,18 +54,25 @@ class Awaited(Protocol):
     """None until it is here, or will not come."""
 
 
-class ReadConnection(Protocol):
-    """What a connection does for those who read it. From any thread."""
+class Receiver(Protocol):
+    """Who takes in what has come. From any thread."""
 
-    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
+    followed: Collection[int]
+    """Kinds of frames behind which another most likely comes at once."""
+
+    def take_inline(self, connection: Any, frames: list[Frame], *, keep: bool) -> Task | None:
         """Take frames in from the front of the list, up to the first that needs the loop, removing them.
 
         Args:
             keep: the thread wants a task to do; all others go to other threads.
         """
 
-    def is_followed(self, frame: Frame) -> bool:
-        """Whether another frame most likely comes right behind this one."""
+
+class ReadConnection(Protocol):
+    """What a connection does for those who read it. From any thread."""
+
+    @property
+    def owner(self) -> Receiver: ...
 
     def read_by_loop(self, turn: Turn) -> None:
         """Have the loop call ``take_over``."""
@@ -292,11 +299,11 @@ class InlineReader:
                 frames = self._receive(turn)
                 if frames is None:
                     return None
-                followed = bool(frames) and self._connection.is_followed(frames[-1])
-                task = self._connection.take_inline(frames, keep=True)
+                owner, last = self._connection.owner, frames[-1].kind if frames else 0
+                task = owner.take_inline(self._connection, frames, keep=True)
                 if not self._took_all(turn, frames):
                     return task
-                if task is not None and followed and self._follower_has_come():
+                if task is not None and last in owner.followed and self._follower_has_come():
                     self._read(turn)  # now, since it would wake the loop as soon as this thread leaves
             return task
         finally:
@@ -308,7 +315,7 @@ class InlineReader:
         frames = self._receive(turn)
         if frames is None:
             return False
-        self._connection.take_inline(frames, keep=False)
+        self._connection.owner.take_inline(self._connection, frames, keep=False)
         return self._took_all(turn, frames)
 
     def _took_all(self, turn: Turn, left: list[Frame]) -> bool:
