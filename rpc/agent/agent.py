@@ -304,7 +304,7 @@ class Agent:
                 frame.header, frame.buffers, call.arrivals, call.peer, codec=frame.codec
             )
         _, _, header, buffers, codec = frame
-        recording = self.recording_of(header, call.peer, answer=True)
+        recording = self.recording_of(header, call.peer, answer=True) if header else None
         connect = None if recording is None else recording.connect
         return self.serializer.codecs[codec].loads(header, buffers, call.arrivals, call.peer, connect=connect)
 

@@ -234,7 +234,8 @@ class PendingCall:
 
     def result(self) -> Any:
         """Wait, decode, and return the value or raise: for callers that need no future."""
-        self.wait()
+        if self.outcome is None:
+            self.wait()
         self.what = None  # a function of the user's, perhaps, which must not die where it is settled
         outcome = self.outcome
         if isinstance(outcome, BaseException):

@@ -88,6 +88,7 @@ class End(Recorder):
         self.dispatcher = Dispatcher(self.agent, lambda request: None)  # type: ignore[arg-type]
         self.dispatcher.on(ON_LOOP, self._take_on_loop)
         self.dispatcher.on(ANYWHERE, self._take_anywhere, any_thread=True, followed=True)
+        self.followed = self.dispatcher.followed
         self.connection = open_connection(loop, self.here, self, **options)
         reader = self.connection.reader
         assert reader is not None
@@ -110,9 +111,6 @@ class End(Recorder):
 
     def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
         return self.dispatcher.take_inline(self.peer, frames, keep=keep)
-
-    def is_followed(self, frame: Frame) -> bool:
-        return self.dispatcher.is_followed(frame)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self.peer.gone(reason)

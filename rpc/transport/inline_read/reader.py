@@ -345,7 +345,7 @@ class InlineReader:
         poll = self._poll
         if poll is None or not self._followers.may_try():
             return False
-        if spin(lambda: poll(0), monotonic() + _FOLLOWER_SECONDS, self._followers):
+        if spin(poll, monotonic() + _FOLLOWER_SECONDS, self._followers, self._spinners):
             self._followers.paid()
             return True
         return False
@@ -363,17 +363,14 @@ class InlineReader:
             return None
         events: list[tuple[int, int]] = []
         try:
-            if self._spinning.may_try() and self._spinners.enter():
-                try:
-                    events = spin(lambda: poll(0), spin_until, self._spinning)
-                finally:
-                    self._spinners.leave()
+            if not self._spinning.rests or self._spinning.may_try():
+                events = spin(poll, spin_until, self._spinning, self._spinners)
             events = events or poll(_milliseconds_until(until))
         except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
             return None
         if not events:
             return False
-        if monotonic() <= spin_until:
+        if (self._spinning.penalty or self._spinning.rests) and monotonic() <= spin_until:
             self._spinning.paid()
         if len(events) == 1 and events[0][0] == self._descriptor:
             return True

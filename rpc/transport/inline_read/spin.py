@@ -75,38 +75,40 @@ class Spinners:
         limit: how many may; default: one fewer than there are cores.
     """
 
-    __slots__ = ("_threads", "limit")
+    __slots__ = ("limit", "threads")
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = usable_cores() - 1 if limit is None else limit
-        self._threads: dict[int, None] = {}
-
-    def enter(self) -> bool:
-        """Count the current thread, if another may spin."""
-        if len(self._threads) >= self.limit:
-            return False
-        self._threads[get_ident()] = None
-        return True
-
-    def leave(self) -> None:
-        self._threads.pop(get_ident(), None)
+        self.threads: dict[int, None] = {}
 
 
-def spin(look: Callable[[], list[Any]], until: float, backoff: Backoff) -> list[Any]:
-    """Look again and again, until there is something to see or ``until`` on the monotonic clock.
+def spin(poll: Callable[[int], list[Any]], until: float, backoff: Backoff, spinners: Spinners) -> list[Any]:
+    """Poll again and again, until there is something to see or ``until`` on the monotonic clock.
+
+    Args:
+        poll: called with 0, for how long to wait.
+        backoff: told if nothing was seen.
+        spinners: whom the current thread joins meanwhile, unless there are enough.
 
     Returns:
-        What was seen; empty if nothing was, and then ``backoff`` has been told.
+        What was seen; empty if nothing was.
     """
-    seen = look()
-    before = monotonic()
-    while not seen and before < until:
-        _yield()
-        seen = look()
-        now = monotonic()
-        if not seen and now - before > _LATE_SECONDS:
-            break
-        before = now
+    seen = poll(0)
+    if seen or len(spinners.threads) >= spinners.limit:
+        return seen
+    me = get_ident()
+    spinners.threads[me] = None
+    try:
+        before = monotonic()
+        while not seen and before < until:
+            _yield()
+            seen = poll(0)
+            now = monotonic()
+            if not seen and now - before > _LATE_SECONDS:
+                break
+            before = now
+    finally:
+        spinners.threads.pop(me, None)
     if not seen:
         backoff.failed()
     return seen
