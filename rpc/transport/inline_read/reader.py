@@ -145,6 +145,7 @@ class InlineReader:
         except OSError as error:
             logger.warning("only the agent's own thread will read a connection: %s", error)
             self.close()
+            self._worth.failed()  # else every call would try again, and warn
             return False
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)

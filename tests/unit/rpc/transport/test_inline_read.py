@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.runtime.loop import LoopThread
 from rpc.transport.base import ConnectionClosed
 from rpc.transport.inline_read import lease, reader
-from rpc.wire.frames import Kind, encode
+from rpc.wire.frames import PREAMBLE, Kind, encode
 from tests.support.inline_end import ANYWHERE, ON_LOOP, End, frame
 from tests.support.stepping import Step
 from tests.support.streams import SOON, TINY_BUFFER, Recorder, Sockets, open_connection, send, until
@@ -351,3 +353,26 @@ def test_data_followed_by_a_reset_is_noticed(loop: LoopThread, sockets: Sockets,
         there.sendall(b"farcall\x02" + frame(Kind.CALL, 1))
         there.close()
         assert owner.reason()
+
+
+def test_without_descriptors_left_the_loop_reads_and_it_is_not_tried_for_every_call(
+    loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    here, there = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    assert connection.reader is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "eventfd", fail)
+        for _ in range(500):
+            assert connection.reader.claim() is None
+            loop.call(int)
+    there.sendall(PREAMBLE + frame(Kind.CALL, 1))
+    owner.wait_for(1)
+    assert 1 <= len(caplog.records) <= 10
+    until(lambda: connection.reader and connection.reader.claim())
+    connection.reader.leave()
+    loop.call(connection.close, "end of the test")

@@ -1,0 +1,88 @@
+"""A call that cannot be sent ends, and who waits to leave is told; what is reserved is let go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rpc.agent.call_table import CallTable
+from rpc.agent.caller import UNSET_TIMEOUT, Caller
+from rpc.agent.pending_call import PendingCall
+from rpc.errors import RpcTimeoutError, WorkerLostError
+from rpc.group.peer import Peer
+from rpc.runtime.events import Events
+from rpc.serialization.payload import Payload
+from rpc.transport.base import QueueFull
+from rpc.wire.frames import Kind
+from tests.support.members import peer
+
+
+class Unsending:
+    """An agent and its outbox, which can send nothing; notes how many calls are under way when it is told."""
+
+    rpc_timeout = 60.0
+    tape = None
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.events = Events()
+        self.calls = CallTable(self, None, lambda futures: None)  # type: ignore[arg-type]
+        self.under_way: list[int] = []
+        unsending: Any = self
+        self.caller = Caller(unsending, unsending)
+
+    def send(self, *_: object, **__: object) -> None:
+        raise self.error
+
+    def something_ended(self) -> None:
+        self.under_way.append(self.calls.unanswered())
+
+    def decode(self, call: PendingCall, frame: Any) -> Any:
+        raise AssertionError
+
+    complete_soon = expire = decode
+
+    def request(self, to: Peer) -> PendingCall:
+        return self.caller.request(to, Kind.CALL, Payload({}, [b""]), 1.0, "what")
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(QueueFull(), RpcTimeoutError), (WorkerLostError("gone", "callee", "it died"), WorkerLostError)],
+    ids=["too much is queued", "the callee is gone"],
+)
+def test_a_call_that_ends_unsent_tells_that_it_has_ended(error: Exception, outcome: type[Exception]) -> None:
+    agent, callee = Unsending(error), peer()
+    callee.gone("it died")
+    assert isinstance(agent.request(callee).outcome, outcome)
+    assert agent.under_way == [0]
+    with pytest.raises(outcome):
+        agent.caller.inquire(callee, Kind.CALL, Payload({}, [b""]), 1.0, "what")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_call_whose_sending_raises_tells_that_it_has_ended(error: type[BaseException]) -> None:
+    agent = Unsending(error())
+    with pytest.raises(error):
+        agent.request(peer())
+    with pytest.raises(error):
+        agent.caller.inquire(peer(), Kind.CALL, Payload({}, [b""]), 1.0, "what")
+    assert agent.under_way == [0, 0]
+
+
+def test_a_call_to_a_worker_about_to_be_lost_is_left_to_who_says_why() -> None:
+    agent = Unsending(WorkerLostError("closed", "callee", "closed"))
+    call = agent.request(peer())
+    assert not call.settled()
+    assert list(agent.calls.waiting()) == [call]
+
+
+def test_a_timeout_is_a_number_of_seconds() -> None:
+    effective = Unsending(ValueError()).caller.effective_timeout
+    assert [effective(each) for each in (0, 0.5, UNSET_TIMEOUT, float("inf"))] == [0, 0.5, 60.0, 0.0]
+    for bad in (-0.5, -2, float("nan")):
+        with pytest.raises(ValueError, match="a timeout is a number of seconds, 0 for none"):
+            effective(bad)
+    with pytest.raises(TypeError, match="not str 'soon'"):
+        effective("soon")  # type: ignore[arg-type]

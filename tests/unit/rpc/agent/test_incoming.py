@@ -1,0 +1,102 @@
+"""Frames that come in go to whom they concern; malformed ones end their connection and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rpc.agent.request_runner import Request, RequestRunner
+from rpc.errors import ProtocolError, SerializationError
+from rpc.runtime.loop import LoopThread
+from rpc.serialization.serializer import Serializer
+from rpc.wire.frames import Frame, Kind
+from tests.support.inline_end import ANYWHERE, ON_LOOP, End
+from tests.support.members import peer
+from tests.support.streams import Sockets
+
+
+@pytest.fixture
+def end(loop: LoopThread, sockets: Sockets) -> Iterator[End]:
+    made = End(loop, sockets())
+    yield made
+    made.close()
+
+
+def both_ways(end: End, frames: list[Frame]) -> Iterator[None]:
+    """Takes the frames in on the loop's thread, and then on this one."""
+    end.loop.call(end.dispatcher.frames_received, end.peer, list(frames))
+    yield
+    end.dispatcher.take_inline(end.peer, list(frames))
+    yield
+
+
+def test_a_kind_has_one_handler(end: End) -> None:
+    for kind in (Kind.CALL, Kind.REPLY, Kind.FAILURE, ON_LOOP):
+        with pytest.raises(ValueError, match=f"message kind {kind} is taken"):
+            end.dispatcher.on(kind, lambda peer, frame: None)
+        with pytest.raises(ValueError, match=f"message kind {kind} is taken"):
+            end.dispatcher.unwrap(kind, lambda peer, frame: frame)
+
+
+def test_a_kind_that_means_nothing_is_malformed_and_left_to_the_loop(end: End) -> None:
+    frames = [Frame(200, 1, {}, []), Frame(ANYWHERE, 2, {}, [])]
+    left = list(frames)
+    assert end.dispatcher.take_inline(end.peer, left) is None
+    assert left == frames
+    end.loop.call(end.dispatcher.frames_received, end.peer, frames)
+    assert end.agent.lost == [
+        "it sent a malformed message: a frame of kind 200, which means nothing to this worker"
+    ]
+    assert end.taken == []
+
+
+def test_an_answer_to_a_call_that_another_worker_got_is_malformed_and_the_call_goes_on(end: End) -> None:
+    call = end.agent.calls.open(peer("other"), "what", 0)
+    for count, _ in enumerate(both_ways(end, [Frame(Kind.REPLY, call.call_id, {}, [b""])]), 1):
+        assert len(end.agent.lost) == count
+        assert "an answer to a call that worker 'other' got" in end.agent.lost[-1]
+    assert not call.settled()
+    assert end.agent.calls.find(call.call_id) is call
+
+
+def test_an_answer_that_comes_too_late_is_dropped(end: End) -> None:
+    call = end.call()
+    assert end.agent.calls.give_up(call)
+    assert end.agent.calls.unanswered() == 1
+    for _ in both_ways(end, [Frame(Kind.REPLY, call.call_id, {}, [b""])]):
+        assert end.agent.calls.unanswered() == 0
+    assert end.agent.lost == []
+
+
+def test_what_a_frame_stands_for_is_taken_in_instead(end: End) -> None:
+    end.dispatcher.unwrap(77, lambda peer, frame: frame._replace(kind=frame.buffers[0][0]))
+    frames = [Frame(77, 1, {}, [bytes([ANYWHERE])]), Frame(77, 2, {}, [bytes([ON_LOOP])])]
+    left = list(frames)
+    assert end.dispatcher.take_inline(end.peer, left) is None
+    assert (end.taken, [frame.kind for frame in left]) == ([1], [ON_LOOP])
+    end.loop.call(end.dispatcher.frames_received, end.peer, left + frames)
+    assert end.taken == [1, 2, 1, 2]
+
+
+def test_what_cannot_be_opened_is_malformed(end: End) -> None:
+    def fail(*_: object) -> Frame:
+        raise ProtocolError("torn")
+
+    end.dispatcher.unwrap(77, fail)
+    for _ in both_ways(end, [Frame(77, 1, {}, []), Frame(ANYWHERE, 2, {}, [])]):
+        assert end.agent.lost.pop() == "it sent a malformed message: torn"
+    assert end.taken == []
+
+
+def test_a_request_in_an_unknown_codec_is_answered_by_an_error() -> None:
+    failures: list[BaseException] = []
+    agent: Any = SimpleNamespace(
+        serializer=Serializer(), fail=lambda peer, call_id, error: failures.append(error)
+    )
+    RequestRunner(agent, agent).run(Request(peer(), Frame(Kind.CALL, 1, {}, [b"x"], 99)))
+    [error] = failures
+    assert isinstance(error, SerializationError)
+    assert "codec 99" in str(error)

@@ -1,0 +1,133 @@
+"""Large messages over several connections: whole in any order of events, and hostile ones refused."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rpc.errors import ProtocolError
+from rpc.wire.chunking import SHORT_CHUNK_BYTES, Outgoing, Reassembly
+from rpc.wire.decoder import Decoder, allocate
+from rpc.wire.frames import Frame, Kind, chunk_prefix, chunked, encode
+from tests.support.frames import LIMIT, feed, greeted, prefix
+
+LANES = 3
+
+
+def lanes(limit: int = LIMIT) -> list[Decoder]:
+    """The receiving ends of all lanes."""
+    arriving = Reassembly(allocate, LANES)
+    made = [greeted(limit) for _ in range(LANES)]
+    for lane, decoder in enumerate(made):
+        decoder.lane, decoder.arriving = lane, arriving
+    return made
+
+
+def opening(number: int, body: int) -> bytes:
+    inner = prefix(body, segments=1)
+    return prefix(len(inner), call_id=number, kind=Kind.OPENING) + inner
+
+
+def chunk(number: int, offset: int, data: bytes) -> bytes:
+    return chunk_prefix(number, offset, len(data)) + data
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sizes=st.lists(st.sampled_from([1, 130_000, 600_000, 1_700_000]), min_size=1, max_size=5),
+    small=st.booleans(),
+    data=st.data(),
+)
+def test_messages_arrive_whole_in_whatever_order_lanes_take_and_bring_chunks(
+    sizes: list[int], small: bool, data: st.DataObject
+) -> None:
+    sender = Outgoing(chunk_prefix, LIMIT, 1 << 40)
+    if small:
+        sender.shorten()
+    for number, size in enumerate(sizes):
+        pieces, length = encode(Kind.CALL, number, {}, [b"pickle", bytes([number]) * size])
+        sender.add(chunked(pieces, length, number))
+    decoders = lanes()
+    under_way: list[deque[bytes]] = [deque() for _ in range(LANES)]
+    frames: list[Frame] = []
+    while sender or any(under_way):
+        lane = data.draw(st.integers(0, LANES - 1))
+        if data.draw(st.booleans()) and under_way[lane]:
+            frames += feed(decoders[lane], under_way[lane].popleft())
+        elif sender:
+            pieces = [bytes(piece) for piece in sender.next(lane)]
+            middle = len(pieces) // 2
+            under_way[lane] += [b"".join(pieces[:middle]), b"".join(pieces[middle:])]
+        else:
+            lane = next(index for index in range(LANES) if under_way[index])
+            frames += feed(decoders[lane], under_way[lane].popleft())
+    assert sorted(frame.call_id for frame in frames) == list(range(len(sizes)))
+    for frame in frames:
+        assert frame.buffers == [b"pickle", bytes([frame.call_id]) * sizes[frame.call_id]]
+    assert not decoders[0].arriving
+    assert decoders[0].arriving.promised == 0
+
+
+def test_a_message_is_complete_when_its_chunks_have_arrived_and_not_when_they_have_begun() -> None:
+    first, second, _ = lanes()
+    data = bytes(SHORT_CHUNK_BYTES)
+    assert feed(first, opening(1, 2 * len(data)) + chunk(1, 0, data)[:-1]) == []
+    assert feed(second, opening(1, 2 * len(data)) + chunk(1, len(data), data)) == []
+    (frame,) = feed(first, data[:1])
+    assert frame.buffers == [2 * data]
+
+
+@pytest.mark.parametrize(
+    ("lane", "said", "complaint"),
+    [
+        (0, opening(1, 300_000), "opened twice"),
+        (1, opening(1, 300_000) * 2, "opened twice"),
+        (1, chunk(1, 0, bytes(SHORT_CHUNK_BYTES)), "has come twice"),
+        (1, chunk(1, 1, bytes(100)), "no chunk of 100 bytes is at 1 "),
+        (1, chunk(1, 2 * SHORT_CHUNK_BYTES, bytes(100)), "no chunk of 100 bytes"),
+        (1, chunk_prefix(1, 1 << 63, 100) + bytes(100), "no chunk of 100 bytes"),
+        (1, chunk(2, 0, b"data"), "not open"),
+    ],
+)
+def test_what_a_peer_must_not_send_on_any_lane_is_refused(lane: int, said: bytes, complaint: str) -> None:
+    decoders = lanes()
+    feed(decoders[0], opening(1, 300_000) + chunk(1, 0, bytes(SHORT_CHUNK_BYTES)))
+    with pytest.raises(ProtocolError, match=complaint):
+        feed(decoders[lane], said)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    said=st.lists(
+        st.tuples(
+            st.integers(0, LANES - 1),
+            st.builds(opening, st.integers(0, 2), st.integers(0, 60))
+            | st.builds(chunk, st.integers(0, 2), st.integers(0, 3), st.binary(max_size=60))
+            | st.builds(chunk, st.integers(0, 2), st.just(0), st.binary(max_size=60)),
+        ),
+        max_size=15,
+    )
+)
+def test_whatever_a_peer_says_is_a_message_or_an_error_of_the_protocol(
+    said: list[tuple[int, bytes]],
+) -> None:
+    decoders = lanes()
+    try:
+        for lane, data in said:
+            for frame in feed(decoders[lane], data):
+                assert len(frame.buffers) == 1
+    except ProtocolError:
+        return
+    assert decoders[0].arriving.promised >= 0
+
+
+def test_the_end_of_a_lane_takes_nothing_from_others_and_the_end_of_the_first_takes_all() -> None:
+    first, second, _ = lanes()
+    feed(first, opening(1, 300_000))
+    second.clear()
+    assert first.arriving.promised == 300_000
+    first.clear()
+    assert first.arriving.promised == 0
