@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Final, Generic, Literal, TypeVar, cast
 
 import torch
@@ -127,8 +128,9 @@ def _transports(name: str, value: object) -> tuple[str, ...] | None:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise _wrong_type(name, value, "a sequence of names")
     names = tuple(value)
-    if not names or not set(names) <= {"unix", "tcp"}:
-        raise InvalidOptionError(f'{name} must name at least one of "unix" and "tcp", got {value!r}')
+    known = {"unix", "tcp", *(point.name for point in entry_points(group="farcall.transports"))}
+    if not names or not known.issuperset(names):
+        raise InvalidOptionError(f"{name} must name at least one of {sorted(known)}, got {value!r}")
     return names
 
 
@@ -226,7 +228,8 @@ class AgentOptions(RpcBackendOptions):
         send_queue_bytes: how much one connection keeps unsent before callers wait (default 64 MiB).
         max_message_bytes: the largest message accepted from a peer (default 64 GiB); up to 64 KiB are
             accepted always. Who sends more gets a ``SerializationError``.
-        transports: which to use, of ``"unix"`` and ``"tcp"`` (default ``None``: all that this system has).
+        transports: which to use, of ``"unix"``, ``"tcp"`` and those of other packages (default ``None``: the
+            first two, as far as this system has them).
         shared_memory_bytes: how much shared memory large tensors for workers on this host may take (default
             1 GiB), and how much of each peer's is taken; what does not fit goes through the socket. 0 turns
             shared memory off. It is made as it is needed, kept for further messages, and given back after 20

@@ -92,6 +92,8 @@ def test_pytorchs_options_take_pytorchs_arguments_and_only_those() -> None:
         ("listen", ""),
         ("listen", "host:port"),
         ("deserialization", "marshal"),
+        ("transports", []),
+        ("transports", ["tcp", "pigeon"]),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
