@@ -13,6 +13,9 @@ and each step is one operation of C code, which has happened or has not:
 - ``unread`` gets the number of bytes received, within the C code that receives them;
 - ``frames`` is set to the frames that these bytes are: from then on ``unread`` does not count;
 - each frame is popped off ``frames`` before anything is done with it, and the loop pops all that are left.
+
+What a turn leaves when it has ended is the loop's alone: until the loop has taken it over nobody reads, the
+thread whose turn it was included.
 """
 
 from __future__ import annotations
@@ -36,9 +39,12 @@ class Turn:
         idle: the thread has nothing else to do, and gives way to one that waits for a reply.
         descriptor: where it receives from: none any more when the turn has ended.
         wake: ends the wait of the thread in the kernel.
+
+    Attributes:
+        left_to_loop: None until the turn has ended; then whether the loop is to go on with what is in it.
     """
 
-    __slots__ = ("frames", "idle", "socket", "thread", "unread", "wake")
+    __slots__ = ("frames", "idle", "left_to_loop", "socket", "thread", "unread", "wake")
 
     def __init__(self, thread: int, idle: bool, descriptor: int, wake: Callable[[], object]) -> None:
         self.thread = thread
@@ -46,6 +52,7 @@ class Turn:
         self.socket = syscalls.Number(descriptor)
         self.unread: list[int] = []
         self.frames: list[Frame] | None = None
+        self.left_to_loop: bool | None = None
         self.wake = wake
 
     def has_leftovers(self) -> bool:
@@ -94,7 +101,7 @@ class ReadLease:
         return self.offer(turn) is turn
 
     def own_turn(self) -> Turn | None:
-        """The current thread's turn, if it has one."""
+        """The current thread's turn, if it has one: also one that has ended and waits for the loop."""
         turn = self.holder()
         return turn if turn is not None and turn.thread == get_ident() else None
 

@@ -231,7 +231,8 @@ class InlineReader:
 
     def claim_idle(self) -> bool:
         """As ``claim``, for a thread that has nothing else to do; it may have the lease already."""
-        return self.lease.own_turn() is not None or self.claim(idle=True) is not None
+        turn = self.lease.own_turn()
+        return (turn is not None and turn.left_to_loop is None) or self.claim(idle=True) is not None
 
     def leave(self) -> None:
         """Give up the lease, if the current thread has it.
@@ -239,12 +240,15 @@ class InlineReader:
         In the middle of a turn, the loop goes on with what it has received and not taken in.
         """
         turn = self.lease.own_turn()
-        if turn is not None and turn is not LOOP:
+        if turn is not None:
             self._end(turn, has_leftovers=turn.has_leftovers())
 
     def _end(self, turn: Turn, *, has_leftovers: bool) -> None:
+        """End a turn; once more does no harm, where a finalizer does so in the middle of this."""
         turn.socket.value = -1
-        if has_leftovers and not self.closed:
+        if turn.left_to_loop is None:
+            turn.left_to_loop = has_leftovers and not self.closed
+        if turn.left_to_loop:
             self._connection.read_by_loop(turn)
         else:
             self._give_up(turn)
@@ -265,7 +269,7 @@ class InlineReader:
         """
         try:
             spin_until = min(deadline, monotonic() + MOMENT_SECONDS)
-            while awaited.outcome is None and self.lease.holder() is turn:
+            while awaited.outcome is None and turn.left_to_loop is None:
                 now = monotonic()
                 if deadline <= now:
                     return
@@ -275,7 +279,7 @@ class InlineReader:
                 if readable and not self._read(turn):
                     return
         finally:
-            if self.lease.holder() is turn:
+            if turn.left_to_loop is None:
                 self._end(turn, has_leftovers=turn.has_leftovers())
 
     def next_task(self, timeout: float | None) -> Task | None:
@@ -289,12 +293,12 @@ class InlineReader:
             None if the time is over, or something came that needs the loop, or ``wake`` was called.
         """
         turn = self.lease.own_turn()
-        if turn is None:
+        if turn is None or turn.left_to_loop is not None:
             return None
         try:
             task: Task | None = None
             until = math.inf if timeout is None else monotonic() + timeout
-            while task is None and self.lease.holder() is turn:
+            while task is None and turn.left_to_loop is None:
                 if not self._wait(until, min(until, monotonic() + MOMENT_SECONDS)):
                     return None
                 frames = self._receive(turn)
@@ -308,7 +312,7 @@ class InlineReader:
                     self._read(turn)  # now, since it would wake the loop as soon as this thread leaves
             return task
         finally:
-            if self.lease.holder() is turn:
+            if turn.left_to_loop is None:
                 self._end(turn, has_leftovers=turn.has_leftovers())
 
     def _read(self, turn: Turn) -> bool:
@@ -325,7 +329,7 @@ class InlineReader:
                 self._worth.paid()
             return True
         self._worth.failed()
-        if self.lease.holder() is not turn:  # it was ended in the middle
+        if turn.left_to_loop is not None:  # it was ended in the middle
             self._connection.deliver_soon(left)
         return False
 
@@ -338,8 +342,9 @@ class InlineReader:
         if frames is None:
             self._worth.failed()
             return None
-        turn.frames = frames  # before the look at who has the lease: the loop takes either these or the bytes
-        return frames if self.lease.holder() is turn else None
+        turn.frames = frames
+        # If it has been ended in the middle, the loop takes either these or the bytes.
+        return frames if turn.left_to_loop is None else None
 
     def _follower_has_come(self) -> bool:
         """Look for a moment whether it has, if that has paid."""

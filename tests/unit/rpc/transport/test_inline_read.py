@@ -257,6 +257,23 @@ def test_an_idle_thread_leaves_to_the_loop_what_needs_it(
     end.loop_reads()
 
 
+def test_what_an_idle_thread_leaves_to_the_loop_stays_when_it_wants_to_wait_again_before_the_loop_comes(
+    end: End,
+) -> None:
+    assert end.reader.claim_idle()
+    loop_may_go_on = threading.Event()
+    end.loop.loop.call_soon_threadsafe(loop_may_go_on.wait)
+    end.there.sendall(frame(Kind.CALL, 3) + frame(ON_LOOP, 1))
+    assert end.next_task() == 3
+    end.there.sendall(frame(ON_LOOP, 2))
+    if end.reader.claim_idle():
+        end.next_task(0)
+    end.reader.leave()
+    loop_may_go_on.set()
+    until(lambda: end.taken == [1, 2])
+    end.loop_reads()
+
+
 def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(
     end: End, idle: Callable[[], Callable[[float], int | None]]
 ) -> None:
