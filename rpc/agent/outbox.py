@@ -89,15 +89,17 @@ class Outbox:
         value: Any,
         of: object = None,
         recording: Recording | None = None,
+        codec: int = PICKLE,
     ) -> None:
         """Answer a request with a value; if it cannot be sent, with that error.
 
         Args:
             of: the function whose value it is, or a text, for error messages.
             recording: what the request is noted in.
+            codec: that of the request.
         """
         try:
-            payload = self.dump_reply(peer, value, of, recording)
+            payload = self.dump_reply(peer, value, of, recording, codec)
         except BaseException as error:
             self.fail(peer, call_id, error)
         else:

@@ -50,7 +50,13 @@ class Answers(Protocol):
     """How requests are answered: the outbox's half of it."""
 
     def reply(
-        self, peer: Peer, call_id: int, value: Any, of: object = None, recording: Recording | None = None
+        self,
+        peer: Peer,
+        call_id: int,
+        value: Any,
+        of: object = None,
+        recording: Recording | None = None,
+        codec: int = 0,
     ) -> None: ...
 
     def dump_reply(

@@ -63,19 +63,20 @@ _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes
 class _Replier:
     """Answers one call."""
 
-    __slots__ = ("_answers", "_call_id", "_peer", "_recording")
+    __slots__ = ("_answers", "_call_id", "_codec", "_peer", "_recording")
 
     def __init__(self, answers: Answers, request: Request) -> None:
         self._answers = answers
         self._peer = request.peer
         self._call_id = request.frame.call_id
+        self._codec = request.frame.codec
         self._recording = request.recording
 
     def __call__(self, value: Any, error: BaseException | None) -> None:
         if error is not None:
             self._answers.fail(self._peer, self._call_id, error)
         else:
-            self._answers.reply(self._peer, self._call_id, value, None, self._recording)
+            self._answers.reply(self._peer, self._call_id, value, None, self._recording, self._codec)
 
 
 class RequestRunner:

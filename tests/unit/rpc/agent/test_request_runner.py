@@ -1,4 +1,4 @@
-"""The callee's side of coroutines: what cannot begin is not counted as under way."""
+"""The callee's side of what is answered later: in which codec, and what cannot begin is not under way."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rpc.agent.request_runner import Request, RequestRunner
 from rpc.errors import NotInitializedError
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Counter
+from rpc.wire.frames import Frame, Kind
 
 
 class Answered(Exception):
@@ -29,6 +30,17 @@ def make() -> tuple[RequestRunner, Counter]:
     postponed = Counter()
     agent = SimpleNamespace(postponed=postponed, something_ended=lambda: None)
     return RequestRunner(agent, agent), postponed  # all that it asks of an agent here
+
+
+def test_an_answer_that_comes_later_is_in_the_codec_of_its_request() -> None:
+    replies: list[tuple[Any, ...]] = []
+    answers: Any = SimpleNamespace(reply=lambda *reply: replies.append(reply))
+    peer: Any = object()
+    later = RequestRunner(answers, answers).replier(
+        Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7))
+    )
+    later("value", None)
+    assert replies == [(peer, 5, "value", None, None, 7)]
 
 
 def test_after_stop_no_coroutine_begins() -> None:
