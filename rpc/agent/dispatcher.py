@@ -20,6 +20,7 @@ from rpc.errors import ProtocolError, RpcError
 from rpc.group.peer import Peer
 from rpc.runtime.events import MessageReceived, RequestBegun
 from rpc.runtime.tasks import Task
+from rpc.serialization.payload import Arrivals
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["Dispatcher", "KindHandler"]
@@ -94,7 +95,11 @@ class Dispatcher:
         try:
             for frame in frames:
                 opener = self._openers.get(frame[0])
-                self._take_in(peer, frame if opener is None else opener(peer, frame), tasks)
+                frame = frame if opener is None else opener(peer, frame)  # noqa: PLW2901
+                kind, header = frame[0], frame[2]
+                adopted = header and kind in _OWN_KINDS  # the handlers of other kinds do that themselves
+                arrivals = self._agent.serializer.adopt(header, peer) if adopted else None
+                self._take_in(peer, frame, arrivals, tasks)
         except Exception as error:
             self._refuse(peer, error)
         if tasks:
@@ -120,7 +125,7 @@ class Dispatcher:
                 if self._needs_loop(frame[0], frame[2]):
                     frames.insert(0, frame)
                     break
-                self._take_in(peer, frame, tasks)
+                self._take_in(peer, frame, None, tasks)
         except Exception as error:
             frames.clear()
             self._refuse(peer, error)
@@ -137,18 +142,17 @@ class Dispatcher:
                 return True
         return bool(header) and not self._agent.serializer.brings_nothing(header)
 
-    def _take_in(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
+    def _take_in(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
-        kind, _, header, _, _ = frame
+        kind = frame[0]
         events = self._agent.events
         if events.message_received:
             size = sum(map(len, frame.buffers))
             events.tell(events.message_received, MessageReceived(peer.name, kind, size))
         if kind == Kind.CALL:
-            arrivals = self._agent.serializer.adopt(header, peer) if header else None
             self.accept(Request(peer, frame, arrivals), self._run, tasks)
         elif kind == Kind.REPLY or kind == Kind.FAILURE:
-            self._answered(peer, frame, tasks)
+            self._answered(peer, frame, arrivals, tasks)
         else:
             entry = self._kinds.get(kind)
             if entry is None:
@@ -157,9 +161,8 @@ class Dispatcher:
             if task is not None:
                 tasks.append(task)
 
-    def _answered(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
+    def _answered(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
         calls = self._agent.calls
-        arrivals = self._agent.serializer.adopt(frame.header, peer) if frame.header else None
         call = calls.take(frame.call_id)
         if call is None:
             calls.answered_late(frame.call_id)

@@ -21,6 +21,7 @@ from rpc.wire.chunking import Reassembly, Room
 from rpc.wire.frames import (
     ALIGNMENT,
     MAGIC,
+    MAX_HEADER_BYTES,
     PREAMBLE,
     PREFIX_BYTES,
     PROTOCOL_VERSION,
@@ -174,8 +175,13 @@ class Decoder:
         stop = body + length
         if stop > end or length > self.max_frame_bytes or kind in _ABOUT_CHUNKS:
             return None
-        if buffers == 1 and not header_length:  # the usual case, kept short
-            return _new_frame(Frame, (kind, call_id, {}, [self.scratch[body:stop]], codec)), stop
+        if buffers == 1:  # the usual case, kept short
+            if not header_length:
+                return _new_frame(Frame, (kind, call_id, {}, [self.scratch[body:stop]], codec)), stop
+            first = body + header_length
+            if first <= stop and header_length <= MAX_HEADER_BYTES:
+                header = unpack_header(self._view[body:first])
+                return _new_frame(Frame, (kind, call_id, header, [self.scratch[first:stop]], codec)), stop
         check_layout(prefix)
         return build(prefix, memoryview(self.scratch[body:stop])), stop
 
