@@ -45,13 +45,13 @@ _OWN_FOLDERS: Final = tuple(
 )
 
 
-def dump_exception(error: BaseException, worker: str, dumps: Callable[[Any], Payload]) -> Payload:
+def dump_exception(error: BaseException, worker: str, dumps: Callable[[Any, object], Payload]) -> Payload:
     """Serialize an exception. Never raises, whatever the exception's own methods do.
 
     Args:
         error: the exception, with its traceback.
         worker: this worker's name, which the caller is told.
-        dumps: serializes a value for the caller.
+        dumps: serializes a value for the caller; also takes what to call it in errors.
     """
     header = [type_name(type(error)), text_of(error), _traceback(error), worker]
     payload = Payload({}, [])
@@ -75,19 +75,19 @@ def shortened(header: dict[str, Any], reason: BaseException) -> dict[str, Any]:
     return header | {EXCEPTION: described}
 
 
-def _dump(error: Exception, dumps: Callable[[Any], Payload]) -> Payload:
+def _dump(error: Exception, dumps: Callable[[Any, object], Payload]) -> Payload:
     try:
-        return dumps(error)
+        return dumps(error, None)
     except Exception:
         if not error.__dict__:
             raise
-    return dumps(_Reduced(error, dumps))
+    return dumps(_Reduced(error, dumps), None)
 
 
 class _Reduced:
     """An exception without those of its attributes that cannot be sent."""
 
-    def __init__(self, error: Exception, dumps: Callable[[Any], Payload]) -> None:
+    def __init__(self, error: Exception, dumps: Callable[[Any, object], Payload]) -> None:
         self.error = error
         self.dumps = dumps
 
@@ -98,7 +98,7 @@ class _Reduced:
         notes = list(attributes.get("__notes__", ()))
         for name, value in attributes.items():
             try:
-                self.dumps(value)
+                self.dumps(value, f"attribute '{name}'")
             except Exception as reason:
                 notes.append(f"attribute '{name}' is missing: {reason}")
             else:

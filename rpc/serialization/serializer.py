@@ -111,7 +111,10 @@ class Serializer:
                 the caller's ``except`` clauses do not match them.
             codec: the number of the codec.
         """
-        return exceptions.dump_exception(error, worker, lambda value: self.codecs[codec].dumps(value, to))
+        chosen = self.codecs[codec]
+        return exceptions.dump_exception(
+            error, worker, lambda value, what: chosen.dumps(value, to, what=what)
+        )
 
     def load_exception(
         self,

@@ -106,17 +106,20 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "the same opening twice": (2 * opening(Kind.CALL, 1 << 20, 1), "message 5"),
     "a chunk that is too long": (
         opening(Kind.CALL, 1 << 20, 1) + PREFIX.pack((1 << 20) + 1, 5, 0, 0, Kind.CHUNK) + bytes(100),
-        f"a chunk of {(1 << 20) + 1} bytes where {1 << 20} are left",
+        f"no chunk of {(1 << 20) + 1} bytes is at 0 in a message of {1 << 20}",
     ),
     "memory that was never shared": (
         frame(Kind.IN_SEGMENT, {}, [pack(Message(Kind.CALL, {}, 1, 1, (5,), b""))]),
         "a malformed message in a segment",
     ),
     "a return of nothing": (frame(Kind.SEGMENTS, {"return": [1]}), "a malformed message about shared memory"),
-    "a proof of nothing": (frame(Kind.SEGMENTS, {"proof": bytes(32)}), "it proves what was not asked"),
+    "a proof of nothing": (
+        frame(Kind.SEGMENTS, {"proof": bytes(32)}),
+        "'proof' about shared memory, where nothing was said",
+    ),
     "an invitation unasked": (
         frame(Kind.SEGMENTS, {"come": ["name", bytes(16), 1, 1]}),
-        "it says where to come, and was not asked",
+        "'come' about shared memory, where nothing was said",
     ),
     "a shutdown": (
         frame(Kind.SHUTDOWN, {"message": [0, "entered"]}),
