@@ -114,23 +114,9 @@ class Refuses:
 
 def send_the_unsendable(_: Worker) -> None:
     lock = threading.Lock()
-    deep: list[Any] = []
-    for _depth in range(100_000):
-        deep = [deep]
     cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((1, lock), {}, r"argument 1, of type _thread.lock, cannot be sent: cannot pickle"),
-        ((), {"a": 1, "b": lock}, r"argument 'b', of type _thread.lock, cannot be sent"),
+        ((1,), {"b": lock}, r"argument 'b', of type _thread.lock, cannot be sent: cannot pickle"),
         (({"x": [0, (1, Locked())]},), {}, r"argument 0, of type dict, .* of \['x'\]\[1\]\[1\].lock in it"),
-        ((iter([1]), (n for n in (1,))), {}, r"argument 1, of type generator"),
-        ((sys.stdout,), {}, r"argument 0, of type _io.TextIOWrapper"),
-        ((deep,), {}, r"argument 0, of type list, cannot be sent: it is nested too deeply"),
-        ((Refuses(),), {}, r"argument 0, of type .*Refuses, cannot be sent: not me"),
-        (
-            (torch.futures.Future(),),
-            {},
-            r"argument 0, of type torch\..*Future, .* Can not pickle torch.futures.Future",
-        ),
-        ((lambda: lock,), {}, r"argument 0, of type function, .* of its variable 'lock' in it"),
     ]
     rref = rpc.remote("worker1", list)
     for args, kwargs, text in cases:
@@ -219,10 +205,7 @@ def send_what_is_only_here(_: Worker) -> None:
     no_module, no_name = "there is no module named 'only_here'", f"module '{__name__}' has no 'newer'"
     cases: list[tuple[Any, tuple[Any, ...], str]] = [
         (module.work, (), f"'only_here.work' .*{no_module}"),
-        (module.Thing, (), f"'only_here.Thing' .*{no_module}"),
-        (module.Thing().method, (), f"'only_here' .*{no_module}"),
         (my_name, (module.Thing(),), f"'only_here' .*{no_module}"),
-        (newer, (), f"'{__name__}.newer' .*{no_name}"),
         (my_name, ([newer],), f"'{__name__}.newer' .*{no_name}"),
     ]
     for function, args, text in cases:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import time
@@ -239,59 +238,6 @@ def test_workers_that_disagree_all_get_the_error_and_may_try_again(
             assert text in message
 
 
-def come_late(worker: Worker) -> str | None:
-    if worker.rank < 2:
-        init(worker, world_size=2, rendezvous_timeout=15)
-        worker.report("ready")
-        worker.wait_for("done")
-        rpc.shutdown()
-        return None
-    with pytest.raises(GroupMismatchError) as caught:
-        init(worker, "newcomer", rank=1, world_size=2, rendezvous_timeout=15)
-    return str(caught.value)
-
-
-def test_a_place_in_a_running_group_is_not_given_away(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(come_late, 2)
-    workers.wait_for("ready")
-    message = workers.add(come_late).result()
-    workers[0].tell("done")
-    workers[1].tell("done")
-    workers.results()
-    assert "'newcomer' (rank 1" in message
-    assert "Worker 'worker1' (rank 1) has it, in the group of 2 that is complete and running" in message
-
-
-def join_in_own_way(worker: Worker) -> str | None:
-    dynamic = worker.rank == 1
-    if dynamic:
-        worker.wait_for("go")
-        with pytest.raises(GroupMismatchError) as caught:
-            rpc.init_rpc(
-                worker.name, rpc_backend_options=options(worker, dynamic=True, rendezvous_timeout=15)
-            )
-        worker.report("refused")
-        return str(caught.value)
-    with pytest.raises(GroupMismatchError, match="dynamic=True"):
-        init(worker, dynamic=True)
-    init(worker, world_size=1, rendezvous_timeout=15)
-    worker.report("ready")
-    worker.wait_for("done")
-    rpc.shutdown()
-    return None
-
-
-def test_static_and_dynamic_groups_do_not_mix(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(join_in_own_way, 2)
-    workers[0].wait_for("ready")
-    workers[1].tell("go")
-    workers[1].wait_for("refused")
-    workers[0].tell("done")
-    message = workers.results()[1]
-    assert "mixes statically and dynamically initialized members" in message
-    assert "worker0" in message
-
-
 def take_name_in_dynamic_group(worker: Worker) -> str | None:
     if worker.rank == 0:
         with worker.group(dynamic=True):
@@ -380,38 +326,6 @@ def test_an_unreachable_rendezvous_gives_up_in_time_and_says_where(
     run_workers: RunWorkers, place: Callable[[], contextlib.AbstractContextManager[int]]
 ) -> None:
     run_workers(find_nobody, 1, args=(place,))
-
-
-def find_nobody_at_the_address_in_the_environment(worker: Worker) -> None:
-    with closed_port() as port:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with pytest.raises(
-            RendezvousTimeoutError, match=rf"127.0.0.1:{port} \(MASTER_ADDR and MASTER_PORT\)"
-        ):
-            init(worker, rank=1, world_size=2, init_method="env://")
-
-
-def test_an_unreachable_address_from_the_environment_says_so(run_workers: RunWorkers) -> None:
-    run_workers(find_nobody_at_the_address_in_the_environment, 1)
-
-
-def wait_for_the_missing(worker: Worker) -> str:
-    worker.report("ready")
-    worker.wait_for("go")  # together: who begins late arrives after the other has given up
-    began = time.monotonic()
-    with pytest.raises(RendezvousTimeoutError) as caught:
-        init(worker, world_size=4, rendezvous_timeout=2)
-    assert time.monotonic() - began < IN_TIME
-    return str(caught.value)
-
-
-def test_workers_that_never_come_are_named_to_all_who_wait(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(wait_for_the_missing, 2)
-    workers.wait_for("ready")
-    workers.tell("go")
-    for message in workers.results():
-        assert "Ranks that arrived: 0, 1; missing: 2, 3." in message
-        assert "2 s at the rendezvous file /" in message
 
 
 def take_port(worker: Worker) -> str:

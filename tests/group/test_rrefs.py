@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 import rpc
-from rpc.errors import RpcTimeoutError, RRefError, SerializationError, WorkerLostError
+from rpc.errors import RpcTimeoutError, RRefError, WorkerLostError
 from tests.support.serving import first_of, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
@@ -85,19 +83,6 @@ def test_to_here_copies_and_proxies_use_the_object_itself(run_workers: RunWorker
     assert first_of(run_workers, use_copy_and_object) == [1, 2, 2, False, True]
 
 
-def make_module(_: Worker) -> list[list[float]]:
-    layer = rpc.remote("worker1", torch.nn.Linear, args=(2, 2))
-    with torch.no_grad():
-        weight = layer.rpc_sync().state_dict()["weight"]
-        output = layer.rpc_sync().forward(torch.eye(2)) - layer.to_here().bias
-    return [weight.t().tolist(), output.tolist()]
-
-
-def test_a_module_lives_on_its_owner(run_workers: RunWorkers) -> None:
-    weight, output = first_of(run_workers, make_module)
-    assert output == [pytest.approx(row, abs=1e-6) for row in weight]
-
-
 # ---- proxies
 
 
@@ -129,32 +114,6 @@ def test_proxies_call_methods(run_workers: RunWorkers, owner: str) -> None:
         return values
 
     assert first_of(run_workers, use) == [1, 3, 6]
-
-
-def use_up_time(_: Worker) -> list[int]:
-    rref = rpc.remote("worker1", Account, args=(5,))
-    with pytest.raises(RpcTimeoutError):
-        rref.remote(timeout=1e-6).look()  # not even the object's type is known in time
-    assert rref.remote().look().to_here() == 5
-    waits: list[Callable[[], Any]] = [
-        lambda: rref.rpc_sync(timeout=0.05).hold(),
-        lambda: rref.rpc_async(timeout=0.05).hold().wait(),
-        rref.remote(timeout=0.05).hold().to_here,
-        lambda: rref.remote().hold().to_here(timeout=0.05),
-        lambda: rpc.remote("worker1", wait_at_gate).to_here(timeout=0.05),
-        lambda: rpc.remote("worker0", wait_at_gate).to_here(timeout=0.05),
-    ]
-    for wait in waits:
-        with pytest.raises(RpcTimeoutError):
-            wait()
-    held = rref.rpc_async(timeout=0).hold()
-    for rank in (0, 1):
-        rpc.rpc_sync(rank, open_gate)
-    return [held.wait(), rref.rpc_sync(timeout=20).look()]
-
-
-def test_proxies_and_to_here_have_timeouts(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, use_up_time) == [5, 5]
 
 
 # ---- making fails
@@ -287,17 +246,6 @@ def open_and_deposit(rref: rpc.RRef[Account], amount: int) -> int:
 
 def test_a_reference_may_be_forgotten_as_soon_as_it_is_passed_on(run_workers: RunWorkers) -> None:
     assert first_of(run_workers, pass_and_forget, world_size=3) == list(range(1, 101))
-
-
-def pickle_plainly(_: Worker) -> None:
-    with pytest.raises(RRefError, match="can only be sent in RPC messages"):
-        pickle.dumps(rpc.RRef(1))
-    with pytest.raises((RRefError, SerializationError)):
-        rpc.rpc_sync("worker1", pickle.loads, args=(pickle.dumps(rpc.RRef(1)),))
-
-
-def test_a_reference_cannot_be_pickled_outside_messages(run_workers: RunWorkers) -> None:
-    first_of(run_workers, pickle_plainly)
 
 
 # ---- the owner is gone

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import resource
 import threading
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from rpc.bulk import copying
 from rpc.bulk.shared_memory import ledger
 from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
-from tests.group.test_fork import in_child, works
 from tests.support.leftovers import nothing_left
 from tests.support.serving import first_of, open_gate, serve, wait_at_gate
 from tests.support.shared_memory import (
@@ -241,13 +239,6 @@ def read_another_nonce() -> None:
     ledger.Ledger.nonce = lambda self: bytes(32)  # type: ignore[method-assign]
 
 
-def have_no_memfd() -> None:
-    def missing(*_: object) -> int:
-        raise OSError(38, os.strerror(38))
-
-    os.memfd_create = missing  # type: ignore[assignment]
-
-
 def open_no_more_files() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -260,7 +251,6 @@ def open_files_again() -> None:
 
 OBSTACLES: dict[str, tuple[Callable[[], None], str, str]] = {
     "other memory": (read_another_nonce, "worker1", "what is written here is not what is read there"),
-    "no memfds": (have_no_memfd, "worker0", "Function not implemented"),
     "no more files": (open_no_more_files, "worker1", "Too many open files"),
 }
 
@@ -272,33 +262,6 @@ def test_what_cannot_be_shared_goes_through_the_socket(
     def task(worker: Worker) -> None:
         fall_back(worker, reason, lambda: rpc.rpc_sync(where, obstruct))
         rpc.rpc_sync(where, open_files_again)  # the store of the rendezvous needs one to end
-
-    first_of(run_workers, task)
-
-
-# ---- forks
-
-
-def test_forks_change_no_tensor_anywhere(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        echo_through_segments("worker1", MIB)
-        mine = torch.arange(MIB // 4, dtype=torch.int32)
-        tensor = arriving_in_segment(lambda: rpc.rpc_sync("worker1", torch.neg, args=(mine,)))
-
-        def change() -> bool:
-            unchanged = torch.equal(tensor, -mine)
-            tensor.zero_()
-            return unchanged
-
-        assert in_child(change)
-        assert torch.equal(tensor, -mine)
-        assert works()
-        echo_through_segments("worker1", MIB)
-        assert torch.equal(tensor, -mine)
-        for _attempt in range(3):
-            in_child(int)
-            echo_through_segments("worker1", MIB)
-        assert len(mapped_segments()) <= 12
 
     first_of(run_workers, task)
 

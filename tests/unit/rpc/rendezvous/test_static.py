@@ -30,11 +30,6 @@ def test_all_workers_get_the_same_group(connect: Connect, workers: Workers) -> N
     assert all(group.static for group in groups)
 
 
-def test_group_of_one(connect: Connect, workers: Workers) -> None:
-    (worker,) = workers(1)
-    assert join(connect(), worker.member, 1).members == (worker.member,)
-
-
 def test_group_after_group_in_one_store(connect: Connect, workers: Workers) -> None:
     stores = [connect() for _ in range(3)]
     keys = set()

@@ -14,7 +14,6 @@ from rpc.rendezvous.arrivals import Arrival, Kind, Verdict
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.store import (
     Abandoned,
-    Backoff,
     Log,
     OutOfTime,
     SharedStore,
@@ -80,15 +79,6 @@ class Recorder(Waiting):
 
     def pause(self, seconds: float) -> None:
         self.pauses.append(seconds)
-
-
-def test_pauses_grow_to_a_limit() -> None:
-    recorder = Recorder()
-    backoff = Backoff(recorder, 0.004)
-    for _ in range(6):
-        backoff.pause()
-    assert recorder.pauses == sorted(recorder.pauses)
-    assert (recorder.pauses[0], recorder.pauses[-1]) == (0.001, 0.004)
 
 
 # The store

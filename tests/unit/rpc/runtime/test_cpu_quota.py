@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rpc.runtime import cpu_quota
 from rpc.runtime.cpu_quota import usable_cores
 
 SEEN = 16
@@ -78,49 +72,3 @@ def test_no_more_cores_count_than_the_process_may_run_on(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
     assert usable(tmp_path, VERSION_2, {"a/b/cpu.max": "400000 100000"}) == 1
-
-
-@pytest.fixture
-def group() -> Iterator[Path]:
-    """A control group of this machine, with a quota of one core; skips the test where there can be none."""
-    name = f"farcall-test-{secrets.token_hex(3)}"
-    made: Path | None = None
-    for folder, files in (
-        (Path("/sys/fs/cgroup/cpu"), {"cpu.cfs_quota_us": "100000"}),
-        (Path("/sys/fs/cgroup"), {"cpu.max": "100000 100000"}),
-    ):
-        with contextlib.suppress(OSError):
-            (folder / name).mkdir()
-            made = folder / name
-            for file, text in files.items():
-                (made / file).write_text(text)
-            break
-        if made is not None:
-            made.rmdir()
-            made = None
-    if made is None:
-        pytest.skip("control groups cannot be made here")
-    try:
-        yield made
-    finally:
-        made.rmdir()
-
-
-COUNT_IN = """
-import os, sys
-open(sys.argv[1], "w").write(str(os.getpid()))
-from rpc.runtime.cpu_quota import usable_cores
-print(usable_cores())
-"""
-
-
-@pytest.mark.processes
-def test_a_process_with_a_quota_of_one_core_has_one(group: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT_IN, str(group / "cgroup.procs")],
-        cwd=Path(cpu_quota.__file__).parent.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.split() == ["1"], done.stderr

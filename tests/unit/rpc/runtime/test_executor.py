@@ -12,9 +12,7 @@ import pytest
 
 from rpc.runtime import executor as module
 from rpc.runtime.executor import Executor, Task
-
-SOON = 20.0
-"""Seconds after which something that should happen at once is held not to happen."""
+from tests.support.streams import SOON, until
 
 
 @pytest.fixture
@@ -29,16 +27,6 @@ def make() -> Iterator[Callable[[int], Executor]]:
     yield make_one
     for each in made:
         assert each.stop()
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Waits for something that no event tells."""
-    pause = threading.Event()
-    for _ in range(int(SOON / 0.002)):
-        if condition():
-            return
-        pause.wait(0.002)
-    raise AssertionError("it does not happen")
 
 
 def meeting(count: int) -> tuple[Task, threading.Event]:
@@ -107,25 +95,6 @@ def test_tasks_begin_in_the_order_in_which_they_came(
     assert begun == list(range(60))
 
 
-def test_quick_tasks_one_after_another_need_one_thread(make: Callable[[int], Executor]) -> None:
-    executor = warmed_up(make(8), 1)
-    for _ in range(50):
-        done = threading.Event()
-        executor.submit((lambda event: event.set(), done))
-        assert done.wait(SOON)
-        until(lambda: executor.counts()["idle_threads"] == 1)
-    assert executor.counts()["threads"] == 1
-
-
-def test_blocking_tasks_spread_over_the_threads_without_waiting_for_the_monitor(
-    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Executor, "_grow", lambda _: True)
-    task, met = meeting(8)
-    make(8).submit_batch([task] * 8)
-    assert met.wait(SOON)
-
-
 @pytest.mark.parametrize("idle", [1, 2, 3])
 @pytest.mark.parametrize("workers", [3, 8])
 def test_a_batch_larger_than_the_idle_threads_is_begun_in_full(
@@ -144,34 +113,6 @@ def test_more_threads_are_started_when_all_are_blocked(make: Callable[[int], Exe
         executor.submit(task)
     assert met.wait(SOON)
     assert executor.counts()["threads"] >= 20
-
-
-def test_calls_that_nest_200_deep_between_two_executors_end_after_few_ticks(
-    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    growths: list[Executor] = []
-    grow = Executor._grow
-
-    def noting(executor: Executor) -> bool:
-        growths.append(executor)
-        return grow(executor)
-
-    monkeypatch.setattr(Executor, "_grow", noting)
-    executors = [make(16), make(16)]
-
-    def call(argument: tuple[int, threading.Event]) -> None:
-        depth, done = argument
-        if depth:
-            inner = threading.Event()
-            executors[depth % 2].submit((call, (depth - 1, inner)))
-            assert inner.wait(SOON)
-        done.set()
-
-    outermost = threading.Event()
-    executors[0].submit((call, (200, outermost)))
-    assert outermost.wait(SOON)
-    assert len(growths) <= 2 * 9  # 1 + 1 + 2 + 4 ... + 128 threads are more than enough for 100
-    assert all(executor.counts()["threads"] < 512 for executor in executors)
 
 
 def test_threads_above_the_base_number_retire_when_idle_and_no_others_do(
@@ -282,20 +223,6 @@ def test_an_idle_thread_keeps_nothing_of_its_last_task_alive(make: Callable[[int
     assert gone() is None
 
 
-def test_without_a_backlog_nothing_ticks(
-    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticks: list[float] = []
-    monkeypatch.setattr("time.sleep", ticks.append)
-    executor = warmed_up(make(4), 4)
-    ticks.clear()
-    done = threading.Event()
-    executor.submit_batch([(lambda event: event.set(), done)] * 4)
-    assert done.wait(SOON)
-    until(lambda: not executor.active())
-    assert ticks == []
-
-
 def test_tasks_wait_while_the_system_gives_no_threads(
     make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -372,35 +299,12 @@ def test_a_task_may_stop_the_executor(make: Callable[[int], Executor]) -> None:
 # ---- the ceiling
 
 
-def test_beyond_the_ceiling_threads_are_added_slowly_and_it_is_said_once(
-    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_tasks_that_need_more_threads_than_the_ceiling_get_on_and_it_is_said_once(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    executor = make(1)
-    monkeypatch.setattr(executor, "_ceiling", 6)
-    go_on, grown = threading.Event(), threading.Event()
-    beyond: list[int] = []
-    start_thread = Executor._start_thread
-
-    def noting(self: Executor) -> bool:
-        started = start_thread(self)
-        if len(self._threads) > 6:
-            beyond.append(self._ticks_beyond)
-        if len(beyond) == 2:
-            grown.set()
-        return started
-
-    monkeypatch.setattr(Executor, "_start_thread", noting)
-    executor.submit_batch([(lambda _: go_on.wait(SOON), None)] * 50)
-    assert grown.wait(SOON)
-    go_on.set()
-    assert beyond[1] - beyond[0] >= module._TICKS_BEYOND_CEILING
-    until(lambda: executor.active() == 0)
-    assert caplog.text.count("(max_worker_threads)") == 1
-
-
-def test_tasks_that_need_more_threads_than_the_ceiling_get_on(make: Callable[[int], Executor]) -> None:
-    executor = make(2)
-    executor._ceiling = 4
+    executor = Executor(2, "low", ceiling=4)
     task, met = meeting(8)
     executor.submit_batch([task] * 8)
     assert met.wait(SOON)
+    assert executor.stop()
+    assert caplog.text.count("(max_worker_threads)") == 1

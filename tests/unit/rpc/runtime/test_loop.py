@@ -16,7 +16,6 @@ import uvloop
 
 from rpc.agent.futures import Future
 from rpc.errors import BlockingCallError
-from rpc.runtime import loop as module
 from rpc.runtime.loop import LoopThread
 from tests.support.ctrl_c import CtrlC
 from tests.support.streams import SOON, until
@@ -26,8 +25,9 @@ from tests.support.streams import SOON, until
 def thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopThread]:
     """A running loop of either kind."""
     if request.param == "asyncio":
-        monkeypatch.setattr(module, "_new_loop", asyncio.new_event_loop)
+        monkeypatch.setitem(sys.modules, "uvloop", None)  # as where it is not installed
     running = LoopThread("test-loop", "this thread must not block")
+    assert isinstance(running.loop, uvloop.Loop) == (request.param == "uvloop")
     yield running
     assert running.stop()
 
@@ -35,16 +35,6 @@ def thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 async def endless(begun: threading.Event) -> None:
     begun.set()
     await asyncio.Event().wait()
-
-
-def test_uvloop_is_used_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_uvloop = module._new_loop()
-    monkeypatch.setitem(sys.modules, "uvloop", None)
-    without = module._new_loop()
-    assert isinstance(with_uvloop, uvloop.Loop)
-    assert isinstance(without, asyncio.SelectorEventLoop)
-    with_uvloop.close()
-    without.close()
 
 
 def test_functions_and_coroutines_run_on_the_thread_and_their_results_come_back(thread: LoopThread) -> None:
@@ -155,7 +145,7 @@ def test_stop_can_be_called_by_several_threads_and_again(thread: LoopThread) -> 
 
 def test_stop_may_be_called_on_the_thread_itself(thread: LoopThread) -> None:
     assert thread.call(thread.stop) is False
-    until(lambda: not thread._thread.is_alive())
+    until(lambda: "test-loop" not in [each.name for each in threading.enumerate()])
 
 
 def test_a_task_that_will_not_be_cancelled_does_not_keep_the_thread(thread: LoopThread) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import operator
 import os
 import pickle
@@ -73,39 +72,6 @@ def test_what_can_be_imported_goes_by_name(callee: Any) -> None:
         assert send_call(callee)[0] is callee
         payload = SERIALIZER.dump_call(callee, (), {}, CALLEE)
         assert len(payload.buffers[0]) < 250
-
-
-@pytest.mark.parametrize(
-    ("callee", "args", "result"),
-    [
-        (Plain(2).get, (), 2),
-        (Plain.make(3).get, (), 3),
-        ("a".upper, (), "A"),
-        (functools.partial(callees.add, 1), (2,), 3),
-        (functools.partial(callees.add, b=torch.ones(2)), (1,), torch.full((2,), 2.0)),
-        (torch.arange(3).sum, (), torch.tensor(3)),
-        (callees.double, (4,), 8),
-        (callees.make_adder(torch.ones(2)), (1,), torch.full((2,), 2.0)),
-        (callees.undecorated, (1,), 2),
-        (lambda *a, scale=3: scale * sum(a), (1, 2), 9),
-    ],
-    ids=repr,
-)
-def test_callable_gives_the_same_result(callee: Any, args: Any, result: Any) -> None:
-    func, received, kwargs = send_call(callee, args)
-
-    returned = func(*received, **kwargs)
-    if isinstance(result, torch.Tensor):
-        assert torch.equal(returned, result)
-    else:
-        assert returned == result
-
-
-def test_classmethod_stays_bound_to_its_class() -> None:
-    func, args, _ = send_call(Plain.make, (3,))
-
-    assert getattr(func, "__self__", None) is Plain
-    assert func(*args).value == 3
 
 
 def test_method_that_its_object_does_not_have_under_its_name() -> None:

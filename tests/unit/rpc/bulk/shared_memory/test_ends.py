@@ -6,16 +6,14 @@ import errno
 import fcntl
 import gc
 import os
-import pwd
 import resource
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rpc.bulk.shared_memory import fd_channel, outgoing
+from rpc.bulk.shared_memory import outgoing
 from rpc.bulk.shared_memory.ledger import REFUSED, RETIRED, SLOTS
 from rpc.bulk.shared_memory.memory import create
 from rpc.errors import ProtocolError
@@ -149,28 +147,6 @@ def test_a_sender_without_memory_for_a_segment_that_there_is_goes_on(
         assert ends.send(DATA) is None
     assert ends.said == ["Cannot allocate memory"]
     assert ends.pool.size == 0
-
-
-def fill(sock: socket.socket, descriptor: int) -> None:
-    """Send descriptors that nobody receives until no more may be under way."""
-    while True:
-        fd_channel.send(sock, b"", descriptor)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to become another user")
-def test_a_sender_with_too_many_descriptors_under_way_goes_on(ends: Ends) -> None:
-    def limited() -> None:
-        os.setuid(pwd.getpwnam("nobody").pw_uid)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-        descriptor = create(4096)
-        with pytest.raises(OSError, match="Too many references"):
-            fill(ends.there, descriptor)
-        for _ in range(3):
-            assert ends.outgoing.lend([memoryview(DATA)]) is None
-        assert ends.said == ["Too many references: cannot splice"]
-        assert ends.pool.size == 0
-
-    in_child(limited)
 
 
 def test_a_receiver_that_may_open_no_more_files_refuses_and_the_sender_goes_on(ends: Ends) -> None:
