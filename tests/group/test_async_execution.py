@@ -11,7 +11,7 @@ import torch
 
 import rpc
 from rpc.errors import RpcError
-from tests.support.serving import first_of
+from tests.support.serving import first_of, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 Int = torch.futures.Future[int]
@@ -98,18 +98,15 @@ METHODS = {
 }
 
 
-def call_through_proxies(_: Worker, owner: str) -> list[dict[str, int]]:
+@pytest.mark.parametrize("owner", ["worker0", "worker1"])
+@in_worker0()
+def test_marked_methods_through_proxies(owner: str) -> None:
     rref = rpc.remote(owner, Remote)
-    return [
+    assert [
         {name: getattr(rref.rpc_sync(), name)(1) for name in METHODS},
         {name: getattr(rref.rpc_async(), name)(1).wait() for name in METHODS},
         {name: getattr(rref.remote(), name)(1).to_here() for name in METHODS},
-    ]
-
-
-@pytest.mark.parametrize("owner", ["worker0", "worker1"])
-def test_marked_methods_through_proxies(run_workers: RunWorkers, owner: str) -> None:
-    assert first_of(run_workers, call_through_proxies, owner) == [METHODS] * 3
+    ] == [METHODS] * 3
 
 
 # ---- what it is for
@@ -205,7 +202,8 @@ FAILING: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-def fail_each_way(_: Worker) -> None:
+@in_worker0()
+def test_failure_is_the_callers() -> None:
     for failing, error, message in FAILING:
         waits: list[Callable[[], Any]] = [
             lambda failing=failing: rpc.rpc_sync("worker1", failing),  # type: ignore[misc]
@@ -217,10 +215,6 @@ def fail_each_way(_: Worker) -> None:
             with pytest.raises(error, match=message):
                 wait()
     assert rpc.rpc_sync("worker1", abs, args=(-1,)) == 1
-
-
-def test_failure_is_the_callers(run_workers: RunWorkers) -> None:
-    first_of(run_workers, fail_each_way)
 
 
 # ---- on torch's own terms

@@ -16,8 +16,7 @@ import torch
 import rpc
 from rpc.errors import RemoteError, SerializationError
 from tests.support.refusals import refused
-from tests.support.serving import first_of
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import in_worker0
 
 
 def my_name() -> str:
@@ -47,7 +46,8 @@ class Maker:
         return threading.Lock()
 
 
-def ask_for_the_unsendable(_: Worker) -> None:
+@in_worker0()
+def test_a_result_that_cannot_be_sent_is_named_and_stays() -> None:
     inside = r"because of \['locks'\]\[1\] in it, of type _thread.lock: cannot pickle '_thread.lock' object"
     for function, name in (
         (make_locked, f" of {__name__}.make_locked"),
@@ -66,10 +66,6 @@ def ask_for_the_unsendable(_: Worker) -> None:
         SerializationError, "^cannot send the object, of type _thread.lock, to worker 'worker0'", lock.to_here
     )
     assert lock.rpc_sync().acquire() is True  # it is there all the same
-
-
-def test_a_result_that_cannot_be_sent_is_named_and_stays(run_workers: RunWorkers) -> None:
-    first_of(run_workers, ask_for_the_unsendable)
 
 
 # ---- exceptions that cannot be raised as themselves
@@ -134,7 +130,8 @@ def promise_odd(name: str) -> torch.futures.Future[Any]:
     return rpc.rpc_async("worker1", my_name).then(lambda _: raise_odd(name))
 
 
-def catch_odd(_: Worker) -> None:
+@in_worker0()
+def test_an_exception_that_cannot_be_raised_as_itself_still_tells_all() -> None:
     for function in (raise_odd, raise_odd_slowly):
         for name, why in {
             "OddInit": r"TypeError: OddInit.__init__\(\) missing 1 required",
@@ -172,10 +169,6 @@ def catch_odd(_: Worker) -> None:
         rpc.rpc_sync("worker1", promise_odd, args=("OddState",))
 
 
-def test_an_exception_that_cannot_be_raised_as_itself_still_tells_all(run_workers: RunWorkers) -> None:
-    first_of(run_workers, catch_odd)
-
-
 def end_thread(kind: str) -> None:
     raise {"SystemExit": SystemExit(3), "KeyboardInterrupt": KeyboardInterrupt()}[kind]
 
@@ -199,7 +192,8 @@ async def still_alive() -> str:
     return "alive"
 
 
-def have_threads_ended(_: Worker) -> None:
+@in_worker0()
+def test_a_callee_cannot_end_its_worker_nor_its_caller() -> None:
     for kind in ("SystemExit", "KeyboardInterrupt"):
         for function in (end_thread, end_thread_slowly):
             for to in ("worker0", "worker1"):
@@ -212,7 +206,3 @@ def have_threads_ended(_: Worker) -> None:
             rpc.remote("worker1", end_thread, args=(kind,)).to_here()
         assert rpc.rpc_sync("worker1", still_alive) == "alive"
         assert rpc.rpc_sync("worker1", my_name) == "worker1"
-
-
-def test_a_callee_cannot_end_its_worker_nor_its_caller(run_workers: RunWorkers) -> None:
-    first_of(run_workers, have_threads_ended)

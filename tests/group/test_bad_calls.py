@@ -27,7 +27,7 @@ from rpc.errors import (
     with_article,
 )
 from tests.support.refusals import refused
-from tests.support.serving import first_of, open_gate, serve, wait_at_gate
+from tests.support.serving import in_worker0, open_gate, serve, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker
 
@@ -41,7 +41,8 @@ def my_name(*_: Any) -> str:
 # ---- what is no call
 
 
-def misuse(_: Worker) -> str:
+@in_worker0()
+def test_what_cannot_be_a_call_is_refused_before_anything_is_sent() -> None:
     for call in CALLS:
         for args in ("text", b"bytes", torch.ones(2), 3):
             said = refused(
@@ -73,14 +74,11 @@ def misuse(_: Worker) -> str:
     assert [counts["agent.pending_calls"], counts["num_pending_futures"], counts["num_pending_users"]] == [
         0
     ] * 3
-    return str(rpc.rpc_sync("worker1", my_name))
+    assert str(rpc.rpc_sync("worker1", my_name)) == "worker1"
 
 
-def test_what_cannot_be_a_call_is_refused_before_anything_is_sent(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, misuse) == "worker1"
-
-
-def have_patience(_: Worker) -> list[Any]:
+@in_worker0()
+def test_a_timeout_longer_than_clocks_go_is_none() -> None:
     rref = rpc.remote("worker1", my_name, timeout=1e300)
     own = rpc.RRef("own")
     answers: list[Any] = []
@@ -92,11 +90,7 @@ def have_patience(_: Worker) -> list[Any]:
             rref.rpc_sync(timeout=timeout).upper(),
             own.to_here(timeout=timeout),
         ]
-    return answers
-
-
-def test_a_timeout_longer_than_clocks_go_is_none(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, have_patience) == ["worker1", "worker1", "worker1", "WORKER1", "own"] * 4
+    assert answers == ["worker1", "worker1", "worker1", "WORKER1", "own"] * 4
 
 
 # ---- arguments that cannot be sent
@@ -112,7 +106,8 @@ class Refuses:
         raise LookupError("not me")
 
 
-def send_the_unsendable(_: Worker) -> None:
+@in_worker0()
+def test_what_cannot_be_sent_is_named_with_its_place_type_and_reason() -> None:
     lock = threading.Lock()
     cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((1,), {"b": lock}, r"argument 'b', of type _thread.lock, cannot be sent: cannot pickle"),
@@ -129,10 +124,6 @@ def send_the_unsendable(_: Worker) -> None:
         refused(SerializationError, f"{headline}{text}.*$", rref.rpc_async().append(*args, **kwargs).wait)
     assert issubclass(SerializationError, TypeError)
     assert rref.to_here() == []
-
-
-def test_what_cannot_be_sent_is_named_with_its_place_type_and_reason(run_workers: RunWorkers) -> None:
-    first_of(run_workers, send_the_unsendable)
 
 
 def fail_to_send(mine: rpc.RRef[Any], theirs: rpc.RRef[Any], stand_in: rpc.RRef[Any]) -> None:
@@ -195,7 +186,8 @@ def test_an_object_that_cannot_be_gathered_is_told_to_all_and_they_stay_in_step(
 # ---- functions and classes that the callee does not have
 
 
-def send_what_is_only_here(_: Worker) -> None:
+@in_worker0()
+def test_a_function_or_class_that_the_callee_lacks_is_named() -> None:
     module = types.ModuleType("only_here")
     exec("def work(): pass\nclass Thing:\n    def method(self): pass", module.__dict__)
     sys.modules["only_here"] = module
@@ -214,10 +206,6 @@ def send_what_is_only_here(_: Worker) -> None:
         refused(FunctionNotFoundError, said, rpc.rpc_async("worker1", function, args).wait)
         refused(FunctionNotFoundError, said, rpc.remote("worker1", function, args).to_here)
     assert issubclass(FunctionNotFoundError, AttributeError)
-
-
-def test_a_function_or_class_that_the_callee_lacks_is_named(run_workers: RunWorkers) -> None:
-    first_of(run_workers, send_what_is_only_here)
 
 
 # ---- references

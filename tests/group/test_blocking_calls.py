@@ -10,8 +10,8 @@ import torch
 
 import rpc
 from rpc.errors import BlockingCallError
-from tests.support.serving import first_of, in_group, open_gate, wait_at_gate
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import first_of, in_group, in_worker0, open_gate, wait_at_gate
+from tests.support.workers import RunWorkers
 
 Futures = list[torch.futures.Future[Any]]
 
@@ -23,7 +23,8 @@ def add(x: int, y: int) -> int:
 # ---- callbacks
 
 
-def call_in_callbacks(_: Worker) -> list[int]:
+@in_worker0()
+def test_callbacks_may_make_blocking_calls() -> None:
     """Completed by whom: by an executor thread, by the one that waits, or done before."""
 
     def ask_again(done: torch.futures.Future[int]) -> int:
@@ -41,14 +42,11 @@ def call_in_callbacks(_: Worker) -> list[int]:
     chained = attended.then(ask_through_another)
     rpc.rpc_async("worker1", open_gate, args=("attended",))
     values += [attended.wait(), chained.wait(), attended.then(ask_through_another).wait()]
-    return values
+    assert values == [21, 1, 31, 31]
 
 
-def test_callbacks_may_make_blocking_calls(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, call_in_callbacks) == [21, 1, 31, 31]
-
-
-def call_in_collected_callbacks(_: Worker) -> int:
+@in_worker0(num_worker_threads=1)
+def test_callbacks_of_collect_all_may_make_blocking_calls() -> None:
     def total(done: torch.futures.Future[Futures]) -> int:
         return sum(rpc.rpc_sync("worker1", add, args=(each.wait(), 1)) for each in done.wait())
 
@@ -56,14 +54,11 @@ def call_in_collected_callbacks(_: Worker) -> int:
     for _round in range(20):
         calls: Futures = [rpc.rpc_async("worker1", add, args=(number, 0)) for number in range(5)]
         collected.append(torch.futures.collect_all(calls).then(total))
-    return sum(each.wait() for each in collected)
+    assert sum(each.wait() for each in collected) == 20 * (10 + 5)
 
 
-def test_callbacks_of_collect_all_may_make_blocking_calls(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, call_in_collected_callbacks, num_worker_threads=1) == 20 * (10 + 5)
-
-
-def call_in_done_callbacks(_: Worker) -> int:
+@in_worker0()
+def test_done_callbacks_may_make_blocking_calls() -> None:
     answers: list[int] = []
     done = rpc.Future[None]()
 
@@ -75,11 +70,7 @@ def call_in_done_callbacks(_: Worker) -> int:
     for number in range(10):
         rpc.rpc_async("worker1", add, args=(number, 0)).add_done_callback(ask_again)
     done.wait()
-    return sum(answers)
-
-
-def test_done_callbacks_may_make_blocking_calls(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, call_in_done_callbacks) == sum(range(10)) + 10
+    assert sum(answers) == sum(range(10)) + 10
 
 
 # ---- functions
@@ -159,28 +150,24 @@ async def block_in_every_way() -> dict[str, str]:
     return raised
 
 
-def test_a_blocking_call_in_a_coroutine_is_refused(run_workers: RunWorkers) -> None:
-    def ask(_: Worker) -> dict[str, str]:
-        answer: dict[str, str] = rpc.rpc_sync("worker1", block_in_every_way)
-        for rank in (0, 1):
-            rpc.rpc_sync(rank, open_gate)
-        return answer
-
-    assert first_of(run_workers, ask) == dict.fromkeys(BLOCKING, "BlockingCallError")
+@in_worker0()
+def test_a_blocking_call_in_a_coroutine_is_refused() -> None:
+    answer: dict[str, str] = rpc.rpc_sync("worker1", block_in_every_way)
+    for rank in (0, 1):
+        rpc.rpc_sync(rank, open_gate)
+    assert answer == dict.fromkeys(BLOCKING, "BlockingCallError")
 
 
 # ---- what blocks holds up nobody else
 
 
-def test_a_callee_that_blocks_does_not_hold_up_the_next_call(run_workers: RunWorkers) -> None:
-    def call_behind(_: Worker) -> int:
-        waiting = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
-        for number in range(100):
-            assert rpc.rpc_sync("worker1", add, args=(number, 1)) == number + 1
-        rpc.rpc_sync("worker1", open_gate)
-        return int(waiting.wait())
-
-    assert first_of(run_workers, call_behind) == 3
+@in_worker0()
+def test_a_callee_that_blocks_does_not_hold_up_the_next_call() -> None:
+    waiting = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
+    for number in range(100):
+        assert rpc.rpc_sync("worker1", add, args=(number, 1)) == number + 1
+    rpc.rpc_sync("worker1", open_gate)
+    assert int(waiting.wait()) == 3
 
 
 class EndsAtGate:
@@ -193,12 +180,10 @@ class EndsAtGate:
         wait_at_gate()
 
 
-def test_a_destructor_of_what_was_returned_does_not_hold_up_the_next_call(run_workers: RunWorkers) -> None:
-    def call_behind(_: Worker) -> int:
-        for number in range(20):
-            rpc.rpc_sync("worker1", add, args=(number, 1))
-        value = rpc.rpc_sync("worker1", EndsAtGate)
-        rpc.rpc_sync("worker1", open_gate, timeout=10)
-        return int(value)
-
-    assert first_of(run_workers, call_behind) == 3
+@in_worker0()
+def test_a_destructor_of_what_was_returned_does_not_hold_up_the_next_call() -> None:
+    for number in range(20):
+        rpc.rpc_sync("worker1", add, args=(number, 1))
+    value = rpc.rpc_sync("worker1", EndsAtGate)
+    rpc.rpc_sync("worker1", open_gate, timeout=10)
+    assert int(value) == 3

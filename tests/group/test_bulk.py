@@ -29,7 +29,7 @@ from rpc.errors import (
 from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
 from tests.group.test_fork import in_child
-from tests.support.serving import first_of, serve
+from tests.support.serving import in_all, in_group, in_worker0, serve
 from tests.support.shared_memory import echo_through_segments, mapped_segments
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
@@ -72,12 +72,7 @@ def send_back(tag: int, data: bytes) -> None:
 
 def both(run_workers: RunWorkers, task: Callable[[Worker], object], **options: Any) -> None:
     """Run a task in two workers."""
-
-    def run(worker: Worker) -> None:
-        with worker.group(**options):
-            task(worker)
-
-    run_workers([run, run], 2)
+    run_workers(in_group(task, **options), 2)
 
 
 SIZES = [0, 8, 64 << 10, (64 << 10) + 1, 300_000, 3 * MIB, 40 * MIB]
@@ -146,173 +141,152 @@ def test_without_a_buffer_the_receiver_gets_the_message_s_own(
     both(run_workers, task, **options)
 
 
-def test_tags_are_independent_and_a_full_one_holds_up_no_other(run_workers: RunWorkers) -> None:
+@in_all()
+def test_tags_are_independent_and_a_full_one_holds_up_no_other(worker: Worker) -> None:
     """Far more is sent than the receiver keeps; the last tag is posted first."""
-
-    def task(worker: Worker) -> None:
-        tags, count, size = (1, 2, (1 << 32) - 1), 5, WINDOW // 2
-        sent = [
-            bulk().send(other(worker), tag, numbers(size, tag % 100 + n).numpy())
-            for tag in tags
-            for n in range(count)
-        ]
-        buffer = torch.zeros(size, dtype=torch.uint8)
-        for tag in reversed(tags):
-            for n in range(count):
-                bulk().post(other(worker), tag, buffer.numpy()).wait(SOON)
-                assert torch.equal(buffer, numbers(size, tag % 100 + n))
-        for each in sent:
-            each.wait(SOON)
-
-    both(run_workers, task)
+    tags, count, size = (1, 2, (1 << 32) - 1), 5, WINDOW // 2
+    sent = [
+        bulk().send(other(worker), tag, numbers(size, tag % 100 + n).numpy())
+        for tag in tags
+        for n in range(count)
+    ]
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    for tag in reversed(tags):
+        for n in range(count):
+            bulk().post(other(worker), tag, buffer.numpy()).wait(SOON)
+            assert torch.equal(buffer, numbers(size, tag % 100 + n))
+    for each in sent:
+        each.wait(SOON)
 
 
-def test_many_small_messages_run_ahead_of_their_posts(run_workers: RunWorkers) -> None:
-    def task(worker: Worker) -> None:
-        sent = [bulk().send(other(worker), 0, n.to_bytes(8, "little")) for n in range(5_000)]
-        into = bytearray(8)
-        for n in range(5_000):
-            bulk().post(other(worker), 0, into).wait(SOON)
-            assert int.from_bytes(into, "little") == n
-        assert all(each.done() for each in sent)
-
-    both(run_workers, task)
+@in_all()
+def test_many_small_messages_run_ahead_of_their_posts(worker: Worker) -> None:
+    sent = [bulk().send(other(worker), 0, n.to_bytes(8, "little")) for n in range(5_000)]
+    into = bytearray(8)
+    for n in range(5_000):
+        bulk().post(other(worker), 0, into).wait(SOON)
+        assert int.from_bytes(into, "little") == n
+    assert all(each.done() for each in sent)
 
 
-def test_a_worker_can_send_to_itself(run_workers: RunWorkers) -> None:
-    def task(worker: Worker) -> None:
-        me = current_agent().peer(f"worker{worker.rank}")
-        for size in (8, 5 * MIB):
-            into = torch.zeros(size, dtype=torch.uint8)
-            received = bulk().post(me, 3, into.numpy())
-            sent = bulk().send(me, 3, numbers(size).numpy())
-            received.wait(SOON)
-            sent.wait(SOON)
-            assert torch.equal(into, numbers(size))
-
-    both(run_workers, task)
+@in_all()
+def test_a_worker_can_send_to_itself(worker: Worker) -> None:
+    me = current_agent().peer(f"worker{worker.rank}")
+    for size in (8, 5 * MIB):
+        into = torch.zeros(size, dtype=torch.uint8)
+        received = bulk().post(me, 3, into.numpy())
+        sent = bulk().send(me, 3, numbers(size).numpy())
+        received.wait(SOON)
+        sent.wait(SOON)
+        assert torch.equal(into, numbers(size))
 
 
 def note(seen: list[str], transfer: Transfer) -> None:
     seen.append(transfer.what)
 
 
-def test_several_threads_wait_and_callbacks_run_once(run_workers: RunWorkers) -> None:
-    def task(worker: Worker) -> None:
-        for size in (8, 5 * MIB):
-            into = torch.zeros(size, dtype=torch.uint8)
-            received = bulk().post(other(worker), 3, into.numpy())
-            seen: list[str] = []
-            received.on_done(functools.partial(note, seen))
-            threads = [threading.Thread(target=received.wait, args=(SOON,)) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            bulk().send(other(worker), 3, numbers(size).numpy()).wait(SOON)
-            for thread in threads:
-                thread.join(SOON)
-            received.on_done(functools.partial(note, seen))
-            assert torch.equal(into, numbers(size))
-            until(functools.partial(lambda seen: len(seen) == 2, seen))
-            assert set(seen) == {f"a message from worker '{other(worker).name}' (tag 3)"}
-
-    both(run_workers, task)
-
-
-def test_a_long_message_nobody_waits_for_is_received_all_the_same(run_workers: RunWorkers) -> None:
-    def task(worker: Worker) -> None:
-        into = torch.zeros(5 * MIB, dtype=torch.uint8)
+@in_all()
+def test_several_threads_wait_and_callbacks_run_once(worker: Worker) -> None:
+    for size in (8, 5 * MIB):
+        into = torch.zeros(size, dtype=torch.uint8)
         received = bulk().post(other(worker), 3, into.numpy())
-        bulk().send(other(worker), 3, numbers(5 * MIB).numpy()).wait(SOON)
-        until(received.done)
-        assert torch.equal(into, numbers(5 * MIB))
+        seen: list[str] = []
+        received.on_done(functools.partial(note, seen))
+        threads = [threading.Thread(target=received.wait, args=(SOON,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        bulk().send(other(worker), 3, numbers(size).numpy()).wait(SOON)
+        for thread in threads:
+            thread.join(SOON)
+        received.on_done(functools.partial(note, seen))
+        assert torch.equal(into, numbers(size))
+        until(functools.partial(lambda seen: len(seen) == 2, seen))
+        assert set(seen) == {f"a message from worker '{other(worker).name}' (tag 3)"}
 
-    both(run_workers, task)
+
+@in_all()
+def test_a_long_message_nobody_waits_for_is_received_all_the_same(worker: Worker) -> None:
+    into = torch.zeros(5 * MIB, dtype=torch.uint8)
+    received = bulk().post(other(worker), 3, into.numpy())
+    bulk().send(other(worker), 3, numbers(5 * MIB).numpy()).wait(SOON)
+    until(received.done)
+    assert torch.equal(into, numbers(5 * MIB))
 
 
 # ---- mistakes, time, and the ends of things
 
 
-def test_a_message_of_another_size_is_an_error_and_the_next_one_fits(run_workers: RunWorkers) -> None:
-    def task(worker: Worker) -> None:
-        for size in (8, 5 * MIB):
-            bulk().send(other(worker), 3, numbers(size).numpy()).wait(SOON)
-            bulk().send(other(worker), 3, numbers(4).numpy()).wait(SOON)
-            with pytest.raises(RpcError, match=f"the message has {size} bytes, not 5"):
-                bulk().post(other(worker), 3, bytearray(5)).wait(SOON)
-            into = bytearray(4)
-            bulk().post(other(worker), 3, into).wait(SOON)
-            assert into == bytes(range(4))
-
-    both(run_workers, task)
+@in_all()
+def test_a_message_of_another_size_is_an_error_and_the_next_one_fits(worker: Worker) -> None:
+    for size in (8, 5 * MIB):
+        bulk().send(other(worker), 3, numbers(size).numpy()).wait(SOON)
+        bulk().send(other(worker), 3, numbers(4).numpy()).wait(SOON)
+        with pytest.raises(RpcError, match=f"the message has {size} bytes, not 5"):
+            bulk().post(other(worker), 3, bytearray(5)).wait(SOON)
+        into = bytearray(4)
+        bulk().post(other(worker), 3, into).wait(SOON)
+        assert into == bytes(range(4))
 
 
-def test_what_cannot_be_sent_or_posted_is_an_error_at_once(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        peer = current_agent().peer("worker1")
-        for tag in (-1, 1 << 32, "1"):
-            with pytest.raises(ValueError, match="a tag is a number"):
-                bulk().send(peer, tag, b"")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="read-only"):
-            bulk().post(peer, 1, b"12345678")
-        with pytest.raises(TypeError):
-            bulk().send(peer, 1, memoryview(bytes(16))[::2])
-        with pytest.raises(SerializationError, match="max_message_bytes"):
-            bulk().send(peer, 1, bytes(2 * MIB))
-
-    first_of(run_workers, task, max_message_bytes=MIB)
+@in_worker0(max_message_bytes=MIB)
+def test_what_cannot_be_sent_or_posted_is_an_error_at_once() -> None:
+    peer = current_agent().peer("worker1")
+    for tag in (-1, 1 << 32, "1"):
+        with pytest.raises(ValueError, match="a tag is a number"):
+            bulk().send(peer, tag, b"")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="read-only"):
+        bulk().post(peer, 1, b"12345678")
+    with pytest.raises(TypeError):
+        bulk().send(peer, 1, memoryview(bytes(16))[::2])
+    with pytest.raises(SerializationError, match="max_message_bytes"):
+        bulk().send(peer, 1, bytes(2 * MIB))
 
 
-def test_a_timeout_leaves_a_transfer_under_way_and_cancelling_ends_it(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        peer = current_agent().peer("worker1")
-        into, last = bytearray(8), bytearray(8)
-        posted = bulk().post(peer, 3, into)
-        with pytest.raises(RpcTimeoutError, match=r"from worker 'worker1' \(tag 3\)"):
-            posted.wait(0.05)
-        cancelled, following = bulk().post(peer, 3, into), bulk().post(peer, 3, last)
-        assert cancelled.cancel("the step was aborted")
-        assert not cancelled.cancel()
-        with pytest.raises(RpcError, match="the step was aborted"):
-            cancelled.wait()
-        rpc.rpc_sync("worker1", send_back, args=(3, b"first..."))
-        rpc.rpc_sync("worker1", send_back, args=(3, b"second.."))
+@in_worker0()
+def test_a_timeout_leaves_a_transfer_under_way_and_cancelling_ends_it() -> None:
+    peer = current_agent().peer("worker1")
+    into, last = bytearray(8), bytearray(8)
+    posted = bulk().post(peer, 3, into)
+    with pytest.raises(RpcTimeoutError, match=r"from worker 'worker1' \(tag 3\)"):
+        posted.wait(0.05)
+    cancelled, following = bulk().post(peer, 3, into), bulk().post(peer, 3, last)
+    assert cancelled.cancel("the step was aborted")
+    assert not cancelled.cancel()
+    with pytest.raises(RpcError, match="the step was aborted"):
+        cancelled.wait()
+    rpc.rpc_sync("worker1", send_back, args=(3, b"first..."))
+    rpc.rpc_sync("worker1", send_back, args=(3, b"second.."))
+    posted.wait(SOON)
+    following.wait(SOON)
+    assert into == b"first..."
+    assert last == b"second.."
+    assert not posted.cancel()
+
+
+@in_worker0()
+def test_ctrl_c_ends_a_wait_and_leaves_the_transfer_under_way() -> None:
+    into = bytearray(8)
+    posted = bulk().post(peer(1), 3, into)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
         posted.wait(SOON)
-        following.wait(SOON)
-        assert into == b"first..."
-        assert last == b"second.."
-        assert not posted.cancel()
-
-    first_of(run_workers, task)
+    rpc.rpc_sync("worker1", send_back, args=(3, b"12345678"))
+    posted.wait(SOON)
+    assert into == b"12345678"
 
 
-def test_ctrl_c_ends_a_wait_and_leaves_the_transfer_under_way(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        into = bytearray(8)
-        posted = bulk().post(peer(1), 3, into)
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            posted.wait(SOON)
-        rpc.rpc_sync("worker1", send_back, args=(3, b"12345678"))
-        posted.wait(SOON)
-        assert into == b"12345678"
-
-    first_of(run_workers, task)
-
-
-def test_a_message_that_waits_for_its_window_can_be_cancelled(run_workers: RunWorkers) -> None:
-    def task(worker: Worker) -> None:
-        first = bulk().send(other(worker), 3, numbers(2 * WINDOW).numpy())
-        waits = bulk().send(other(worker), 3, numbers(100).numpy())
-        last = bulk().send(other(worker), 3, numbers(8).numpy())
-        assert waits.cancel()
-        for size, sent in ((2 * WINDOW, first), (8, last)):
-            into = torch.zeros(size, dtype=torch.uint8)
-            bulk().post(other(worker), 3, into.numpy()).wait(SOON)
-            assert torch.equal(into, numbers(size))
-            sent.wait(SOON)
-
-    both(run_workers, task)
+@in_all()
+def test_a_message_that_waits_for_its_window_can_be_cancelled(worker: Worker) -> None:
+    first = bulk().send(other(worker), 3, numbers(2 * WINDOW).numpy())
+    waits = bulk().send(other(worker), 3, numbers(100).numpy())
+    last = bulk().send(other(worker), 3, numbers(8).numpy())
+    assert waits.cancel()
+    for size, sent in ((2 * WINDOW, first), (8, last)):
+        into = torch.zeros(size, dtype=torch.uint8)
+        bulk().post(other(worker), 3, into.numpy()).wait(SOON)
+        assert torch.equal(into, numbers(size))
+        sent.wait(SOON)
 
 
 def wait_for_the_dead(worker: Worker) -> None:
@@ -361,36 +335,32 @@ def test_a_worker_that_leaves_ends_what_is_under_way(run_workers: RunWorkers) ->
     run_workers([task, task], 2)
 
 
-def test_in_a_forked_child_all_has_ended_and_the_parent_goes_on(run_workers: RunWorkers) -> None:
-    def task(worker: Worker) -> None:
-        into = bytearray(8)
-        posted = bulk().post(other(worker), 3, into)
-        mine, peer = bulk(), other(worker)
+@in_all()
+def test_in_a_forked_child_all_has_ended_and_the_parent_goes_on(worker: Worker) -> None:
+    into = bytearray(8)
+    posted = bulk().post(other(worker), 3, into)
+    mine, peer = bulk(), other(worker)
 
-        def child() -> bool:
-            with pytest.raises(ForkedProcessError):
-                posted.wait(SOON)
-            with pytest.raises(ForkedProcessError):
-                mine.send(peer, 3, b"")
-            return True
+    def child() -> bool:
+        with pytest.raises(ForkedProcessError):
+            posted.wait(SOON)
+        with pytest.raises(ForkedProcessError):
+            mine.send(peer, 3, b"")
+        return True
 
-        assert in_child(child)
-        bulk().send(other(worker), 3, b"12345678").wait(SOON)
-        posted.wait(SOON)
-        assert into == b"12345678"
-
-    both(run_workers, task)
+    assert in_child(child)
+    bulk().send(other(worker), 3, b"12345678").wait(SOON)
+    posted.wait(SOON)
+    assert into == b"12345678"
 
 
-def test_the_agent_s_own_thread_must_not_wait(run_workers: RunWorkers) -> None:
-    def task(worker: Worker) -> None:
-        posted = bulk().post(other(worker), 3, bytearray(8))
+@in_all()
+def test_the_agent_s_own_thread_must_not_wait(worker: Worker) -> None:
+    posted = bulk().post(other(worker), 3, bytearray(8))
 
-        def wait() -> None:
-            with pytest.raises(BlockingCallError):
-                posted.wait(SOON)
+    def wait() -> None:
+        with pytest.raises(BlockingCallError):
+            posted.wait(SOON)
 
-        current_agent().on_loop(wait)
-        posted.cancel()
-
-    both(run_workers, task)
+    current_agent().on_loop(wait)
+    posted.cancel()

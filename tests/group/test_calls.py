@@ -13,7 +13,7 @@ import torch
 
 import rpc
 from rpc.errors import RpcTimeoutError, UnknownWorkerError, WorkerLostError
-from tests.support.serving import first_of, in_group, open_gate, serve, wait_at_gate
+from tests.support.serving import first_of, in_group, in_worker0, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 # ---- whom
@@ -23,12 +23,11 @@ def my_name() -> str:
     return rpc.get_worker_info().name
 
 
-def call_by_name_rank_and_info(_: Worker) -> list[str]:
-    return [rpc.rpc_sync(to, my_name) for to in ("worker1", 1, rpc.get_worker_info("worker1"))]
-
-
-def test_a_callee_is_named_by_name_rank_or_info(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, call_by_name_rank_and_info) == ["worker1"] * 3
+@in_worker0()
+def test_a_callee_is_named_by_name_rank_or_info() -> None:
+    assert [rpc.rpc_sync(to, my_name) for to in ("worker1", 1, rpc.get_worker_info("worker1"))] == [
+        "worker1"
+    ] * 3
 
 
 def everybody_calls_everybody(worker: Worker) -> list[str]:
@@ -59,7 +58,8 @@ def fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
     return tensor.fill_(value)
 
 
-def change_argument_after_the_call(worker: Worker) -> list[float]:
+@in_worker0()
+def test_arguments_are_captured_and_belong_to_the_callee() -> None:
     sums = []
     for to in ("worker0", "worker1"):
         tensor = torch.ones(1000)
@@ -68,39 +68,29 @@ def change_argument_after_the_call(worker: Worker) -> list[float]:
         future = rpc.rpc_async(to, torch.sum, args=(tensor,))
         tensor.zero_()  # too late to be seen
         sums += [unchanged, float(returned.wait().sum()), float(future.wait())]
-    return sums
-
-
-def test_arguments_are_captured_and_belong_to_the_callee(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, change_argument_after_the_call) == [1000.0, 3000.0, 1000.0] * 2
+    assert sums == [1000.0, 3000.0, 1000.0] * 2
 
 
 def echo(value: Any) -> Any:
     return value
 
 
-def echo_sizes(_: Worker) -> list[bool]:
+@in_worker0()
+def test_tensors_of_any_size_come_back_equal() -> None:
     equal = []
     for elements in (0, 1, 1 << 10, 1 << 16, (1 << 22) + 1):
         tensor = torch.arange(elements, dtype=torch.float32)
         equal.append(torch.equal(rpc.rpc_sync("worker1", echo, args=(tensor,)), tensor))
-    return equal
-
-
-def test_tensors_of_any_size_come_back_equal(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, echo_sizes) == [True] * 5
+    assert equal == [True] * 5
 
 
 # ---- many at once
 
 
-def thousand_in_flight(_: Worker) -> list[int]:
+@in_worker0()
+def test_a_thousand_calls_in_flight_each_get_their_own_answer() -> None:
     futures = [rpc.rpc_async("worker1", echo, args=(number,)) for number in range(1000)]
-    return [future.wait() for future in futures]
-
-
-def test_a_thousand_calls_in_flight_each_get_their_own_answer(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, thousand_in_flight) == list(range(1000))
+    assert [future.wait() for future in futures] == list(range(1000))
 
 
 def call_from_many_threads(worker: Worker) -> int:
@@ -173,7 +163,8 @@ def test_an_exception_arrives_as_itself_with_the_remote_traceback(run_workers: R
 # ---- how it ends: a timeout
 
 
-def time_out_by_default(_: Worker) -> tuple[float, str]:
+@in_worker0()
+def test_the_default_timeout_can_be_set_and_zero_means_none() -> None:
     rpc.set_rpc_timeout(0.05)
     with pytest.raises(RpcTimeoutError):
         rpc.rpc_sync("worker1", wait_at_gate)
@@ -182,14 +173,11 @@ def time_out_by_default(_: Worker) -> tuple[float, str]:
         rpc.rpc_sync("worker1", wait_at_gate)
     timeout = rpc.get_rpc_timeout()
     rpc.rpc_async("worker1", open_gate, timeout=0).wait()
-    return timeout, held.wait()
+    assert (timeout, held.wait()) == (0.05, "unhurried")
 
 
-def test_the_default_timeout_can_be_set_and_zero_means_none(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, time_out_by_default) == (0.05, "unhurried")
-
-
-def time_out_unwatched(_: Worker) -> str:
+@in_worker0()
+def test_a_future_times_out_though_nobody_waits_for_it() -> None:
     done = threading.Event()
     future = rpc.rpc_async("worker1", wait_at_gate, timeout=0.05)
     future.add_done_callback(lambda _: done.set())
@@ -197,11 +185,7 @@ def time_out_unwatched(_: Worker) -> str:
     rpc.rpc_sync("worker1", open_gate)
     with pytest.raises(RpcTimeoutError) as caught:
         future.value()
-    return type(caught.value).__name__
-
-
-def test_a_future_times_out_though_nobody_waits_for_it(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, time_out_unwatched) == "RpcTimeoutError"
+    assert type(caught.value).__name__ == "RpcTimeoutError"
 
 
 # ---- how it ends: the worker is gone

@@ -14,7 +14,7 @@ from rpc.errors import RpcTimeoutError, SerializationError
 from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
 from rref.delayed_answers import DelayedAnswers
-from tests.support.serving import first_of, open_gate, wait_at_gate
+from tests.support.serving import first_of, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 MADE: dict[str, Any] = {
@@ -80,7 +80,8 @@ def test_fetches_that_come_before_it_fails_are_told(
     assert [type(each) for each in first_of(run_workers, fetch_before_it_is_made, kind)] == [error] * 3
 
 
-def give_a_fetch_up(_: Worker) -> tuple[int, bool, int]:
+@in_worker0()
+def test_an_object_whose_fetch_was_given_up_is_confirmed_all_the_same() -> None:
     """What becomes of an object whose fetch was given up before it was made."""
     rref = rpc.remote("worker1", wait_at_gate, args=("", 3))
     with pytest.raises(RpcTimeoutError):
@@ -89,27 +90,25 @@ def give_a_fetch_up(_: Worker) -> tuple[int, bool, int]:
     rref._get_future().wait()
     while current_agent().calls.unanswered():  # the late answer to the fetch
         pass
-    return rref.to_here(), rref.confirmed_by_owner(), rref.to_here()
+    assert (rref.to_here(), rref.confirmed_by_owner(), rref.to_here()) == (3, True, 3)
 
 
-def test_an_object_whose_fetch_was_given_up_is_confirmed_all_the_same(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, give_a_fetch_up) == (3, True, 3)
-
-
-def create_many(_: Worker) -> tuple[list[int], int]:
+@in_worker0()
+def test_creations_are_answered_though_nobody_fetches() -> None:
     """Objects that nobody fetches for a while: their creations are answered without a fetch."""
     rrefs = [rpc.remote("worker1", int, args=(number,)) for number in range(50)]
     for rref in rrefs:
         rref._get_future().wait()
     unanswered = current_agent().calls.unanswered()
-    return [rref.to_here() for rref in rrefs], unanswered
+    assert ([rref.to_here() for rref in rrefs], unanswered) == (list(range(50)), 0)
 
 
-def test_creations_are_answered_though_nobody_fetches(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, create_many) == (list(range(50)), 0)
+def objects_here() -> int:
+    return int(current_agent().extensions["rref"].counts()["objects"])
 
 
-def create_and_drop(_: Worker) -> int:
+@in_worker0()
+def test_short_lived_references_leave_nothing() -> None:
     """How many objects the owner still has after many short lives."""
     for number in range(300):
         assert rpc.remote("worker1", int, args=(number,)).to_here() == number
@@ -118,15 +117,7 @@ def create_and_drop(_: Worker) -> int:
         pass
     while left := rpc.rpc_sync("worker1", objects_here):
         assert left <= 300
-    return int(left)
-
-
-def objects_here() -> int:
-    return int(current_agent().extensions["rref"].counts()["objects"])
-
-
-def test_short_lived_references_leave_nothing(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, create_and_drop) == 0
+    assert int(left) == 0
 
 
 promises: dict[int, torch.futures.Future[int]] = {}
@@ -146,7 +137,8 @@ def keep_and_stay(number: int) -> None:
     wait_at_gate(str(number))
 
 
-def fetch_meanwhile(_: Worker) -> list[int]:
+@in_worker0()
+def test_requests_are_read_though_who_made_an_object_goes_on() -> None:
     fetched = []
     for number in range(4):
         for _warm_up in range(20):
@@ -157,11 +149,7 @@ def fetch_meanwhile(_: Worker) -> list[int]:
         fetched.append(rref.to_here(timeout=10))
         rpc.rpc_sync("worker1", open_gate, args=(str(number),))
         staying.wait()
-    return fetched
-
-
-def test_requests_are_read_though_who_made_an_object_goes_on(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, fetch_meanwhile) == list(range(4))
+    assert fetched == list(range(4))
 
 
 def make_once_fetched(number: int) -> int:
@@ -182,7 +170,8 @@ def have_no_room_for(name: str) -> None:
     DelayedAnswers.send = wait_and_send  # type: ignore[method-assign]  # in a process that ends with the test
 
 
-def call_while_another_is_answered(_: Worker) -> tuple[int, int]:
+@in_worker0(world_size=3)
+def test_a_creator_is_heard_while_the_answer_to_another_waits_for_room() -> None:
     for _warm_up in range(20):
         rpc.rpc_sync("worker1", int)
     rpc.rpc_sync("worker1", have_no_room_for, args=("worker2",))
@@ -191,8 +180,4 @@ def call_while_another_is_answered(_: Worker) -> tuple[int, int]:
     rref._get_future().wait()
     called = rpc.rpc_sync("worker1", int, args=(4,), timeout=10)
     rpc.rpc_sync("worker1", open_gate, args=("room",))
-    return called, fetched.wait()
-
-
-def test_a_creator_is_heard_while_the_answer_to_another_waits_for_room(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, call_while_another_is_answered, world_size=3) == (4, 3)
+    assert (called, fetched.wait()) == (4, 3)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import rpc
 from rpc.errors import ForkedProcessError, WorkerLostError
 from rpc.options import AgentOptions
-from tests.support.serving import first_of, open_gate, wait_at_gate
+from tests.support.serving import in_worker0, open_gate, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker
 
@@ -78,18 +78,17 @@ def call_in_child() -> list[str]:
     return messages
 
 
-def test_a_child_has_no_agent_and_says_so(run_workers: RunWorkers) -> None:
-    def fork(_: Worker) -> bool:
-        messages = in_child(call_in_child)
-        expected = f"forked from process {os.getpid()}, whose agent stays there. Call init_rpc here"
-        assert all(expected in message for message in messages)
-        assert in_child(rpc.is_initialized) is False
-        return works()
-
-    assert first_of(run_workers, fork)
+@in_worker0()
+def test_a_child_has_no_agent_and_says_so() -> None:
+    messages = in_child(call_in_child)
+    expected = f"forked from process {os.getpid()}, whose agent stays there. Call init_rpc here"
+    assert all(expected in message for message in messages)
+    assert in_child(rpc.is_initialized) is False
+    assert works()
 
 
-def use_what_was_inherited(_: Worker) -> bool:
+@in_worker0()
+def test_what_a_child_inherits_is_of_no_use_to_it_and_goes_on_here() -> None:
     kept = rpc.remote("worker1", Tracked)
     mine = rpc.RRef([1, 2])
     kept.rpc_sync().say_name()
@@ -112,14 +111,13 @@ def use_what_was_inherited(_: Worker) -> bool:
     assert in_child(use) == 2000.0
     assert tensor.sum() == 1000.0
     rpc.rpc_sync("worker1", open_gate)
-    return future.wait() == 3 and kept.rpc_sync().say_name() == "object" and works()
+    assert future.wait() == 3
+    assert kept.rpc_sync().say_name() == "object"
+    assert works()
 
 
-def test_what_a_child_inherits_is_of_no_use_to_it_and_goes_on_here(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, use_what_was_inherited)
-
-
-def join_from_child(worker: Worker) -> bool:
+@in_worker0()
+def test_a_child_may_start_an_agent_of_its_own(worker: Worker) -> None:
     def join() -> int:
         options = AgentOptions(init_method=f"file://{worker.folder / 'other'}")
         rpc.init_rpc("child", rank=0, world_size=1, rpc_backend_options=options)
@@ -128,11 +126,7 @@ def join_from_child(worker: Worker) -> bool:
         return value
 
     assert in_child(join) != os.getpid()
-    return works()
-
-
-def test_a_child_may_start_an_agent_of_its_own(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, join_from_child)
+    assert works()
 
 
 @contextlib.contextmanager
@@ -162,15 +156,12 @@ def callers(count: int) -> Iterator[None]:
     assert not failed
 
 
-def fork_among_callers(_: Worker) -> bool:
+@in_worker0()
+def test_forks_while_threads_are_calling() -> None:
     with callers(4):
         for _round in range(20):
             assert len(in_child(call_in_child)) == 6
-    return works()
-
-
-def test_forks_while_threads_are_calling(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, fork_among_callers)
+    assert works()
 
 
 class Squares(Dataset[torch.Tensor]):
@@ -181,17 +172,14 @@ class Squares(Dataset[torch.Tensor]):
         return torch.tensor(float(index**2))
 
 
-def load_data(_: Worker) -> bool:
+@in_worker0()
+def test_data_loaders_and_pools_that_fork() -> None:
     loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")
     totals = [float(rpc.rpc_sync("worker1", torch.sum, args=(batch,))) for batch in loader]
     assert sum(totals) == sum(index**2 for index in range(64))
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(abs, range(-5, 0)) == [5, 4, 3, 2, 1]
-    return works()
-
-
-def test_data_loaders_and_pools_that_fork(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, load_data)
+    assert works()
 
 
 # ---- the parent's end

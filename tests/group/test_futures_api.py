@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rpc
-from tests.support.serving import first_of, open_gate, wait_at_gate
+from tests.support.serving import first_of, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 Futures = list[torch.futures.Future[Any]]
@@ -53,15 +53,12 @@ def test_an_error_in_a_chain_is_the_error_of_its_end(run_workers: RunWorkers) ->
     assert ["first" in messages[0], "second" in messages[1], "first" in messages[2]] == [True] * 3
 
 
-def collect(_: Worker) -> list[list[int]]:
+@in_worker0()
+def test_collect_all_and_wait_all_of_pytorch() -> None:
     calls: Futures = [call(number) for number in range(20)]
     collected = [each.value() for each in torch.futures.collect_all(calls).wait()]
     calls = [call(number, to=f"worker{number % 2}") for number in range(20)]
-    return [collected, torch.futures.wait_all(calls)]
-
-
-def test_collect_all_and_wait_all_of_pytorch(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, collect) == [list(range(1, 21))] * 2
+    assert [collected, torch.futures.wait_all(calls)] == [list(range(1, 21))] * 2
 
 
 def wait_on_many_threads(_: Worker) -> list[int]:
@@ -118,18 +115,17 @@ async def add_all(numbers: list[int], to: str) -> int:
     return total
 
 
-def test_an_async_def_callee_awaits_calls(run_workers: RunWorkers) -> None:
-    def ask(_: Worker) -> list[int]:
-        futures = [rpc.rpc_async("worker1", add_all, args=([n] * 5, "worker0")) for n in range(50)]
-        return [future.wait() for future in futures]
-
-    assert first_of(run_workers, ask, num_worker_threads=1) == [5 * number for number in range(50)]
+@in_worker0(num_worker_threads=1)
+def test_an_async_def_callee_awaits_calls() -> None:
+    futures = [rpc.rpc_async("worker1", add_all, args=([n] * 5, "worker0")) for n in range(50)]
+    assert [future.wait() for future in futures] == [5 * number for number in range(50)]
 
 
 # ---- collected
 
 
-def collect_in_block(_: Worker) -> None:
+@in_worker0()
+def test_wait_all_waits_for_the_calls_in_its_block_only() -> None:
     rref = rpc.remote("worker1", list, args=([1, 2],))
     with rpc.wait_all():
         futures: list[rpc.Future[Any]] = [call(number) for number in range(10)]
@@ -140,11 +136,8 @@ def collect_in_block(_: Worker) -> None:
     rpc.rpc_sync("worker1", open_gate)
 
 
-def test_wait_all_waits_for_the_calls_in_its_block_only(run_workers: RunWorkers) -> None:
-    first_of(run_workers, collect_in_block)
-
-
-def collect_in_blocks(_: Worker) -> None:
+@in_worker0()
+def test_wait_all_blocks_may_be_nested() -> None:
     with rpc.wait_all():
         outer = [rpc.rpc_async("worker1", wait_at_gate)]
         with rpc.wait_all():
@@ -156,11 +149,8 @@ def collect_in_blocks(_: Worker) -> None:
     assert all(future.done() for future in outer)
 
 
-def test_wait_all_blocks_may_be_nested(run_workers: RunWorkers) -> None:
-    first_of(run_workers, collect_in_blocks)
-
-
-def collect_failures(_: Worker) -> None:
+@in_worker0()
+def test_wait_all_raises_without_waiting_for_the_others() -> None:
     held = []
 
     def fail_among_others() -> None:
@@ -179,7 +169,3 @@ def collect_failures(_: Worker) -> None:
         fail_in_the_block()
     assert not any(future.done() for future in held)
     rpc.rpc_sync("worker1", open_gate)
-
-
-def test_wait_all_raises_without_waiting_for_the_others(run_workers: RunWorkers) -> None:
-    first_of(run_workers, collect_failures)

@@ -16,7 +16,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from tests.support.serving import first_of, in_group, open_gate, wait_at_gate
+from tests.support.serving import in_group, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 # ---- its size
@@ -171,18 +171,15 @@ def test_worker_infos(run_workers: RunWorkers) -> None:
 # ---- defaults
 
 
-def set_timeouts(_: Worker) -> list[float]:
+@in_worker0(rpc_timeout=33.0)
+def test_the_default_timeout_is_each_workers_own() -> None:
     seen = [rpc.get_rpc_timeout()]
     for seconds in (0.5, 0, 7):
         rpc.set_rpc_timeout(seconds)
         seen.append(rpc.get_rpc_timeout())
     with pytest.raises(ValueError, match="-1"):
         rpc.set_rpc_timeout(-1)
-    return [*seen, rpc.rpc_sync("worker1", rpc.get_rpc_timeout)]
-
-
-def test_the_default_timeout_is_each_workers_own(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, set_timeouts, rpc_timeout=33.0) == [33.0, 0.5, 0.0, 7.0, 33.0]
+    assert [*seen, rpc.rpc_sync("worker1", rpc.get_rpc_timeout)] == [33.0, 0.5, 0.0, 7.0, 33.0]
 
 
 # ---- what an agent tells
@@ -193,7 +190,8 @@ def debug_info(*names: str) -> list[int]:
     return [info[name] for name in names]
 
 
-def look_inside(_: Worker) -> None:
+@in_worker0()
+def test_debug_info_counts_calls_threads_and_references() -> None:
     references = ("num_owner_rrefs", "num_forks", "num_pending_users", "num_pending_futures")
     assert debug_info(*references) == [0, 0, 0, 0]
     rref = rpc.remote("worker1", list)
@@ -210,7 +208,3 @@ def look_inside(_: Worker) -> None:
     assert debug_info("agent.pending_calls", "num_pending_futures") == [0, 0]
     assert debug_info("agent.thread_pool_size", "agent.connected_peers") == [16, 1]
     assert all(isinstance(value, int) for value in rpc.get_debug_info().values())
-
-
-def test_debug_info_counts_calls_threads_and_references(run_workers: RunWorkers) -> None:
-    first_of(run_workers, look_inside)

@@ -11,9 +11,8 @@ import torch
 import rpc
 from rpc.agent.agent import Agent
 from rpc.runtime.current import current_agent
-from tests.support.serving import first_of
+from tests.support.serving import in_worker0
 from tests.support.streams import until
-from tests.support.workers import RunWorkers, Worker
 
 INTERRUPTIONS = 100
 
@@ -45,7 +44,8 @@ def press_again_and_again(ready: threading.Semaphore) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def use_references_in_a_storm(_: Worker) -> None:
+@in_worker0()
+def test_interruptions_leave_nothing() -> None:
     ready, caught = threading.Semaphore(0), 0
     use_references()
     presser = threading.Thread(target=press_again_and_again, args=(ready,), daemon=True)
@@ -60,7 +60,3 @@ def use_references_in_a_storm(_: Worker) -> None:
     presser.join()
     until(lambda: not remembered())
     until(lambda: not rpc.rpc_sync("worker1", remembered))
-
-
-def test_interruptions_leave_nothing(run_workers: RunWorkers) -> None:
-    first_of(run_workers, use_references_in_a_storm)

@@ -17,7 +17,7 @@ from rpc.errors import WorkerLostError
 from rpc.options import AgentOptions
 from tests.support.interrupting import interrupted, press
 from tests.support.orders import ask, dismiss, start_followers
-from tests.support.serving import first_of, open_gate, serve, wait_at_gate
+from tests.support.serving import in_worker0, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -53,16 +53,14 @@ WAITS: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_ctrl_c_interrupts_every_wait_and_calls_go_on(run_workers: RunWorkers) -> None:
-    def interrupt(_: Worker) -> None:
-        for where, wait in WAITS.items():
-            interrupted(wait)
-            assert works(), where
-        for rank in (0, 1):
-            rpc.rpc_sync(rank, open_gate)
-        assert works()
-
-    first_of(run_workers, interrupt)
+@in_worker0()
+def test_ctrl_c_interrupts_every_wait_and_calls_go_on() -> None:
+    for where, wait in WAITS.items():
+        interrupted(wait)
+        assert works(), where
+    for rank in (0, 1):
+        rpc.rpc_sync(rank, open_gate)
+    assert works()
 
 
 def test_ctrl_c_interrupts_a_followers_barrier(run_workers: RunWorkers) -> None:
@@ -74,17 +72,15 @@ def test_ctrl_c_interrupts_a_followers_barrier(run_workers: RunWorkers) -> None:
     run_workers([serve, interrupt])
 
 
-def test_what_was_interrupted_can_be_waited_for_again(run_workers: RunWorkers) -> None:
-    def interrupt(_: Worker) -> list[int]:
-        future = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
-        following = future.then(lambda done: done.wait() + 1)
-        rref = rpc.remote("worker1", wait_at_gate, args=("", 5))
-        for wait in (future.wait, following.wait, rref.to_here):
-            interrupted(wait)
-        rpc.rpc_sync("worker1", open_gate)
-        return [future.wait(), following.wait(), rref.to_here()]
-
-    assert first_of(run_workers, interrupt) == [3, 4, 5]
+@in_worker0()
+def test_what_was_interrupted_can_be_waited_for_again() -> None:
+    future = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
+    following = future.then(lambda done: done.wait() + 1)
+    rref = rpc.remote("worker1", wait_at_gate, args=("", 5))
+    for wait in (future.wait, following.wait, rref.to_here):
+        interrupted(wait)
+    rpc.rpc_sync("worker1", open_gate)
+    assert [future.wait(), following.wait(), rref.to_here()] == [3, 4, 5]
 
 
 def send_all() -> list[rpc.Future[Any]]:
@@ -180,7 +176,9 @@ def call_in_all_ways() -> None:
     assert rpc.rpc_sync("worker1", torch.ones, args=(100_000,)).sum() == 100_000
 
 
-def interrupt_anywhere(_: Worker, mean_gap: float) -> bool:
+@pytest.mark.parametrize("mean_gap", [0.002, 0.01])
+@in_worker0()
+def test_a_storm_of_ctrl_c_breaks_nothing(mean_gap: float) -> None:
     """Ctrl-C comes again and again, also while the one before is being dealt with."""
     done = threading.Event()
 
@@ -203,9 +201,5 @@ def interrupt_anywhere(_: Worker, mean_gap: float) -> bool:
         except KeyboardInterrupt:
             interrupts += 1
     thread.join()
-    return interrupts > 1 and works()
-
-
-@pytest.mark.parametrize("mean_gap", [0.002, 0.01])
-def test_a_storm_of_ctrl_c_breaks_nothing(run_workers: RunWorkers, mean_gap: float) -> None:
-    assert first_of(run_workers, interrupt_anywhere, mean_gap)
+    assert interrupts > 1
+    assert works()

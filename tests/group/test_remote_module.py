@@ -16,7 +16,7 @@ import rpc
 from rpc.errors import NotInitializedError, RRefError, UnknownWorkerError, WorkerLostError
 from rref import RemoteModule
 from rref.remote_module.unavailable import WithoutLocalState
-from tests.support.serving import first_of, report, serve, wait_at_gate
+from tests.support.serving import first_of, in_worker0, report, serve, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker
 
@@ -101,19 +101,16 @@ def test_training_and_evaluation_mode_are_those_of_the_remote_module(run_workers
     ]
 
 
-def list_parameters(_: Worker) -> list[Any]:
+@in_worker0()
+def test_its_parameters_are_references() -> None:
     module = RemoteModule("worker1", Scale, args=(2.0,), kwargs={"parts": 2})
     every, own = module.remote_parameters(), module.remote_parameters(recurse=False)
-    return [
+    assert [
         [parameter.owner_name() for parameter in every],
         [type(parameter.to_here()) for parameter in every],
         len(own),
         module.get_module_rref() is module.module_rref,
-    ]
-
-
-def test_its_parameters_are_references(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, list_parameters) == [["worker1"] * 3, [nn.Parameter] * 3, 1, True]
+    ] == [["worker1"] * 3, [nn.Parameter] * 3, 1, True]
 
 
 # ---- sending it
@@ -142,15 +139,12 @@ def test_it_is_the_same_module_for_everybody_it_is_sent_to(run_workers: RunWorke
     ]
 
 
-def refuse_to_be_copied(_: Worker) -> None:
+@in_worker0()
+def test_it_cannot_be_saved_or_copied() -> None:
     module = RemoteModule("worker1", Scale, args=(2.0,))
     for attempt in (lambda: torch.save(module, io.BytesIO()), lambda: copy.deepcopy(module)):
         with pytest.raises(RuntimeError, match="RemoteModule can only be pickled when using RPC"):
             attempt()
-
-
-def test_it_cannot_be_saved_or_copied(run_workers: RunWorkers) -> None:
-    first_of(run_workers, refuse_to_be_copied)
 
 
 class TrackedModule(nn.Module):
@@ -202,7 +196,8 @@ def test_it_needs_an_agent() -> None:
         RemoteModule("worker1/cpu", Scale, args=(1.0,))
 
 
-def make_badly(_: Worker) -> None:
+@in_worker0()
+def test_mistakes_in_making_one_are_raised_at_once() -> None:
     with pytest.raises(UnknownWorkerError, match="nobody"):
         RemoteModule("nobody/cpu", Scale, args=(1.0,))
     with pytest.raises(ValueError, match="names a device but no worker"):
@@ -215,10 +210,6 @@ def make_badly(_: Worker) -> None:
         torch.jit.script(RemoteModule("worker1", Scale, args=(1.0,)))
 
 
-def test_mistakes_in_making_one_are_raised_at_once(run_workers: RunWorkers) -> None:
-    first_of(run_workers, make_badly)
-
-
 @pytest.mark.parametrize(
     ("place", "module_cls", "kind", "text"),
     [
@@ -229,18 +220,16 @@ def test_mistakes_in_making_one_are_raised_at_once(run_workers: RunWorkers) -> N
     ],
     ids=["arguments", "no module", "forward", "device"],
 )
+@in_worker0()
 def test_what_goes_wrong_over_there_is_raised_by_its_use(
-    run_workers: RunWorkers, place: str, module_cls: Any, kind: type[Exception], text: str
+    place: str, module_cls: Any, kind: type[Exception], text: str
 ) -> None:
-    def use(_: Worker) -> None:
-        module = RemoteModule(place, module_cls)
-        attempts: list[Callable[[], Any]] = [lambda: module(INPUT), module.forward_async(INPUT).wait]
-        for attempt in attempts:
-            with pytest.raises(kind, match=text) as caught:
-                attempt()
-            assert "Traceback on worker 'worker1'" in "".join(caught.value.__notes__)
-
-    first_of(run_workers, use)
+    module = RemoteModule(place, module_cls)
+    attempts: list[Callable[[], Any]] = [lambda: module(INPUT), module.forward_async(INPUT).wait]
+    for attempt in attempts:
+        with pytest.raises(kind, match=text) as caught:
+            attempt()
+        assert "Traceback on worker 'worker1'" in "".join(caught.value.__notes__)
 
 
 class Waiting(nn.Module):
@@ -290,7 +279,8 @@ class Repeat(nn.Module):
         return {"repeated": x.repeat(times)}
 
 
-def use_from_script(_: Worker) -> list[Any]:
+@in_worker0()
+def test_torchscript_calls_it_through_its_interface() -> None:
     @torch.jit.script
     def use(module: RepeatInterface, later: RepeatLaterInterface, x: Tensor) -> list[Tensor]:
         futures = [later.forward_async(x, times) for times in range(1, 9)]
@@ -304,8 +294,4 @@ def use_from_script(_: Worker) -> list[Any]:
     outputs = use(scripted, scripted, torch.ones(1))
     with pytest.raises(RuntimeError, match="Passing a script RemoteModule over RPC is not supported"):
         rpc.rpc_sync("worker1", id, args=(scripted,))
-    return [int(output.sum()) for output in outputs]
-
-
-def test_torchscript_calls_it_through_its_interface(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, use_from_script) == list(range(1, 10))
+    assert [int(output.sum()) for output in outputs] == list(range(1, 10))

@@ -10,7 +10,7 @@ import pytest
 
 import rpc
 from rpc.errors import RpcTimeoutError, RRefError, WorkerLostError
-from tests.support.serving import first_of, open_gate, serve, wait_at_gate
+from tests.support.serving import first_of, in_worker0, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -45,7 +45,8 @@ class Account:
 # ---- whose it is
 
 
-def look_at_references(worker: Worker) -> None:
+@in_worker0()
+def test_a_reference_knows_its_owner() -> None:
     theirs = rpc.remote("worker1", Account, args=(3,))
     assert isinstance(theirs, rpc.RRef)
     assert not theirs.is_owner()
@@ -68,52 +69,43 @@ def look_at_references(worker: Worker) -> None:
         assert mine.confirmed_by_owner()
 
 
-def test_a_reference_knows_its_owner(run_workers: RunWorkers) -> None:
-    first_of(run_workers, look_at_references)
-
-
-def use_copy_and_object(_: Worker) -> list[Any]:
+@in_worker0()
+def test_to_here_copies_and_proxies_use_the_object_itself() -> None:
     rref = rpc.remote("worker1", Account)
     rref.to_here().deposit(100)  # on a copy
     seen = [rref.rpc_sync().deposit(1), rref.rpc_sync().deposit(1), rref.to_here().balance]
-    return [*seen, rref.to_here().has_lock(), rref.rpc_sync().has_lock()]
-
-
-def test_to_here_copies_and_proxies_use_the_object_itself(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, use_copy_and_object) == [1, 2, 2, False, True]
+    assert [*seen, rref.to_here().has_lock(), rref.rpc_sync().has_lock()] == [1, 2, 2, False, True]
 
 
 # ---- proxies
 
 
 @pytest.mark.parametrize("owner", ["worker0", "worker1"])
-def test_proxies_call_methods(run_workers: RunWorkers, owner: str) -> None:
-    def use(_: Worker) -> list[Any]:
-        rref = rpc.remote(owner, Account)
-        values = [
-            rref.rpc_sync().deposit(1),
-            rref.rpc_async().deposit(amount=2).wait(),
-            rref.remote().deposit(3).to_here(),
-        ]
-        overdrawing: list[Callable[[], Any]] = [
-            lambda: rref.rpc_sync().withdraw(100),
-            lambda: rref.rpc_async().withdraw(100).wait(),
-            lambda: rref.remote().withdraw(100).to_here(),
-        ]
-        for withdraw in overdrawing:
-            with pytest.raises(LookupError, match="100 is more than 6"):
-                withdraw()
-        missing: list[Callable[[], Any]] = [
-            lambda: rref.rpc_sync().nothing(),
-            lambda: rref.rpc_async().nothing().wait(),
-            lambda: rref.remote().nothing().to_here(),
-        ]
-        for call in missing:
-            with pytest.raises(AttributeError, match="nothing"):
-                call()
-        return values
-
-    assert first_of(run_workers, use) == [1, 3, 6]
+@in_worker0()
+def test_proxies_call_methods(owner: str) -> None:
+    rref = rpc.remote(owner, Account)
+    values = [
+        rref.rpc_sync().deposit(1),
+        rref.rpc_async().deposit(amount=2).wait(),
+        rref.remote().deposit(3).to_here(),
+    ]
+    overdrawing: list[Callable[[], Any]] = [
+        lambda: rref.rpc_sync().withdraw(100),
+        lambda: rref.rpc_async().withdraw(100).wait(),
+        lambda: rref.remote().withdraw(100).to_here(),
+    ]
+    for withdraw in overdrawing:
+        with pytest.raises(LookupError, match="100 is more than 6"):
+            withdraw()
+    missing: list[Callable[[], Any]] = [
+        lambda: rref.rpc_sync().nothing(),
+        lambda: rref.rpc_async().nothing().wait(),
+        lambda: rref.remote().nothing().to_here(),
+    ]
+    for call in missing:
+        with pytest.raises(AttributeError, match="nothing"):
+            call()
+    assert values == [1, 3, 6]
 
 
 # ---- making fails
@@ -129,19 +121,17 @@ def ask_for_it(rref: rpc.RRef[Any]) -> str:
     return type(caught.value).__name__
 
 
-def use_what_was_not_made(_: Worker) -> list[str]:
+@in_worker0(world_size=3)
+def test_whoever_asks_for_what_could_not_be_made_gets_the_error() -> None:
     rref = rpc.remote("worker1", refuse)
     seen = [rpc.rpc_sync(to, ask_for_it, args=(rref,)) for to in ("worker0", "worker1", "worker2")]
     with pytest.raises(LookupError, match="not today"):
         rref.rpc_sync().anything()
-    return [*seen, ask_for_it(rref), ask_for_it(rpc.remote("worker0", refuse))]
+    assert [*seen, ask_for_it(rref), ask_for_it(rpc.remote("worker0", refuse))] == ["LookupError"] * 5
 
 
-def test_whoever_asks_for_what_could_not_be_made_gets_the_error(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, use_what_was_not_made, world_size=3) == ["LookupError"] * 5
-
-
-def use_what_was_not_made_in_time(_: Worker) -> None:
+@in_worker0()
+def test_a_creation_that_timed_out_stays_of_no_use() -> None:
     rref = rpc.remote("worker1", wait_at_gate, timeout=0.05)
     with pytest.raises(RpcTimeoutError):
         rref._get_future().wait()
@@ -157,10 +147,6 @@ def use_what_was_not_made_in_time(_: Worker) -> None:
     rpc.rpc_sync("worker1", open_gate)
     with pytest.raises(RpcTimeoutError, match=of_no_use):
         rref.to_here()  # it may be made by now, but late is too late
-
-
-def test_a_creation_that_timed_out_stays_of_no_use(run_workers: RunWorkers) -> None:
-    first_of(run_workers, use_what_was_not_made_in_time)
 
 
 # ---- passed on
@@ -196,14 +182,11 @@ def deposit_all(accounts: dict[str, Any], amount: int) -> int:
     return sum(rref.rpc_sync().deposit(amount) for rref in found)
 
 
-def pass_in_containers(_: Worker) -> int:
+@in_worker0(world_size=3)
+def test_references_travel_in_containers() -> None:
     rrefs = [rpc.remote(f"worker{number % 3}", Account, args=(number,)) for number in range(6)]
     accounts = {"list": rrefs[:3], "only": rrefs[3], "tuple": (0, rrefs[4:])}
-    return int(rpc.rpc_sync("worker2", deposit_all, args=(accounts, 10)))
-
-
-def test_references_travel_in_containers(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, pass_in_containers, world_size=3) == sum(range(6)) + 60
+    assert int(rpc.rpc_sync("worker2", deposit_all, args=(accounts, 10))) == sum(range(6)) + 60
 
 
 def open_account(owner: str, balance: int) -> rpc.RRef[Account]:
@@ -223,29 +206,23 @@ def test_references_travel_in_results(run_workers: RunWorkers) -> None:
     assert seen == [(*owner, 7) for owner in owners] + [(*owner, 8) for owner in owners]
 
 
-def pass_in_closure(_: Worker) -> int:
+@in_worker0(world_size=3)
+def test_a_reference_travels_in_a_closure() -> None:
     rref = rpc.remote("worker1", Account, args=(40,))
-    return int(rpc.rpc_sync("worker2", lambda amount: rref.rpc_sync().deposit(amount), args=(2,)))
-
-
-def test_a_reference_travels_in_a_closure(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, pass_in_closure, world_size=3) == 42
-
-
-def pass_and_forget(_: Worker) -> list[int]:
-    calls = [
-        rpc.rpc_async("worker2", open_and_deposit, args=(rpc.remote("worker1", Account, args=(number,)), 1))
-        for number in range(100)
-    ]
-    return [call.wait() for call in calls]
+    assert int(rpc.rpc_sync("worker2", lambda amount: rref.rpc_sync().deposit(amount), args=(2,))) == 42
 
 
 def open_and_deposit(rref: rpc.RRef[Account], amount: int) -> int:
     return int(rref.rpc_sync().deposit(amount))
 
 
-def test_a_reference_may_be_forgotten_as_soon_as_it_is_passed_on(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, pass_and_forget, world_size=3) == list(range(1, 101))
+@in_worker0(world_size=3)
+def test_a_reference_may_be_forgotten_as_soon_as_it_is_passed_on() -> None:
+    calls = [
+        rpc.rpc_async("worker2", open_and_deposit, args=(rpc.remote("worker1", Account, args=(number,)), 1))
+        for number in range(100)
+    ]
+    assert [call.wait() for call in calls] == list(range(1, 101))
 
 
 # ---- the owner is gone

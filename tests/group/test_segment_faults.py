@@ -17,7 +17,7 @@ from rpc.bulk.shared_memory import ledger
 from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
 from tests.support.leftovers import nothing_left
-from tests.support.serving import first_of, open_gate, serve, wait_at_gate
+from tests.support.serving import first_of, in_worker0, open_gate, serve, wait_at_gate
 from tests.support.shared_memory import (
     all_returned,
     arriving_in_segment,
@@ -62,18 +62,16 @@ def has_no_segments() -> bool:
 # ---- memory stays within bounds
 
 
-def test_a_receiver_that_keeps_everything_gets_the_rest_through_the_socket(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        send_through_segments("worker1", MIB)
-        shared = [rpc.rpc_sync("worker1", keep, args=(torch.full((MIB // 4,), float(i)),)) for i in range(40)]
-        assert 2 <= shared.count(True) <= 8
-        assert not any(shared[20:])
-        assert sum(end - begin for begin, end in mapped_segments()) <= 8 * MIB
-        assert rpc.rpc_sync("worker1", kept_sums) == [i * MIB / 4 for i in range(40)]
-        rpc.rpc_sync("worker1", forget)
-        send_through_segments("worker1", MIB)
-
-    first_of(run_workers, task, shared_memory_bytes=8 * MIB)
+@in_worker0(shared_memory_bytes=8 * MIB)
+def test_a_receiver_that_keeps_everything_gets_the_rest_through_the_socket() -> None:
+    send_through_segments("worker1", MIB)
+    shared = [rpc.rpc_sync("worker1", keep, args=(torch.full((MIB // 4,), float(i)),)) for i in range(40)]
+    assert 2 <= shared.count(True) <= 8
+    assert not any(shared[20:])
+    assert sum(end - begin for begin, end in mapped_segments()) <= 8 * MIB
+    assert rpc.rpc_sync("worker1", kept_sums) == [i * MIB / 4 for i in range(40)]
+    rpc.rpc_sync("worker1", forget)
+    send_through_segments("worker1", MIB)
 
 
 def memory_in_use() -> int:
@@ -84,23 +82,21 @@ def memory_in_use() -> int:
     return memory("VmRSS")
 
 
-def test_many_transfers_leave_memory_where_it_was(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        tensor = torch.ones(50_000)
-        before = 0
-        for count in (1_000, 9_000):
-            for _batch in range(count // 50):
-                futures = [rpc.rpc_async("worker1", torch.neg, args=(tensor,)) for _ in range(50)]
-                assert float(futures[-1].wait()[-1]) == -1.0
-                for future in futures:
-                    future.wait()
-            del future, futures
-            now = memory_in_use() + rpc.rpc_sync("worker1", memory_in_use)
-            assert not before or now - before < 48 * MIB, (before, now)
-            before = now
-        assert len(mapped_segments()) <= 128
-
-    first_of(run_workers, task)
+@in_worker0()
+def test_many_transfers_leave_memory_where_it_was() -> None:
+    tensor = torch.ones(50_000)
+    before = 0
+    for count in (1_000, 9_000):
+        for _batch in range(count // 50):
+            futures = [rpc.rpc_async("worker1", torch.neg, args=(tensor,)) for _ in range(50)]
+            assert float(futures[-1].wait()[-1]) == -1.0
+            for future in futures:
+                future.wait()
+        del future, futures
+        now = memory_in_use() + rpc.rpc_sync("worker1", memory_in_use)
+        assert not before or now - before < 48 * MIB, (before, now)
+        before = now
+    assert len(mapped_segments()) <= 128
 
 
 def test_sending_takes_the_size_of_the_tensor_at_either_side_and_no_more(run_workers: RunWorkers) -> None:
@@ -118,17 +114,15 @@ def test_sending_takes_the_size_of_the_tensor_at_either_side_and_no_more(run_wor
     first_of(run_workers, task)
 
 
-def test_a_call_that_was_given_up_returns_its_memory(run_workers: RunWorkers) -> None:
-    def task(worker: Worker) -> None:
-        send_through_segments("worker1", MIB)
-        tensor = torch.ones(MIB // 4)
-        future = rpc.rpc_async("worker1", wait_at_gate, args=("", tensor), timeout=0.2)
-        with pytest.raises(RuntimeError, match="timeout"):
-            future.wait()
-        rpc.rpc_sync("worker1", open_gate)
-        until(all_returned)
-
-    first_of(run_workers, task)
+@in_worker0()
+def test_a_call_that_was_given_up_returns_its_memory() -> None:
+    send_through_segments("worker1", MIB)
+    tensor = torch.ones(MIB // 4)
+    future = rpc.rpc_async("worker1", wait_at_gate, args=("", tensor), timeout=0.2)
+    with pytest.raises(RuntimeError, match="timeout"):
+        future.wait()
+    rpc.rpc_sync("worker1", open_gate)
+    until(all_returned)
 
 
 # ---- deaths
@@ -256,34 +250,30 @@ OBSTACLES: dict[str, tuple[Callable[[], None], str, str]] = {
 
 
 @pytest.mark.parametrize(("obstruct", "where", "reason"), OBSTACLES.values(), ids=OBSTACLES)
+@in_worker0()
 def test_what_cannot_be_shared_goes_through_the_socket(
-    run_workers: RunWorkers, obstruct: Callable[[], None], where: str, reason: str
+    worker: Worker, obstruct: Callable[[], None], where: str, reason: str
 ) -> None:
-    def task(worker: Worker) -> None:
-        fall_back(worker, reason, lambda: rpc.rpc_sync(where, obstruct))
-        rpc.rpc_sync(where, open_files_again)  # the store of the rendezvous needs one to end
-
-    first_of(run_workers, task)
+    fall_back(worker, reason, lambda: rpc.rpc_sync(where, obstruct))
+    rpc.rpc_sync(where, open_files_again)  # the store of the rendezvous needs one to end
 
 
 # ---- strange users
 
 
-def test_tensors_that_change_while_they_are_sent_do_no_harm(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        send_through_segments("worker1", 4 * MIB)
-        tensor = torch.zeros(4 * MIB, dtype=torch.uint8)
-        stop = threading.Event()
+@in_worker0()
+def test_tensors_that_change_while_they_are_sent_do_no_harm() -> None:
+    send_through_segments("worker1", 4 * MIB)
+    tensor = torch.zeros(4 * MIB, dtype=torch.uint8)
+    stop = threading.Event()
 
-        def change() -> None:
-            while not stop.is_set():
-                tensor.add_(1)
+    def change() -> None:
+        while not stop.is_set():
+            tensor.add_(1)
 
-        changer = threading.Thread(target=change)
-        changer.start()
-        for _attempt in range(10):
-            assert rpc.rpc_sync("worker1", torch.numel, args=(tensor,)) == 4 * MIB
-        stop.set()
-        changer.join()
-
-    first_of(run_workers, task)
+    changer = threading.Thread(target=change)
+    changer.start()
+    for _attempt in range(10):
+        assert rpc.rpc_sync("worker1", torch.numel, args=(tensor,)) == 4 * MIB
+    stop.set()
+    changer.join()

@@ -2,19 +2,33 @@
 
 Example::
 
-    def test_a_worker_can_be_called(run_workers: RunWorkers) -> None:
-        assert first_of(run_workers, lambda worker: rpc.rpc_sync("worker1", os.getpid)) != os.getpid()
+    @in_worker0(world_size=3)
+    def test_a_worker_can_be_called() -> None:
+        assert rpc.rpc_sync("worker1", os.getpid) != os.getpid()
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from tests.support.workers import RunWorkers, Task, Worker, current_worker
 
-__all__ = ["Gate", "first_of", "in_group", "open_gate", "report", "serve", "wait_at_gate"]
+__all__ = [
+    "Gate",
+    "first_of",
+    "in_all",
+    "in_group",
+    "in_worker0",
+    "open_gate",
+    "report",
+    "serve",
+    "wait_at_gate",
+]
 
 WAIT_SECONDS = 20.0
 """Longer than anything here takes, shorter than a run's time limit: what times out says what it was."""
@@ -42,6 +56,56 @@ def first_of(run_workers: RunWorkers, task: Task, *args: Any, world_size: int = 
     first = functools.partial(in_group(task, **options), args=args)
     others = [functools.partial(serve, **options)] * (world_size - 1)
     return run_workers([first, *others])[0]
+
+
+Body = Callable[..., None]
+
+
+def in_worker0(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
+    """Makes a test of a function that runs in ``worker0``, in a group where all others serve.
+
+    The options are those of ``Worker.group``. The function is given what the test is parametrized by, and
+    the worker if it has a parameter of that name.
+    """
+
+    def decorate(body: Body) -> Body:
+        def test(run_workers: RunWorkers, **given: Any) -> None:
+            first = functools.partial(_in_worker, body.__module__, body.__name__, given)
+            first_of(run_workers, first, world_size=world_size, **options)
+
+        return _as_test(test, body)
+
+    return decorate
+
+
+def in_all(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
+    """Makes a test of a function that runs in each worker of a group."""
+
+    def decorate(body: Body) -> Body:
+        def test(run_workers: RunWorkers, **given: Any) -> None:
+            each = functools.partial(_in_worker, body.__module__, body.__name__, given)
+            run_workers(in_group(each, **options), world_size)
+
+        return _as_test(test, body)
+
+    return decorate
+
+
+def _as_test(test: Body, body: Body) -> Body:
+    parameters = [each for each in inspect.signature(body).parameters.values() if each.name != "worker"]
+    workers = inspect.Parameter("run_workers", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    test.__module__, test.__name__, test.__doc__ = body.__module__, body.__name__, body.__doc__
+    test.__signature__ = inspect.Signature([workers, *parameters])  # type: ignore[attr-defined]
+    test.body = body  # type: ignore[attr-defined]
+    return test
+
+
+def _in_worker(module: str, name: str, given: dict[str, Any], worker: Worker) -> None:
+    """Runs what a test is made of; found by its name, so that it uses that module's globals."""
+    body: Body = getattr(importlib.import_module(module), name).body
+    if "worker" in inspect.signature(body).parameters:
+        given = {"worker": worker, **given}
+    body(**given)
 
 
 class Gate:

@@ -12,7 +12,7 @@ from torch import Tensor
 import dist_autograd
 import rpc
 from rpc.errors import AutogradError
-from tests.support.serving import first_of
+from tests.support.serving import first_of, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 OTHER = "worker1"
@@ -72,7 +72,8 @@ def check(run: Callable[..., Tensor], local: Callable[..., Tensor]) -> None:
     assert b.grad is None
 
 
-def call_each_way(_: Worker) -> None:
+@in_worker0()
+def test_gradients_go_through_every_kind_of_call() -> None:
     scale = rpc.remote(OTHER, Scale)
     calls: list[Callable[[Tensor, Tensor], Tensor]] = [
         lambda a, b: rpc.rpc_sync(OTHER, multiply, (a, b)),
@@ -90,11 +91,8 @@ def call_each_way(_: Worker) -> None:
         check(lambda a, b, call=call: call(a * 2, b).sum(), lambda a, b: (a * 2 * b).sum())
 
 
-def test_gradients_go_through_every_kind_of_call(run_workers: RunWorkers) -> None:
-    first_of(run_workers, call_each_way)
-
-
-def use_a_module(_: Worker) -> None:
+@in_worker0()
+def test_parameters_get_their_gradients_where_they_live() -> None:
     x = torch.randn(3, requires_grad=True)
     scale = rpc.remote(OTHER, Scale)
     with dist_autograd.context() as context_id:
@@ -104,11 +102,8 @@ def use_a_module(_: Worker) -> None:
         torch.testing.assert_close(scale.rpc_sync().gradient(context_id), (4 * x).detach())
 
 
-def test_parameters_get_their_gradients_where_they_live(run_workers: RunWorkers) -> None:
-    first_of(run_workers, use_a_module)
-
-
-def leave_outputs_unused(_: Worker) -> None:
+@in_worker0()
+def test_unused_outputs_cost_nothing_and_hinder_nobody() -> None:
     def run(a: Tensor, b: Tensor) -> Tensor:
         unused = rpc.rpc_sync(OTHER, multiply, (a, b))
         results = rpc.rpc_sync(OTHER, several, (a,))
@@ -117,10 +112,6 @@ def leave_outputs_unused(_: Worker) -> None:
         return torch.as_tensor(results["nested"][0].sum())
 
     check(run, lambda a, b: a.exp().sum())
-
-
-def test_unused_outputs_cost_nothing_and_hinder_nobody(run_workers: RunWorkers) -> None:
-    first_of(run_workers, leave_outputs_unused)
 
 
 @pytest.mark.parametrize("depth", [1, 6])
@@ -134,7 +125,8 @@ def test_gradients_go_there_and_back(run_workers: RunWorkers, depth: int) -> Non
     first_of(run_workers, play)
 
 
-def use_three_workers(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_a_tensor_may_be_used_here_and_on_several_workers() -> None:
     def run(a: Tensor, b: Tensor) -> Tensor:
         there: Tensor = rpc.rpc_sync("worker1", pass_on, ("worker2", multiply, a, b))
         also: Tensor = rpc.rpc_sync("worker2", pass_on, ("worker0", multiply, there, a))
@@ -143,11 +135,8 @@ def use_three_workers(_: Worker) -> None:
     check(run, lambda a, b: (a * b + a * b * a + a).sum())
 
 
-def test_a_tensor_may_be_used_here_and_on_several_workers(run_workers: RunWorkers) -> None:
-    first_of(run_workers, use_three_workers, world_size=3)
-
-
-def run_twice(_: Worker) -> None:
+@in_worker0()
+def test_gradients_of_several_roots_and_backwards_add_up() -> None:
     a, b = leaves()
     with dist_autograd.context() as context_id:
         product = rpc.rpc_sync(OTHER, multiply, (a, b))
@@ -160,11 +149,12 @@ def run_twice(_: Worker) -> None:
             dist_autograd.backward(context_id, [loss])
 
 
-def test_gradients_of_several_roots_and_backwards_add_up(run_workers: RunWorkers) -> None:
-    first_of(run_workers, run_twice)
+def sum_of(rref: rpc.RRef[Tensor]) -> Tensor:
+    return rref.to_here().sum()
 
 
-def begin_at_a_reference(_: Worker) -> None:
+@in_worker0()
+def test_a_backward_may_begin_at_a_reference() -> None:
     a, b = leaves()
     with dist_autograd.context() as context_id:
         product = rpc.remote(OTHER, multiply, (a, b))
@@ -172,19 +162,12 @@ def begin_at_a_reference(_: Worker) -> None:
         torch.testing.assert_close(dist_autograd.get_gradients(context_id)[a], b.detach())
 
 
-def sum_of(rref: rpc.RRef[Tensor]) -> Tensor:
-    return rref.to_here().sum()
-
-
-def test_a_backward_may_begin_at_a_reference(run_workers: RunWorkers) -> None:
-    first_of(run_workers, begin_at_a_reference)
-
-
 def requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-def call_under_no_grad(_: Worker) -> None:
+@in_worker0()
+def test_calls_under_no_grad_are_without_history() -> None:
     a, b = leaves()
     calls: list[Callable[..., Any]] = [
         lambda function, *args: rpc.rpc_sync(OTHER, function, args),
@@ -203,11 +186,8 @@ def call_under_no_grad(_: Worker) -> None:
         assert rpc.rpc_sync(OTHER, dist_autograd.has_context, (context_id,))
 
 
-def test_calls_under_no_grad_are_without_history(run_workers: RunWorkers) -> None:
-    first_of(run_workers, call_under_no_grad)
-
-
-def hold_gradients(_: Worker) -> None:
+@in_worker0()
+def test_gradients_that_were_got_do_not_change_any_more() -> None:
     a, b = leaves()
     with dist_autograd.context() as context_id:
         loss = rpc.rpc_sync(OTHER, multiply, (a, b)).sum() + a.sum()
@@ -220,15 +200,12 @@ def hold_gradients(_: Worker) -> None:
             torch.testing.assert_close(held[x], before[x])
 
 
-def test_gradients_that_were_got_do_not_change_any_more(run_workers: RunWorkers) -> None:
-    first_of(run_workers, hold_gradients)
-
-
 def sum_of_both(a: Tensor, b: Tensor) -> Tensor:
     return (a + b).sum()
 
 
-def change_gradients_in_place(_: Worker) -> None:
+@in_worker0()
+def test_each_gradient_of_leaves_that_were_sent_can_be_changed_alone() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(1000, dtype=dtype, requires_grad=True) for _ in range(2))
         with dist_autograd.context() as context_id:
@@ -237,10 +214,6 @@ def change_gradients_in_place(_: Worker) -> None:
             found[a].mul_(2)
             torch.testing.assert_close(found[a], torch.full_like(a, 2.0))
             torch.testing.assert_close(found[b], torch.ones_like(b))
-
-
-def test_each_gradient_of_leaves_that_were_sent_can_be_changed_alone(run_workers: RunWorkers) -> None:
-    first_of(run_workers, change_gradients_in_place)
 
 
 def twice(a: Tensor) -> Tensor:
@@ -270,7 +243,8 @@ def test_gradients_may_overtake_larger_ones_of_the_same_worker(
     first_of(run_workers, send_large_gradients_first, elements, **options)
 
 
-def leave_as_it_begins(_: Worker) -> None:
+@in_worker0(world_size=1)
+def test_a_backward_whose_context_is_left_as_it_begins_ends() -> None:
     x = torch.ones(2, requires_grad=True)
     entered = dist_autograd.context()
 
@@ -281,7 +255,3 @@ def leave_as_it_begins(_: Worker) -> None:
     context_id = entered.__enter__()
     with pytest.raises(AutogradError, match="was left during its"):
         dist_autograd.backward(context_id, roots())  # type: ignore[arg-type]
-
-
-def test_a_backward_whose_context_is_left_as_it_begins_ends(run_workers: RunWorkers) -> None:
-    first_of(run_workers, leave_as_it_begins, world_size=1)

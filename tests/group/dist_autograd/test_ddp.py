@@ -23,7 +23,7 @@ from dist_optim import DistributedOptimizer
 from dist_optim.local_optimizer import LocalOptimizer
 from rpc.errors import AutogradError
 from tests.fuzz.autograd.guarded import apply_guarded
-from tests.support.serving import WAIT_SECONDS, first_of, in_group, open_gate
+from tests.support.serving import WAIT_SECONDS, in_group, in_worker0, open_gate
 from tests.support.workers import RunWorkers, Worker
 
 _models: dict[str, DistributedDataParallel] = {}
@@ -184,7 +184,16 @@ def test_a_step_in_a_hook_that_would_wait_for_its_own_backward_is_refused(run_wo
     run_workers(in_group(step_in_a_hook), 1)
 
 
-def overwrite_buckets(_: Worker, pass_through: Callable[[Tensor], Tensor]) -> None:
+def through_worker1(x: Tensor) -> Tensor:
+    result: Tensor = rpc.rpc_sync("worker1", torch.mul, args=(x, 1))
+    return result
+
+
+@pytest.mark.parametrize("pass_through", [torch.clone, through_worker1], ids=["while it runs", "at the end"])
+@in_worker0()
+def test_gradients_in_a_models_buckets_outlast_its_next_backward(
+    pass_through: Callable[[Tensor], Tensor],
+) -> None:
     with process_group_of_one():
         model = averaged(gradient_as_bucket_view=True)
         weight = model.module.weight
@@ -196,18 +205,6 @@ def overwrite_buckets(_: Worker, pass_through: Callable[[Tensor], Tensor]) -> No
                 found.append(dist_autograd.get_gradients(context_id)[weight])
         torch.autograd.backward(model(torch.full((1, 1), 11.0)).sum())
         assert [*map(Tensor.item, found), weight.grad.item()] == [3.0, 8.0, 18.0]
-
-
-def through_worker1(x: Tensor) -> Tensor:
-    result: Tensor = rpc.rpc_sync("worker1", torch.mul, args=(x, 1))
-    return result
-
-
-@pytest.mark.parametrize("pass_through", [torch.clone, through_worker1], ids=["while it runs", "at the end"])
-def test_gradients_in_a_models_buckets_outlast_its_next_backward(
-    run_workers: RunWorkers, pass_through: Callable[[Tensor], Tensor]
-) -> None:
-    first_of(run_workers, overwrite_buckets, pass_through)
 
 
 def test_whoever_begins_to_watch_for_models_finds_that_their_forward_is_noted(

@@ -16,7 +16,7 @@ import dist_autograd
 import rpc
 from rpc.errors import AutogradError, BackwardError, NotInitializedError, WorkerLostError
 from tests.fuzz.autograd.guarded import apply_guarded
-from tests.support.serving import WAIT_SECONDS, first_of, in_group, open_gate, serve
+from tests.support.serving import WAIT_SECONDS, in_group, in_worker0, open_gate, serve
 from tests.support.workers import RunWorkers, Task, Worker, current_worker
 
 OTHER = "worker1"
@@ -69,7 +69,8 @@ def wait_until_nothing_is_left(worker: str) -> None:
 # ---- bad input
 
 
-def give_bad_input(_: Worker) -> None:
+@in_worker0(world_size=1)
+def test_bad_input_is_refused_with_what_to_do() -> None:
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(AutogradError, match="Could not find autograd context with id: 7 on worker 'worker0'"):
         dist_autograd.backward(7, [x.sum()])
@@ -95,16 +96,13 @@ def give_bad_input(_: Worker) -> None:
         dist_autograd.backward(context_id, [x.sum()])
 
 
-def test_bad_input_is_refused_with_what_to_do(run_workers: RunWorkers) -> None:
-    first_of(run_workers, give_bad_input, world_size=1)
-
-
 def test_there_is_no_context_without_an_agent() -> None:
     with pytest.raises(NotInitializedError), dist_autograd.context():
         pass
 
 
-def use_a_tensor_of_another_context(_: Worker) -> None:
+@in_worker0()
+def test_a_graph_of_another_context_or_a_local_backward_is_refused() -> None:
     x = torch.ones(3, requires_grad=True)
     with dist_autograd.context() as first:
         y = rpc.rpc_sync(OTHER, torch.mul, args=(x, 2))
@@ -113,10 +111,6 @@ def use_a_tensor_of_another_context(_: Worker) -> None:
             dist_autograd.backward(second, [y.sum()])
         with pytest.raises(AutogradError, match=r"goes on at worker 'worker1'.*dist_autograd.backward"):
             y.sum().backward()
-
-
-def test_a_graph_of_another_context_or_a_local_backward_is_refused(run_workers: RunWorkers) -> None:
-    first_of(run_workers, use_a_tensor_of_another_context)
 
 
 # ---- errors
@@ -128,7 +122,8 @@ def fail_at(worker: str, x: Tensor) -> Any:
     return rpc.rpc_sync(OTHER, through, args=("worker2", failing, x))
 
 
-def fail_in_backward(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_an_error_on_any_worker_is_raised_at_the_root_and_names_it() -> None:
     x = torch.ones(3, requires_grad=True)
     for worker in ("worker0", "worker2"):
         with dist_autograd.context() as context_id:
@@ -145,10 +140,6 @@ def fail_in_backward(_: Worker) -> None:
             torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], torch.full((3,), 3.0))
     for worker in ("worker0", "worker1", "worker2"):
         wait_until_nothing_is_left(worker)
-
-
-def test_an_error_on_any_worker_is_raised_at_the_root_and_names_it(run_workers: RunWorkers) -> None:
-    first_of(run_workers, fail_in_backward, world_size=3)
 
 
 # ---- deaths
@@ -250,7 +241,8 @@ def test_three_backwards_of_different_contexts_run_side_by_side(run_workers: Run
     workers.results()
 
 
-def run_two_in_one_context(_: Worker) -> None:
+@in_worker0()
+def test_two_backwards_at_once_in_one_context_add_up() -> None:
     x = torch.arange(1.0, 4.0, requires_grad=True)
     for _round in range(10):
         with dist_autograd.context() as context_id:
@@ -265,10 +257,6 @@ def run_two_in_one_context(_: Worker) -> None:
             for thread in threads:
                 thread.join(WAIT_SECONDS)
             torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], 6 * x.detach())
-
-
-def test_two_backwards_at_once_in_one_context_add_up(run_workers: RunWorkers) -> None:
-    first_of(run_workers, run_two_in_one_context)
 
 
 def leave_during_backward(worker: Worker) -> None:
@@ -299,7 +287,8 @@ def test_leaving_a_context_ends_its_backwards(run_workers: RunWorkers) -> None:
     workers.results()
 
 
-def make_many_contexts(_: Worker) -> None:
+@in_worker0()
+def test_nothing_is_left_of_many_contexts() -> None:
     x = torch.ones(3, requires_grad=True)
     for _round in range(300):
         with dist_autograd.context() as context_id:
@@ -307,7 +296,3 @@ def make_many_contexts(_: Worker) -> None:
             dist_autograd.backward(context_id, [loss])
     wait_until_nothing_is_left(OTHER)
     assert counts() == {"num_autograd_contexts": 0, "num_current_backward_passes": 0}
-
-
-def test_nothing_is_left_of_many_contexts(run_workers: RunWorkers) -> None:
-    first_of(run_workers, make_many_contexts)

@@ -15,8 +15,7 @@ import rpc
 from rpc.errors import AutogradError, ProtocolError
 from rpc.runtime.current import current_agent
 from rref.requests import FETCH, fetch
-from tests.support.serving import WAIT_SECONDS, first_of, open_gate, wait_at_gate
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import WAIT_SECONDS, in_worker0, open_gate, wait_at_gate
 
 OTHER = "worker1"
 
@@ -62,7 +61,8 @@ def nested(to: str, function: Callable[..., Any], *args: Any) -> Any:
     return rpc.rpc_sync(to, function, args=args)
 
 
-def answer_in_each_way(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_answers_are_recorded_in_the_context_of_their_call() -> None:
     x = torch.arange(1.0, 4.0, requires_grad=True)
     calls: list[tuple[Any, ...]] = [
         (answer_on_another_thread, (x,)),
@@ -79,11 +79,8 @@ def answer_in_each_way(_: Worker) -> None:
                 torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], 2 * x.detach())
 
 
-def test_answers_are_recorded_in_the_context_of_their_call(run_workers: RunWorkers) -> None:
-    first_of(run_workers, answer_in_each_way, world_size=3)
-
-
-def look_for_contexts(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_the_context_follows_calls_and_ends_with_its_block() -> None:
     assert known_context() is None
     assert rpc.rpc_sync(OTHER, known_context) is None
     with dist_autograd.context() as context_id:
@@ -99,11 +96,8 @@ def look_for_contexts(_: Worker) -> None:
     assert rpc.rpc_sync(OTHER, known_context) is None
 
 
-def test_the_context_follows_calls_and_ends_with_its_block(run_workers: RunWorkers) -> None:
-    first_of(run_workers, look_for_contexts, world_size=3)
-
-
-def complete_elsewhere(_: Worker) -> None:
+@in_worker0()
+def test_a_reply_belongs_to_the_context_of_its_call_whoever_reads_it() -> None:
     """Answers are read by threads in another context, and by threads in none."""
     x = torch.arange(1.0, 4.0, requires_grad=True)
     with dist_autograd.context() as context_id:
@@ -121,11 +115,8 @@ def complete_elsewhere(_: Worker) -> None:
         torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], 2 * x.detach())
 
 
-def test_a_reply_belongs_to_the_context_of_its_call_whoever_reads_it(run_workers: RunWorkers) -> None:
-    first_of(run_workers, complete_elsewhere)
-
-
-def fetch_where_no_call_has_come(_: Worker) -> None:
+@in_worker0()
+def test_what_is_fetched_belongs_to_the_graph() -> None:
     rref = rpc.remote(OTHER, torch.ones, args=(3,), kwargs={"requires_grad": True})
     rref.to_here()
     with dist_autograd.context() as context_id:
@@ -134,11 +125,8 @@ def fetch_where_no_call_has_come(_: Worker) -> None:
         torch.testing.assert_close(gradients, [torch.full((3,), 5.0)])
 
 
-def test_what_is_fetched_belongs_to_the_graph(run_workers: RunWorkers) -> None:
-    first_of(run_workers, fetch_where_no_call_has_come)
-
-
-def fetch_with_bad_context(_: Worker) -> list[int]:
+@in_worker0()
+def test_fetch_with_a_bad_context_fails_alone() -> None:
     """Two fetch an object that is still being made, one of whom says nonsense about its context."""
     made = rpc.remote(OTHER, wait_at_gate, args=("making", [1, 2]))
     bad = fetch(made._rref)
@@ -149,8 +137,4 @@ def fetch_with_bad_context(_: Worker) -> list[int]:
     with pytest.raises(ProtocolError, match="says badly what it is recorded as"):
         call.result()
     found: list[int] = made.to_here(timeout=WAIT_SECONDS)
-    return found
-
-
-def test_fetch_with_a_bad_context_fails_alone(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, fetch_with_bad_context) == [1, 2]
+    assert found == [1, 2]

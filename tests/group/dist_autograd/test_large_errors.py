@@ -11,8 +11,7 @@ from torch import Tensor
 import dist_autograd
 import rpc
 from rpc.errors import BackwardError
-from tests.support.serving import first_of
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import in_worker0
 
 MIB = 1 << 20
 
@@ -48,7 +47,10 @@ def failing(x: Tensor, make_error: Any) -> Any:
     return Failing.apply(x, make_error)  # type: ignore[no-untyped-call]
 
 
-def fail(_: Worker, make_error: Any, messages: int) -> None:
+@pytest.mark.parametrize("messages", [1, 2])
+@pytest.mark.parametrize("make_error", [with_long_text, with_tensor])
+@in_worker0(max_message_bytes=MIB)
+def test_an_error_over_the_roots_limit_ends_the_backward(make_error: Any, messages: int) -> None:
     x = torch.ones(2, requires_grad=True)
     with dist_autograd.context() as context_id:
         total = rpc.rpc_sync("worker1", failing, args=(x, make_error)).sum()
@@ -56,11 +58,3 @@ def fail(_: Worker, make_error: Any, messages: int) -> None:
             total = total + rpc.rpc_sync("worker1", torch.mul, args=(x, 2)).sum()
         with pytest.raises(BackwardError, match="BulkyError, raised by worker 'worker1'"):
             dist_autograd.backward(context_id, [total])
-
-
-@pytest.mark.parametrize("messages", [1, 2])
-@pytest.mark.parametrize("make_error", [with_long_text, with_tensor])
-def test_an_error_over_the_roots_limit_ends_the_backward(
-    run_workers: RunWorkers, make_error: Any, messages: int
-) -> None:
-    first_of(run_workers, fail, make_error, messages, max_message_bytes=MIB)

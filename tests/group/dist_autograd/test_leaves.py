@@ -13,7 +13,7 @@ from torch.autograd import Function
 import dist_autograd
 import rpc
 from dist_autograd.leaves import owned
-from tests.support.serving import first_of
+from tests.support.serving import first_of, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 INPUTS = torch.ones(2, 3)
@@ -96,7 +96,8 @@ def test_a_copy_does_not_require_grad_though_what_a_function_uses_does() -> None
     assert not copied.requires_grad
 
 
-def keep_while_scaled(_: Worker) -> None:
+@in_worker0()
+def test_scaling_a_contexts_gradients_in_place_changes_nothing_of_the_users() -> None:
     used, held = torch.full((3,), 8.0), list[Tensor]()
     x = torch.ones(3, requires_grad=True)
     y = torch.ones(3, requires_grad=True)
@@ -107,10 +108,6 @@ def keep_while_scaled(_: Worker) -> None:
         for gradient in dist_autograd.get_gradients(context_id).values():
             gradient.mul_(0.5)
     assert [used[0].item(), held[0][0].item()] == [8.0, 4.0]
-
-
-def test_scaling_a_contexts_gradients_in_place_changes_nothing_of_the_users(run_workers: RunWorkers) -> None:
-    first_of(run_workers, keep_while_scaled)
 
 
 def receive_gradient(_: Worker) -> bool:

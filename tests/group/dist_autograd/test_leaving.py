@@ -11,13 +11,13 @@ import rpc
 from dist_autograd.contexts import Context
 from rpc.group.peer import Peer
 from tests.group.dist_autograd.test_faults import wait_until_nothing_is_left
-from tests.support.serving import first_of
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import in_worker0
 
 OTHER = "worker1"
 
 
-def leave_on_another_thread(_: Worker) -> None:
+@in_worker0()
+def test_a_context_that_is_left_on_another_thread_is_released() -> None:
     entered = dist_autograd.context()
     context_id = entered.__enter__()
     rpc.rpc_sync(OTHER, torch.mul, args=(torch.ones(1, requires_grad=True), 2))
@@ -37,10 +37,6 @@ def leave_on_another_thread(_: Worker) -> None:
     wait_until_nothing_is_left(OTHER)
 
 
-def test_a_context_that_is_left_on_another_thread_is_released(run_workers: RunWorkers) -> None:
-    first_of(run_workers, leave_on_another_thread)
-
-
 class OverWhenTold(set[Peer]):
     """Whom a context has told, when it ends on another thread right as the next is to be told."""
 
@@ -53,15 +49,10 @@ class OverWhenTold(set[Peer]):
         super().add(peer)
 
 
-def call_while_it_ends(_: Worker) -> None:
+@in_worker0()
+def test_a_call_made_while_its_context_ends_does_not_bring_it_to_a_worker_for_good() -> None:
     with dist_autograd.context():
         context = dist_autograd.current_context()
         context.told = OverWhenTold(context)
         assert rpc.rpc_sync(OTHER, torch.add, args=(torch.ones(1), 1)).item() == 2
         wait_until_nothing_is_left(OTHER)
-
-
-def test_a_call_made_while_its_context_ends_does_not_bring_it_to_a_worker_for_good(
-    run_workers: RunWorkers,
-) -> None:
-    first_of(run_workers, call_while_it_ends)

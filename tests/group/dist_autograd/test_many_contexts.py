@@ -12,7 +12,7 @@ from torch import Tensor
 import dist_autograd
 import rpc
 from tests.fuzz.autograd.distribution import leftovers
-from tests.support.serving import first_of
+from tests.support.serving import first_of, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 OTHER = "worker1"
@@ -68,11 +68,9 @@ def test_memory_stays_where_it_is_without_a_backward(run_workers: RunWorkers) ->
     assert max(first_of(run_workers, first)) < 16
 
 
-def test_threads_have_contexts_of_their_own(run_workers: RunWorkers) -> None:
-    def first(_: Worker) -> None:
-        with ThreadPoolExecutor(8) as threads:
-            for done in [threads.submit(train, 30) for _ in range(8)]:
-                done.result()
-        assert leftovers(range(2)) == []
-
-    first_of(run_workers, first)
+@in_worker0()
+def test_threads_have_contexts_of_their_own() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(train, 30) for _ in range(8)]:
+            done.result()
+    assert leftovers(range(2)) == []

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import dist_autograd
 import rpc
-from tests.support.serving import first_of
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import in_worker0
 
 OTHER = "worker1"
 
@@ -38,7 +37,8 @@ class Applied:
         return a * b
 
 
-def give_parameters(_: Worker) -> None:
+@in_worker0()
+def test_a_parameter_among_the_arguments_gets_its_gradient() -> None:
     weight, x = nn.Parameter(torch.tensor([2.0, 3.0])), torch.tensor([5.0, 7.0], requires_grad=True)
     applied = rpc.remote(OTHER, Applied)
     calls: list[Callable[[], Any]] = [
@@ -61,15 +61,12 @@ def give_parameters(_: Worker) -> None:
     assert weight.grad is None
 
 
-def test_a_parameter_among_the_arguments_gets_its_gradient(run_workers: RunWorkers) -> None:
-    first_of(run_workers, give_parameters)
-
-
 def kinds(value: Any, module: nn.Linear) -> list[type]:
     return [type(value), type(module.weight)]
 
 
-def give_parameters_where_nothing_is_recorded(_: Worker) -> None:
+@in_worker0()
+def test_where_nothing_is_recorded_and_in_modules_parameters_stay_parameters() -> None:
     layer = nn.Linear(1, 1)
     frozen = nn.Parameter(torch.ones(1), requires_grad=False)
     assert rpc.rpc_sync(OTHER, kinds, args=(layer.weight, layer)) == [nn.Parameter, nn.Parameter]
@@ -77,7 +74,3 @@ def give_parameters_where_nothing_is_recorded(_: Worker) -> None:
         assert rpc.rpc_sync(OTHER, kinds, args=(frozen, layer)) == [nn.Parameter, nn.Parameter]
         with torch.no_grad():
             assert rpc.rpc_sync(OTHER, kinds, args=(layer.weight, layer)) == [nn.Parameter, nn.Parameter]
-
-
-def test_where_nothing_is_recorded_and_in_modules_parameters_stay_parameters(run_workers: RunWorkers) -> None:
-    first_of(run_workers, give_parameters_where_nothing_is_recorded)

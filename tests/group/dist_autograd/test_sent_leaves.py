@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 import dist_autograd
 import rpc
-from tests.support.serving import Gate, first_of
+from tests.support.serving import Gate, first_of, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 OTHER = "worker1"
@@ -80,18 +80,17 @@ def test_gradients_of_one_leaf_from_several_messages_add_up(run_workers: RunWork
     assert first_of(run_workers, send_in_two_messages_and_use_here).tolist() == [33.0, 47.0]
 
 
-def test_leaf_of_another_class_gets_its_gradient(run_workers: RunWorkers) -> None:
-    def run(_: Worker) -> list[float]:
-        x = torch.ones(2).as_subclass(Marked).requires_grad_()
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [rpc.rpc_sync(OTHER, torch.mul, args=(x, 3)).sum()])
-            found: list[float] = dist_autograd.get_gradients(context_id)[x].tolist()
-        return found
-
-    assert first_of(run_workers, run) == [3.0, 3.0]
+@in_worker0()
+def test_leaf_of_another_class_gets_its_gradient() -> None:
+    x = torch.ones(2).as_subclass(Marked).requires_grad_()
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [rpc.rpc_sync(OTHER, torch.mul, args=(x, 3)).sum()])
+        found: list[float] = dist_autograd.get_gradients(context_id)[x].tolist()
+    assert found == [3.0, 3.0]
 
 
-def freeze_after_forward(_: Worker) -> tuple[bool, bool]:
+@in_worker0()
+def test_leaf_frozen_after_the_forward_gets_none_and_others_get_theirs() -> None:
     x, y = leaf(2.0), leaf(3.0)
     with dist_autograd.context() as context_id:
         total = rpc.rpc_sync(OTHER, torch.mul, args=(x, y)) + rpc.rpc_sync(OTHER, torch.mul, args=(x * 2, y))
@@ -99,11 +98,7 @@ def freeze_after_forward(_: Worker) -> tuple[bool, bool]:
         dist_autograd.backward(context_id, [total.sum()])
         found = dist_autograd.get_gradients(context_id)
     assert found[y].tolist() == [6.0]
-    return x in found, y in found
-
-
-def test_leaf_frozen_after_the_forward_gets_none_and_others_get_theirs(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, freeze_after_forward) == (False, True)
+    assert (x in found, y in found) == (False, True)
 
 
 class Remote:
@@ -173,7 +168,9 @@ def hook_weights() -> None:
     WEIGHTS.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
 
 
-def fetch_weights(_: Worker, times: int) -> None:
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@in_worker0()
+def test_leaf_that_other_threads_compute_with_can_be_sent(times: int) -> None:
     rpc.rpc_sync(OTHER, hook_weights)
     rpc.rpc_sync(OTHER, compute_with_weights)
     try:
@@ -185,12 +182,8 @@ def fetch_weights(_: Worker, times: int) -> None:
         rpc.rpc_sync(OTHER, stop_computing)
 
 
-@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
-def test_leaf_that_other_threads_compute_with_can_be_sent(run_workers: RunWorkers, times: int) -> None:
-    first_of(run_workers, fetch_weights, times)
-
-
-def hook_received_node(_: Worker) -> list[int]:
+@in_worker0()
+def test_hooks_on_the_node_of_a_received_tensor_run() -> None:
     """How often a hook on a received tensor's node runs: where a run ends there, and where also at a leaf."""
     counts: list[int] = []
     users: list[Callable[[Tensor, Tensor], Tensor]] = [
@@ -204,8 +197,4 @@ def hook_received_node(_: Worker) -> list[int]:
             out.grad_fn.register_prehook(lambda _, runs=runs: runs.append(None))
             dist_autograd.backward(context_id, [use(out, leaf(4.0)).sum()])
         counts.append(len(runs))
-    return counts
-
-
-def test_hooks_on_the_node_of_a_received_tensor_run(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, hook_received_node) == [1, 1]
+    assert counts == [1, 1]

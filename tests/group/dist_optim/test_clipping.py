@@ -12,7 +12,7 @@ import dist_autograd
 from dist_optim import DistributedOptimizer
 from rref import RemoteModule
 from tests.group.dist_optim.models import PLACES, Spread, batches
-from tests.support.serving import first_of
+from tests.support.serving import first_of, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -21,16 +21,13 @@ def clip(_: Worker) -> None:
         clip_to(max_norm, norm_type)
 
 
-def clip_nothing(_: Worker) -> None:
+@in_worker0()
+def test_no_gradients_have_the_norm_0() -> None:
     model = Spread("worker0", "worker1", "worker1")
     optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.1)
     for norm_type in (2.0, float("inf")):
         with dist_autograd.context() as context_id:
             assert optimizer.clip_grad_norm_(context_id, 1.0, norm_type) == 0
-
-
-def test_no_gradients_have_the_norm_0(run_workers: RunWorkers) -> None:
-    first_of(run_workers, clip_nothing)
 
 
 def clip_to(max_norm: float, norm_type: float) -> None:
@@ -84,7 +81,8 @@ def test_a_gradient_that_two_parameters_share_is_scaled_once(run_workers: RunWor
         assert weight == pytest.approx([-1.0] * 4)
 
 
-def clip_infinite(_: Worker) -> None:
+@in_worker0()
+def test_a_norm_that_is_not_finite_is_told_and_can_be_refused() -> None:
     module = RemoteModule("worker1", Pair)
     optimizer = DistributedOptimizer(optim.SGD, module.remote_parameters(), lr=1.0)
     with dist_autograd.context() as context_id:
@@ -95,10 +93,6 @@ def clip_infinite(_: Worker) -> None:
         assert optimizer.clip_grad_norm_(context_id, 1.0) == float("inf")
         optimizer.step(context_id)
     assert module.remote_parameters()[0].to_here().isnan().all()  # as in PyTorch: infinity times zero
-
-
-def test_a_norm_that_is_not_finite_is_told_and_can_be_refused(run_workers: RunWorkers) -> None:
-    first_of(run_workers, clip_infinite)
 
 
 def scale_beside_a_backward(_: Worker) -> float:

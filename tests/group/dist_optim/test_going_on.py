@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from dist_optim import DistributedLRScheduler, DistributedOptimizer
 from tests.group.dist_optim.models import PLACES, Spread, batches
-from tests.support.serving import first_of, in_group, serve
+from tests.support.serving import first_of, in_group, in_worker0, serve
 from tests.support.workers import RunWorkers, Worker
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
@@ -75,7 +75,8 @@ def test_training_goes_on_exactly_from_a_checkpoint_in_a_new_group(
     first_of(run_workers, load_and_go_on, *places, world_size=3)
 
 
-def save_and_change(_: Worker) -> None:
+@in_worker0()
+def test_a_state_is_a_copy_and_a_wrong_one_changes_nothing() -> None:
     model = Spread("worker0", "worker1", "worker1")
     optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.01, momentum=0.9)
     model.train(optimizer, batches(1))
@@ -90,11 +91,8 @@ def save_and_change(_: Worker) -> None:
     assert set(optimizer.state_dict()["state"]) == set(range(6))
 
 
-def test_a_state_is_a_copy_and_a_wrong_one_changes_nothing(run_workers: RunWorkers) -> None:
-    first_of(run_workers, save_and_change)
-
-
-def load_a_single_optimizers_state(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_the_state_of_a_single_optimizer_can_be_loaded() -> None:
     model = Spread(*PLACES)
     local = optim.Adam(model.local.parameters(), lr=0.01)
     model.train_local(local, batches(2))
@@ -104,10 +102,6 @@ def load_a_single_optimizers_state(_: Worker) -> None:
     model.train(optimizer, batches(1))
     model.train_local(local, batches(1))
     model.check_same()
-
-
-def test_the_state_of_a_single_optimizer_can_be_loaded(run_workers: RunWorkers) -> None:
-    first_of(run_workers, load_a_single_optimizers_state, world_size=3)
 
 
 # ---- schedules
@@ -129,7 +123,9 @@ SCHEDULES: list[tuple[Any, dict[str, Any], Callable[[int], tuple[Any, ...]]]] = 
 ]
 
 
-def follow_schedules(_: Worker) -> None:
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@in_worker0(world_size=3)
+def test_every_owner_follows_the_schedule() -> None:
     for schedule, options, metric in SCHEDULES:
         model = Spread(*PLACES)
         optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05, momentum=0.5)
@@ -147,11 +143,6 @@ def follow_schedules(_: Worker) -> None:
                 local.param_groups[0]["lr"]
             }
         model.check_same()
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter")
-def test_every_owner_follows_the_schedule(run_workers: RunWorkers) -> None:
-    first_of(run_workers, follow_schedules, world_size=3)
 
 
 def schedule_badly(_: Worker) -> None:

@@ -13,8 +13,7 @@ import rpc
 from dist_optim import DistributedOptimizer
 from rref import RemoteModule
 from tests.group.dist_optim.models import PLACES, Spread, Tied, batches, look_at_grad
-from tests.support.serving import first_of
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import in_worker0
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (optim.SGD, {"lr": 0.05}),
@@ -35,17 +34,14 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def train_with_each(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_every_optimizer_of_pytorch_trains_as_in_one_process() -> None:
     for optimizer_class, options in OPTIMIZERS.values():
         model = Spread(*PLACES)
         inputs = batches(3)
         model.train(DistributedOptimizer(optimizer_class, model.references(), **options), inputs)
         model.train_local(optimizer_class(model.local.parameters(), **options), inputs)
         model.check_same()
-
-
-def test_every_optimizer_of_pytorch_trains_as_in_one_process(run_workers: RunWorkers) -> None:
-    first_of(run_workers, train_with_each, world_size=3)
 
 
 class Bag(nn.Module):
@@ -61,7 +57,8 @@ class Bag(nn.Module):
         return found
 
 
-def train_sparse(_: Worker) -> None:
+@in_worker0()
+def test_sparse_gradients_are_clipped_and_used() -> None:
     rows = [torch.tensor([1, 2, 2]), torch.tensor([2, 7])]
     for optimizer_class in (optim.SparseAdam, optim.SGD):
         remote, local = RemoteModule("worker1", Bag), Bag()
@@ -83,16 +80,13 @@ def train_sparse(_: Worker) -> None:
         torch.testing.assert_close(remote.remote_parameters()[0].to_here().detach(), weight.detach())
 
 
-def test_sparse_gradients_are_clipped_and_used(run_workers: RunWorkers) -> None:
-    first_of(run_workers, train_sparse)
-
-
 def give_grad(model: rpc.RRef[nn.Module]) -> None:
     for parameter in model.local_value().parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
 
 
-def step_beside_other_gradients(_: Worker) -> None:
+@in_worker0()
+def test_gradients_of_the_context_are_used_and_those_in_grad_are_left_alone() -> None:
     model = Spread("worker1", "worker1", "worker0")
     optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05)
     inputs = batches(2)
@@ -107,11 +101,8 @@ def step_beside_other_gradients(_: Worker) -> None:
     model.check_same()
 
 
-def test_gradients_of_the_context_are_used_and_those_in_grad_are_left_alone(run_workers: RunWorkers) -> None:
-    first_of(run_workers, step_beside_other_gradients)
-
-
-def leave_some_out(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_parameters_without_a_gradient_in_the_context_are_left_alone() -> None:
     model = Spread(*PLACES)
     optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05, weight_decay=0.5)
     before = model.values()
@@ -122,11 +113,8 @@ def leave_some_out(_: Worker) -> None:
     assert changed == [True, True, False, False, False, False]
 
 
-def test_parameters_without_a_gradient_in_the_context_are_left_alone(run_workers: RunWorkers) -> None:
-    first_of(run_workers, leave_some_out, world_size=3)
-
-
-def step_after(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_a_step_may_be_taken_on_another_thread() -> None:
     model = Spread(*PLACES)
     optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05)
     with dist_autograd.context() as context_id:
@@ -138,11 +126,8 @@ def step_after(_: Worker) -> None:
     model.check_same()
 
 
-def test_a_step_may_be_taken_on_another_thread(run_workers: RunWorkers) -> None:
-    first_of(run_workers, step_after, world_size=3)
-
-
-def train_tied(_: Worker) -> None:
+@in_worker0()
+def test_a_parameter_that_is_given_twice_is_optimized_once() -> None:
     remote, local, x = RemoteModule("worker1", Tied), Tied(), torch.ones(2, 3)
     references = [*remote.remote_parameters(), *remote.remote_parameters()]
     spread = DistributedOptimizer(optim.SGD, references, lr=0.1, momentum=0.9)
@@ -158,7 +143,3 @@ def train_tied(_: Worker) -> None:
         single.step()
     torch.testing.assert_close(references[0].to_here().detach(), local.weight.detach())
     spread.load_state_dict(spread.state_dict())
-
-
-def test_a_parameter_that_is_given_twice_is_optimized_once(run_workers: RunWorkers) -> None:
-    first_of(run_workers, train_tied)

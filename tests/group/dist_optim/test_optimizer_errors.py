@@ -14,7 +14,7 @@ import rpc
 from dist_optim import DistributedOptimizer
 from rpc.errors import AutogradError, RRefError, WorkerLostError
 from tests.group.dist_optim.models import PLACES, Spread, batches, look_at_grad
-from tests.support.serving import first_of, in_group, open_gate, serve, wait_at_gate
+from tests.support.serving import in_group, in_worker0, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -35,7 +35,8 @@ def notes_of(error: BaseException) -> str:
     return "\n".join(error.__notes__)
 
 
-def fail_remotely(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_an_error_on_an_owner_is_raised_here_and_names_the_worker() -> None:
     model = Spread(*PLACES)
     with pytest.raises(ArithmeticError, match="no beginning") as caught:
         DistributedOptimizer(FailsToBegin, model.references())
@@ -55,11 +56,8 @@ def fail_remotely(_: Worker) -> None:
     assert rpc.rpc_sync("worker1", look_at_grad, args=(first,)) == [None, None]
 
 
-def test_an_error_on_an_owner_is_raised_here_and_names_the_worker(run_workers: RunWorkers) -> None:
-    first_of(run_workers, fail_remotely, world_size=3)
-
-
-def fail_on_the_only_owner(_: Worker) -> None:
+@in_worker0()
+def test_an_error_on_the_only_owner_names_the_worker_too() -> None:
     weight = rpc.remote("worker1", torch.ones, args=(2,))
     optimizer = DistributedOptimizer(FailsOnWorker1, [weight], lr=0.1)
     with (
@@ -71,11 +69,8 @@ def fail_on_the_only_owner(_: Worker) -> None:
     assert "in step" in notes_of(caught.value)
 
 
-def test_an_error_on_the_only_owner_names_the_worker_too(run_workers: RunWorkers) -> None:
-    first_of(run_workers, fail_on_the_only_owner)
-
-
-def give_badly(_: Worker) -> None:
+@in_worker0()
+def test_wrong_arguments_are_refused_with_what_is_wrong() -> None:
     tensor = rpc.remote("worker1", torch.ones, args=(2,))
     text = rpc.remote("worker1", str, args=("hello",))
     bad: list[tuple[Any, type[Exception], str]] = [
@@ -102,10 +97,6 @@ def give_badly(_: Worker) -> None:
         for unknown in (over, 12345):
             with pytest.raises(AutogradError, match=f"autograd context with id: {unknown}"):
                 attempt(unknown)
-
-
-def test_wrong_arguments_are_refused_with_what_is_wrong(run_workers: RunWorkers) -> None:
-    first_of(run_workers, give_badly)
 
 
 class Held(optim.SGD):

@@ -12,8 +12,7 @@ from torch.optim import lr_scheduler
 import rpc
 from dist_optim import DistributedOptimizer
 from tests.group.dist_optim.models import PLACES, Spread, Tied, batches
-from tests.support.serving import first_of
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import in_worker0
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.05, "momentum": 0.9}, {"lr": 0.01, "nesterov": True}),
@@ -42,7 +41,8 @@ def grouped(
     return spread, single
 
 
-def train_in_groups(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_each_group_is_trained_with_its_own_options() -> None:
     for places in (PLACES, UNEVEN):
         for optimizer_class, defaults, options in OPTIMIZERS:
             model = Spread(*places)
@@ -52,11 +52,8 @@ def train_in_groups(_: Worker) -> None:
             model.check_same()
 
 
-def test_each_group_is_trained_with_its_own_options(run_workers: RunWorkers) -> None:
-    first_of(run_workers, train_in_groups, world_size=3)
-
-
-def schedule_each_group(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_a_schedule_may_treat_each_group_in_its_way() -> None:
     model = Spread(*UNEVEN)
     spread, single = grouped(model, optim.SGD, {"lr": 0.05}, {"lr": 0.01})
     options: dict[str, Any] = {"lr_lambda": [lambda epoch: 0.5**epoch, lambda epoch: 1 / (1 + epoch)]}
@@ -71,11 +68,8 @@ def schedule_each_group(_: Worker) -> None:
     model.check_same()
 
 
-def test_a_schedule_may_treat_each_group_in_its_way(run_workers: RunWorkers) -> None:
-    first_of(run_workers, schedule_each_group, world_size=3)
-
-
-def save_and_go_on(_: Worker) -> None:
+@in_worker0(world_size=3)
+def test_a_state_of_groups_is_loaded_wherever_it_comes_from() -> None:
     model = Spread(*UNEVEN)
     spread, single = grouped(model, optim.Adam, {"lr": 0.05}, {"lr": 0.01})
     model.train(spread, batches(2))
@@ -91,15 +85,12 @@ def save_and_go_on(_: Worker) -> None:
         model.check_same()
 
 
-def test_a_state_of_groups_is_loaded_wherever_it_comes_from(run_workers: RunWorkers) -> None:
-    first_of(run_workers, save_and_go_on, world_size=3)
-
-
 def weight_of(model: rpc.RRef[Tied]) -> rpc.RRef[torch.Tensor]:
     return rpc.RRef(model.local_value().weight)
 
 
-def give_badly(_: Worker) -> None:
+@in_worker0()
+def test_what_is_no_group_is_refused_with_what_is_wrong() -> None:
     tensor = rpc.remote("worker1", torch.ones, args=(2,))
     text = rpc.remote("worker1", str, args=("hello",))
     tied = rpc.remote("worker1", Tied)
@@ -127,7 +118,3 @@ def give_badly(_: Worker) -> None:
             DistributedOptimizer(optim.SGD, given, lr=0.1)
     optimizer = DistributedOptimizer(optim.SGD, [{"params": weights}], lr=0.1)  # twice in one group
     assert [group["params"] for group in optimizer.state_dict()["param_groups"]] == [[0]]
-
-
-def test_what_is_no_group_is_refused_with_what_is_wrong(run_workers: RunWorkers) -> None:
-    first_of(run_workers, give_badly)

@@ -14,8 +14,7 @@ from dist_optim import DistributedOptimizer
 from dist_optim.local_optimizer import LocalOptimizer
 from rref import RemoteModule
 from tests.group.dist_optim.models import Tied
-from tests.support.serving import first_of
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import in_worker0
 
 STEPS = 20
 
@@ -41,22 +40,20 @@ def train_often(module: RemoteModule, optimizer: DistributedOptimizer | None, va
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one optimizer", "one for each"])
-def test_concurrent_steps_of_several_trainers_lose_nothing(run_workers: RunWorkers, shared: bool) -> None:
-    def direct(_: Worker) -> list[float]:
-        module = RemoteModule("worker0", Counted)
-        optimizer = DistributedOptimizer(optim.SGD, module.remote_parameters(), lr=1.0) if shared else None
-        values = (1.0, 64.0)
-        calls = [
-            rpc.rpc_async(f"worker{index + 1}", train_often, args=(module, optimizer, value))
-            for index, value in enumerate(values)
-            for _ in range(2)  # two threads of each worker
-        ]
-        for call in calls:
-            call.wait()
-        weight: Tensor = module.remote_parameters()[0].to_here()
-        return sorted(set(weight.tolist()))
-
-    assert first_of(run_workers, direct, world_size=3) == [-2.0 * STEPS * 65]
+@in_worker0(world_size=3)
+def test_concurrent_steps_of_several_trainers_lose_nothing(shared: bool) -> None:
+    module = RemoteModule("worker0", Counted)
+    optimizer = DistributedOptimizer(optim.SGD, module.remote_parameters(), lr=1.0) if shared else None
+    values = (1.0, 64.0)
+    calls = [
+        rpc.rpc_async(f"worker{index + 1}", train_often, args=(module, optimizer, value))
+        for index, value in enumerate(values)
+        for _ in range(2)  # two threads of each worker
+    ]
+    for call in calls:
+        call.wait()
+    weight: Tensor = module.remote_parameters()[0].to_here()
+    assert sorted(set(weight.tolist())) == [-2.0 * STEPS * 65]
 
 
 def overtake(stale_gradients: bool) -> Tensor:
@@ -86,17 +83,15 @@ def step_alone(module: RemoteModule, optimizer: DistributedOptimizer) -> None:
         optimizer.step(context_id)
 
 
-def be_overtaken(_: Worker) -> None:
+@in_worker0()
+def test_a_step_before_anothers_backward_is_refused_or_allowed_as_asked() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         overtake(stale_gradients=False)
     assert overtake(stale_gradients=True).isfinite().all()
 
 
-def test_a_step_before_anothers_backward_is_refused_or_allowed_as_asked(run_workers: RunWorkers) -> None:
-    first_of(run_workers, be_overtaken)
-
-
-def replace_data(_: Worker) -> None:
+@in_worker0(world_size=1)
+def test_stale_gradients_step_a_parameter_that_was_given_other_memory() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = LocalOptimizer(optim.SGD, [parameter], (), {"lr": 0.5, "momentum": 0.5}, stale_gradients=True)
     for value, expected in ((1.0, -1.0), (5.0, 2.0), (5.0, 1.5)):
@@ -106,7 +101,3 @@ def replace_data(_: Worker) -> None:
             optimizer.step(context_id)
         assert parameter.tolist() == [expected] * 2
         assert parameter.grad is None
-
-
-def test_stale_gradients_step_a_parameter_that_was_given_other_memory(run_workers: RunWorkers) -> None:
-    first_of(run_workers, replace_data, world_size=1)

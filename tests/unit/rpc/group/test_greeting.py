@@ -114,51 +114,23 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
         r"does not speak farcall's protocol \(it began with b'GET / HT'\)",
     ),
     "a TLS hello": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "does not speak farcall's protocol"),
-    "zeros": (bytes(100_000), r"does not speak farcall's protocol \(it began with b'\\x00"),
     "a later version": (
         MAGIC + b"\x09",
         f"speaks version 9 of farcall's protocol, this worker version {PROTOCOL_VERSION}",
     ),
     "half a preamble": (PREAMBLE[:4], "no handshake within 0.3 s"),
     "half a hello": (PREAMBLE + PREFIX.pack(50, 0, 50, 0, Kind.HELLO) + b"\x83", "no handshake within 0.3 s"),
-    "a huge frame": (
-        PREAMBLE + PREFIX.pack(1 << 62, 0, 10, 0, Kind.HELLO),
-        f"a frame of {1 << 62} bytes is over",
-    ),
     "a frame too long for a hello": (
         PREAMBLE + PREFIX.pack(1 << 20, 0, 1 << 20, 0, Kind.HELLO),
         f"a frame of {1 << 20} bytes is over the limit of 65536",
     ),
-    "a huge header": (
-        PREAMBLE + PREFIX.pack(100, 0, 1 << 31, 0, Kind.HELLO),
-        f"a header of {1 << 31} bytes is over the limits",
-    ),
-    "a header beyond its frame": (
-        PREAMBLE + PREFIX.pack(10, 0, 11, 0, Kind.HELLO),
-        "of 10 bytes cannot hold",
-    ),
-    "many buffers": (PREAMBLE + PREFIX.pack(100, 0, 10, 1 << 31, Kind.HELLO), "is over the limits"),
-    "deep nesting": (
-        PREAMBLE + PREFIX.pack(60_000, 0, 60_000, 0, Kind.HELLO) + b"\x91" * 60_000,
-        "a frame's header is not msgpack: StackError",
-    ),
-    "a list for a header": (
-        PREAMBLE + PREFIX.pack(1, 0, 1, 0, Kind.HELLO) + b"\x90",
-        "a list, not a map",
-    ),
     "an empty hello": (PREAMBLE + frame(Kind.HELLO, {}), "a malformed hello: KeyError"),
-    "a nested hello": (
-        PREAMBLE + frame(Kind.HELLO, {"member": [[[]]] * 7, "wanted": 1, "group": ""}),
-        "a malformed hello: TypeError",
-    ),
     "a name that cannot be": (
         PREAMBLE
         + frame(Kind.HELLO, {"member": ["\x1b[31m\n", 1, 1, "", [], "", 1 << 30], "wanted": 1, "group": ""}),
         r"a malformed hello: InvalidNameError.*\\x1b\[31m\\n",
     ),
     "a call": (PREAMBLE + frame(Kind.CALL, {}, b"a pickle"), "expected hello, got a frame of kind 5"),
-    "a welcome": (PREAMBLE + frame(Kind.WELCOME, {}), "expected hello, got a frame of kind 2"),
-    "an extension": (PREAMBLE + frame(MESSAGE, {}), "expected hello, got a frame of kind 32"),
     "random bytes": (
         PREAMBLE + random.Random(1).randbytes(5000),
         "a frame of [0-9]+ bytes is over the limit",
