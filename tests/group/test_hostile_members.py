@@ -46,28 +46,12 @@ def order(worker: WorkerProcess, function: Callable[[], Any]) -> Any:
     return worker.wait_for("done")
 
 
-def opening(kind: int, size: int, segments: int, number: int = 5) -> bytes:
-    """The opening of a message that shall come in chunks."""
-    table = struct.pack("<Q", size // 2) if segments == 2 else b""
-    head = PREFIX.pack(size, 1, 0, segments, kind) + table
-    return PREFIX.pack(len(head), number, 0, 0, Kind.OPENING) + head
-
-
 BROKEN: dict[str, tuple[bytes, str]] = {
     "an unknown kind": (frame(200, {}), "a frame of kind 200, which means nothing to this worker"),
     "a hello": (frame(Kind.HELLO, {}), "a frame of kind 1, which means nothing"),
-    "a welcome": (frame(Kind.WELCOME, {}), "a frame of kind 2, which means nothing"),
     "a huge frame": (
         PREFIX.pack(1 << 62, 0, 0, 1, Kind.CALL),
         f"a frame of {1 << 62} bytes is over the limit",
-    ),
-    "segments beyond the frame": (
-        PREFIX.pack(16, 0, 0, 2, Kind.CALL) + struct.pack("<Q", 100) + bytes(8),
-        "buffer 0 of 2 ends beyond its frame",
-    ),
-    "a header that is none": (
-        PREFIX.pack(1, 0, 1, 0, Kind.CALL) + b"\xc1",
-        "a frame's header is not msgpack",
     ),
     "references that are none": (frame(Kind.CALL, {"rref": 3}, [b""]), "has a malformed 'rref' header"),
     "a reference that is none": (frame(Kind.CALL, {"rref": [3]}, [b""]), "a reference is described by 3"),
@@ -92,35 +76,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         PREFIX.pack(8, 5, 0, 0, Kind.CHUNK) + bytes(8),
         "a chunk belongs to message 5, which is not open",
     ),
-    "half an opening": (
-        PREFIX.pack(8, 5, 0, 0, Kind.OPENING) + bytes(8),
-        "an opening of 8 bytes is too short",
-    ),
-    "an opening of a chunk": (opening(Kind.CHUNK, 1 << 20, 2), "a malformed opening of a message of kind 11"),
-    "an opening without segments": (opening(Kind.CALL, 1 << 20, 0), "a malformed opening of a message"),
-    "a huge opening": (opening(Kind.CALL, 1 << 62, 1), f"a message of {1 << 62} bytes, where 0 are open"),
-    "too many openings": (
-        b"".join(opening(Kind.CALL, 1 << 20, 1, number) for number in range(65)),
-        "more than 64",
-    ),
-    "the same opening twice": (2 * opening(Kind.CALL, 1 << 20, 1), "message 5"),
-    "a chunk that is too long": (
-        opening(Kind.CALL, 1 << 20, 1) + PREFIX.pack((1 << 20) + 1, 5, 0, 0, Kind.CHUNK) + bytes(100),
-        f"no chunk of {(1 << 20) + 1} bytes is at 0 in a message of {1 << 20}",
-    ),
     "memory that was never shared": (
         frame(Kind.IN_SEGMENT, {}, [pack(Message(Kind.CALL, {}, 1, 1, (5,), b""))]),
         "a malformed message in a segment",
     ),
     "a return of nothing": (frame(Kind.SEGMENTS, {"return": [1]}), "a malformed message about shared memory"),
-    "a proof of nothing": (
-        frame(Kind.SEGMENTS, {"proof": bytes(32)}),
-        "'proof' about shared memory, where nothing was said",
-    ),
-    "an invitation unasked": (
-        frame(Kind.SEGMENTS, {"come": ["name", bytes(16), 1, 1]}),
-        "'come' about shared memory, where nothing was said",
-    ),
     "a shutdown": (
         frame(Kind.SHUTDOWN, {"message": [0, "entered"]}),
         "a shutdown message in a dynamic group",

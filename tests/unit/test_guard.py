@@ -86,16 +86,14 @@ def test_our_own_folder_has_no_namesakes() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("imported", "name"),
+    ("imported", "name", "package"),
     [
-        ("rpc", "rref"),
-        ("rpc", "dist_autograd"),
-        ("rref", "rpc"),
-        ("dist_autograd", "rpc"),
-        ("dist_optim", "dist_autograd"),
+        ("rpc", "rref", True),
+        ("rref", "rpc", False),
+        ("dist_autograd", "rpc", True),
+        ("dist_optim", "dist_autograd", False),
     ],
 )
-@pytest.mark.parametrize("package", [True, False])
 def test_importing_a_package_names_what_hides_its_companions(
     tmp_path: Path, imported: str, name: str, package: bool
 ) -> None:

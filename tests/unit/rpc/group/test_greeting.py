@@ -16,7 +16,7 @@ from rpc.group.handshake import parse_refusal
 from rpc.group.workers import Member
 from rpc.wire.frames import MAGIC, PREAMBLE, PROTOCOL_VERSION, Kind
 from tests.support.members import member
-from tests.support.nodes import MESSAGE, MakeNode, Node, pair, refusals
+from tests.support.nodes import MakeNode, Node, pair, refusals
 from tests.support.stranger import Stranger, frame, hello_to
 from tests.support.streams import SOON, until
 from tests.support.token import Token

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rpc.agent.futures import Future, collected_futures, wait_all, wait_futures
+from rpc.agent.futures import Future, wait_futures
 from rpc.errors import BlockingCallError
 from rpc.runtime.blocking import forbid_blocking
 from tests.support.answering import Owner, fail, when_waiting
@@ -15,56 +15,6 @@ from tests.support.ctrl_c import CtrlC
 from tests.support.streams import SOON, until
 
 # ---- wait_all and waiting for several
-
-
-def test_wait_all_waits_for_what_was_collected_on_this_thread(owner: Owner) -> None:
-    pairs = [owner.future() for _ in range(3)]
-    with wait_all():
-        collected_futures.future_list.extend(future for _, future in pairs)
-        for call, _ in pairs:
-            owner.answer(call, 1)
-    assert all(future.done() for _, future in pairs)
-    assert not hasattr(collected_futures, "future_list")
-
-
-def test_wait_all_can_be_nested(owner: Owner) -> None:
-    outer_call, outer_future = owner.future()
-    inner_call, inner_future = owner.future()
-    with wait_all():
-        collected_futures.future_list.append(outer_future)
-        with wait_all():
-            collected_futures.future_list.append(inner_future)
-            owner.answer(inner_call, 1)
-        assert inner_future.done()
-        assert collected_futures.future_list == [outer_future]
-        owner.answer(outer_call, 1)
-    assert outer_future.done()
-
-
-def test_wait_all_raises_the_first_error_without_waiting_for_the_others(owner: Owner) -> None:
-    failing, failing_future = owner.future()
-    _, endless = owner.future()
-
-    def use() -> None:
-        with wait_all():
-            collected_futures.future_list.extend([endless, failing_future])
-            owner.answer(failing, lambda: fail(KeyError("remote")))
-
-    with pytest.raises(KeyError, match="remote"):
-        use()
-    assert not hasattr(collected_futures, "future_list")
-
-
-def test_wait_all_does_not_wait_when_its_block_fails(owner: Owner) -> None:
-    _, endless = owner.future()
-
-    def use() -> None:
-        with wait_all():
-            collected_futures.future_list.append(endless)
-            raise KeyError("in the block")
-
-    with pytest.raises(KeyError, match="in the block"):
-        use()
 
 
 def test_wait_futures_returns_values_in_the_order_of_the_futures(owner: Owner) -> None:
@@ -122,31 +72,6 @@ def test_ctrl_c_interrupts_wait_and_the_future_is_completed_later(
     assert owner.open
     owner.answer(call, 42)
     assert future.wait() == 42
-
-
-def test_ctrl_c_interrupts_the_wait_for_a_future_of_then(
-    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
-) -> None:
-    call, future = owner.future()
-    following = future.then(lambda done: done.value() + 1)
-    other_thread.submit(ctrl_c.press_in, Future.wait)
-    with pytest.raises(KeyboardInterrupt):
-        following.wait()
-    owner.answer(call, 41)
-    assert following.wait() == 42
-
-
-def test_ctrl_c_interrupts_wait_all(owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC) -> None:
-    _, future = owner.future()
-
-    def use() -> None:
-        with wait_all():
-            collected_futures.future_list.append(future)
-            other_thread.submit(ctrl_c.press_in, wait_futures)
-
-    with pytest.raises(KeyboardInterrupt):
-        use()
-    assert not hasattr(collected_futures, "future_list")
 
 
 def test_ctrl_c_interrupts_while_another_thread_decodes(
