@@ -39,7 +39,6 @@ class Creation(PendingCall):
     """
 
     keeps_place = True
-    any_thread = True
 
     __slots__ = ("_creator", "_fork", "_rref", "error")
 

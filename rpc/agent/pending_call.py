@@ -143,7 +143,7 @@ class PendingCall:
     def reserve(self) -> None:
         """Claim the connection for the current thread, which will send the call and wait for it at once.
 
-        It must call ``wait``, or ``wait_inline``, or ``release_reserved`` then.
+        It must call ``wait`` or ``release_reserved`` then.
         """
         connection = self.peer.connection
         if connection is not None and connection.reader is not None:
@@ -170,7 +170,7 @@ class PendingCall:
         try:
             if self.claimed is None:  # else its message was not coalesced with others
                 self.peer.flush()
-            if self.wait_inline():
+            if self._wait_inline():
                 return
             self._wait_asleep()
         except BaseException:
@@ -178,15 +178,8 @@ class PendingCall:
                 self.owner.expire(self)
             raise
 
-    def wait_inline(self, is_over: Callable[[], bool] | None = None) -> bool:
-        """Wait by reading the connection on this thread, where that may be done.
-
-        Args:
-            is_over: whether there is no point in it any more; what makes it true calls ``interrupt`` then.
-
-        Returns:
-            Whether the call has ended.
-        """
+    def _wait_inline(self) -> bool:
+        """Wait by reading the connection on this thread, if it may; returns whether the call has ended."""
         claimed, self.claimed = self.claimed, None
         if claimed is None:
             reader = self._reader()
@@ -196,19 +189,10 @@ class PendingCall:
         else:
             reader, turn = claimed  # also where the connection is the peer's no more
         self._waiters.append(turn)
-        if is_over is not None and is_over():
-            reader.leave()
-        else:
-            reader.wait_for(self, self.deadline, turn)
+        reader.wait_for(self, self.deadline, turn)
         if self._waiters:
             self._waits_no_more(turn)
         return self.outcome is not None
-
-    def interrupt(self) -> None:
-        """End the reading of a thread that waits."""
-        for waiter in self._waiters.copy():
-            if isinstance(waiter, Turn):
-                waiter.wake()
 
     def _wait_asleep(self) -> None:
         lock = allocate_lock()

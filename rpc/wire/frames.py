@@ -99,10 +99,6 @@ class Kind:
     EXTENSION: Final = 32
 
 
-BARE_REQUEST: Final = bytes((Kind.CALL, 0))
-"""With what the buffer of a frame of kind ``IN_SEGMENT`` begins that is a request without a header."""
-
-
 class Frame(NamedTuple):
     """One message as it came off the wire.
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rpc.bulk.shared_memory.packing import ALIGNMENT, Message, pack, places, unpack
 from rpc.errors import ProtocolError
-from rpc.wire.frames import BARE_REQUEST, MAX_BUFFERS, Kind
+from rpc.wire.frames import MAX_BUFFERS, Kind
 
 WORDS = st.integers(0, (1 << 64) - 1)
 HEADERS = st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.binary(max_size=5), max_size=3)
@@ -43,12 +43,6 @@ def test_too_many_buffers_are_an_error() -> None:
     packed[4:8] = (MAX_BUFFERS + 1).to_bytes(4, "little")
     with pytest.raises(ProtocolError, match="over the limit"):
         unpack(packed)
-
-
-def test_requests_without_a_header_are_known_by_how_they_begin() -> None:
-    assert pack(Message(Kind.CALL, {}, 1, 2, (3,), b"pickle")).startswith(BARE_REQUEST)
-    assert not pack(Message(Kind.CALL, {"a": 1}, 1, 2, (3,), b"pickle")).startswith(BARE_REQUEST)
-    assert not pack(Message(Kind.REPLY, {}, 1, 2, (3,), b"pickle")).startswith(BARE_REQUEST)
 
 
 @given(st.lists(st.integers(0, 1 << 40)))
