@@ -6,7 +6,7 @@ did, and once more in the code that cleans up after the first. So the few functi
 are marked ``protected``, and those which block, and may be interrupted although a protected one called them,
 ``interruptible``. While an agent runs, our handler looks up the stack from where the signal came: the
 innermost marked function decides. Below a protected one the signal is sent again a moment later, until it
-comes where it may raise. (Source of the idea: Trio, ``_core/_ki.py``.)
+comes where it may raise, together with all that have come meanwhile: like any signal, it waits once. (Source of the idea: Trio, ``_core/_ki.py``.)
 
 A mark is a constant in the function's code, so it costs nothing until a signal comes.
 
@@ -29,6 +29,9 @@ __all__ = ["defer_interrupts", "interruptible", "protected", "restore_interrupts
 F = TypeVar("F", bound=Callable[..., Any])
 
 _RETRY_SECONDS: Final = 0.001
+
+_is_deferred = False
+"""Whether a signal is to be sent again. Signals belong to the process, and so does this."""
 
 
 class _Mark:
@@ -86,7 +89,10 @@ def restore_interrupts() -> None:
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     """The handler. It runs on the main thread, between two instructions of ``frame``."""
+    global _is_deferred
+    _is_deferred = False  # what was, has come with this one
     if _is_protected(frame):
+        _is_deferred = True
         _thread.start_new_thread(_send_again, ())  # a ``Thread`` takes locks, which this thread may hold
         return
     signal.default_int_handler(number, frame)
@@ -104,7 +110,9 @@ def _is_protected(frame: FrameType | None) -> bool:
 
 
 def _send_again() -> None:
+    global _is_deferred
     time.sleep(_RETRY_SECONDS)
-    main = threading.main_thread().ident
-    if main is not None:
-        signal.pthread_kill(main, signal.SIGINT)
+    main, send, number = threading.main_thread().ident or 0, signal.pthread_kill, signal.SIGINT
+    if _is_deferred:  # from here on there is no call, so the handler does not come between
+        _is_deferred = False
+        send(main, number)

@@ -48,6 +48,13 @@ def test_a_protected_function_runs_to_its_end_before_it_is_raised() -> None:
     assert done == ["all of it"]
 
 
+def test_one_that_was_deferred_is_not_raised_after_a_later_one() -> None:
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        press_and_go_on([])
+        press_ctrl_c()
+    threading.Event().wait(0.1)  # nothing comes
+
+
 def test_what_a_protected_function_calls_is_protected_too() -> None:
     done: list[str] = []
 
