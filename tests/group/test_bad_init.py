@@ -22,6 +22,7 @@ from rpc.errors import (
     RendezvousTimeoutError,
 )
 from rpc.options import AgentOptions
+from tests.support.serving import in_processes
 from tests.support.workers import RunWorkers, Worker
 
 PATIENCE = 0.5
@@ -99,12 +100,10 @@ def test_a_rank_or_world_size_that_cannot_be_is_refused_at_once(
     assert not rpc.is_initialized()
 
 
-def test_integers_of_other_libraries_are_integers(run_workers: RunWorkers) -> None:
-    def join(worker: Worker) -> None:
-        init(worker, rank=np.int64(0), world_size=np.int32(1))
-        rpc.shutdown()
-
-    run_workers(join, 1)
+@in_processes(1)
+def test_integers_of_other_libraries_are_integers(worker: Worker) -> None:
+    init(worker, rank=np.int64(0), world_size=np.int32(1))
+    rpc.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,8 @@ ENTRANCES: dict[str, Callable[[], object]] = {
 }
 
 
-def use_too_early_and_too_late(worker: Worker) -> None:
+@in_processes(1)
+def test_without_init_and_after_shutdown_everything_says_to_call_it(worker: Worker) -> None:
     for _ in range(2):
         for use in ENTRANCES.values():
             with pytest.raises(
@@ -195,10 +195,6 @@ def use_too_early_and_too_late(worker: Worker) -> None:
         with worker.group():
             assert rpc.is_initialized()
         assert not rpc.is_initialized()
-
-
-def test_without_init_and_after_shutdown_everything_says_to_call_it(run_workers: RunWorkers) -> None:
-    run_workers(use_too_early_and_too_late, 1)
 
 
 # ---- workers that disagree

@@ -16,7 +16,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from tests.support.serving import in_group, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import in_all, in_group, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 # ---- its size
@@ -66,13 +66,11 @@ def test_some_workers_gather_without_the_others(run_workers: RunWorkers) -> None
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_who_gathers_alone_times_out_and_says_who_is_missing(run_workers: RunWorkers, alone: int) -> None:
-    def gather_alone(worker: Worker) -> None:
-        if worker.rank == alone:
-            with pytest.raises(RpcTimeoutError, match=rf"waiting for \['worker{1 - alone}'\]"):
-                rpc.all_gather(1, timeout=0.1)
-
-    run_workers(in_group(gather_alone), 2)
+@in_all()
+def test_who_gathers_alone_times_out_and_says_who_is_missing(worker: Worker, alone: int) -> None:
+    if worker.rank == alone:
+        with pytest.raises(RpcTimeoutError, match=rf"waiting for \['worker{1 - alone}'\]"):
+            rpc.all_gather(1, timeout=0.1)
 
 
 def gather_without_the_last(worker: Worker) -> str:

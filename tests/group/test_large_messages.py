@@ -43,16 +43,6 @@ def test_tensors_of_all_sizes_arrive_both_ways_at_once(run_workers: RunWorkers) 
     first_of(run_workers, task, **ACROSS)
 
 
-def test_many_tensors_in_one_message_have_memory_of_their_own(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        sent = {str(index): torch.full((MIB // 8,), index) for index in range(8)}
-        back = rpc.rpc_sync("worker1", echo, args=(sent,))
-        back["0"].fill_(-1)
-        assert all(torch.equal(back[str(index)], sent[str(index)]) for index in range(1, 8))
-
-    first_of(run_workers, task, **ACROSS)
-
-
 def test_a_reference_can_be_used_before_its_large_arguments_are_there(run_workers: RunWorkers) -> None:
     def task(_: Worker) -> None:
         for _round in range(5):
@@ -157,17 +147,6 @@ def all_are_lost() -> int:
 
 def small_call(to: str) -> int:
     return int(rpc.rpc_sync(to, torch.add, args=(1, 0)))
-
-
-def test_a_peer_that_dies_in_the_middle_of_a_transfer(run_workers: RunWorkers) -> None:
-    workers = start_followers(run_workers, 3, **ACROSS, send_queue_bytes=1024 * MIB)
-    assert ask(workers[0], small_call, "worker1") == 1
-    workers[1].stop()
-    ask(workers[0], begin_to_send, 3)
-    workers[1].kill()
-    assert ask(workers[0], all_are_lost) == 3
-    assert ask(workers[0], small_call, "worker2") == 1
-    dismiss(workers)
 
 
 def memory() -> int:

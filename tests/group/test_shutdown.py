@@ -108,30 +108,6 @@ def test_who_is_in_shutdown_serves_until_all_are(run_workers: RunWorkers) -> Non
 # ---- graceful, with a limit
 
 
-def give_up_shutdown(worker: Worker) -> str:
-    join(worker)
-    with pytest.raises(RpcTimeoutError) as caught:
-        rpc.shutdown(timeout=0.3)
-    assert not rpc.is_initialized()
-    worker.report("gave up")
-    return str(caught.value)
-
-
-def stay(worker: Worker) -> None:
-    join(worker)
-    worker.wait_for("go")
-    rpc.shutdown(graceful=False)
-
-
-def test_a_timeout_names_who_has_not_come(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([give_up_shutdown, give_up_shutdown, stay])
-    for rank in (0, 1):
-        workers[rank].wait_for("gave up")
-    workers[2].tell("go")
-    for message in workers.results()[:2]:
-        assert "worker2" in message
-
-
 def be_busy(worker: Worker) -> str:
     join(worker)
     if worker.rank == 0:

@@ -91,6 +91,18 @@ def in_all(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
     return decorate
 
 
+def in_processes(count: int) -> Callable[[Body], Body]:
+    """Makes a test of a function that runs in some processes, which are in no group."""
+
+    def decorate(body: Body) -> Body:
+        def test(run_workers: RunWorkers, **given: Any) -> None:
+            run_workers(functools.partial(_in_worker, body.__module__, body.__name__, given), count)
+
+        return _as_test(test, body)
+
+    return decorate
+
+
 def _as_test(test: Body, body: Body) -> Body:
     parameters = [each for each in inspect.signature(body).parameters.values() if each.name != "worker"]
     workers = inspect.Parameter("run_workers", inspect.Parameter.POSITIONAL_OR_KEYWORD)

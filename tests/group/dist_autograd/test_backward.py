@@ -36,20 +36,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return a * b
 
 
-def several(a: Tensor) -> dict[str, Any]:
-    return {"twice": a * 2, "index": a.argmax(), "nested": [a.exp(), "text"]}
-
-
 def pass_on(worker: str, function: Callable[..., Any], *args: Any) -> Any:
     return rpc.rpc_sync(worker, function, args=args)
-
-
-def there_and_back(a: Tensor, depth: int) -> Tensor:
-    if depth == 0:
-        return a * a
-    to = f"worker{1 - rpc.get_worker_info().id}"
-    returned: Tensor = rpc.rpc_sync(to, there_and_back, args=(a * 1.5, depth - 1))
-    return returned + a
 
 
 def leaves() -> tuple[Tensor, Tensor]:
@@ -100,39 +88,6 @@ def test_parameters_get_their_gradients_where_they_live() -> None:
         dist_autograd.backward(context_id, [loss])
         torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], torch.full((3,), 8.0))
         torch.testing.assert_close(scale.rpc_sync().gradient(context_id), (4 * x).detach())
-
-
-@in_worker0()
-def test_unused_outputs_cost_nothing_and_hinder_nobody() -> None:
-    def run(a: Tensor, b: Tensor) -> Tensor:
-        unused = rpc.rpc_sync(OTHER, multiply, (a, b))
-        results = rpc.rpc_sync(OTHER, several, (a,))
-        assert unused.requires_grad
-        assert not results["index"].requires_grad
-        return torch.as_tensor(results["nested"][0].sum())
-
-    check(run, lambda a, b: a.exp().sum())
-
-
-@pytest.mark.parametrize("depth", [1, 6])
-def test_gradients_go_there_and_back(run_workers: RunWorkers, depth: int) -> None:
-    def local(a: Tensor, left: int) -> Tensor:
-        return a * a if left == 0 else local(a * 1.5, left - 1) + a
-
-    def play(_: Worker) -> None:
-        check(lambda a, b: (there_and_back(a, depth) * b).sum(), lambda a, b: (local(a, depth) * b).sum())
-
-    first_of(run_workers, play)
-
-
-@in_worker0(world_size=3)
-def test_a_tensor_may_be_used_here_and_on_several_workers() -> None:
-    def run(a: Tensor, b: Tensor) -> Tensor:
-        there: Tensor = rpc.rpc_sync("worker1", pass_on, ("worker2", multiply, a, b))
-        also: Tensor = rpc.rpc_sync("worker2", pass_on, ("worker0", multiply, there, a))
-        return (there + also + a).sum()
-
-    check(run, lambda a, b: (a * b + a * b * a + a).sum())
 
 
 @in_worker0()

@@ -131,7 +131,8 @@ class Pausing(torch.autograd.Function):
 apply_pausing: Callable[[Tensor], Tensor] = Pausing.apply
 
 
-def step_during_backward(_: Worker) -> None:
+@in_worker0(world_size=1)
+def test_a_step_on_a_models_parameters_does_not_mix_with_its_backward() -> None:
     with process_group_of_one(), dist_autograd.context() as first:
         model = averaged()
         weight = model.module.weight
@@ -161,11 +162,8 @@ def step_during_backward(_: Worker) -> None:
         assert weight.grad is None
 
 
-def test_a_step_on_a_models_parameters_does_not_mix_with_its_backward(run_workers: RunWorkers) -> None:
-    run_workers(in_group(step_during_backward), 1)
-
-
-def step_in_a_hook(_: Worker) -> None:
+@in_worker0(world_size=1)
+def test_a_step_in_a_hook_that_would_wait_for_its_own_backward_is_refused() -> None:
     with process_group_of_one(), dist_autograd.context() as context_id:
         model = averaged()
         weight = model.module.weight
@@ -178,10 +176,6 @@ def step_in_a_hook(_: Worker) -> None:
         dist_autograd.backward(context_id, [model(torch.full((1, 1), 3.0)).sum()])
         optimizer.step(context_id)
         assert weight.item() == 2.0 - 3.0
-
-
-def test_a_step_in_a_hook_that_would_wait_for_its_own_backward_is_refused(run_workers: RunWorkers) -> None:
-    run_workers(in_group(step_in_a_hook), 1)
 
 
 def through_worker1(x: Tensor) -> Tensor:

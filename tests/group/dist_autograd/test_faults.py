@@ -285,14 +285,3 @@ def test_leaving_a_context_ends_its_backwards(run_workers: RunWorkers) -> None:
     workers[1].wait_for("at the gate")
     workers[0].tell("leave")
     workers.results()
-
-
-@in_worker0()
-def test_nothing_is_left_of_many_contexts() -> None:
-    x = torch.ones(3, requires_grad=True)
-    for _round in range(300):
-        with dist_autograd.context() as context_id:
-            loss = rpc.rpc_sync(OTHER, torch.mul, args=(x, 2)).sum()
-            dist_autograd.backward(context_id, [loss])
-    wait_until_nothing_is_left(OTHER)
-    assert counts() == {"num_autograd_contexts": 0, "num_current_backward_passes": 0}

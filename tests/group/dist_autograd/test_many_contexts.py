@@ -6,14 +6,14 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 import dist_autograd
 import rpc
 from tests.fuzz.autograd.distribution import leftovers
-from tests.support.serving import first_of, in_worker0
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import in_worker0
 
 OTHER = "worker1"
 SIDE = 88
@@ -54,18 +54,10 @@ def growth(train_more: int, **options: bool) -> list[float]:
     return [late - early for late, early in zip(after, before, strict=True)]
 
 
-def test_memory_stays_where_it_is(run_workers: RunWorkers) -> None:
-    def first(_: Worker) -> list[float]:
-        return growth(CONTEXTS)
-
-    assert max(first_of(run_workers, first)) < 16
-
-
-def test_memory_stays_where_it_is_without_a_backward(run_workers: RunWorkers) -> None:
-    def first(_: Worker) -> list[float]:
-        return growth(CONTEXTS, backward=False)
-
-    assert max(first_of(run_workers, first)) < 16
+@pytest.mark.parametrize("backward", [True, False])
+@in_worker0()
+def test_memory_stays_where_it_is(backward: bool) -> None:
+    assert max(growth(CONTEXTS, backward=backward)) < 16
 
 
 @in_worker0()

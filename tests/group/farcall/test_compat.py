@@ -13,6 +13,7 @@ import torch
 
 import dist_optim
 import rref
+from tests.support.serving import in_processes
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -23,7 +24,8 @@ def torch_rpc() -> Any:
     return torch.distributed.rpc
 
 
-def modules_mean_ours(worker: Worker) -> None:
+@in_processes(1)
+def test_modules_mean_ours_until_it_is_uninstalled() -> None:
     import rpc as ours
     from farcall import compat
 
@@ -54,10 +56,6 @@ def modules_mean_ours(worker: Worker) -> None:
     compat.uninstall()
 
 
-def test_modules_mean_ours_until_it_is_uninstalled(run_workers: RunWorkers) -> None:
-    run_workers(modules_mean_ours, 1)
-
-
 @pytest.mark.parametrize("imported_before", [True, False])
 @pytest.mark.parametrize(
     ("package", "module", "name", "ours"),
@@ -67,26 +65,25 @@ def test_modules_mean_ours_until_it_is_uninstalled(run_workers: RunWorkers) -> N
     ],
     ids=["RemoteModule", "DistributedOptimizer"],
 )
+@in_processes(1)
 def test_what_other_packages_show_means_ours(
-    run_workers: RunWorkers, imported_before: bool, package: str, module: str, name: str, ours: type
+    imported_before: bool, package: str, module: str, name: str, ours: type
 ) -> None:
-    def look(_: Worker) -> None:
-        from farcall import compat
+    from farcall import compat
 
-        before = getattr(importlib.import_module(package), name) if imported_before else None
-        compat.install()
-        shown = getattr(importlib.import_module(package), name)
-        assert issubclass(shown, ours)
-        assert getattr(importlib.import_module(package + module), name) is shown
-        compat.uninstall()
-        after = getattr(importlib.import_module(package), name)
-        assert after.__module__ == package + module
-        assert before in (None, after)
-
-    run_workers(look, 1)
+    before = getattr(importlib.import_module(package), name) if imported_before else None
+    compat.install()
+    shown = getattr(importlib.import_module(package), name)
+    assert issubclass(shown, ours)
+    assert getattr(importlib.import_module(package + module), name) is shown
+    compat.uninstall()
+    after = getattr(importlib.import_module(package), name)
+    assert after.__module__ == package + module
+    assert before in (None, after)
 
 
-def works_without_torchs(worker: Worker) -> None:
+@in_processes(1)
+def test_pytorch_need_not_have_imported_its_own() -> None:
     """As with a PyTorch that has dropped its RPC."""
     for name in list(sys.modules):
         if name.startswith("torch.distributed.rpc"):
@@ -103,11 +100,8 @@ def works_without_torchs(worker: Worker) -> None:
     assert not hasattr(torch.distributed, "rpc")
 
 
-def test_pytorch_need_not_have_imported_its_own(run_workers: RunWorkers) -> None:
-    run_workers(works_without_torchs, 1)
-
-
-def unknown_names(worker: Worker) -> None:
+@in_processes(1)
+def test_what_has_no_counterpart_is_named() -> None:
     from farcall import compat
 
     compat.install()
@@ -121,11 +115,8 @@ def unknown_names(worker: Worker) -> None:
         importlib.import_module("torch.distributed.rpc._utils")
 
 
-def test_what_has_no_counterpart_is_named(run_workers: RunWorkers) -> None:
-    run_workers(unknown_names, 1)
-
-
-def refuses_beside_a_running_agent(worker: Worker) -> None:
+@in_processes(1)
+def test_install_refuses_beside_a_running_agent_of_pytorchs() -> None:
     from farcall import compat
 
     sys.modules["torch.distributed.rpc"]._is_current_rpc_agent_set = lambda: True  # type: ignore[attr-defined]
@@ -134,11 +125,8 @@ def refuses_beside_a_running_agent(worker: Worker) -> None:
     assert not compat.is_installed()
 
 
-def test_install_refuses_beside_a_running_agent_of_pytorchs(run_workers: RunWorkers) -> None:
-    run_workers(refuses_beside_a_running_agent, 1)
-
-
-def refuses_to_leave_a_running_agent(worker: Worker) -> None:
+@in_processes(1)
+def test_uninstall_refuses_while_an_agent_runs(worker: Worker) -> None:
     from farcall import compat
 
     compat.install()
@@ -147,11 +135,8 @@ def refuses_to_leave_a_running_agent(worker: Worker) -> None:
     compat.uninstall()
 
 
-def test_uninstall_refuses_while_an_agent_runs(run_workers: RunWorkers) -> None:
-    run_workers(refuses_to_leave_a_running_agent, 1)
-
-
-def warns_of_early_importers(worker: Worker) -> None:
+@in_processes(1)
+def test_modules_that_imported_it_before_are_named() -> None:
     from farcall import compat
 
     early = ModuleType("users_program")
@@ -161,11 +146,8 @@ def warns_of_early_importers(worker: Worker) -> None:
         compat.install()
 
 
-def test_modules_that_imported_it_before_are_named(run_workers: RunWorkers) -> None:
-    run_workers(warns_of_early_importers, 1)
-
-
-def does_not_warn(worker: Worker) -> None:
+@in_processes(1)
+def test_nobody_is_named_without_need() -> None:
     import torch.distributed.nn  # noqa: F401  brings generated modules along, which hold PyTorch's own RPC
 
     from farcall import compat
@@ -175,11 +157,8 @@ def does_not_warn(worker: Worker) -> None:
         compat.install()
 
 
-def test_nobody_is_named_without_need(run_workers: RunWorkers) -> None:
-    run_workers(does_not_warn, 1)
-
-
-def first_error_ends_the_wait(worker: Worker) -> None:
+@in_processes(1)
+def test_wait_all_and_collect_all_end_with_the_first_error() -> None:
     import rpc
     from farcall import compat
 
@@ -200,10 +179,6 @@ def first_error_ends_the_wait(worker: Worker) -> None:
     for number, future in enumerate(done):
         future.set_result(number)
     assert [future.wait() for future in collected.wait()] == torch.futures.wait_all(done) == [0, 1]
-
-
-def test_wait_all_and_collect_all_end_with_the_first_error(run_workers: RunWorkers) -> None:
-    run_workers(first_error_ends_the_wait, 1)
 
 
 def calls_through_torchs_names(worker: Worker) -> list[object]:
