@@ -10,7 +10,7 @@ import torch
 
 import rpc
 from rpc.errors import BlockingCallError
-from tests.support.serving import first_of, in_group, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import in_group, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers
 
 Futures = list[torch.futures.Future[Any]]
@@ -97,11 +97,10 @@ def fetch_value(depth: int) -> int:
 
 
 @pytest.mark.parametrize("recurse", [wait_for_value, collect_value, fetch_value], ids=lambda f: f.__name__)
-def test_recursion_between_two_workers_may_be_deep(
-    run_workers: RunWorkers, recurse: Callable[[int], int]
-) -> None:
+@in_worker0()
+def test_recursion_between_two_workers_may_be_deep(recurse: Callable[[int], int]) -> None:
     """Depth 200, so that 100 functions wait on each of two workers with 16 threads."""
-    assert first_of(run_workers, lambda _: recurse(200)) == 200
+    assert recurse(200) == 200
 
 
 def fan_out(depth: int) -> int:

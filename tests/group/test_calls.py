@@ -46,11 +46,9 @@ def describe(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return args, kwargs
 
 
-def test_positional_and_keyword_arguments_arrive(run_workers: RunWorkers) -> None:
-    value = first_of(
-        run_workers,
-        lambda _: rpc.rpc_sync("worker1", describe, args=(1, "two"), kwargs={"three": [3], "four": None}),
-    )
+@in_worker0()
+def test_positional_and_keyword_arguments_arrive() -> None:
+    value = rpc.rpc_sync("worker1", describe, args=(1, "two"), kwargs={"three": [3], "four": None})
     assert value == ((1, "two"), {"three": [3], "four": None})
 
 
@@ -117,9 +115,10 @@ def visit(route: list[str]) -> list[str]:
     return [here, *visited]
 
 
-def test_calls_make_calls(run_workers: RunWorkers) -> None:
+@in_worker0(world_size=3)
+def test_calls_make_calls() -> None:
     route = ["worker1", "worker2", "worker0", "worker2", "worker1", "worker1"]
-    assert first_of(run_workers, lambda _: visit(route), world_size=3) == ["worker0", *route]
+    assert visit(route) == ["worker0", *route]
 
 
 # ---- how it ends: an exception
@@ -136,8 +135,8 @@ def withdraw(account: str) -> None:
     raise Overdrawn(account, 7)
 
 
-def catch_remote_error(_: Worker) -> list[tuple[str, int, str]]:
-    caught = []
+@in_worker0()
+def test_an_exception_arrives_as_itself_with_the_remote_traceback() -> None:
     future = rpc.rpc_async("worker1", withdraw, args=("mine",))
     waits: list[Callable[[], Any]] = [
         lambda: rpc.rpc_sync("worker1", withdraw, args=("mine",)),
@@ -148,14 +147,8 @@ def catch_remote_error(_: Worker) -> list[tuple[str, int, str]]:
         with pytest.raises(Overdrawn) as raised:
             wait()
         error = raised.value
-        caught.append((error.account, error.missing, "".join(traceback.format_exception(error))))
-    return caught
-
-
-def test_an_exception_arrives_as_itself_with_the_remote_traceback(run_workers: RunWorkers) -> None:
-    caught = first_of(run_workers, catch_remote_error)
-    assert [(account, missing) for account, missing, _ in caught] == [("mine", 7)] * 3
-    for _, _, text in caught:
+        assert (error.account, error.missing) == ("mine", 7)
+        text = "".join(traceback.format_exception(error))
         assert "in withdraw" in text
         assert "worker1" in text
 
@@ -219,19 +212,13 @@ def test_calls_to_a_killed_worker_fail_at_once_and_others_go_on(run_workers: Run
 # ---- how it does not begin
 
 
-def call_nobody(_: Worker) -> list[str]:
-    messages = []
+@in_worker0()
+def test_an_unknown_callee_is_named_and_the_known_are_listed() -> None:
     for to in ("worker7", 7, rpc.WorkerInfo("worker1", 7), rpc.WorkerInfo("worker7", 1)):
         for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
             with pytest.raises(UnknownWorkerError) as caught:
                 call(to, my_name)
-            messages.append(str(caught.value))
+            assert "7" in str(caught.value)
+            assert "'worker0' (id 0), 'worker1' (id 1)" in str(caught.value)
     with pytest.raises(TypeError, match="callable"):
         rpc.rpc_sync("worker1", 3)  # type: ignore[arg-type]
-    return messages
-
-
-def test_an_unknown_callee_is_named_and_the_known_are_listed(run_workers: RunWorkers) -> None:
-    messages = first_of(run_workers, call_nobody)
-    assert len(messages) == 12
-    assert all("7" in message and "'worker0' (id 0), 'worker1' (id 1)" in message for message in messages)

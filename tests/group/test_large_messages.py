@@ -15,7 +15,7 @@ import torch
 import rpc
 from rpc.errors import RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
 from tests.support.orders import ask, dismiss, start_followers
-from tests.support.serving import WAIT_SECONDS, first_of, in_group, serve
+from tests.support.serving import WAIT_SECONDS, first_of, in_group, in_worker0, serve
 from tests.support.workers import RunWorkers, Worker
 
 MIB = 1 << 20
@@ -31,29 +31,25 @@ def total(*tensors: torch.Tensor) -> float:
     return sum(float(tensor.sum()) for tensor in tensors)
 
 
-def test_tensors_of_all_sizes_arrive_both_ways_at_once(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        sizes = [1, 1000, 16_384, 65_536, 65_537, 300_001, MIB, 5 * MIB]
-        sent = [torch.full((size,), index, dtype=torch.int32) for index, size in enumerate(sizes * 2)]
-        sent.append(torch.arange(3 * MIB).view(1024, -1).T)
-        futures = [rpc.rpc_async("worker1", echo, args=(tensor,)) for tensor in sent]
-        for future, tensor in zip(futures, sent, strict=True):
-            assert torch.equal(future.wait(), tensor)
-
-    first_of(run_workers, task, **ACROSS)
+@in_worker0(**ACROSS)
+def test_tensors_of_all_sizes_arrive_both_ways_at_once() -> None:
+    sizes = [1, 1000, 16_384, 65_536, 65_537, 300_001, MIB, 5 * MIB]
+    sent = [torch.full((size,), index, dtype=torch.int32) for index, size in enumerate(sizes * 2)]
+    sent.append(torch.arange(3 * MIB).view(1024, -1).T)
+    futures = [rpc.rpc_async("worker1", echo, args=(tensor,)) for tensor in sent]
+    for future, tensor in zip(futures, sent, strict=True):
+        assert torch.equal(future.wait(), tensor)
 
 
-def test_a_reference_can_be_used_before_its_large_arguments_are_there(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        for _round in range(5):
-            made = rpc.remote("worker1", echo, args=(torch.ones(4 * MIB),))
-            size = rpc.rpc_async("worker1", torch.numel, args=(torch.ones(2 * MIB),))
-            assert rpc.rpc_sync("worker1", _numel, args=(made,)) == 4 * MIB
-            assert made.to_here().sum() == 4 * MIB
-            assert size.wait() == 2 * MIB
-            del made
-
-    first_of(run_workers, task, **ACROSS)
+@in_worker0(**ACROSS)
+def test_a_reference_can_be_used_before_its_large_arguments_are_there() -> None:
+    for _round in range(5):
+        made = rpc.remote("worker1", echo, args=(torch.ones(4 * MIB),))
+        size = rpc.rpc_async("worker1", torch.numel, args=(torch.ones(2 * MIB),))
+        assert rpc.rpc_sync("worker1", _numel, args=(made,)) == 4 * MIB
+        assert made.to_here().sum() == 4 * MIB
+        assert size.wait() == 2 * MIB
+        del made
 
 
 def _numel(reference: rpc.RRef[torch.Tensor]) -> int:
@@ -86,11 +82,9 @@ def test_an_answer_over_the_callers_limit_is_an_error_of_that_call(run_workers: 
     run_workers([functools.partial(serve, **ACROSS), in_group(limited_worker_cannot_be_sent_more, **limited)])
 
 
-def test_small_messages_are_accepted_whatever_the_limit(run_workers: RunWorkers) -> None:
-    def task(_: Worker) -> None:
-        assert rpc.rpc_sync("worker1", echo, args=("x" * 60_000,)) == "x" * 60_000
-
-    first_of(run_workers, task, **ACROSS, max_message_bytes=1)
+@in_worker0(**ACROSS, max_message_bytes=1)
+def test_small_messages_are_accepted_whatever_the_limit() -> None:
+    assert rpc.rpc_sync("worker1", echo, args=("x" * 60_000,)) == "x" * 60_000
 
 
 class BulkyError(Exception):

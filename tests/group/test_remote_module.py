@@ -16,7 +16,7 @@ import rpc
 from rpc.errors import NotInitializedError, RRefError, UnknownWorkerError, WorkerLostError
 from rref import RemoteModule
 from rref.remote_module.unavailable import WithoutLocalState
-from tests.support.serving import first_of, in_worker0, report, serve, wait_at_gate
+from tests.support.serving import in_worker0, report, serve, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker
 
@@ -57,60 +57,41 @@ class Broken(nn.Module):
 
 
 @pytest.mark.parametrize("place", ["worker1/cpu", "worker1", "rank:1/cpu", "worker0/cpu"])
-def test_it_is_called_like_a_local_module(run_workers: RunWorkers, place: str) -> None:
-    def use(_: Worker) -> list[Tensor]:
-        module = RemoteModule(place, Scale, args=(3.0,), kwargs={"parts": 1})
-        outputs = [
-            module(INPUT),
-            module.forward(INPUT, negative=True),
-            module.forward_async(INPUT).wait(),
-            nn.Sequential(module, nn.Flatten())(INPUT),
-        ]
-        return [output.detach() for output in outputs]
-
-    assert [output.tolist() for output in first_of(run_workers, use)] == [
-        [[3, 6]],
-        [[-3, -6]],
-        [[3, 6]],
-        [[3, 6]],
-    ]
+@in_worker0()
+def test_it_is_called_like_a_local_module(place: str) -> None:
+    module = RemoteModule(place, Scale, args=(3.0,), kwargs={"parts": 1})
+    assert module(INPUT).tolist() == [[3, 6]]
+    assert module.forward(INPUT, negative=True).tolist() == [[-3, -6]]
+    assert module.forward_async(INPUT).wait().tolist() == [[3, 6]]
+    assert nn.Sequential(module, nn.Flatten())(INPUT).tolist() == [[3, 6]]
 
 
-def test_it_computes_where_it_lives_with_the_hooks_registered_there(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, lambda _: RemoteModule("worker1", Located)(INPUT)) == "worker1"
+@in_worker0()
+def test_it_computes_where_it_lives_with_the_hooks_registered_there() -> None:
+    assert RemoteModule("worker1", Located)(INPUT) == "worker1"
 
 
-def switch_modes(_: Worker) -> list[Any]:
+@in_worker0()
+def test_training_and_evaluation_mode_are_those_of_the_remote_module() -> None:
+    outputs = {True: [[2.0, 4.0]], False: [[3.0, 5.0]]}
     module = RemoteModule("worker1", Scale, args=(2.0,))
-    seen: list[Any] = []
     for mode in (False, True, False):
-        returned = module.train(mode)
-        seen += [returned is module, module.training, module(INPUT).tolist()]
+        assert module.train(mode) is module
+        assert module.training is mode
+        assert module(INPUT).tolist() == outputs[mode]
     model = nn.Sequential(module).train()
     assert model.eval() is model
-    return [*seen, module(INPUT).tolist()]
-
-
-def test_training_and_evaluation_mode_are_those_of_the_remote_module(run_workers: RunWorkers) -> None:
-    trained, evaluated = [[2.0, 4.0]], [[3.0, 5.0]]
-    assert first_of(run_workers, switch_modes) == [
-        *(True, False, evaluated),
-        *(True, True, trained),
-        *(True, False, evaluated),
-        evaluated,
-    ]
+    assert module(INPUT).tolist() == outputs[False]
 
 
 @in_worker0()
 def test_its_parameters_are_references() -> None:
     module = RemoteModule("worker1", Scale, args=(2.0,), kwargs={"parts": 2})
     every, own = module.remote_parameters(), module.remote_parameters(recurse=False)
-    assert [
-        [parameter.owner_name() for parameter in every],
-        [type(parameter.to_here()) for parameter in every],
-        len(own),
-        module.get_module_rref() is module.module_rref,
-    ] == [["worker1"] * 3, [nn.Parameter] * 3, 1, True]
+    assert [parameter.owner_name() for parameter in every] == ["worker1"] * 3
+    assert [type(parameter.to_here()) for parameter in every] == [nn.Parameter] * 3
+    assert len(own) == 1
+    assert module.get_module_rref() is module.module_rref
 
 
 # ---- sending it
@@ -121,22 +102,17 @@ def use_elsewhere(module: RemoteModule) -> list[Any]:
     return [module(INPUT).tolist(), nn.Sequential(module)(INPUT).tolist(), module.on, module.training]
 
 
-def send(_: Worker) -> list[Any]:
+@in_worker0(world_size=3)
+def test_it_is_the_same_module_for_everybody_it_is_sent_to() -> None:
+    evaluated = [[3.0, 5.0]]
     module = RemoteModule("worker1", Scale, args=(2.0,))
     seen = rpc.rpc_sync("worker2", use_elsewhere, args=(module,))
+    assert seen == [evaluated, evaluated, "worker1", False]
     back = rpc.rpc_sync("worker2", torch.nn.Identity().forward, args=(module,))
+    assert back(INPUT).tolist() == evaluated
     shared = RemoteModule.init_from_module_rref("worker1/cpu", module.get_module_rref())
-    return [seen, back(INPUT).tolist(), shared(INPUT).tolist(), shared.device]
-
-
-def test_it_is_the_same_module_for_everybody_it_is_sent_to(run_workers: RunWorkers) -> None:
-    evaluated = [[3.0, 5.0]]
-    assert first_of(run_workers, send, world_size=3) == [
-        [evaluated, evaluated, "worker1", False],
-        evaluated,
-        evaluated,
-        "cpu",
-    ]
+    assert shared(INPUT).tolist() == evaluated
+    assert shared.device == "cpu"
 
 
 @in_worker0()

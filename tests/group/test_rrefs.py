@@ -10,7 +10,7 @@ import pytest
 
 import rpc
 from rpc.errors import RpcTimeoutError, RRefError, WorkerLostError
-from tests.support.serving import first_of, in_worker0, open_gate, serve, wait_at_gate
+from tests.support.serving import in_worker0, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -166,13 +166,10 @@ def pass_on(rref: rpc.RRef[Any], route: list[str]) -> list[tuple[str, bool, int]
     return [seen, *rest]
 
 
-def test_a_reference_is_passed_from_worker_to_worker(run_workers: RunWorkers) -> None:
+@in_worker0(world_size=4)
+def test_a_reference_is_passed_from_worker_to_worker() -> None:
     route = ["worker2", "worker1", "worker3", "worker0", "worker2", "worker0"]
-
-    def start(_: Worker) -> list[tuple[str, bool, int]]:
-        return pass_on(rpc.remote("worker1", Account), route)
-
-    seen = first_of(run_workers, start, world_size=4)
+    seen = pass_on(rpc.remote("worker1", Account), route)
     here = ["worker0", *route[:-1]]
     assert seen == [("worker1", worker == "worker1", 1 + step) for step, worker in enumerate(here)]
 
@@ -193,17 +190,14 @@ def open_account(owner: str, balance: int) -> rpc.RRef[Account]:
     return rpc.RRef(Account(balance)) if owner == "here" else rpc.remote(owner, Account, args=(balance,))
 
 
-def take_from_results(_: Worker) -> list[tuple[str, bool, int]]:
+@in_worker0(world_size=3)
+def test_references_travel_in_results() -> None:
     owners = ["here", "worker0", "worker1", "worker2"]
     returned = [rpc.rpc_sync("worker1", open_account, args=(owner, 7)) for owner in owners]
     fetched = [rpc.remote("worker1", open_account, args=(owner, 8)).to_here() for owner in owners]
-    return [owned_here(rref) for rref in returned + fetched]
-
-
-def test_references_travel_in_results(run_workers: RunWorkers) -> None:
-    owners = [("worker1", False), ("worker0", True), ("worker1", False), ("worker2", False)]
-    seen = first_of(run_workers, take_from_results, world_size=3)
-    assert seen == [(*owner, 7) for owner in owners] + [(*owner, 8) for owner in owners]
+    seen = [("worker1", False), ("worker0", True), ("worker1", False), ("worker2", False)]
+    assert [owned_here(rref) for rref in returned] == [(*owner, 7) for owner in seen]
+    assert [owned_here(rref) for rref in fetched] == [(*owner, 8) for owner in seen]
 
 
 @in_worker0(world_size=3)

@@ -67,17 +67,14 @@ def test_hook_of_a_leaf_without_gradient_is_called_as_in_one_process(run_workers
     assert over_two == in_one_process
 
 
-def send_in_two_messages_and_use_here(_: Worker) -> Tensor:
+@in_worker0()
+def test_gradients_of_one_leaf_from_several_messages_add_up() -> None:
     x = leaf(2.0, 3.0)
     with dist_autograd.context() as context_id:
         total = rpc.rpc_sync(OTHER, torch.mul, args=(x, 5)) + rpc.rpc_sync(OTHER, torch.mul, args=(x, 7)) * x
         dist_autograd.backward(context_id, [total.sum()])
         (gradient,) = dist_autograd.get_gradients(context_id).values()
-    return gradient
-
-
-def test_gradients_of_one_leaf_from_several_messages_add_up(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, send_in_two_messages_and_use_here).tolist() == [33.0, 47.0]
+    assert gradient.tolist() == [33.0, 47.0]
 
 
 @in_worker0()
