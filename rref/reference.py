@@ -231,11 +231,13 @@ class RRef(Generic[T]):
         """As ``rpc_sync``, but what the methods return stays on the owner, and they return an RRef to it."""
         return RRefProxy(self, self._invoke_remote, timeout)
 
+    @protected  # what travels beside the payload is sent, or taken back
     def _invoke_sync(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
         """Call a method of the object and wait for its value."""
         payload, what = self._message(name, args, kwargs, timeout)
         return self._references.agent.caller.inquire(self._owner, INVOKE, payload, timeout, what)
 
+    @protected
     def _invoke_async(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Future[Any]:
@@ -252,6 +254,7 @@ class RRef(Generic[T]):
         collect(future)
         return future
 
+    @protected
     def _invoke_remote(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> RRef[Any]:

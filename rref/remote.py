@@ -8,11 +8,13 @@ from typing import Any
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.api import callable_, keywords, positional
 from rpc.group.membership import WorkerReference
+from rpc.runtime.interrupts import protected
 from rref.reference import RRef, references
 
 __all__ = ["remote"]
 
 
+@protected  # what travels beside the payload is sent, or taken back
 def remote(
     to: WorkerReference,
     func: Callable[..., Any],

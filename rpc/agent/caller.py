@@ -43,6 +43,7 @@ class Caller:
         self._agent = agent
         self._outbox = outbox
 
+    @protected  # what travels beside the payload is sent, or taken back
     def call(
         self,
         to: WorkerReference,
@@ -65,6 +66,7 @@ class Caller:
         coalesce = coalesce and len(self._agent.calls) > _FEW
         return self.request(peer, Kind.CALL, payload, timeout, function, coalesce=coalesce)
 
+    @protected
     def ask(
         self,
         to: WorkerReference,

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
-from rpc.runtime.interrupts import protected
+from rpc.runtime.interrupts import interruptible, protected
 from rpc.transport.inline_read.lease import Turn
 from rpc.transport.inline_read.reader import InlineReader
 from rpc.wire.frames import Frame
@@ -216,6 +216,7 @@ class PendingCall:
         except ValueError:  # it has been woken
             return
 
+    @interruptible  # decoding may take long
     def result(self) -> Any:
         """Wait, decode, and return the value or raise: for callers that need no future."""
         if self.outcome is None:

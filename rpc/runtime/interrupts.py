@@ -6,7 +6,8 @@ did, and once more in the code that cleans up after the first. So the few functi
 are marked ``protected``, and those which block, and may be interrupted although a protected one called them,
 ``interruptible``. While an agent runs, our handler looks up the stack from where the signal came: the
 innermost marked function decides. Below a protected one the signal is sent again a moment later, until it
-comes where it may raise, together with all that have come meanwhile: like any signal, it waits once. (Source of the idea: Trio, ``_core/_ki.py``.)
+comes where it may raise, together with all that have come meanwhile: like any signal, it waits once.
+(Source of the idea: Trio, ``_core/_ki.py``.)
 
 A mark is a constant in the function's code, so it costs nothing until a signal comes.
 

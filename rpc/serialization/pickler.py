@@ -22,6 +22,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.storage import TypedStorage, UntypedStorage
 
 from rpc.errors import SerializationError, with_article
+from rpc.runtime.interrupts import interruptible, protected
 from rpc.serialization.carriers import Carrier, arrived, receiving
 from rpc.serialization.functions import (
     reduce_importable,
@@ -133,6 +134,7 @@ class Pickler(pickle.Pickler):
         reducer = self.reducers[type(obj)]
         return NotImplemented if reducer is None else reducer(obj, self)
 
+    @protected  # what has departed is noted
     def carry(self, obj: Any, carrier: Carrier) -> tuple[Any, ...]:
         """Have an object travel beside the pickle."""
         if self.trial:
@@ -155,6 +157,7 @@ sending = _Sending()
 """What this thread pickles at the moment."""
 
 
+@protected  # what has departed is taken back, or returned
 def dump(
     record: Any,
     to: Destination | None,
@@ -201,14 +204,14 @@ def dump(
     header: dict[str, Any] = {}
     outer, sending.pickler = sending.pickler, pickler
     try:
-        pickler.dump(record if prepare is None else prepare(record))
+        _pickle(pickler, record, prepare)
         buffers[0] = stream.getvalue()
         if pickler.carried:
             header = {kind: descriptors for kind, (_, descriptors) in pickler.carried.items()}
         if tracked:
             place = header[TRACKED] = len(buffers)
             stream = io.BytesIO()
-            pickler_to(stream).dump(tuple([tensor.detach() for tensor in tracked]))
+            _pickle(pickler_to(stream), tuple([tensor.detach() for tensor in tracked]))
             buffers[place] = stream.getvalue()
     except BaseException:
         for carrier, descriptors in (pickler.carried or {}).values():
@@ -217,6 +220,11 @@ def dump(
     finally:
         sending.pickler = outer
     return Payload(header, buffers)
+
+
+@interruptible
+def _pickle(pickler: Pickler, record: Any, prepare: Callable[[Any], Any] | None = None) -> None:
+    pickler.dump(record if prepare is None else prepare(record))
 
 
 class Read(Protocol):
