@@ -3,8 +3,6 @@ from __future__ import annotations
 import enum
 import operator
 import os
-import pickle
-import subprocess
 import sys
 import textwrap
 import types
@@ -208,33 +206,6 @@ def test_module_registered_with_cloudpickle_goes_by_value() -> None:
         assert func(*args) == 3
     finally:
         cloudpickle.unregister_pickle_by_value(callees)
-
-
-def test_function_by_value_works_in_another_process(tmp_path: Path) -> None:
-    offset = torch.ones(2)
-
-    class Shifted:
-        def apply(self, x: torch.Tensor) -> torch.Tensor:
-            return x + offset
-
-    payload = SERIALIZER.dump_call(lambda x: Shifted().apply(x), (torch.ones(2),), {}, CALLEE)
-    (tmp_path / "payload").write_bytes(pickle.dumps(payload.buffers))
-    script = """
-        import pickle, sys
-        from tests.unit.rpc.serialization.journey import CALLER, SERIALIZER
-        buffers = pickle.loads(open(sys.argv[1], "rb").read())
-        func, args, kwargs = SERIALIZER.load_call({}, buffers, None, CALLER)
-        print(func(*args, **kwargs).tolist())
-    """
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "payload")],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[4],
-    )
-
-    assert ran.stdout == "[2.0, 2.0]\n", ran.stderr
 
 
 # ---- TorchScript
