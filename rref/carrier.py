@@ -31,7 +31,7 @@ class RRefCarrier:
     def depart(self, obj: RRef[Any], to: Peer | None) -> list[Any]:
         shell = obj._references
         if shell.released or shell.agent.closed:
-            raise RRefError(f"Cannot call fork an UserRRef after deletion. {obj!r} is of no use any more.")
+            raise obj.deleted_error()
         if to is None:
             raise RRefError(f"{obj!r} can only be sent in RPC messages")
         if obj._creation is not None:

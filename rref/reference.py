@@ -368,7 +368,13 @@ class RRef(Generic[T]):
         shell = self._references
         return f"UserRRef(rref_id={shell.id_text(self._rref)}, fork_id={shell.id_text(self._ref)})"
 
+    def deleted_error(self) -> RRefError:
+        """The error of whoever wants to send it when its agent is shut down."""
+        return RRefError(f"Cannot call fork an UserRRef after deletion. {self!r} is of no use any more.")
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        if self._references.released or self._references.agent.closed:
+            raise self.deleted_error()
         raise RRefError(
             f"Can not pickle rref in python pickler: {self!r} can only be sent in RPC messages, "
             "where its owner learns of the new reference"

@@ -4,7 +4,8 @@
   views of one storage arrive as independent tensors. (One tensor object twice in a message arrives as one;
   the pickle's memo sees to that.)
 - Strides are kept where there are no gaps: permuted tensors (``x.T``, channels last) go as they lie in
-  memory, and of an expanded one only the distinct elements. Gaps between elements (``x[:, ::2]``) are closed.
+  memory, and of an expanded one only the distinct elements. Gaps between elements (``x[:, ::2]``) that are no
+  larger than these are kept, with zeros in them; larger ones are closed.
 - ``requires_grad`` is kept, gradient history and ``grad`` are not: what arrives is a leaf.
 - What arrives is writable, and, being made over the received bytes, cannot be resized with ``resize_``.
 
@@ -43,6 +44,9 @@ _INTEGERS: Final = {
     16: torch.complex128,
 }
 """By size in bytes: a type that stands for any other where elements are only copied."""
+
+_SMALL_SPAN: Final = 512
+"""So many elements may have any gaps among them."""
 
 _STRIDED: Final = torch.strided
 _from_numpy = torch.from_numpy
@@ -115,6 +119,10 @@ def reduce_strided(tensor: Tensor, requires_grad: bool) -> tuple[Any, ...]:
         data = memory_at(tensor.data_ptr(), layout.span * tensor.itemsize, tensor)
         return placed, (name, shape, stride, data, requires_grad)
     core = _copy_without_gaps(tensor)
+    if not layout.overlapping and layout.span <= max(2 * layout.distinct, _SMALL_SPAN):
+        loose = torch.zeros(layout.span, dtype=core.dtype, device="cpu")
+        loose.as_strided(core.shape, stride).copy_(core)
+        return placed, (name, shape, stride, memory_at(loose.data_ptr(), loose.nbytes, loose), requires_grad)
     kept = [step if old else 0 for step, old in zip(core.stride(), stride, strict=True)]
     return placed, (name, shape, tuple(kept), memory_at(core.data_ptr(), core.nbytes, core), requires_grad)
 

@@ -80,23 +80,36 @@ def test_view_sends_its_own_elements_only() -> None:
     assert sent_bytes(storage[0, 0].expand(1000, 1000)) < 500
 
 
+LARGE = torch.arange(90_000.0).reshape(300, 300)
+
+
 @pytest.mark.parametrize(
     ("tensor", "stride"),
     [
-        (BASE.narrow(1, 2, 2), (2, 1)),
-        (BASE[::2, ::3], (2, 1)),
-        (BASE[:, 3:4].expand(4, 9), (1, 0)),
-        (BASE.bfloat16()[:, 1], (1,)),
-        ((BASE > 3)[::2], (6, 1)),
-        (BASE.to(torch.float8_e5m2)[:, 1], (1,)),
+        (BASE.narrow(1, 2, 2), BASE.stride()),
+        (BASE[::2, ::3], BASE[::2, ::3].stride()),
+        ((BASE > 3)[::2], (BASE > 3)[::2].stride()),
+        (BASE.to(torch.float8_e5m2)[:, 1], BASE[:, 1].stride()),
+        (LARGE[:, ::2], (300, 2)),
+        (LARGE[:, ::3], (100, 1)),
+        (LARGE[::3], (300, 1)),
+        (LARGE.bfloat16()[:, 1], (1,)),
+        (LARGE[:, 3:4].expand(300, 9), (1, 0)),
         (torch.arange(5000.0).as_strided((3, 3, 2), (1, 1, 4000)), (6, 2, 1)),
     ],
     ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "",
 )
-def test_gaps_between_elements_are_closed(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
+def test_small_gaps_between_elements_stay_and_large_ones_are_closed(
+    tensor: torch.Tensor, stride: tuple[int, ...]
+) -> None:
     for arrived in (send(tensor), send([tensor])[0]):
         assert arrived.stride() == stride
         assert torch.equal(arrived.to(torch.float32), tensor.to(torch.float32))
+
+
+def test_what_lies_between_elements_is_not_sent() -> None:
+    arrived = send(torch.full((4, 6), 7.0)[:, ::2])
+    assert set(arrived.as_strided((23,), (1,)).tolist()) == {0.0, 7.0}
 
 
 @pytest.mark.parametrize("size", [2, INLINE_BYTES])
