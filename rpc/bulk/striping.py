@@ -58,6 +58,8 @@ class _Lanes:
     def __init__(self, count: int) -> None:
         self.count = count
         self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self.dialled: list[Connection] = []
+        """Those that this side has made, welcome or not."""
         self.open: dict[int, StreamConnection] = {}
         self.in_use = False
         self.leaving = 0
@@ -220,12 +222,11 @@ class Striping:
         self._add(peer, lanes, number, connection)
 
     async def _connect(self, peer: Peer, lanes: _Lanes) -> None:
-        opening: list[Connection] = []
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
                 for number in range(lanes.count):
                     connection = await self._connections.connect_again(peer)
-                    opening.append(connection)
+                    lanes.dialled.append(connection)
                     greeting = _Greeting(self._loop)
                     connection.start(greeting)
                     hello = {"token": lanes.token, "number": number}
@@ -234,7 +235,7 @@ class Striping:
                     assert isinstance(connection, StreamConnection)
                     self._add(peer, lanes, number, connection)
         except BaseException as error:
-            for connection in opening:
+            for connection in lanes.dialled:
                 connection.owner = SilentOwner()
                 connection.close("not all lanes can be opened")
             if not isinstance(error, OSError | RpcError):
@@ -345,7 +346,7 @@ class Striping:
     def abandon(self) -> None:
         """In a forked child: let go of what the parent goes on using, without taking a lock."""
         for lanes in self._lanes.values():
-            for connection in lanes.open.values() if lanes is not None else ():
+            for connection in (*lanes.dialled, *lanes.open.values()) if lanes is not None else ():
                 connection.abandon()
 
 
