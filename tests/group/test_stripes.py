@@ -65,6 +65,8 @@ def open_stripes(name: str = "worker1", count: int = 4) -> bool:
         return count_connections() >= before + count - 1
 
     until(opened)
+    for _ in range(20):  # the last of them may only just have begun to connect
+        opened()
     return True
 
 
