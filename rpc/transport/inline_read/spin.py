@@ -23,7 +23,7 @@ __all__ = ["MOMENT_SECONDS", "Backoff", "Spinners", "spin"]
 MOMENT_SECONDS: Final = 3e-3
 """For how long a thread spins; a wait that is no longer was short."""
 
-_LATE_SECONDS: Final = 50e-6
+_LATE_SECONDS: Final = 0.2e-3
 """If a thread that yields is back so much later only, others need its core."""
 _FIRST_PENALTY: Final = 4
 _LONGEST_PENALTY: Final = 256
