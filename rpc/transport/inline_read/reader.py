@@ -276,7 +276,7 @@ class InlineReader:
                 readable = self._wait(min(deadline, now + _SLICE_SECONDS), spin_until)
                 if readable is None:
                     return
-                if readable and not self._read(turn):
+                if readable and not self._read(turn, awaited):
                     return
         finally:
             if turn.left_to_loop is None:
@@ -315,16 +315,18 @@ class InlineReader:
             if turn.left_to_loop is None:
                 self._end(turn, has_leftovers=turn.has_leftovers())
 
-    def _read(self, turn: Turn) -> bool:
-        """Receive and take in what has come; false if the loop has to go on."""
+    def _read(self, turn: Turn, awaited: Awaited | None = None) -> bool:
+        """Receive and take in what has come; false if the loop is to go on: it must take in the rest, or what
+        came is not what is awaited.
+        """
         frames = self._receive(turn)
         if frames is None:
             return False
         self._connection.owner.take_inline(self._connection, frames, keep=False)
-        return self._took_all(turn, frames)
+        return self._took_all(turn, frames, of_use=awaited is None or awaited.outcome is not None)
 
-    def _took_all(self, turn: Turn, left: list[Frame]) -> bool:
-        if not left:
+    def _took_all(self, turn: Turn, left: list[Frame], *, of_use: bool = True) -> bool:
+        if not left and of_use:
             if self._worth.penalty:
                 self._worth.paid()
             return True

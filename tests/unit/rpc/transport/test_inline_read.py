@@ -54,11 +54,22 @@ def test_a_reply_may_have_a_header_and_several_buffers_or_none(end: End, reply: 
 
 def test_what_any_thread_may_take_in_is_taken_in_on_the_way(end: End) -> None:
     call, other = end.reserved(), end.call()
-    end.there.sendall(frame(Kind.CALL, 70) + frame(ANYWHERE, 1) + frame(Kind.REPLY, other.call_id))
-    end.meanwhile = lambda: end.there.sendall(frame(Kind.REPLY, call.call_id))
+    replies = frame(Kind.REPLY, other.call_id) + frame(Kind.REPLY, call.call_id)
+    end.there.sendall(frame(Kind.CALL, 70) + frame(ANYWHERE, 1) + replies)
     call.wait()
     assert other.settled()
     assert (end.taken, end.agent.passed_on, end.frames) == ([1], [70], [])
+    end.loop_reads()
+
+
+def test_a_thread_leaves_the_reading_to_the_loop_where_others_replies_come_first(end: End) -> None:
+    call, other = end.reserved(), end.call()
+    end.meanwhile = lambda: end.there.sendall(frame(Kind.REPLY, call.call_id))
+    end.there.sendall(frame(ANYWHERE, 1) + frame(Kind.REPLY, other.call_id))
+    call.wait()
+    assert other.settled()
+    assert end.taken == [1]
+    assert [each.kind for each in end.frames] == [Kind.REPLY]
     end.loop_reads()
 
 
