@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "rref": {"rpc"},
     "dist_autograd": {"rpc", "rref"},
     "dist_optim": {"rpc", "rref", "dist_autograd"},
-    "spmd": {"rpc", "rref", "dist_autograd"},
+    "spmd": {"rpc", "rref", "dist_autograd", "dist_optim"},
     "farcall": {"rpc", "rref", "dist_autograd", "dist_optim", "spmd"},
 }
 """For each package, the others that it may import."""

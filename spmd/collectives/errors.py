@@ -1,0 +1,45 @@
+"""Errors of collectives. Each is also what c10d raises in the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed import DistBackendError
+
+from rpc.errors import RpcError
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "RankLostError",
+    "RanksMissingError",
+]
+
+
+class CollectiveError(RpcError, DistBackendError):
+    """A collective has failed, and with it its group: no later one can be made on it."""
+
+
+class CollectiveMismatchError(CollectiveError, ValueError):
+    """Ranks have called different operations, or one with different shapes, dtypes or reductions."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """Not all ranks have made the call in time; the message names those that have not."""
+
+
+class RanksMissingError(Exception):
+    """For the group's own use: some ranks have not come before the deadline.
+
+    Attributes:
+        ranks: which.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+class RankLostError(CollectiveError, ConnectionError):
+    """A rank of the group is gone: it died, left, or was cut off."""

@@ -1,0 +1,218 @@
+"""How a group is formed: its ranks find out which of them share memory, and map it.
+
+1. Each rank tells each other who it is, and rank 0 the number of the group.
+2. Of the ranks of one host the first makes the memory and hands its descriptor to the others.
+3. Each rank tells each other whether it has it. Where one has not, that host's ranks use messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final
+
+import msgpack
+
+from rpc.bulk.point_to_point import Bulk
+from rpc.bulk.shared_memory import fd_channel
+from rpc.bulk.shared_memory import memory as shared_memory
+from rpc.errors import RpcError, RpcTimeoutError
+from rpc.group.peer import Peer
+from rpc.runtime.interrupts import interruptible
+from spmd.collectives import futex
+from spmd.collectives.board import board_bytes
+from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
+from spmd.collectives.local import header_bytes
+
+__all__ = ["CHANNELS", "Formation", "form"]
+
+CHANNELS: Final = 4
+"""How many tags a group has, from its first on."""
+
+_FORMING: Final = 1 << 31
+"""Tags from here on are those of groups that are being formed, by name."""
+
+_RECORD: Final = b"board"
+_LOOK_SECONDS: Final = 0.02
+
+
+@dataclass(frozen=True)
+class Formation:
+    """What all ranks of a group have agreed upon.
+
+    Attributes:
+        first_tag: of the group's ``CHANNELS``.
+        domains: the ranks that share memory, in order; one of one rank shares with nobody.
+        mapping: the memory of this rank's domain, if it has others.
+    """
+
+    first_tag: int
+    domains: Sequence[Sequence[int]]
+    mapping: shared_memory.Mapping | None
+
+
+class _Talk:
+    """What the ranks of a group tell each other while it is formed, in order."""
+
+    def __init__(self, bulk: Bulk, peers: Sequence[Peer], rank: int, tag: int, deadline: float) -> None:
+        self._bulk, self._peers, self._rank = bulk, peers, rank
+        self._tag, self._deadline = tag, deadline
+
+    def tell(self, rank: int, value: Any) -> None:
+        self._bulk.send(self._peers[rank], self._tag, msgpack.packb(value))
+
+    def post(self, rank: int) -> Any:
+        """What that rank says next, when it comes."""
+        return self._bulk.post(self._peers[rank], self._tag)
+
+    def value(self, message: Any, rank: int) -> Any:
+        try:
+            buffers = message.wait(max(0.0, self._deadline - monotonic()))
+        except RpcTimeoutError:
+            message.cancel()
+            raise CollectiveTimeoutError(
+                f"rank {rank} (worker '{self._peers[rank].name}') has not joined the group in time"
+            ) from None
+        return msgpack.unpackb(b"".join(buffers))
+
+    def gather(self, value: Any) -> list[Any]:
+        """What all ranks say, by rank."""
+        others = [rank for rank in range(len(self._peers)) if rank != self._rank]
+        for rank in others:
+            self.tell(rank, value)
+        said = {rank: self.value(self.post(rank), rank) for rank in others}
+        said[self._rank] = value
+        return [said[rank] for rank in range(len(self._peers))]
+
+
+def form(bulk: Bulk, peers: Sequence[Peer], rank: int, name: str, share: bool, timeout: float) -> Formation:
+    """Form a group; all its ranks call this.
+
+    Args:
+        bulk: of the agent.
+        peers: the workers, by rank.
+        rank: this process's.
+        name: of the group; the same for all.
+        share: whether this rank may share memory.
+        timeout: seconds to wait for all.
+
+    Raises:
+        CollectiveTimeoutError: a rank has not come in time.
+        CollectiveError: the ranks do not agree on the group.
+        WorkerLostError: one is gone.
+    """
+    deadline = monotonic() + timeout
+    talk = _Talk(bulk, peers, rank, _FORMING + (zlib.crc32(name.encode()) >> 1), deadline)
+    share = share and futex.AVAILABLE and shared_memory.AVAILABLE
+    host = peers[rank].member.host if share else secrets.token_hex(8)
+    said = talk.gather([name, len(peers), host, secrets.randbits(29) * CHANNELS])
+    for other, (its_name, its_size, _, _) in enumerate(said):
+        if (its_name, its_size) != (name, len(peers)):
+            raise CollectiveError(
+                f"rank {rank} forms process group '{name}' of {len(peers)} ranks, "
+                f"but rank {other} '{its_name}' of {its_size}"
+            )
+    hosts = [each[2] for each in said]
+    together = [other for other in range(len(peers)) if hosts[other] == host]
+    mapping = _share(talk, rank, together, deadline) if len(together) > 1 else None
+    has_it = talk.gather(mapping is not None)
+    domains: list[list[int]] = []
+    for host_name in dict.fromkeys(hosts):
+        members = [other for other in range(len(peers)) if hosts[other] == host_name]
+        domains.extend([members] if all(has_it[each] for each in members) else [[each] for each in members])
+    shares = any(rank in domain and len(domain) > 1 for domain in domains)
+    return Formation(said[0][3], sorted(domains), mapping if shares else None)
+
+
+def _share(talk: _Talk, rank: int, together: Sequence[int], deadline: float) -> shared_memory.Mapping | None:
+    """Memory that the ranks of a host map; None if this one cannot."""
+    size = board_bytes(len(together), header_bytes(len(together)))
+    leader = together[0]
+    if rank == leader:
+        return _hand_out(talk, together[1:], size, deadline)
+    name = talk.value(talk.post(leader), leader)
+    descriptor = None
+    try:
+        descriptor = _fetch(name, deadline)
+        shared_memory.check(descriptor, size)
+        return shared_memory.Mapping(descriptor, size)
+    except (OSError, RpcError):
+        return None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+        talk.tell(leader, True)  # whether or not: it waits for nobody
+
+
+def _hand_out(
+    talk: _Talk, members: Sequence[int], size: int, deadline: float
+) -> shared_memory.Mapping | None:
+    try:
+        listener, name = fd_channel.listen()
+    except OSError:
+        listener, name = None, ""
+    with contextlib.ExitStack() as stack:
+        descriptor = -1
+        if listener is not None:
+            stack.callback(listener.close)
+            with contextlib.suppress(OSError):
+                descriptor = shared_memory.create(size)
+                stack.callback(os.close, descriptor)
+        for member in members:
+            talk.tell(member, name if descriptor >= 0 else "")
+        waiting = {member: talk.post(member) for member in members}
+        while waiting:
+            if listener is not None and descriptor >= 0:
+                _serve(listener, descriptor)
+            for member, message in list(waiting.items()):
+                if message.done() or monotonic() >= deadline:
+                    talk.value(message, member)
+                    del waiting[member]
+            if listener is None or descriptor < 0:
+                for member, message in waiting.items():
+                    talk.value(message, member)
+                break
+        if descriptor < 0:
+            return None
+        try:
+            return shared_memory.Mapping(descriptor, size)
+        except OSError:
+            return None
+
+
+@interruptible
+def _serve(listener: socket.socket, descriptor: int) -> None:
+    """Hand the descriptor to one who has connected, if somebody does soon."""
+    readable, _, _ = select.select([listener], [], [], _LOOK_SECONDS)
+    if readable:
+        with contextlib.suppress(OSError):
+            sock = fd_channel.accept(listener)
+            if sock is not None:
+                with sock:
+                    fd_channel.send(sock, _RECORD, descriptor)
+
+
+@interruptible
+def _fetch(name: str, deadline: float) -> int:
+    """The descriptor that who listens under a name hands out.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    if not name:
+        raise OSError("the first rank of this host has no memory to share")
+    with fd_channel.connect(name) as sock:
+        readable, _, _ = select.select([sock], [], [], max(0.0, deadline - monotonic()))
+        if not readable:
+            raise TimeoutError
+        _, descriptor = fd_channel.receive(sock)
+    if descriptor is None:
+        raise OSError("the descriptor was lost on its way")
+    return descriptor

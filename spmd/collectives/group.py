@@ -1,0 +1,166 @@
+"""One group of ranks: composes its parts, runs its operations, and ends them when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+
+from rpc.bulk.transfer import Transfer
+from rpc.group.peer import Peer
+from rpc.runtime.blocking import INFINITE
+from spmd.collectives.board import Board
+from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
+from spmd.collectives.formation import form
+from spmd.collectives.hierarchy import HierarchicalCollectives
+from spmd.collectives.local import LocalCollectives, header_bytes
+from spmd.collectives.membership import Membership
+from spmd.collectives.messages import Messages
+from spmd.collectives.node import Node
+from spmd.collectives.sequencer import Sequencer
+from spmd.collectives.signature import text_of
+from spmd.collectives.work import GroupWork
+
+__all__ = ["Group"]
+
+_COLLECTIVES, _NOTES, _DATA = range(3)
+
+Perform = Callable[[Any, bytes, float], object]
+"""Does an operation: given the group's collectives, the signature, and the deadline."""
+
+
+class _Channel:
+    """Messages of collectives, to and from ranks."""
+
+    def __init__(self, node: Node, peers: Sequence[Peer], tag: int) -> None:
+        self._bulk, self._peers, self._tag = node.agent.bulk, peers, tag
+
+    def send(self, rank: int, buffers: list[Any]) -> Transfer:
+        return self._bulk.send(self._peers[rank], self._tag, buffers)
+
+    def post(self, rank: int, into: Any) -> Transfer:
+        return self._bulk.post(self._peers[rank], self._tag, into)
+
+
+class Group:
+    """The group as one of its ranks has it. From any thread.
+
+    Args:
+        node: the agent, and the world's ranks.
+        ranks: the world's ranks that are this group's, in order.
+        rank: this process's, in the group.
+        name: the same for all.
+        timeout: seconds that forming it, and each operation, may take; 0 for no limit.
+
+    Raises:
+        CollectiveTimeoutError: a rank has not come in time.
+    """
+
+    def __init__(self, node: Node, ranks: Sequence[int], rank: int, name: str, timeout: float) -> None:
+        self.node = node
+        self.timeout = timeout
+        peers = [node.peers[each] for each in ranks]
+        self._ranks_of = {peer.incarnation: place for place, peer in enumerate(peers)}
+        self.members = Membership(name, rank, [peer.name for peer in peers], self._tell_failure)
+        bulk = node.agent.bulk
+        share = node.agent.options.shared_memory_bytes > 0
+        formation = form(bulk, peers, rank, name, share, timeout or INFINITE)
+        tag = formation.first_tag
+        self.messages = Messages(bulk, peers, self.members, tag + _NOTES, tag + _DATA, node.agent.run_soon)
+        self._algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tag))
+        self._sequencer = Sequencer(f"farcall-group-{name}")
+        self._closed = False
+        self.messages.begin()
+        node.add(self)
+
+    def _build(self, domains: Sequence[Sequence[int]], mapping: Any, channel: _Channel) -> Any:
+        members = self.members
+        local = None
+        if mapping is not None:
+            mine = next(domain for domain in domains if members.rank in domain)
+            board = Board(
+                mapping, mine, mine.index(members.rank), header_bytes(len(mine)), members.check_rank
+            )
+            members.watch(board.wake)
+            local = LocalCollectives(board)
+            if len(domains) == 1:
+                return local
+        network = HierarchicalCollectives(channel, domains, members.rank, local, members.check)
+        members.watch(network.wake)
+        return network
+
+    # ---- operations
+
+    def run(
+        self,
+        signature: bytes,
+        outputs: Sequence[torch.Tensor],
+        perform: Perform,
+        *,
+        blocks: bool,
+        timeout: float | None = None,
+    ) -> GroupWork:
+        """Run an operation after all before it.
+
+        Args:
+            signature: what is called.
+            outputs: what the work's ``result`` returns.
+            perform: does it.
+            blocks: the caller waits for it: do it on this thread.
+            timeout: seconds; None for the group's.
+        """
+        self.members.check()
+        limit = self.timeout if timeout is None else timeout
+        work = GroupWork(
+            text_of(signature), outputs, partial(self._perform, signature, perform, limit), self._sequencer
+        )
+        if blocks:
+            self._sequencer.run(work)
+        else:
+            self._sequencer.submit(work)
+        return work
+
+    def _perform(self, signature: bytes, perform: Perform, limit: float) -> None:
+        members = self.members
+        members.check()
+        deadline = monotonic() + limit if limit > 0 else INFINITE
+        try:
+            perform(self._algorithms, signature, deadline)
+        except RanksMissingError as error:
+            missing = ", ".join(members.describe(each) for each in error.ranks)
+            who = members.describe(members.rank)
+            reason = f"{text_of(signature)} has timed out after {limit:g} s at {who}, waiting for {missing}"
+            members.fail(reason)
+            raise CollectiveTimeoutError(reason) from None
+        except BaseException as error:
+            what = str(error) if isinstance(error, CollectiveError) else f"{type(error).__name__}: {error}"
+            if not members.failed:
+                members.fail(f"{text_of(signature)} at {members.describe(members.rank)}: {what}")
+            raise
+
+    # ---- failure, and the end
+
+    def _tell_failure(self, reason: str) -> None:
+        self.messages.tell_failure(reason)
+
+    def worker_gone(self, peer: Peer, reason: str) -> None:
+        """A worker is gone; for the node."""
+        rank = self._ranks_of.get(peer.incarnation)
+        if rank is not None and rank != self.members.rank:
+            self.members.leave(rank, reason)
+
+    def abort(self, reason: str) -> None:
+        """End everything on all ranks."""
+        self.members.fail(reason)
+
+    def close(self) -> None:
+        """Leave. Idempotent; what others still wait for this rank to do fails there."""
+        if self._closed:
+            return
+        self._closed = True
+        self.messages.close()
+        self.members.fail("it has been destroyed", tell=False)
+        self.node.remove(self)

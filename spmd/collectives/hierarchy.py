@@ -1,0 +1,117 @@
+"""Collectives of ranks on several hosts: through memory within a host, by messages between hosts.
+
+A *domain* is the ranks that share memory; its *leader* stands for it. What can be reduced or copied within a
+domain crosses the network once for each domain: all-reduce, reduce, broadcast and barrier. In the others each
+pair of ranks has its own data, and all is sent from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spmd.collectives.local import LocalCollectives
+from spmd.collectives.network import Channel, NetworkCollectives
+from spmd.collectives.reductions import Reduction
+
+__all__ = ["HierarchicalCollectives"]
+
+
+class HierarchicalCollectives:
+    """The collectives of a group of several domains, for one rank. One thread at a time.
+
+    Args:
+        channel: messages between ranks.
+        domains: the ranks of each, in order; all ranks of the group, each once.
+        rank: this one.
+        local: the collectives of this rank's domain; None if it is alone there.
+        check: raises if the group has failed.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        domains: Sequence[Sequence[int]],
+        rank: int,
+        local: LocalCollectives | None,
+        check: Callable[[], object],
+    ) -> None:
+        self._channel = channel
+        self._domains = domains
+        self._rank = rank
+        self._local = local
+        self._check = check
+        self._mine = next(domain for domain in domains if rank in domain)
+        self._size = sum(map(len, domains))
+        self._flat = NetworkCollectives(channel, range(self._size), rank, check)
+        self._by_leaders: dict[tuple[int, ...], NetworkCollectives] = {}
+        self.all_gather, self.gather = self._flat.all_gather, self._flat.gather
+        self.reduce_scatter, self.scatter = self._flat.reduce_scatter, self._flat.scatter
+        self.all_to_all = self._flat.all_to_all
+
+    def wake(self) -> None:
+        """Have the thread that waits look whether the group has failed. From any thread."""
+        self._flat.wake()
+        for each in list(self._by_leaders.values()):
+            each.wake()
+
+    def _leaders(self, root: int) -> tuple[int, NetworkCollectives | None]:
+        """The leader of this rank's domain, and for a leader the leaders' collectives; ``root`` leads."""
+        leaders = tuple(root if root in domain else domain[0] for domain in self._domains)
+        mine = root if root in self._mine else self._mine[0]
+        if mine != self._rank:
+            return mine, None
+        found = self._by_leaders.get(leaders)
+        if found is None:
+            found = NetworkCollectives(self._channel, leaders, self._rank, self._check)
+            self._by_leaders[leaders] = found
+        return mine, found
+
+    def barrier(self, signature: bytes, deadline: float) -> None:
+        """Returns when all ranks have called it."""
+        _, leaders = self._leaders(0)
+        if self._local is not None:
+            self._local.barrier(signature, deadline)
+        if leaders is not None:
+            leaders.barrier(signature, deadline)
+        if self._local is not None:
+            self._local.barrier(signature, deadline)
+
+    def broadcast(self, signature: bytes, deadline: float, tensor: torch.Tensor, root: int) -> None:
+        """``tensor`` becomes that of ``root``, everywhere."""
+        leader, leaders = self._leaders(root)
+        if leaders is not None:
+            leaders.broadcast(signature, deadline, tensor, root)
+        if self._local is not None:
+            self._local.broadcast(signature, deadline, tensor, self._mine.index(leader))
+
+    def all_reduce(
+        self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction
+    ) -> None:
+        """``tensor`` becomes the reduction of all ranks' tensors; the same everywhere, bit by bit."""
+        leader, leaders = self._leaders(0)
+        self._reduce_in_domain(signature, deadline, tensor, reduction, leader)
+        if leaders is not None:
+            leaders.all_reduce(signature, deadline, tensor, reduction, self._size)
+        if self._local is not None:
+            self._local.broadcast(signature, deadline, tensor, self._mine.index(leader))
+
+    def reduce(
+        self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction, root: int
+    ) -> None:
+        """As ``all_reduce``, at ``root``; the others' tensors stay as they are."""
+        leader, leaders = self._leaders(root)
+        mine = tensor if self._rank == root else tensor.clone()
+        self._reduce_in_domain(signature, deadline, mine, reduction, leader)
+        if leaders is not None:
+            leaders.reduce(signature, deadline, mine, reduction, root, self._size)
+
+    def _reduce_in_domain(
+        self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction, leader: int
+    ) -> None:
+        if self._local is None:
+            reduction.prepare(tensor)
+        else:
+            place = self._mine.index(leader)
+            self._local.all_reduce(signature, deadline, tensor, reduction, place, last=False)

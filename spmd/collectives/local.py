@@ -1,0 +1,399 @@
+"""Collectives of ranks that share memory, over a ``Board``.
+
+Data goes through the slots in parts, so that it stays in caches: each byte is read from the caller's tensor
+once and written to the others' once. While a rank reads one part, the next is already there for the others.
+
+*Exchange.* In round s each rank fills its slot with part s, and reads what is for it in the others' slots::
+
+    fill 0, publish, wait;  then for each part: fill s + 1, publish; read s; wait
+
+*Reduction to all.* Each rank reduces one chunk of each part, from the others' slots and its own tensor, into
+its slot of another round, where the others read the result::
+
+    fill 0;  then for each part: fill s + 1;  reduce s into a slot;  read the results of s - 1
+
+The first round of every operation carries the rank's signature and how many bytes it has for each other, so
+what does not fit together is found before any tensor is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import Final
+
+import torch
+
+from spmd.collectives.board import SLOT_BYTES, Board
+from spmd.collectives.errors import CollectiveError, CollectiveMismatchError
+from spmd.collectives.memory import copy_bytes, move, pieces
+from spmd.collectives.reductions import Reduction
+from spmd.collectives.signature import FIELD_BYTES, what_differs
+
+__all__ = ["LocalCollectives", "header_bytes"]
+
+_SMALL_BYTES: Final = 32 << 10
+"""Up to so much, every rank reduces everything: one round instead of two."""
+
+_ALIGNMENT: Final = 64
+
+Part = Callable[[int, int], object]
+"""Given the address of a rank's slot data, and the number of the part."""
+
+
+def header_bytes(size: int) -> int:
+    """What a slot's header takes in a group of ``size`` ranks."""
+    return FIELD_BYTES + 8 * size
+
+
+class LocalCollectives:
+    """The collectives of ranks of one host. One thread at a time. Tensors are contiguous.
+
+    Args:
+        board: the shared memory.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._names = board.ranks
+        self._me, self._size = board.rank, board.size
+        self._everybody = range(board.size)
+        self._others = [rank for rank in self._everybody if rank != self._me]
+        self._sizes = Struct(f"<{board.size}Q")
+
+    # ---- the first round
+
+    def _open(self, signature: bytes, deadline: float) -> int:
+        """Publish the first round, which has been filled, and wait for it.
+
+        Raises:
+            CollectiveMismatchError: not all have called the same.
+        """
+        board = self._board
+        board.header(self._me, board.round + 1)[:FIELD_BYTES] = signature
+        number = board.publish()
+        board.wait_for(number, deadline)
+        for rank in self._others:
+            if bytes(board.header(rank, number)[:FIELD_BYTES]) != signature:
+                fields = {
+                    self._names[each]: board.header(each, number)[:FIELD_BYTES] for each in self._everybody
+                }
+                raise CollectiveMismatchError(what_differs(fields) or "ranks called different operations")
+        return number
+
+    def _exchange(
+        self,
+        signature: bytes,
+        deadline: float,
+        fill: Part | None,
+        read: Callable[[int, int, int], object],
+        part: int,
+        sends: Sequence[int],
+        takes: Sequence[int],
+    ) -> None:
+        """Parts of up to ``part`` bytes from everybody to everybody.
+
+        Args:
+            fill: fills this rank's slot; None if it has nothing to give.
+            read: given a rank, its slot's address and the part's number; called for each other rank.
+            sends, takes: how many bytes this rank has for each, and expects of each.
+        """
+        board = self._board
+        self._sizes.pack_into(board.header(self._me, board.round + 1), FIELD_BYTES, *sends)
+        if fill is not None:
+            fill(board.address(self._me, board.round + 1), 0)
+        number = self._open(signature, deadline)
+        parts = 1
+        for rank in self._everybody:
+            given = self._sizes.unpack_from(board.header(rank, number), FIELD_BYTES)
+            parts = max(parts, -(-max(given) // part))
+            if rank != self._me and given[self._me] != takes[rank]:
+                raise CollectiveError(
+                    f"rank {self._names[rank]} has {given[self._me]} bytes for rank {self._names[self._me]}, "
+                    f"which expects {takes[rank]}"
+                )
+        for step in range(parts):
+            if step + 1 < parts:
+                if fill is not None:
+                    fill(board.address(self._me, board.round + 1), step + 1)
+                following = board.publish()
+            for rank in self._others:
+                if takes[rank]:
+                    read(rank, board.address(rank, number), step)
+            if step + 1 < parts:
+                board.wait_for(following, deadline)
+                number = following
+
+    # ---- operations
+
+    def barrier(self, signature: bytes, deadline: float) -> None:
+        """Returns when all ranks have called it."""
+        self._open(signature, deadline)
+
+    def reduce(
+        self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction, root: int
+    ) -> None:
+        """As ``all_reduce``, at ``root``; the others' tensors stay as they are."""
+        self.all_reduce(signature, deadline, tensor, reduction, root)
+
+    def all_gather(
+        self, signature: bytes, deadline: float, outputs: Sequence[torch.Tensor], mine: torch.Tensor
+    ) -> None:
+        """Each rank's ``mine`` becomes the output at its place, everywhere. They may differ in size."""
+        source, size = mine.data_ptr(), mine.nbytes
+        targets = [each.data_ptr() for each in outputs]
+        limits = [each.nbytes for each in outputs]
+
+        def fill(slot: int, step: int) -> None:
+            begin = step * SLOT_BYTES
+            move(slot, source, begin, min(begin + SLOT_BYTES, size))
+
+        def read(rank: int, slot: int, step: int) -> None:
+            begin = step * SLOT_BYTES
+            move(targets[rank] + begin, slot, 0, min(SLOT_BYTES, limits[rank] - begin))
+
+        copy_bytes(mine, outputs[self._me])
+        self._exchange(signature, deadline, fill, read, SLOT_BYTES, [size] * self._size, limits)
+
+    def gather(
+        self,
+        signature: bytes,
+        deadline: float,
+        outputs: Sequence[torch.Tensor] | None,
+        mine: torch.Tensor,
+        root: int,
+    ) -> None:
+        """As ``all_gather``, to ``root`` alone; ``outputs`` is None on the others."""
+        source = mine.data_ptr()
+        sends = [mine.nbytes if rank == root else 0 for rank in self._everybody]
+        targets = [each.data_ptr() for each in outputs or ()]
+        takes = [each.nbytes for each in outputs] if outputs is not None else [0] * self._size
+
+        def fill(slot: int, step: int) -> None:
+            begin = step * SLOT_BYTES
+            move(slot, source, begin, min(begin + SLOT_BYTES, mine.nbytes))
+
+        def read(rank: int, slot: int, step: int) -> None:
+            begin = step * SLOT_BYTES
+            move(targets[rank] + begin, slot, 0, min(SLOT_BYTES, takes[rank] - begin))
+
+        if outputs is not None:
+            copy_bytes(mine, outputs[root])
+        self._exchange(
+            signature, deadline, None if self._me == root else fill, read, SLOT_BYTES, sends, takes
+        )
+
+    def broadcast(self, signature: bytes, deadline: float, tensor: torch.Tensor, root: int) -> None:
+        """``tensor`` becomes that of ``root``, everywhere."""
+        address, size = tensor.data_ptr(), tensor.nbytes
+        is_root = self._me == root
+
+        def fill(slot: int, step: int) -> None:
+            begin = step * SLOT_BYTES
+            move(slot, address, begin, min(begin + SLOT_BYTES, size))
+
+        def read(rank: int, slot: int, step: int) -> None:
+            begin = step * SLOT_BYTES
+            move(address + begin, slot, 0, min(SLOT_BYTES, size - begin))
+
+        sends = [size if is_root else 0] * self._size
+        takes = [size if rank == root and not is_root else 0 for rank in self._everybody]
+        self._exchange(signature, deadline, fill if is_root else None, read, SLOT_BYTES, sends, takes)
+
+    def all_to_all(
+        self,
+        signature: bytes,
+        deadline: float,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Output i becomes input ``rank`` of rank i. Sizes may differ from pair to pair, and be 0."""
+        part = self._chunk_bytes(SLOT_BYTES * self._size)
+        sources = [each.data_ptr() for each in inputs]
+        sizes = [each.nbytes for each in inputs]
+        targets = [each.data_ptr() for each in outputs]
+        limits = [each.nbytes for each in outputs]
+        me = self._me
+
+        def fill(slot: int, step: int) -> None:
+            begin = step * part
+            for rank in self._others:
+                move(slot + rank * part, sources[rank], begin, min(begin + part, sizes[rank]))
+
+        def read(rank: int, slot: int, step: int) -> None:
+            begin = step * part
+            move(targets[rank] + begin, slot + me * part, 0, min(part, limits[rank] - begin))
+
+        copy_bytes(inputs[me], outputs[me])
+        self._exchange(signature, deadline, fill, read, part, sizes, limits)
+
+    def scatter(
+        self,
+        signature: bytes,
+        deadline: float,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None,
+        root: int,
+    ) -> None:
+        """``output`` becomes the input at this rank's place of ``root``; ``inputs`` is None on the others."""
+        empty = output.new_empty(0)
+        given = [empty] * self._size if inputs is None else list(inputs)
+        outputs = [output if rank == root else empty for rank in self._everybody]
+        self.all_to_all(signature, deadline, outputs, given)
+
+    def reduce_scatter(
+        self,
+        signature: bytes,
+        deadline: float,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        reduction: Reduction,
+    ) -> None:
+        """``output`` becomes the reduction of all ranks' inputs at this rank's place. All have one size."""
+        board, me, dtype = self._board, self._me, output.dtype
+        part = self._chunk_bytes(output.nbytes * self._size)
+        count = part // dtype.itemsize
+        sources = [each.data_ptr() for each in inputs]
+        total = output.nbytes
+        own, result = pieces(inputs[me].view(-1), count), pieces(output.view(-1), count)
+
+        def fill(step: int) -> None:
+            slot, begin = board.address(me, board.round + 1), step * part
+            for rank in self._others:
+                move(slot + rank * part, sources[rank], begin, min(begin + part, total))
+
+        def read(number: int, step: int) -> None:
+            mine = own[step]
+            terms = [
+                mine if rank == me else self._chunks(rank, dtype, count, number)[me][: len(mine)]
+                for rank in self._everybody
+            ]
+            reduction.reduce(terms, result[step])
+            reduction.finish(result[step], self._size)
+
+        parts = max(1, -(-total // part))
+        fill(0)
+        number = self._open(signature, deadline)
+        if not total:
+            return
+        for step in range(parts):
+            if step + 1 < parts:
+                fill(step + 1)
+                following = board.publish()
+            read(number, step)
+            if step + 1 < parts:
+                board.wait_for(following, deadline)
+                number = following
+
+    def all_reduce(
+        self,
+        signature: bytes,
+        deadline: float,
+        tensor: torch.Tensor,
+        reduction: Reduction,
+        root: int | None = None,
+        *,
+        last: bool = True,
+    ) -> None:
+        """``tensor`` becomes the reduction of all ranks' tensors: everywhere, or only at ``root``.
+
+        All results are the same bit by bit.
+
+        Args:
+            last: no other ranks' tensors are reduced into the result later.
+        """
+        if tensor.nbytes <= _SMALL_BYTES:
+            self._reduce_everything(signature, deadline, tensor, reduction, root, last)
+        else:
+            self._reduce_in_chunks(signature, deadline, tensor, reduction, root, last)
+
+    def _reduce_everything(
+        self,
+        signature: bytes,
+        deadline: float,
+        tensor: torch.Tensor,
+        reduction: Reduction,
+        root: int | None,
+        last: bool,
+    ) -> None:
+        board = self._board
+        move(board.address(self._me, board.round + 1), tensor.data_ptr(), 0, tensor.nbytes)
+        number = self._open(signature, deadline)
+        if root is None or root == self._me:
+            count, dtype, flat = tensor.numel(), tensor.dtype, tensor.view(-1)
+            reduction.reduce([board.tensor(r, number, dtype)[:count] for r in self._everybody], flat)
+            if last:
+                reduction.finish(flat, self._size)
+
+    def _reduce_in_chunks(
+        self,
+        signature: bytes,
+        deadline: float,
+        tensor: torch.Tensor,
+        reduction: Reduction,
+        root: int | None,
+        last: bool,
+    ) -> None:
+        board, me, dtype, size = self._board, self._me, tensor.dtype, self._size
+        address, total = tensor.data_ptr(), tensor.nbytes
+        chunk = self._chunk_bytes(total)
+        count = chunk // dtype.itemsize
+        own = pieces(tensor.view(-1), count)
+        keeps = root is None or root == me
+        readers = self._others if keeps else []
+        steps = -(-total // (chunk * size))
+        inputs: list[int] = []  # the rounds of parts
+        results: list[int] = []
+
+        def fill(step: int) -> None:
+            slot, begin = board.address(me, board.round + 1), step * chunk * size
+            for rank in self._others:
+                start = begin + rank * chunk
+                move(slot + rank * chunk, address, start, min(start + chunk, total))
+
+        def reduce(step: int) -> None:
+            index = step * size + me
+            if index < len(own):
+                mine, number = own[index], inputs[step]
+                out = board.tensor(me, board.round + 1, dtype)[: len(mine)]
+                terms = [
+                    mine if rank == me else self._chunks(rank, dtype, count, number)[me][: len(mine)]
+                    for rank in self._everybody
+                ]
+                reduction.reduce(terms, out)
+                if last:
+                    reduction.finish(out, size)
+                if keeps:
+                    move(mine.data_ptr(), out.data_ptr(), 0, mine.nbytes)
+            results.append(board.publish())
+
+        def read(step: int) -> None:
+            board.wait_for(results[step], deadline)
+            begin = step * chunk * size
+            for rank in readers:
+                start = begin + rank * chunk
+                move(address + start, board.address(rank, results[step]), 0, min(chunk, total - start))
+
+        fill(0)
+        inputs.append(self._open(signature, deadline))
+        for step in range(steps):
+            if step + 1 < steps:
+                fill(step + 1)
+                inputs.append(board.publish())
+            board.wait_for(inputs[step], deadline)
+            reduce(step)
+            if step:
+                read(step - 1)
+        read(steps - 1)
+
+    # ---- memory
+
+    def _chunk_bytes(self, total: int) -> int:
+        """What each rank's share of a part is: as even as can be, and no more than fits into a slot."""
+        most = SLOT_BYTES // self._size // _ALIGNMENT * _ALIGNMENT
+        fair = -(-total // (self._size * _ALIGNMENT)) * _ALIGNMENT
+        return max(_ALIGNMENT, min(most, fair))
+
+    def _chunks(self, rank: int, dtype: torch.dtype, count: int, number: int) -> Sequence[torch.Tensor]:
+        """The chunks of ``count`` elements in a rank's slot of a round."""
+        return pieces(self._board.tensor(rank, number, dtype)[: count * self._size], count)

@@ -1,0 +1,91 @@
+"""Who a group's ranks are, which of them are gone, and whether the group has failed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from rpc.errors import ForkedProcessError
+from spmd.collectives.errors import CollectiveError, RankLostError
+
+__all__ = ["Membership"]
+
+
+class Membership:
+    """The ranks of one group, as one of them sees it. From any thread.
+
+    Args:
+        name: of the group.
+        rank: this process's.
+        workers: the name of each rank's worker.
+        tell: sends the reason of a failure to all others.
+
+    Attributes:
+        gone: why, of each rank that is.
+    """
+
+    def __init__(self, name: str, rank: int, workers: Sequence[str], tell: Callable[[str], object]) -> None:
+        self.name, self.rank, self.size = name, rank, len(workers)
+        self.workers = workers
+        self.gone: dict[int, str] = {}
+        self._tell = tell
+        self._failure: str | None = None
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._watchers: list[Callable[[], object]] = []
+
+    def watch(self, watcher: Callable[[], object]) -> None:
+        """Have ``watcher`` called, on any thread, when a rank is gone or the group has failed."""
+        self._watchers.append(watcher)
+
+    def describe(self, rank: int) -> str:
+        """A rank, as errors name it."""
+        return f"rank {rank} (worker '{self.workers[rank]}')"
+
+    def check(self) -> None:
+        """Raise if the group has failed, or belongs to another process."""
+        if self._failure is not None:
+            raise self.error()
+        if os.getpid() != self._process:
+            raise ForkedProcessError(
+                f"process group '{self.name}' is that of process {self._process}, which this one was forked "
+                "from: make a group of its own here"
+            )
+
+    def check_rank(self, rank: int) -> None:
+        """Raise if the group has failed, or ``rank``, which is waited for, is gone."""
+        self.check()
+        if rank in self.gone:
+            raise RankLostError(f"{self.describe(rank)} is gone: {self.gone[rank]}")
+
+    def error(self) -> CollectiveError:
+        """Why the group has failed."""
+        return CollectiveError(f"process group '{self.name}' has failed: {self._failure}")
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def fail(self, reason: str, *, tell: bool = True) -> None:
+        """End what is under way on all ranks. The first reason counts.
+
+        Args:
+            tell: the others do not know yet.
+        """
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = reason
+        if tell:
+            self._tell(reason)
+        self._notify()
+
+    def leave(self, rank: int, reason: str) -> None:
+        """A rank is gone."""
+        self.gone.setdefault(rank, reason)
+        self._notify()
+
+    def _notify(self) -> None:
+        for watcher in list(self._watchers):
+            watcher()

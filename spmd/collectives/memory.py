@@ -1,0 +1,54 @@
+"""The bytes of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from spmd.collectives.errors import CollectiveError
+
+__all__ = ["bytes_of", "copy_bytes", "move", "of_even_size", "pieces"]
+
+_EMPTY = memoryview(b"")
+
+_move: Any = ctypes.CDLL(None).memmove
+_move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_move.restype = None
+
+
+def move(target: int, source: int, begin: int, end: int) -> None:
+    """Copy the bytes from ``begin`` to ``end`` of what is at ``source`` to ``target``, if there are any."""
+    if end > begin:
+        _move(target, source + begin, end - begin)
+
+
+def copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a contiguous tensor's bytes to another, unless it is the same memory.
+
+    Raises:
+        CollectiveError: they differ in size.
+    """
+    if source.nbytes != target.nbytes:
+        raise CollectiveError(f"a rank has {source.nbytes} bytes for itself, and expects {target.nbytes}")
+    if source.data_ptr() != target.data_ptr():
+        move(target.data_ptr(), source.data_ptr(), 0, source.nbytes)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor; the caller keeps the tensor while it is used."""
+    if not tensor.nbytes:
+        return _EMPTY
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def pieces(tensor: torch.Tensor, sizes: int | Sequence[int]) -> Sequence[torch.Tensor]:
+    """``tensor.split``, typed."""
+    return cast("Sequence[torch.Tensor]", tensor.split(sizes))  # type: ignore[no-untyped-call]
+
+
+def of_even_size(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """A contiguous tensor cut into ``count`` flat pieces, as even as can be; some may be empty."""
+    return list(tensor.view(-1).tensor_split(count))

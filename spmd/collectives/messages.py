@@ -1,0 +1,334 @@
+"""What a group's ranks say to each other outside of collectives: sends and receives, failures, farewells.
+
+Every pair of ranks has one ordered stream of *notes*. A small tensor comes with its note. For a large one
+the note is an offer; the receiver answers when it has a tensor for it, and only then the data travels, on a
+second stream, in the order of the answers. So nothing large is kept for a receive that is still to be posted,
+and sends and receives may be posted in any order without blocking each other.
+
+A receive takes the first note, in the order of arrival, that has its tag and comes from its source.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from struct import Struct
+from typing import Final
+
+import torch
+
+from rpc.bulk.point_to_point import Bulk
+from rpc.bulk.transfer import Transfer
+from rpc.errors import RpcError
+from rpc.group.peer import Peer
+from rpc.runtime.tasks import Task
+from spmd.collectives.errors import CollectiveError, CollectiveMismatchError, RankLostError
+from spmd.collectives.membership import Membership
+from spmd.collectives.memory import bytes_of
+from spmd.collectives.work import GroupWork
+
+__all__ = ["ANY", "Messages"]
+
+ANY: Final = -1
+"""The source of a receive from whoever sends first."""
+
+_SMALL_BYTES: Final = 32 << 10
+_HEADER: Final = Struct("<BqQ24s")  # kind, tag or number of the offer, bytes, dtype
+
+
+class _Kind(enum.IntEnum):
+    SMALL = 0  # a tensor; its bytes follow
+    OFFER = 1  # a tensor; the number of the offer follows
+    ACCEPT = 2
+    REFUSE = 3  # why follows
+    FAIL = 4  # the group has failed; why follows
+    LEAVE = 5  # this rank takes part no more
+
+
+@dataclass(slots=True, eq=False)
+class _Receive:
+    tensor: torch.Tensor
+    source: int
+    tag: int
+    work: GroupWork
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    source: int
+    tag: int
+    size: int
+    dtype: str
+    rest: bytes
+    is_offer: bool
+
+
+class Messages:
+    """The notes and tensors between one rank and all others. From any thread; nothing here blocks.
+
+    Args:
+        bulk: of the agent.
+        peers: the workers, by rank.
+        members: is told of failures and farewells.
+        notes, data: the tags of the two streams.
+        run_soon: runs tasks on other threads: long copies.
+    """
+
+    def __init__(
+        self,
+        bulk: Bulk,
+        peers: Sequence[Peer],
+        members: Membership,
+        notes: int,
+        data: int,
+        run_soon: Callable[[Sequence[Task]], object],
+    ) -> None:
+        self._bulk, self._peers, self._members = bulk, peers, members
+        self._notes, self._data = notes, data
+        self._run_soon = run_soon
+        self._lock = threading.RLock()
+        self._receives: list[_Receive] = []
+        self._arrivals: list[_Arrival] = []
+        self._offers: dict[int, tuple[int, torch.Tensor, GroupWork]] = {}
+        self._numbers = itertools.count()
+        self._accepted: dict[int, deque[tuple[torch.Tensor, GroupWork]]] = {}
+        self._sending = threading.Lock()
+        self._closed = False
+        self._posts: dict[int, Transfer] = {}
+        self._others = [rank for rank in range(members.size) if rank != members.rank]
+        members.watch(self._end_hopeless)
+
+    def begin(self) -> None:
+        """Listen to all others."""
+        for rank in self._others:
+            self._listen(rank)
+
+    # ---- sends and receives
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> GroupWork:
+        """Send a contiguous tensor, which must not change until the work is done."""
+        size, dtype = tensor.nbytes, str(tensor.dtype).encode()
+        work = GroupWork(f"send of {size} bytes to {self._members.describe(to)}, tag {tag}", [tensor])
+        with self._lock:
+            self._members.check_rank(to)
+            if size <= _SMALL_BYTES:
+                note = _HEADER.pack(_Kind.SMALL, tag, size, dtype)
+                self._bulk.send(self._peers[to], self._notes, [note, bytes_of(tensor)]).on_done(
+                    partial(self._ended, to, work, tensor)
+                )
+            else:
+                number = next(self._numbers)
+                self._offers[number] = to, tensor, work
+                self._note(to, _Kind.OFFER, tag, size, dtype, number.to_bytes(8, "little"))
+        return work
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, limit: float) -> GroupWork:
+        """Receive into a contiguous tensor, from a rank or from ``ANY``.
+
+        Args:
+            limit: seconds after which whoever waits gives up.
+        """
+        whom = "any rank" if source == ANY else self._members.describe(source)
+        work = GroupWork(f"receive of {tensor.nbytes} bytes from {whom}, tag {tag}", [tensor])
+        receive = _Receive(tensor, source, tag, work)
+        work.expires(limit, partial(self._forget, receive))
+        with self._lock:
+            arrival = next((each for each in self._arrivals if _fits(receive, each)), None)
+            if arrival is not None:
+                self._arrivals.remove(arrival)
+            else:
+                self._check_sources(source)
+                self._receives.append(receive)
+        if arrival is not None:
+            self._match(receive, arrival)
+        return work
+
+    def _check_sources(self, source: int) -> None:
+        """Raise if nothing can come any more."""
+        if source != ANY:
+            self._members.check_rank(source)
+            return
+        self._members.check()
+        if self._others and all(rank in self._members.gone for rank in self._others):
+            self._members.check_rank(self._others[0])
+
+    def _forget(self, receive: _Receive) -> None:
+        with self._lock:
+            if receive in self._receives:
+                self._receives.remove(receive)
+
+    def _match(self, receive: _Receive, arrival: _Arrival) -> None:
+        """A note has found its receive."""
+        tensor, work, source = receive.tensor, receive.work, arrival.source
+        work.sender = source
+        problem = self._what_does_not_fit(receive, arrival)
+        number = int.from_bytes(arrival.rest[:8], "little") if arrival.is_offer else 0
+        if problem is not None:
+            if arrival.is_offer:
+                self._note(source, _Kind.REFUSE, number, rest=problem.encode())
+            work.finish(CollectiveMismatchError(problem))
+        elif not arrival.is_offer:
+            bytes_of(tensor)[:] = arrival.rest
+            work.finish()
+        else:
+            with self._lock:  # data comes in the order in which offers are accepted
+                try:
+                    message = self._bulk.post(self._peers[source], self._data, bytes_of(tensor))
+                except RpcError as error:
+                    work.finish(self._as_lost(source, error))
+                    return
+                self._note(source, _Kind.ACCEPT, number)
+            message.on_done(partial(self._ended, source, work, tensor))
+
+    def _what_does_not_fit(self, receive: _Receive, arrival: _Arrival) -> str | None:
+        tensor = receive.tensor
+        dtype = str(tensor.dtype)
+        if (tensor.nbytes, dtype) == (arrival.size, arrival.dtype):
+            return None
+        return (
+            f"rank {self._members.rank} receives {tensor.nbytes} bytes of {dtype} with tag {receive.tag}, "
+            f"but rank {arrival.source} has sent {arrival.size} bytes of {arrival.dtype}"
+        )
+
+    def _ended(self, rank: int, work: GroupWork, _: torch.Tensor, message: Transfer) -> None:
+        error = message.error()
+        work.finish(None if error is None else self._as_lost(rank, error))
+
+    def _as_lost(self, rank: int, error: BaseException) -> CollectiveError:
+        if self._members.failed:
+            return self._members.error()
+        return RankLostError(f"{self._members.describe(rank)} is gone: {error}")
+
+    # ---- notes
+
+    def _note(
+        self, to: int, kind: _Kind, number: int = 0, size: int = 0, dtype: bytes = b"", rest: bytes = b""
+    ) -> None:
+        """Send a note; if its receiver is gone, that is found out elsewhere."""
+        try:
+            self._bulk.send(self._peers[to], self._notes, [_HEADER.pack(kind, number, size, dtype), rest])
+        except RpcError:
+            return
+
+    def _listen(self, rank: int) -> None:
+        while not self._closed:
+            try:
+                message = self._bulk.post(self._peers[rank], self._notes)
+            except RpcError:
+                return
+            self._posts[rank] = message
+            if not message.done():
+                message.on_done(partial(self._came, rank))
+                return
+            if not self._take(rank, message):
+                return
+
+    def _came(self, rank: int, message: Transfer) -> None:
+        if self._take(rank, message):
+            self._listen(rank)
+
+    def _take(self, rank: int, message: Transfer) -> bool:
+        """A note has come from a rank. Returns whether more may come."""
+        if message.error() is not None:
+            return False
+        note = b"".join(message.wait())
+        kind, number, size, dtype = _HEADER.unpack_from(note)
+        rest = note[_HEADER.size :]
+        if kind in (_Kind.SMALL, _Kind.OFFER):
+            arrival = _Arrival(
+                rank, number, size, dtype.rstrip(b"\0").decode(), rest, is_offer=kind == _Kind.OFFER
+            )
+            self._arrived(arrival)
+        elif kind == _Kind.ACCEPT:
+            self._accept(number)
+        elif kind == _Kind.REFUSE:
+            with self._lock:
+                offer = self._offers.pop(number, None)
+            if offer is not None:
+                offer[2].finish(CollectiveMismatchError(rest.decode(errors="replace")))
+        elif kind == _Kind.FAIL:
+            self._members.fail(rest.decode(errors="replace"), tell=False)
+        else:
+            self._members.leave(rank, "it has left the process group")
+        return True
+
+    def _arrived(self, arrival: _Arrival) -> None:
+        with self._lock:
+            receive = next((each for each in self._receives if _fits(each, arrival)), None)
+            if receive is None:
+                self._arrivals.append(arrival)
+                return
+            self._receives.remove(receive)
+        self._match(receive, arrival)
+
+    def _accept(self, number: int) -> None:
+        with self._lock:
+            offer = self._offers.pop(number, None)
+            if offer is None:
+                return
+            to, tensor, work = offer
+            self._accepted.setdefault(to, deque()).append((tensor, work))
+        self._run_soon([(self._send_accepted, to)])
+
+    def _send_accepted(self, to: int) -> None:
+        """Send what a rank has accepted, in order: one thread at a time."""
+        with self._sending:
+            queue = self._accepted[to]
+            while queue:
+                tensor, work = queue.popleft()
+                try:
+                    message = self._bulk.send(self._peers[to], self._data, bytes_of(tensor))
+                except RpcError as error:
+                    work.finish(self._as_lost(to, error))
+                else:
+                    message.on_done(partial(self._ended, to, work, tensor))
+
+    # ---- the end
+
+    def tell_failure(self, reason: str) -> None:
+        """Tell all others that the group has failed."""
+        for rank in self._others:
+            self._note(rank, _Kind.FAIL, rest=reason.encode())
+
+    def _end_hopeless(self) -> None:
+        """End what waits for ranks that are gone, or everything if the group has failed."""
+        members = self._members
+        with self._lock:
+            everybody_gone = all(rank in members.gone for rank in self._others)
+            receives = [
+                each
+                for each in self._receives
+                if members.failed or each.source in members.gone or (each.source == ANY and everybody_gone)
+            ]
+            self._receives = [each for each in self._receives if each not in receives]
+            offers = [
+                number for number, offer in self._offers.items() if members.failed or offer[0] in members.gone
+            ]
+            refused = [self._offers.pop(number) for number in offers]
+        for receive in receives:
+            source = self._others[0] if receive.source == ANY else receive.source
+            receive.work.finish(self._why(source))
+        for to, _, work in refused:
+            work.finish(self._why(to))
+
+    def _why(self, rank: int) -> CollectiveError:
+        if self._members.failed:
+            return self._members.error()
+        return RankLostError(f"{self._members.describe(rank)} is gone: {self._members.gone[rank]}")
+
+    def close(self) -> None:
+        """Take part no more."""
+        self._closed = True
+        for rank in self._others:
+            self._note(rank, _Kind.LEAVE)
+        for message in list(self._posts.values()):
+            message.cancel("the process group has ended")
+
+
+def _fits(receive: _Receive, arrival: _Arrival) -> bool:
+    return receive.tag == arrival.tag and receive.source in (ANY, arrival.source)

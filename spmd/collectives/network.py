@@ -1,0 +1,311 @@
+"""Collectives by messages, between ranks that share no memory: runs what ``schedules.py`` says.
+
+The first message of an operation from one rank to another begins with the signature of the call, so that two
+ranks that have called different things find out before any tensor is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Final, Protocol
+
+import torch
+
+from rpc.bulk.copying import scatter
+from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
+from rpc.runtime.blocking import INFINITE
+from spmd.collectives import schedules
+from spmd.collectives.errors import CollectiveError, CollectiveMismatchError, RankLostError, RanksMissingError
+from spmd.collectives.memory import bytes_of, copy_bytes, of_even_size
+from spmd.collectives.reductions import Reduction
+from spmd.collectives.schedules import Step
+from spmd.collectives.signature import FIELD_BYTES, what_differs
+
+__all__ = ["Channel", "NetworkCollectives"]
+
+_TOGETHER_BYTES: Final = 32 << 10
+"""A first message of up to so many bytes comes in one with the signature."""
+
+_SLICE_SECONDS: Final = 0.25
+
+
+class Message(Protocol):
+    """A message on its way: ``rpc.bulk.transfer.Transfer``."""
+
+    def wait(self, timeout: float | None = None) -> list[memoryview]: ...
+
+    def cancel(self, reason: str = ...) -> bool: ...
+
+
+class Channel(Protocol):
+    """Sends and receives messages to and from a rank, in order."""
+
+    def send(self, rank: int, buffers: list[Any]) -> Message: ...
+
+    def post(self, rank: int, into: Any) -> Message: ...
+
+
+class _Operation:
+    """The messages of one operation of one rank."""
+
+    def __init__(
+        self, channel: Channel, me: int, signature: bytes, deadline: float, check: Callable[[], object]
+    ) -> None:
+        self._channel = channel
+        self._me = me
+        self._signature = signature
+        self._deadline = deadline
+        self._check = check
+        self._greeted: set[int] = set()
+        self._heard: set[int] = set()
+        self._sent: list[tuple[int, Message]] = []
+        self._posted: list[Message] = []
+
+    def send(self, rank: int, data: Sequence[memoryview]) -> None:
+        """Send one message; ``data`` must stay as it is until it has arrived."""
+        size = sum(map(len, data))
+        buffers = list(data)
+        if rank not in self._greeted:
+            self._greeted.add(rank)
+            if size <= _TOGETHER_BYTES:
+                buffers, size = [memoryview(self._signature), *buffers], size + FIELD_BYTES
+            else:
+                self._sent.append((rank, self._channel.send(rank, [self._signature])))
+        if size:
+            self._sent.append((rank, self._channel.send(rank, buffers)))
+
+    def receive(self, rank: int, data: Sequence[memoryview]) -> None:
+        """Receive one message, which has the size of ``data``."""
+        size = sum(map(len, data))
+        if rank not in self._heard:
+            self._heard.add(rank)
+            message = memoryview(b"".join(self._take(rank, None)))
+            field, rest = message[:FIELD_BYTES], message[FIELD_BYTES:]
+            if field != self._signature:
+                fields = {self._me: self._signature, rank: bytes(field)}
+                raise CollectiveMismatchError(what_differs(fields) or "")
+            if len(rest) or size <= _TOGETHER_BYTES:
+                if len(rest) != size:
+                    raise CollectiveError(
+                        f"rank {rank} has {len(rest)} bytes for rank {self._me}, which expects {size}"
+                    )
+                scatter([rest], data)
+                return
+        if size:
+            self._take(rank, list(data))
+
+    def _take(self, rank: int, into: list[memoryview] | None) -> list[memoryview]:
+        message = self._channel.post(rank, into)
+        self._posted.append(message)
+        found = self._wait(rank, message)
+        self._posted.remove(message)
+        return found
+
+    def _wait(self, rank: int, message: Message) -> list[memoryview]:
+        while True:
+            left = self._deadline - monotonic()
+            try:
+                return message.wait(max(0.0, min(left, _SLICE_SECONDS)))
+            except RpcTimeoutError:
+                self._check()
+                if left <= 0:
+                    raise RanksMissingError([rank]) from None
+            except WorkerLostError as error:
+                self._check()
+                raise RankLostError(
+                    f"rank {rank} (worker '{error.worker}') is gone: {error.reason}"
+                ) from error
+            except CollectiveError:
+                raise
+            except RpcError as error:
+                self._check()
+                raise CollectiveError(f"rank {rank}: {error}") from error
+
+    def finish(self) -> None:
+        """Wait until what was sent has arrived or was copied."""
+        for rank, message in self._sent:
+            self._wait(rank, message)
+
+    def cancel(self, reason: str) -> None:
+        """Have what is waited for end. From any thread."""
+        for message in list(self._posted):
+            message.cancel(reason)
+
+
+class NetworkCollectives:
+    """The collectives of some ranks over messages. One thread at a time. Tensors are contiguous.
+
+    Args:
+        channel: the messages.
+        ranks: those that take part, in order; schedules know them by their places.
+        rank: this one.
+        check: raises if the group has failed.
+    """
+
+    def __init__(
+        self, channel: Channel, ranks: Sequence[int], rank: int, check: Callable[[], object]
+    ) -> None:
+        self._channel = channel
+        self._ranks = list(ranks)
+        self._rank = rank
+        self._me, self._size = self._ranks.index(rank), len(ranks)
+        self._check = check
+        self._operation: _Operation | None = None
+
+    def wake(self) -> None:
+        """Have the thread that waits call ``check``. From any thread."""
+        operation = self._operation
+        if operation is not None:
+            operation.cancel("the group has failed")
+
+    def _begin(self, signature: bytes, deadline: float) -> _Operation:
+        self._operation = _Operation(self._channel, self._rank, signature, deadline, self._check)
+        return self._operation
+
+    def _run(
+        self,
+        signature: bytes,
+        deadline: float,
+        steps: Sequence[Step],
+        blocks: Sequence[torch.Tensor],
+        reduction: Reduction | None = None,
+    ) -> None:
+        """Do the steps of a schedule, on blocks that lie one after the other in memory or are sent singly."""
+        operation = self._begin(signature, deadline)
+        try:
+            for step in steps:
+                if step.to >= 0:
+                    operation.send(self._ranks[step.to], [bytes_of(blocks[each]) for each in step.sends])
+                if step.source >= 0:
+                    self._take(operation, step, [blocks[each] for each in step.takes], reduction)
+            operation.finish()
+        finally:
+            operation.cancel("the operation has ended")
+            self._operation = None
+
+    def _take(
+        self, operation: _Operation, step: Step, targets: Sequence[torch.Tensor], reduction: Reduction | None
+    ) -> None:
+        into = [torch.empty_like(each) for each in targets] if step.reduces else targets
+        operation.receive(self._ranks[step.source], [bytes_of(each) for each in into])
+        if step.reduces:
+            assert reduction is not None
+            for mine, other in zip(targets, into, strict=True):
+                reduction.merge(mine, other)
+
+    # ---- operations
+
+    def barrier(self, signature: bytes, deadline: float = INFINITE) -> None:
+        """Returns when all ranks have called it."""
+        self._run(signature, deadline, schedules.barrier(self._me, self._size), [])
+
+    def all_reduce(
+        self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction, count: int
+    ) -> None:
+        """``tensor`` becomes the reduction of all ranks' tensors; the same everywhere, bit by bit.
+
+        Args:
+            tensor: has been ``prepare``d.
+            count: of how many tensors the result is made.
+        """
+        steps = schedules.all_reduce(self._me, self._size, tensor.nbytes)
+        blocks = of_even_size(tensor, schedules.count_blocks(self._size, tensor.nbytes))
+        self._run(signature, deadline, steps, blocks, reduction)
+        reduction.finish(tensor, count)
+
+    def reduce(
+        self,
+        signature: bytes,
+        deadline: float,
+        tensor: torch.Tensor,
+        reduction: Reduction,
+        root: int,
+        count: int,
+    ) -> None:
+        """As ``all_reduce``, at ``root``; elsewhere ``tensor`` is what has been reduced so far."""
+        place = self._ranks.index(root)
+        self._run(
+            signature, deadline, schedules.reduce(self._me, self._size, place), [tensor.view(-1)], reduction
+        )
+        if self._rank == root:
+            reduction.finish(tensor, count)
+
+    def broadcast(self, signature: bytes, deadline: float, tensor: torch.Tensor, root: int) -> None:
+        """``tensor`` becomes that of ``root``, everywhere."""
+        place = self._ranks.index(root)
+        steps = schedules.broadcast(self._me, self._size, tensor.nbytes, place)
+        self._run(
+            signature,
+            deadline,
+            steps,
+            of_even_size(tensor, schedules.count_blocks(self._size, tensor.nbytes)),
+        )
+
+    def all_gather(
+        self, signature: bytes, deadline: float, outputs: Sequence[torch.Tensor], mine: torch.Tensor
+    ) -> None:
+        """Each rank's ``mine`` becomes the output at its place, everywhere. They may differ in size."""
+        copy_bytes(mine, outputs[self._me])
+        largest = max(each.nbytes for each in outputs)
+        steps = schedules.all_gather(self._me, self._size, largest * self._size)
+        self._run(signature, deadline, steps, outputs)
+
+    def reduce_scatter(
+        self,
+        signature: bytes,
+        deadline: float,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        reduction: Reduction,
+    ) -> None:
+        """``output`` becomes the reduction of all ranks' inputs at this rank's place. All have one size."""
+        blocks = [each.clone() for each in inputs]
+        for each in blocks:
+            reduction.prepare(each)
+        steps = schedules.reduce_scatter(self._me, self._size, output.nbytes * self._size)
+        self._run(signature, deadline, steps, blocks, reduction)
+        reduction.finish(blocks[self._me], self._size)
+        copy_bytes(blocks[self._me], output)
+
+    def all_to_all(
+        self,
+        signature: bytes,
+        deadline: float,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Output i becomes input ``rank`` of rank i. Sizes may differ from pair to pair, and be 0."""
+        copy_bytes(inputs[self._me], outputs[self._me])
+        blocks = [*inputs, *outputs]
+        self._run(signature, deadline, schedules.all_to_all(self._me, self._size), blocks)
+
+    def gather(
+        self,
+        signature: bytes,
+        deadline: float,
+        outputs: Sequence[torch.Tensor] | None,
+        mine: torch.Tensor,
+        root: int,
+    ) -> None:
+        """As ``all_gather``, to ``root`` alone; ``outputs`` is None on the others."""
+        place = self._ranks.index(root)
+        if outputs is not None:
+            copy_bytes(mine, outputs[place])
+        blocks = [mine] * self._size if outputs is None else outputs
+        self._run(signature, deadline, schedules.gather(self._me, self._size, place), blocks)
+
+    def scatter(
+        self,
+        signature: bytes,
+        deadline: float,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None,
+        root: int,
+    ) -> None:
+        """``output`` becomes the input at this rank's place of ``root``; ``inputs`` is None on the others."""
+        place = self._ranks.index(root)
+        if inputs is not None:
+            copy_bytes(inputs[place], output)
+        blocks = [output] * self._size if inputs is None else inputs
+        self._run(signature, deadline, schedules.scatter(self._me, self._size, place), blocks)

@@ -1,0 +1,181 @@
+"""The agent under process groups: that of ``init_rpc`` if all ranks have one, else one for them alone."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from rpc.agent.agent import Agent
+from rpc.errors import NotInitializedError, RpcError
+from rpc.group.peer import Peer
+from rpc.lifecycle.own_backend import start_separate_agent
+from rpc.options import AgentOptions
+from rpc.rendezvous.store import SharedStore, run_with_deadline
+from rpc.runtime.current import current_agent
+
+__all__ = ["Node", "WatchesWorkers", "find_node"]
+
+_NONE: Final = "-"
+
+
+class WatchesWorkers(Protocol):
+    """What is told when a worker is gone."""
+
+    def worker_gone(self, peer: Peer, reason: str) -> None: ...
+
+
+class Node:
+    """An agent, and which worker has which rank of the world.
+
+    Args:
+        agent: joined.
+        peers: by rank.
+        owned: it was started for process groups, and ends with the last of them.
+    """
+
+    def __init__(self, agent: Agent, peers: Sequence[Peer], *, owned: bool) -> None:
+        self.agent = agent
+        self.peers = peers
+        self._owned = owned
+        self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        agent.on_gone(self._worker_gone)
+        if owned:
+            atexit.register(self.close)
+            _owned.add(self)
+
+    def add(self, group: WatchesWorkers) -> None:
+        """Tell ``group`` from now on when workers are gone, also of those that are already."""
+        with self._lock:
+            self._groups.add(group)
+        for peer in self.peers:
+            if peer.lost is not None:
+                group.worker_gone(peer, peer.lost)
+
+    def remove(self, group: WatchesWorkers) -> None:
+        """``group`` has ended; with the last one ends an agent that was started for groups."""
+        with self._lock:
+            self._groups.discard(group)
+            is_last = not self._groups
+        if is_last and self._owned:
+            self.close()
+
+    def _worker_gone(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            groups = list(self._groups)
+        for group in groups:
+            group.worker_gone(peer, reason)
+
+    def close(self) -> None:
+        """End an agent of its own, in the process that has started it."""
+        if os.getpid() == self._process and not self.agent.closed:
+            atexit.unregister(self.close)
+            self.agent.close("it has left the process group")
+
+
+_owned: weakref.WeakSet[Node] = weakref.WeakSet()
+"""Whose agents ``rpc`` does not know of when this process is forked."""
+
+
+def _forked() -> None:
+    for node in list(_owned):
+        if not node.agent.closed:
+            node.agent.abandon_after_fork()
+            _inherited.append(node)
+    _owned.clear()
+
+
+_inherited: list[Node] = []
+"""Agents of the parent: destroying their loops here would touch what it still uses."""
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def find_node(store: Store, rank: int, size: int, timeout: float, options: AgentOptions | None) -> Node:
+    """The node of a new world of ranks.
+
+    Args:
+        store: under a prefix of this group; all ranks call this at the same time.
+        rank, size: in the group.
+        timeout: seconds to wait for all.
+        options: of an agent that is started; if given, one is.
+
+    Raises:
+        RendezvousTimeoutError: not all have come; names who is missing.
+    """
+    turn = run_with_deadline(lambda _: store.add(f"turn/{rank}", 1), timeout, "the process group's store")
+    store = PrefixStore(f"{turn}", store)
+    mine = None if options is not None else _agent_of_rpc()
+    said = _exchange(store, "agent", rank, size, _NONE if mine is None else _identity(mine), timeout)
+    peers = None if mine is None else _peers_of(mine, said)
+    agreed = _exchange(store, "agreed", rank, size, _NONE if peers is None else "yes", timeout)
+    if mine is not None and peers is not None and _NONE not in agreed:
+        return Node(mine, peers, owned=False)
+    options = options or AgentOptions()
+    options.rendezvous_timeout = timeout
+    shared = SharedStore(None, PrefixStore("agents", store), "the process group's store", _master_of(store))
+    agent = start_separate_agent(shared, f"rank{rank}", rank, size, options)
+    return Node(agent, [agent.peer(other) for other in range(size)], owned=True)
+
+
+def _agent_of_rpc() -> Agent | None:
+    try:
+        agent = current_agent()
+    except NotInitializedError:
+        return None
+    return agent if isinstance(agent, Agent) else None
+
+
+def _identity(agent: Agent) -> str:
+    return f"{agent.info.id}:{agent.incarnation}"
+
+
+def _peers_of(agent: Agent, said: Sequence[str]) -> list[Peer] | None:
+    """The workers that all ranks have named; None if not all are workers of this agent's group."""
+    peers = []
+    for each in said:
+        if each == _NONE:
+            return None
+        worker, _, incarnation = each.partition(":")
+        try:
+            peer = agent.peer(int(worker))
+        except RpcError:
+            return None
+        if peer.incarnation != int(incarnation):
+            return None
+        peers.append(peer)
+    return peers
+
+
+def _exchange(store: Store, what: str, rank: int, size: int, mine: str, timeout: float) -> list[str]:
+    """What all ranks say, by rank."""
+
+    def ask(_: object) -> list[str]:
+        store.set(f"{what}/{rank}", mine)
+        return [store.get(f"{what}/{other}").decode() for other in range(size)]
+
+    return run_with_deadline(ask, timeout, f"the process group's store (the {what} of all ranks)")
+
+
+def _master_of(store: Store) -> str | None:
+    """The host that serves a store; None if it is none that has one."""
+    for each in _layers(store):
+        if isinstance(each, TCPStore):
+            return str(each.host)
+    return os.environ.get("MASTER_ADDR")
+
+
+def _layers(store: Store) -> Iterator[Store]:
+    yield store
+    with contextlib.suppress(AttributeError):
+        while True:
+            store = store.underlying_store  # type: ignore[attr-defined]
+            yield store

@@ -1,0 +1,466 @@
+"""The face towards PyTorch: a c10d ``ProcessGroup`` whose operations are a ``Group``'s.
+
+c10d passes nested lists of tensors and option objects, calls some operations by several names, and lets
+tensors be of any layout. Here all that becomes flat lists of contiguous tensors and a signature.
+"""
+
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.distributed import ProcessGroup
+
+from spmd.collectives.group import Group
+from spmd.collectives.memory import pieces
+from spmd.collectives.messages import ANY
+from spmd.collectives.reductions import reduction_of
+from spmd.collectives.signature import signature
+from spmd.collectives.work import GroupWork
+
+__all__ = ["FarcallProcessGroup"]
+
+Tensors = Sequence[torch.Tensor]
+
+_CPU: Final = torch.device("cpu")
+_UNSET: Final = timedelta(milliseconds=-1)
+
+
+class FarcallProcessGroup(ProcessGroup):
+    """The process group of backend ``farcall``.
+
+    Args:
+        group: formed.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group.members.rank, group.members.size)  # type: ignore[call-arg]
+        self.group = group
+        self._name, self._desc = group.members.name, "undefined"
+
+    # ---- what c10d asks of a group
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "farcall"
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.group.members.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.group.members.size
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long each operation may take from now on."""
+        self.group.timeout = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.group.close()
+
+    def abort(self) -> None:
+        """End what is under way on all ranks, and the group with it."""
+        self.group.abort(f"{self.group.members.describe(self.getRank())} has called abort")
+
+    # ---- operations: each rank's tensor
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        tensor = self._one(tensors, "all_reduce")
+        if tensor.layout == torch.sparse_coo:
+            return self._all_reduce_sparse(tensor, opts)
+        return self._all_reduce("all_reduce", tensor, [tensor], opts)
+
+    def _all_reduce(self, name: str, tensor: torch.Tensor, outputs: Tensors, opts: Any) -> GroupWork:
+        reduction = reduction_of(_reduce_op(opts))
+        reduction.check(tensor.dtype)
+        field = signature(name, tensor.dtype, tensor.shape, reduction.name)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            flat = tensor.contiguous()
+            algorithms.all_reduce(field, deadline, flat, reduction)
+            _settle(flat, tensor)
+
+        return self._run(field, outputs, perform, opts)
+
+    def _all_reduce_sparse(self, tensor: torch.Tensor, opts: Any) -> GroupWork:
+        reduction = reduction_of(_reduce_op(opts))
+        if reduction.name != "sum":
+            raise ValueError(f"sparse tensors can be reduced by sum, not by {reduction.name}")
+        field = signature("all_reduce of sparse tensors", tensor.dtype, tensor.shape, reduction.name)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            mine = tensor.coalesce()
+            counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.getSize())]
+            algorithms.all_gather(field, deadline, counts, torch.tensor([mine._nnz()]))
+            indices, values = mine.indices().contiguous(), mine.values().contiguous()
+            rows = [indices.new_empty((indices.shape[0], int(count))) for count in counts]
+            algorithms.all_gather(field, deadline, rows, indices)
+            parts = [values.new_empty((int(count), *values.shape[1:])) for count in counts]
+            algorithms.all_gather(field, deadline, parts, values)
+            total = torch.sparse_coo_tensor(torch.cat(rows, 1), torch.cat(parts), tensor.shape)
+            tensor.copy_(total.coalesce())
+
+        return self._run(field, [tensor], perform, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        reduction = reduction_of(_reduce_op(opts))
+        for dtype in {tensor.dtype for tensor in tensors}:
+            reduction.check(dtype)
+        shapes = "; ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors)
+        field = signature("all_reduce_coalesced", None, None, reduction.name, -1, shapes)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+                same = [tensor for tensor in tensors if tensor.dtype == dtype]
+                flat = torch.cat([tensor.reshape(-1) for tensor in same])
+                algorithms.all_reduce(field, deadline, flat, reduction)
+                sizes = [tensor.numel() for tensor in same]
+                for tensor, part in zip(same, pieces(flat, sizes), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+        return self._run(field, list(tensors), perform, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        tensor = self._one(tensors, "reduce")
+        reduction = reduction_of(_reduce_op(opts))
+        reduction.check(tensor.dtype)
+        root = self._root(opts, "reduce")
+        field = signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            flat = tensor.contiguous()
+            algorithms.reduce(field, deadline, flat, reduction, root)
+            if self.getRank() == root:
+                _settle(flat, tensor)
+
+        return self._run(field, [tensor], perform, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        tensor = self._one(tensors, "broadcast")
+        root = self._root(opts, "broadcast")
+        field = signature("broadcast", tensor.dtype, tensor.shape, "", root)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            flat = tensor.contiguous()
+            algorithms.broadcast(field, deadline, flat, root)
+            if self.getRank() != root:
+                _settle(flat, tensor)
+
+        return self._run(field, [tensor], perform, opts)
+
+    def barrier(self, opts: Any = None) -> GroupWork:
+        return self._run(
+            signature("barrier"),
+            [],
+            lambda algorithms, field, deadline: algorithms.barrier(field, deadline),
+            opts,
+        )
+
+    def monitored_barrier(self, timeout: timedelta = _UNSET, wait_all_ranks: bool = False) -> None:
+        """A barrier that names who is missing. ``torch.distributed.monitored_barrier`` refuses all backends
+        but gloo, so call this one, on the group.
+
+        Args:
+            timeout: how long to wait.
+            wait_all_ranks: kept for c10d's sake: all missing ranks are named in any case.
+
+        Raises:
+            CollectiveTimeoutError: not all have come; names them.
+        """
+        limit = self._limit(timeout)
+        self.group.run(
+            signature("monitored_barrier"),
+            [],
+            lambda algorithms, field, deadline: algorithms.barrier(field, deadline),
+            blocks=True,
+            timeout=limit,
+        ).wait()
+
+    # ---- operations: to all, from all
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+        return self._all_gather(list(self._one(outputs, "all_gather")), self._one(inputs, "all_gather"), opts)
+
+    def _all_gather(self, outputs: Tensors, mine: torch.Tensor, opts: Any) -> GroupWork:
+        self._check_count(outputs, "all_gather", "output")
+        field = signature("all_gather", mine.dtype)
+        return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts)
+
+    def _perform_all_gather(
+        self, outputs: Tensors, mine: torch.Tensor, algorithms: Any, field: bytes, deadline: float
+    ) -> None:
+        flat = [_room(each) for each in outputs]
+        algorithms.all_gather(field, deadline, flat, mine.contiguous())
+        for part, output in zip(flat, outputs, strict=True):
+            _settle(part, output)
+
+    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> GroupWork:
+        return self.all_gather_single_coalesced([output], [mine], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        size = self.getSize()
+        for output, mine in zip(outputs, inputs, strict=True):
+            if output.numel() != mine.numel() * size or output.dtype != mine.dtype:
+                raise ValueError(
+                    f"all_gather at rank {self.getRank()}: the output must have {size} times as many "
+                    f"elements as the input, of its dtype; got {_describe(output)} for {_describe(mine)}"
+                )
+        shapes = "; ".join(_describe(each) for each in inputs)
+        field = signature("all_gather_single", None, None, "", -1, shapes)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                flat = _room(output)
+                algorithms.all_gather(
+                    field,
+                    deadline,
+                    list(flat.view(-1).chunk(size)) if flat.numel() else [flat] * size,
+                    mine.contiguous(),
+                )
+                _settle(flat, output)
+
+        return self._run(field, list(outputs), perform, opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+        by_input = list(zip(*outputs, strict=True)) if len(outputs) == self.getSize() else []
+        if len(by_input) != len(inputs):
+            raise ValueError(
+                f"all_gather_coalesced at rank {self.getRank()}: there must be {self.getSize()} lists of "
+                f"{len(inputs)} outputs"
+            )
+        shapes = "; ".join(_describe(each) for each in inputs)
+        field = signature("all_gather_coalesced", None, None, "", -1, shapes)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            for parts, mine in zip(by_input, inputs, strict=True):
+                self._perform_all_gather(parts, mine, algorithms, field, deadline)
+
+        return self._run(field, [each for parts in outputs for each in parts], perform, opts)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+        mine, root = self._one(inputs, "gather"), self._root(opts, "gather")
+        is_root = self.getRank() == root
+        targets = list(self._one(outputs, "gather")) if is_root else []
+        if is_root:
+            self._check_count(targets, "gather", "output")
+        field = signature("gather", mine.dtype, None, "", root)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            flat = [_room(each) for each in targets] if is_root else None
+            algorithms.gather(field, deadline, flat, mine.contiguous(), root)
+            for part, target in zip(flat or [], targets, strict=True):
+                _settle(part, target)
+
+        return self._run(field, targets, perform, opts)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
+        output, root = self._one(outputs, "scatter"), self._root(opts, "scatter")
+        is_root = self.getRank() == root
+        sources = list(self._one(inputs, "scatter")) if is_root else []
+        if is_root:
+            self._check_count(sources, "scatter", "input")
+        field = signature("scatter", output.dtype, None, "", root)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            flat = _room(output)
+            given = [each.contiguous() for each in sources] if is_root else None
+            algorithms.scatter(field, deadline, flat, given, root)
+            _settle(flat, output)
+
+        return self._run(field, [output], perform, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
+        sources = list(self._one(inputs, "reduce_scatter"))
+        self._check_count(sources, "reduce_scatter", "input")
+        return self._reduce_scatter("reduce_scatter", outputs, [sources], opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> GroupWork:
+        return self.reduce_scatter_single_coalesced([output], [mine], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> GroupWork:
+        size = self.getSize()
+        for output, mine in zip(outputs, inputs, strict=True):
+            if mine.numel() != output.numel() * size or output.dtype != mine.dtype:
+                raise ValueError(
+                    f"reduce_scatter at rank {self.getRank()}: the input must have {size} times as many "
+                    f"elements as the output, of its dtype; got {_describe(mine)} for {_describe(output)}"
+                )
+        sources = [
+            list(mine.contiguous().view(-1).chunk(size)) if mine.numel() else [mine] * size for mine in inputs
+        ]
+        return self._reduce_scatter("reduce_scatter_single", outputs, sources, opts)
+
+    def _reduce_scatter(
+        self, name: str, outputs: Tensors, sources: Sequence[Tensors], opts: Any
+    ) -> GroupWork:
+        reduction = reduction_of(_reduce_op(opts))
+        for output, parts in zip(outputs, sources, strict=True):
+            reduction.check(output.dtype)
+            for part in parts:
+                if part.numel() != output.numel():
+                    raise ValueError(
+                        f"{name} at rank {self.getRank()}: all inputs must have the output's size; "
+                        f"got {_describe(part)} for {_describe(output)}"
+                    )
+        shapes = "; ".join(_describe(each) for each in outputs)
+        field = signature(name, None, None, reduction.name, -1, shapes)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            for output, parts in zip(outputs, sources, strict=True):
+                flat = _room(output)
+                algorithms.reduce_scatter(
+                    field, deadline, flat, [each.contiguous() for each in parts], reduction
+                )
+                _settle(flat, output)
+
+        return self._run(field, list(outputs), perform, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        mine: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> GroupWork:
+        takes = self._splits(output, output_sizes, "output")
+        gives = self._splits(mine, input_sizes, "input")
+        field = signature("all_to_all_single", mine.dtype)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            flat = _room(output)
+            algorithms.all_to_all(field, deadline, pieces(flat, takes), pieces(mine.contiguous(), gives))
+            _settle(flat, output)
+
+        return self._run(field, [output], perform, opts)
+
+    def _splits(self, tensor: torch.Tensor, sizes: Sequence[int], what: str) -> list[int]:
+        count, length = self.getSize(), tensor.shape[0] if tensor.dim() else 1
+        given = list(sizes) or [length // count] * count
+        if len(given) != count or sum(given) != length:
+            raise ValueError(
+                f"all_to_all_single at rank {self.getRank()}: the {what}'s {length} rows cannot be split "
+                f"into {given} for {count} ranks"
+            )
+        return given
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        self._check_count(outputs, "all_to_all", "output")
+        self._check_count(inputs, "all_to_all", "input")
+        field = signature("all_to_all", inputs[0].dtype)
+
+        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+            flat = [_room(each) for each in outputs]
+            algorithms.all_to_all(field, deadline, flat, [each.contiguous() for each in inputs])
+            for part, output in zip(flat, outputs, strict=True):
+                _settle(part, output)
+
+        return self._run(field, list(outputs), perform, opts)
+
+    # ---- from rank to rank
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> GroupWork:
+        tensor = self._one(tensors, "send")
+        self._check_rank(to, "send to")
+        return self.group.messages.send(tensor.contiguous(), to, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> GroupWork:
+        self._check_rank(source, "receive from")
+        return self._receive(self._one(tensors, "recv"), source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> GroupWork:
+        return self._receive(self._one(tensors, "recv"), ANY, tag)
+
+    def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> GroupWork:
+        flat = _room(tensor)
+        work = self.group.messages.receive(flat, source, tag, self.group.timeout)
+        if flat is not tensor:
+            work.then(lambda: _settle(flat, tensor))
+        return work
+
+    # ---- arguments
+
+    def _run(self, field: bytes, outputs: Tensors, perform: Callable[..., object], opts: Any) -> GroupWork:
+        for tensor in outputs:
+            if tensor.device.type != "cpu":
+                raise ValueError(
+                    f"process group '{self._name}' takes tensors on the CPU; rank {self.getRank()} has given "
+                    f"one on {tensor.device}"
+                )
+        blocks = opts is not None and not opts.asyncOp
+        return self.group.run(
+            field, outputs, perform, blocks=blocks, timeout=self._limit(getattr(opts, "timeout", _UNSET))
+        )
+
+    def _limit(self, timeout: timedelta) -> float | None:
+        return None if timeout <= timedelta(0) else timeout.total_seconds()
+
+    def _one(self, things: Sequence[Any], what: str) -> Any:
+        if len(things) != 1:
+            raise ValueError(f"{what} at rank {self.getRank()}: a rank has one tensor, got {len(things)}")
+        return things[0]
+
+    def _check_count(self, tensors: Tensors, what: str, which: str) -> None:
+        if len(tensors) != self.getSize():
+            raise ValueError(
+                f"{what} at rank {self.getRank()}: there must be one {which} for each of {self.getSize()} "
+                f"ranks, got {len(tensors)}"
+            )
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self.getSize() or rank == self.getRank():
+            raise ValueError(
+                f"rank {self.getRank()} cannot {what} rank {rank} in a group of {self.getSize()}"
+            )
+
+    def _root(self, opts: Any, what: str) -> int:
+        root = int(opts.rootRank)
+        if not 0 <= root < self.getSize():
+            raise ValueError(
+                f"{what} at rank {self.getRank()}: there is no rank {root} in a group of {self.getSize()}"
+            )
+        return root
+
+
+def _reduce_op(opts: Any) -> Any:
+    return torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _room(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor to receive into: itself, if it is one."""
+    return (
+        tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    )
+
+
+def _settle(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Bring what is in ``flat`` into ``tensor``, unless it is the same."""
+    if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(flat)

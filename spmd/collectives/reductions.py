@@ -1,0 +1,106 @@
+"""Reductions: one tensor from several of the same shape and dtype, by PyTorch's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed import ReduceOp
+
+__all__ = ["Reduction", "reduction_of"]
+
+_KERNELS: Final[dict[Any, tuple[str, Callable[..., torch.Tensor]]]] = {
+    ReduceOp.SUM: ("sum", torch.add),
+    ReduceOp.AVG: ("average", torch.add),
+    ReduceOp.PRODUCT: ("product", torch.mul),
+    ReduceOp.MIN: ("minimum", torch.minimum),
+    ReduceOp.MAX: ("maximum", torch.maximum),
+    ReduceOp.BAND: ("bitwise and", torch.bitwise_and),
+    ReduceOp.BOR: ("bitwise or", torch.bitwise_or),
+    ReduceOp.BXOR: ("bitwise xor", torch.bitwise_xor),
+    ReduceOp.PREMUL_SUM: ("scaled sum", torch.add),
+}
+_BITWISE: Final = ("bitwise and", "bitwise or", "bitwise xor")
+_ORDERED: Final = ("minimum", "maximum")
+_NARROW: Final = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How several tensors become one.
+
+    Attributes:
+        name: of the reduction, with its factor if it has one.
+    """
+
+    name: str
+    _kernel: Callable[..., torch.Tensor]
+    _averages: bool
+    _factor: Any = None
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise ``TypeError`` if tensors of this dtype cannot be reduced so."""
+        floating = dtype.is_floating_point or dtype.is_complex
+        if (
+            (self.name in _BITWISE and floating)
+            or (self.name in _ORDERED and dtype.is_complex)
+            or (dtype.is_floating_point and dtype.itemsize == 1)
+        ):
+            raise TypeError(f"tensors of {dtype} cannot be reduced by {self.name}")
+
+    def reduce(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """``out`` becomes the reduction of ``tensors``, taken in their order; it is none of them.
+
+        More than two tensors of 16-bit floating point are reduced in 32 bits and rounded once.
+        """
+        if len(tensors) > 2 and out.dtype in _NARROW:
+            total = torch.empty_like(out, dtype=torch.float32)
+            self.reduce([each.float() for each in tensors], total)
+            out.copy_(total)
+            return
+        if self._factor is not None:
+            tensors = [each * self._factor for each in tensors]
+        first, *rest = tensors
+        for each in rest:
+            first = self._kernel(first, each, out=out)
+        if not rest:
+            out.copy_(first)
+
+    def merge(self, mine: torch.Tensor, other: torch.Tensor) -> None:
+        """``mine`` becomes the reduction of itself and ``other``, where each has been ``prepare``d."""
+        self._kernel(mine, other, out=mine)
+
+    def prepare(self, tensor: torch.Tensor) -> None:
+        """To be done to each tensor before partial results are merged."""
+        if self._factor is not None:
+            tensor.mul_(self._factor)
+
+    def finish(self, tensor: torch.Tensor, count: int) -> None:
+        """To be done to the reduction of ``count`` tensors at the end, once."""
+        if self._averages:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.div_(count)
+            else:
+                tensor.div_(count, rounding_mode="trunc")
+
+
+def reduction_of(operation: Any) -> Reduction:
+    """The reduction that a ``torch.distributed.ReduceOp`` names.
+
+    Raises:
+        ValueError: there is no such reduction.
+    """
+    kind = getattr(operation, "op", operation)
+    try:
+        name, kernel = _KERNELS[kind]
+    except KeyError:
+        known = ", ".join(each for each, _ in _KERNELS.values())
+        raise ValueError(f"{operation} is no reduction; there are: {known}") from None
+    factor = getattr(operation, "factor", None) if kind == ReduceOp.PREMUL_SUM else None
+    if factor is not None:
+        name = (
+            f"{name} by {float(factor):g}" if not isinstance(factor, torch.Tensor) else f"{name} by a tensor"
+        )
+    return Reduction(name, kernel, kind == ReduceOp.AVG, factor)

@@ -1,0 +1,94 @@
+"""The order of a group's collectives, and on which thread they run.
+
+All ranks must run a group's collectives in the same order, so each group has a queue. Whoever has the *turn*
+runs what is first in it: a thread that waits for an operation, if nobody else has the turn, so that a
+blocking collective needs no other thread; else a thread of the group's own, which is started when it is
+first needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Final, Protocol
+
+from rpc.runtime.interrupts import protected
+
+__all__ = ["Operation", "Sequencer"]
+
+_IDLE_SECONDS: Final = 5.0
+"""After so long without work the thread ends; the next operation starts another."""
+
+
+class Operation(Protocol):
+    """What a sequencer runs."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has run."""
+
+    def run(self) -> None:
+        """Do it. Raises nothing but ``KeyboardInterrupt`` and the like, and is done all the same."""
+
+
+class Sequencer:
+    """Runs a group's operations, one after the other. From any thread.
+
+    Args:
+        name: of its thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: deque[Operation] = deque()
+        self._turn = threading.Lock()
+        self._wanted = threading.Condition()
+        self._is_wanted = self._has_thread = False
+
+    def submit(self, operation: Operation) -> None:
+        """Have an operation run after all before it, soon, on another thread if no one helps."""
+        self._queue.append(operation)
+        self._want_thread()
+
+    def run(self, operation: Operation) -> None:
+        """Have an operation run after all before it: on this thread, unless another has the turn."""
+        self._queue.append(operation)
+        self.help(operation)
+
+    @protected
+    def help(self, operation: Operation | None) -> None:
+        """Run what is queued, up to an operation or to the end. Returns early if another thread has the turn:
+        that one, or the group's own, will run the rest.
+        """
+        # Who fails to get the turn has queued its operation before; who lets go looks at the queue after.
+        try:
+            while self._queue and not (operation is not None and operation.done):
+                if not self._turn.acquire(blocking=False):
+                    return
+                try:
+                    while self._queue and not (operation is not None and operation.done):
+                        self._queue.popleft().run()
+                finally:
+                    self._turn.release()
+        finally:
+            if self._queue and not self._turn.locked():
+                self._want_thread()
+
+    @protected
+    def _want_thread(self) -> None:
+        with self._wanted:
+            self._is_wanted = True
+            if self._has_thread:
+                self._wanted.notify()
+                return
+            self._has_thread = True
+        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._wanted:
+                if not self._wanted.wait_for(lambda: self._is_wanted, _IDLE_SECONDS):
+                    self._has_thread = False
+                    return
+                self._is_wanted = False
+            self.help(None)

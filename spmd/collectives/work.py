@@ -1,0 +1,188 @@
+"""What an operation returns: c10d's ``Work``, waited for by user code, autograd's threads and C++."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import monotonic
+from typing import Any, Final
+
+import torch
+from torch._C._distributed_c10d import Work as _Work
+
+from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
+from rpc.runtime.interrupts import interruptible, protected
+from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
+from spmd.collectives.sequencer import Sequencer
+
+__all__ = ["GroupWork"]
+
+_UNSET: Final = timedelta(0)
+
+
+class GroupWork(_Work):
+    """One operation of a group.
+
+    Args:
+        what: names it in errors.
+        outputs: what ``result`` returns.
+        perform: does it, for a sequencer; None if it is ended by ``finish``.
+        sequencer: runs it; a thread that waits helps.
+
+    Attributes:
+        done: whether it has ended, well or not.
+        error: why it failed.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        outputs: Sequence[torch.Tensor],
+        perform: Callable[[], object] | None = None,
+        sequencer: Sequencer | None = None,
+    ) -> None:
+        super().__init__()
+        self.what = what
+        self.done = False
+        self.error: BaseException | None = None
+        self.sender = -1
+        self._outputs = outputs
+        self._perform = perform
+        self._sequencer = sequencer
+        self._waiters: list[threading.Lock] = []
+        self._future: torch.futures.Future[Any] | None = None
+        self._lock = threading.Lock()
+        self._settle: Callable[[], object] | None = None
+        self._limit = 0.0
+        self._expired: Callable[[], object] | None = None
+
+    # ---- whoever does it
+
+    def expires(self, limit: float, expired: Callable[[], object]) -> None:
+        """Have who waits give up after ``limit`` seconds; ``expired`` is called then, and the work fails."""
+        self._limit, self._expired = limit, expired
+
+    @protected
+    def run(self) -> None:
+        """Do it; for a ``Sequencer``."""
+        assert self._perform is not None
+        try:
+            self._call(self._perform)
+        except Exception as error:
+            self.finish(error)
+        except BaseException as error:
+            self.finish(CollectiveError(f"{self.what} was interrupted: {type(error).__name__}"))
+            raise
+        else:
+            self.finish()
+
+    @interruptible
+    def _call(self, perform: Callable[[], object]) -> None:
+        perform()
+
+    def then(self, settle: Callable[[], object]) -> None:
+        """Have ``settle`` called before the work is done, if it succeeds."""
+        with self._lock:
+            if not self.done:
+                self._settle = settle
+                return
+        if self.error is None:
+            settle()
+
+    @protected
+    def finish(self, error: BaseException | None = None) -> None:
+        """It has ended. The first call counts. From any thread."""
+        with self._lock:
+            if self.done:
+                return
+            if self._settle is not None and error is None:
+                self._settle()
+            self.error = error
+            self._perform = self._settle = None
+            self.done = True
+            future = self._future
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.release()
+        if future is not None:
+            future.set_result(None)
+
+    # ---- c10d
+
+    def wait(self, timeout: timedelta = _UNSET) -> bool:
+        """Wait for the end.
+
+        Args:
+            timeout: how long; 0 for as long as the operation's own timeout allows.
+
+        Raises:
+            CollectiveTimeoutError: it has not ended so soon; it goes on.
+            CollectiveError: it failed.
+        """
+        if not self.done:
+            self._wait(timeout.total_seconds())
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        check_may_block()
+        if seconds <= 0 and self._sequencer is not None:
+            self._sequencer.help(self)
+        waiter = threading.Lock()
+        waiter.acquire()
+        with self._lock:
+            if self.done:
+                return
+            self._waiters.append(waiter)
+        limit = seconds if seconds > 0 else self._limit
+        if wait_for(waiter, monotonic() + limit if limit > 0 else INFINITE):
+            return
+        if self._expired is None or limit is seconds:
+            raise CollectiveTimeoutError(
+                f"{self.what} has not ended after {limit:g} s; it is still under way"
+            )
+        self._expired()
+        self.finish(CollectiveTimeoutError(f"{self.what} has timed out after {limit:g} s"))
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._outputs)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        """For ``recv`` from any rank: who sent."""
+        return self.sender
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the outputs. It fails through ``then``: in the backward of ``DistributedDataParallel``
+        one that is failed by ``set_exception`` ends the process.
+        """
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with self._lock:
+            done = self.done
+            if not done:
+                if self._future is None:
+                    self._future = future
+                future = self._future
+        if done:
+            future.set_result(None)
+        return future.then(self._outcome)
+
+    def _outcome(self, _: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return list(self._outputs)
