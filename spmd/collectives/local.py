@@ -7,8 +7,8 @@ once and written to the others' once. While a rank reads one part, the next is a
 
     fill 0, publish, wait;  then for each part: fill s + 1, publish; read s; wait
 
-*Reduction to all.* Each rank reduces one chunk of each part, from the others' slots and its own tensor, into
-its slot of another round, where the others read the result::
+*Reduction to all* of large tensors of more than two ranks. Each rank reduces one chunk of each part, from the
+others' slots and its own tensor, into its slot of another round, where the others read the result::
 
     fill 0;  then for each part: fill s + 1;  reduce s into a slot;  read the results of s - 1
 
@@ -33,7 +33,7 @@ from spmd.collectives.signature import FIELD_BYTES, what_differs
 __all__ = ["LocalCollectives", "header_bytes"]
 
 _SMALL_BYTES: Final = 32 << 10
-"""Up to so much, every rank reduces everything: one round instead of two."""
+"""Up to so much, every rank reduces everything."""
 
 _ALIGNMENT: Final = 64
 
@@ -302,7 +302,7 @@ class LocalCollectives:
         Args:
             last: no other ranks' tensors are reduced into the result later.
         """
-        if tensor.nbytes <= _SMALL_BYTES:
+        if self._size == 2 or tensor.nbytes <= _SMALL_BYTES:
             self._reduce_everything(signature, deadline, tensor, reduction, root, last)
         else:
             self._reduce_in_chunks(signature, deadline, tensor, reduction, root, last)
@@ -316,14 +316,31 @@ class LocalCollectives:
         root: int | None,
         last: bool,
     ) -> None:
-        board = self._board
-        move(board.address(self._me, board.round + 1), tensor.data_ptr(), 0, tensor.nbytes)
+        """Every rank reduces all: between two it moves as many bytes as reducing halves, and waits less."""
+        board, dtype, everybody = self._board, tensor.dtype, self._everybody
+        address, total = tensor.data_ptr(), tensor.nbytes
+        results = pieces(tensor.view(-1), SLOT_BYTES // dtype.itemsize)
+        keeps = root is None or root == self._me
+
+        def fill(step: int) -> None:
+            begin = step * SLOT_BYTES
+            slot = board.address(self._me, board.round + 1)
+            move(slot, address, begin, min(begin + SLOT_BYTES, total))
+
+        fill(0)
         number = self._open(signature, deadline)
-        if root is None or root == self._me:
-            count, dtype, flat = tensor.numel(), tensor.dtype, tensor.view(-1)
-            reduction.reduce([board.tensor(r, number, dtype)[:count] for r in self._everybody], flat)
-            if last:
-                reduction.finish(flat, self._size)
+        for step, result in enumerate(results):
+            if step + 1 < len(results):
+                fill(step + 1)
+                following = board.publish()
+            if keeps and len(result):
+                terms = [board.tensor(rank, number, dtype)[: len(result)] for rank in everybody]
+                reduction.reduce(terms, result)
+                if last:
+                    reduction.finish(result, self._size)
+            if step + 1 < len(results):
+                board.wait_for(following, deadline)
+                number = following
 
     def _reduce_in_chunks(
         self,
