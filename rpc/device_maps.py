@@ -10,8 +10,6 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-__all__ = ["DeviceLike", "DeviceMap", "check_device_maps", "to_device_list", "to_device_map"]
-
 DeviceLike = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
 

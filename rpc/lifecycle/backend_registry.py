@@ -15,15 +15,6 @@ from rpc.options import (
     TensorPipeRpcBackendOptions,
 )
 
-__all__ = [
-    "BackendType",
-    "BackendValue",
-    "backend_registered",
-    "construct_rpc_backend_options",
-    "init_backend",
-    "register_backend",
-]
-
 
 class BackendValue(NamedTuple):
     """What a backend consists of: a function that makes its options, and one that starts its agent."""

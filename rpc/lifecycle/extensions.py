@@ -14,8 +14,6 @@ from typing import Final
 
 from rpc.agent.agent import Agent
 
-__all__ = ["GROUP", "install_extensions"]
-
 GROUP: Final = "farcall.extensions"
 
 _OURS: Final = (

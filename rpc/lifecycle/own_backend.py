@@ -29,8 +29,6 @@ from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.functions import main_identity
 
-__all__ = ["start_agent"]
-
 logger = logging.getLogger(__name__)
 
 _SHOWN_OF_ERROR: Final = 200

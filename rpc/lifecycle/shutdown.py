@@ -5,8 +5,6 @@ from __future__ import annotations
 from rpc.agent.interface import AgentInterface
 from rpc.runtime.current import current_agent
 
-__all__ = ["shutdown"]
-
 
 def shutdown(
     graceful: bool = True,

@@ -23,8 +23,6 @@ from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["init_rpc", "init_with_store"]
-
 
 def init_rpc(
     name: str,

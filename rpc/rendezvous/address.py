@@ -14,8 +14,6 @@ from typing import Final
 from rpc.errors import RendezvousError
 from rpc.group.workers import Member
 
-__all__ = ["Probe", "dead_among", "host_identity", "is_loopback", "listen_address", "probe"]
-
 Probe = Callable[[Member], bool | None]
 """Tells whether a member lives: True, False, or None if that cannot be told from here."""
 

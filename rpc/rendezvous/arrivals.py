@@ -18,20 +18,6 @@ import msgpack
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member, WorkerInfo
 
-__all__ = [
-    "DEFAULT_PACE",
-    "Arrival",
-    "Conflict",
-    "Entry",
-    "Group",
-    "Kind",
-    "Pace",
-    "Verdict",
-    "describe_ranks",
-    "examine",
-    "mixed",
-]
-
 
 @dataclass(frozen=True)
 class Group:

@@ -30,8 +30,6 @@ from rpc.rendezvous.store import (
     run_with_deadline,
 )
 
-__all__ = ["DynamicGroup", "join_dynamic"]
-
 _GONE = Verdict(Kind.GONE)
 
 

@@ -28,8 +28,6 @@ from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutErr
 from rpc.rendezvous.address import is_loopback
 from rpc.rendezvous.store import Backoff, OutOfTime, SharedStore, Waiting, first_line, run_with_deadline
 
-__all__ = ["Place", "job_key", "open_store", "resolve_group"]
-
 _PROBE_SECONDS: Final = 2.0
 _CONNECT_SECONDS: Final = 5.0
 _FILE_TIMEOUT: Final = timedelta(seconds=5)

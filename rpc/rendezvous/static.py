@@ -52,8 +52,6 @@ from rpc.rendezvous.store import (
     Waiting,
 )
 
-__all__ = ["join_static"]
-
 
 def join_static(
     store: SharedStore,

@@ -29,18 +29,6 @@ from rpc.errors import RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Verdict
 
-__all__ = [
-    "Abandoned",
-    "Backoff",
-    "Log",
-    "OutOfTime",
-    "SharedStore",
-    "StoreLost",
-    "Waiting",
-    "first_line",
-    "run_with_deadline",
-]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

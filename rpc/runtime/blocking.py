@@ -13,8 +13,6 @@ from typing import Final
 from rpc.errors import BlockingCallError
 from rpc.runtime.interrupts import interruptible
 
-__all__ = ["INFINITE", "check_may_block", "forbid_blocking", "wait_for", "wait_for_event"]
-
 INFINITE: Final = float("inf")
 _SLICE_SECONDS: Final = 0.5
 

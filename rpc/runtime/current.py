@@ -7,8 +7,6 @@ from typing import Any
 
 from rpc.errors import AlreadyInitializedError, ForkedProcessError, NotInitializedError
 
-__all__ = ["check_not_forked", "clear_current_agent", "current_agent", "is_initialized", "set_current_agent"]
-
 _agent: Any = None
 _forked_from: int | None = None
 _inherited: list[Any] = []

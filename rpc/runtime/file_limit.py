@@ -13,8 +13,6 @@ import os
 import resource
 from typing import Final
 
-__all__ = ["provide_for"]
-
 logger = logging.getLogger(__name__)
 
 _FOR_A_PEER: Final = 6

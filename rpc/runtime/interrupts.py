@@ -25,8 +25,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, TypeVar, cast
 
-__all__ = ["defer_interrupts", "interruptible", "protected", "restore_interrupts"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _RETRY_SECONDS: Final = 0.001

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from rpc.errors import BlockingCallError
 from rpc.runtime.blocking import forbid_blocking
 
-__all__ = ["LoopThread"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -12,8 +12,6 @@ from typing import Any, Final
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
 
-__all__ = ["Counter", "Mailbox"]
-
 logger = logging.getLogger(__name__)
 
 _GATHER_SECONDS: Final = 0.005

@@ -22,8 +22,6 @@ from typing import Final
 
 from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 
-__all__ = ["ProcessTuning"]
-
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _INT_MAX: Final = (1 << 31) - 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Task", "TaskSource"]
-
 Task = tuple[Callable[..., object], Any]
 """A function and its single argument."""
 

@@ -14,8 +14,6 @@ from typing import Any, Final, Protocol
 from rpc.errors import SerializationError
 from rpc.serialization.payload import EXCEPTION, TRACKED, Arrivals, Destination, Source
 
-__all__ = ["Carrier", "Carriers", "arrived", "receiving"]
-
 
 class Carrier(Protocol):
     """How objects of a type travel beside the payload. Its methods are called from any thread.

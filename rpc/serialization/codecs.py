@@ -14,8 +14,6 @@ from torch import Tensor
 from rpc.errors import SerializationError
 from rpc.serialization.payload import Arrivals, Connect, Destination, Payload, Source
 
-__all__ = ["PICKLE", "Call", "Codec", "Codecs"]
-
 PICKLE: Final = 0
 """The codec of a message that does not say otherwise."""
 

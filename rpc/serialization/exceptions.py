@@ -31,8 +31,6 @@ from rpc.errors import RemoteError, RpcError, SerializationError
 from rpc.serialization.failures import type_name
 from rpc.serialization.payload import EXCEPTION, Payload, Source
 
-__all__ = ["dump_exception", "load_exception", "shortened", "text_of"]
-
 _MAX_TRACEBACK: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
 _MAX_TYPE_ALONE: Final = 512

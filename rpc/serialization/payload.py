@@ -7,8 +7,6 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-__all__ = ["EXCEPTION", "TRACKED", "Arrivals", "Buffer", "Connect", "Destination", "Payload", "Source"]
-
 Buffer = bytes | bytearray | memoryview
 """A contiguous run of bytes: ``len()`` is their number."""
 

@@ -37,8 +37,6 @@ from rpc.serialization.settings import Settings
 from rpc.serialization.tensors import dense, plain
 from rpc.serialization.tracked import rebuilt
 
-__all__ = ["PickleCodec"]
-
 _NUMBERS: Final = frozenset((NoneType, bool, int, float, complex))
 _SCALARS: Final = _NUMBERS | {str, bytes}
 _SEQUENCES: Final = frozenset((list, tuple))

@@ -35,8 +35,6 @@ from rpc.serialization.memory import INLINE_BYTES, settle
 from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
 
-__all__ = ["PROTOCOL", "Pickler", "Read", "Reducer", "Reducers", "dump", "load", "plainly", "sending"]
-
 PROTOCOL: Final = 5
 
 Reducer = Callable[[Any, Any], Any]

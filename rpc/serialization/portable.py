@@ -18,8 +18,6 @@ from rpc.errors import RpcError
 from rpc.serialization import pickler as messages
 from rpc.serialization.failures import unreadable
 
-__all__ = ["PortablePickler", "PythonUDF", "ReplacementPickler", "dumps_with_tensors", "loads_with_tensors"]
-
 
 class PythonUDF(NamedTuple):
     """What a replacement pickler is given to serialize: a call."""

@@ -19,8 +19,6 @@ from typing import Any, Final, Protocol
 
 from rpc.errors import SerializationError
 
-__all__ = ["Admission", "Machine"]
-
 _MAX_TUPLE_DEPTH: Final = 100
 _MIN_TUPLE_WEIGHT: Final = 1 << 16
 _HASHED_IN_DEPTH: Final = (tuple, frozenset)

@@ -43,8 +43,6 @@ from rpc.serialization.functions import name_of
 from rpc.serialization.memory import layout_of
 from rpc.serialization.restricted_unpickler import Machine
 
-__all__ = ["AllowList", "checked_dense"]
-
 _CONSTANTS: Final = (torch.dtype, torch.layout, torch.memory_format)
 
 

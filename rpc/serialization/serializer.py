@@ -25,8 +25,6 @@ from rpc.serialization.pickler import Reducers, plainly
 from rpc.serialization.safe import AllowList
 from rpc.serialization.settings import Settings, process_settings
 
-__all__ = ["Serializer"]
-
 
 class Serializer:
     """Serializes for one agent. Register what extends it before messages flow; the rest from any thread.

@@ -13,8 +13,6 @@ from typing import Any, Final
 from rpc.serialization.portable import ReplacementPickler
 from rpc.serialization.safe import AllowList
 
-__all__ = ["Settings", "allow_class", "allow_function", "process_settings", "use_pickler"]
-
 
 class Settings:
     """What a serializer asks for while it works, so that it may change at any time.

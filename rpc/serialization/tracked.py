@@ -22,8 +22,6 @@ from rpc.serialization.carriers import arrived
 from rpc.serialization.memory import settle
 from rpc.serialization.payload import TRACKED, Arrivals, Connect
 
-__all__ = ["is_tracked", "rebuilt", "stand_ins", "take_out"]
-
 _NO_PARAMETERS: Final = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 """Types of usual arguments."""
 

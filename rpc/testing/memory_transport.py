@@ -22,8 +22,6 @@ from rpc.transport.base import (
 from rpc.transport.inline_read.reader import InlineReader
 from rpc.wire.frames import PREAMBLE, Frame, decode_one
 
-__all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
-
 
 class MemoryConnection:
     """One end of a connection."""
