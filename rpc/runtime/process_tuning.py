@@ -4,13 +4,10 @@
 times, 5 ms each by Python's default. So the interval is shortened.
 
 *Freed memory.* A training step allocates its gradients and activations anew each time. Left alone, glibc
-gives such memory back to the kernel as soon as some megabytes lie free, and each step pays a fault for every
-page of it: the backward of a model with 4 MB of parameters took 3.4 ms, and takes 1.8 ms without faults
-(measured). So glibc is told to keep more. The setting counts for each of glibc's arenas: the main thread's
-keeps as much free memory as the option says, that of another thread 64 MiB at most, which is the size of its
-heaps. What is larger than 32 MiB goes back to the kernel always.
-
-*Ctrl-C* is deferred in short sections: see ``interrupts``.
+gives such memory back to the kernel, and each step pays a fault for every page of it: the backward of a model
+with 4 MB of parameters took 3.4 ms, and takes 1.8 ms without faults. So glibc is told to keep more, in each
+of its arenas: the main thread's keeps as much as the option says, another thread's 64 MiB at most, which is
+the size of its heaps. What is larger than 32 MiB goes back to the kernel always.
 """
 
 from __future__ import annotations
