@@ -1,4 +1,4 @@
-"""What users call: ``rpc_sync``, ``rpc_async`` and what goes with them. ``remote`` is in ``rref``."""
+"""What users call on a running agent. ``init_rpc`` is in ``rpc/lifecycle/``, ``remote`` in ``rref``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "set_rpc_timeout",
+    "shutdown",
 ]
 
 UNSET_RPC_TIMEOUT: Final = UNSET_TIMEOUT
@@ -62,7 +63,7 @@ def rpc_sync(
         UnknownWorkerError: there is no such worker.
         SerializationError: an argument or the value cannot be sent.
         BlockingCallError: called inside an ``async def`` callee; use ``await rpc_async(...)`` there.
-        Exception: what ``func`` raised, of the same type, with the callee's traceback attached.
+        Exception: what ``func`` raised, of the same type, with the callee's traceback as a note.
 
     Example::
 
@@ -112,10 +113,10 @@ def collect(future: Future[Any]) -> None:
 
 def callable_(func: Any) -> Callable[..., Any]:
     """``func``, if it can be called."""
-    if callable(func):
-        function: Callable[..., Any] = func
-        return function
-    raise TypeError(f"function should be callable, not {type(func).__name__} {func!r:.100}")
+    if not callable(func):
+        raise TypeError(f"function should be callable, not {type(func).__name__} {func!r:.100}")
+    function: Callable[..., Any] = func
+    return function
 
 
 def positional(args: Sequence[Any] | None) -> tuple[Any, ...]:
@@ -221,3 +222,35 @@ def get_debug_info() -> dict[str, int]:
     """
     agent: AgentInterface = current_agent()
     return agent.get_debug_info()
+
+
+def shutdown(
+    graceful: bool = True,
+    timeout: float = 0.0,
+    *,
+    release_references: bool = True,
+    raise_on_leaks: bool = False,
+) -> None:
+    """Leave the group and end this process's agent.
+
+    Args:
+        graceful: wait first: in a static group until all workers have called ``shutdown`` and no call is
+            under way anywhere, calls made by calls included; in a dynamic one until this worker's own work
+            is done. Otherwise leave at once; calls under way fail, here and at the other workers. A call that
+            has timed out, or that nobody waits for any more, counts as under way until its callee has ended.
+            A worker that has died, or whose program has ended, is not waited for, and is no error here; if
+            it died or crashed, the log has a warning that names it.
+        timeout: seconds to wait for that; 0 for no limit: then a callee that never ends keeps all here.
+        release_references: give back all references to objects of others before leaving, so that their
+            owners free them.
+        raise_on_leaks: raise if others still hold references to objects of this worker at the end.
+
+    Raises:
+        NotInitializedError: there is no agent.
+        RpcError: another thread is waiting in ``shutdown`` already, or a callee called it gracefully.
+        RpcTimeoutError: not all work ended in time; names who is not in shutdown or still busy. This worker
+            has left all the same.
+        RRefError: others hold references, if asked to raise. This worker has left all the same.
+    """
+    agent: AgentInterface = current_agent()
+    agent.shutdown(graceful, timeout, release_references=release_references, raise_on_leaks=raise_on_leaks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -13,15 +12,10 @@ from rpc.group.workers import check_name
 from rpc.lifecycle import backend_registry
 from rpc.lifecycle.backend_registry import BackendType
 from rpc.lifecycle.own_backend import start_agent
-from rpc.options import (
-    AgentOptions,
-    RpcBackendOptions,
-)
+from rpc.options import AgentOptions, RpcBackendOptions
 from rpc.rendezvous.init_method import open_store, resolve_group
 from rpc.rendezvous.store import SharedStore
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
-
-logger = logging.getLogger(__name__)
 
 
 def init_rpc(
@@ -117,14 +111,14 @@ def _start(
     rpc_backend_options: RpcBackendOptions | None,
 ) -> None:
     backend, options = _check(name, backend, rpc_backend_options)
-    ours = _is_ours(backend)
-    dynamic = isinstance(options, AgentOptions) and options.dynamic
-    timeout = options.rendezvous_timeout if isinstance(options, AgentOptions) else options.rpc_timeout
-    init_method = options.init_method if store is None else ""
-    place = resolve_group(rank, world_size, os.environ, dynamic, init_method)
+    dynamic, timeout = False, options.rpc_timeout
+    if isinstance(options, AgentOptions):
+        dynamic, timeout = options.dynamic, options.rendezvous_timeout
+    place = resolve_group(rank, world_size, os.environ, dynamic, options.init_method if store is None else "")
     shared = open_store(
         options.init_method if store is None else store, place.rank, place.world_size, timeout=timeout
     )
+    ours = _is_ours(backend)
     atexit.register(_keep, shared)
     agent = backend_registry.init_backend(
         backend,
