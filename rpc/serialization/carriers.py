@@ -16,23 +16,17 @@ from rpc.serialization.payload import EXCEPTION, TRACKED, Arrivals, Destination,
 
 
 class Carrier(Protocol):
-    """How objects of a type travel beside the payload. Its methods are called from any thread.
-
-    ``to`` and ``source`` are the very ``Destination`` and ``Source`` that the serializer was given.
+    """How objects of a type travel beside the payload. Its methods are called from any thread, with the very
+    ``Destination`` and ``Source`` that the serializer was given.
     """
 
     kind: str
     """The key of the descriptors in the header: short, and no other carrier's."""
 
     def depart(self, obj: Any, to: Any) -> Any:
-        """Called while ``obj`` is pickled, once for each message that it is in.
-
-        Args:
-            obj: what is to travel.
-            to: where to; None outside of any message, where all it can do is to raise, with a reason.
-
-        Returns:
-            A descriptor of it that msgpack can encode.
+        """Called while ``obj`` is pickled, once for each message that it is in; returns a descriptor of it
+        that msgpack can encode. ``to`` is None outside of any message, where all it can do is to raise, with
+        a reason.
         """
 
     def take_back(self, descriptors: list[Any], to: Any) -> None:
@@ -44,9 +38,8 @@ class Carrier(Protocol):
         """
 
     def ready(self, objects: Any, when_ready: Callable[[], object]) -> bool:
-        """Whether user code may have these objects now.
-
-        If not, ``when_ready`` must be called once, on any thread, when it may.
+        """Whether user code may have these objects now. If not, ``when_ready`` is called once, on any thread,
+        when it may.
         """
 
 
@@ -59,20 +52,14 @@ class Carriers:
         """Whether there is nothing to adopt in a message with this header."""
 
     def register(self, carrier: Carrier) -> None:
-        """Make a carrier known under its kind.
-
-        Raises:
-            ValueError: another carrier has that kind, or it is one of the header's own keys.
-        """
+        """Make a carrier known under its kind; ``ValueError`` if that is taken."""
         taken = carrier.kind in (EXCEPTION, TRACKED)
         if taken or self._carriers.setdefault(carrier.kind, carrier) is not carrier:
             raise ValueError(f"carrier kind {carrier.kind!r} is taken")
 
     def adopt(self, header: dict[str, Any], source: Source) -> Arrivals | None:
-        """Adopt everything that travelled beside a message's payload. To be called once, on receipt.
-
-        Returns:
-            The objects, to be given to what loads the payload; None if there are none.
+        """Adopt everything that travelled beside a message's payload. To be called once, on receipt; returns
+        the objects, for what loads the payload, or None.
 
         Raises:
             SerializationError: the header is malformed, or a carrier cannot read its descriptors.

@@ -1,9 +1,8 @@
 """How what calls take and give becomes bytes, and back: the face of this room.
 
-``dump_call`` and ``dumps`` turn a call or a value into a ``Payload``: a header, and buffers in the form of
-some codec. On the other side ``adopt`` is called with the header on receipt, and ``load_call`` or ``loads``
-with the buffers when somebody wants the object; that is what runs user code. ``dump_exception`` and
-``load_exception`` do the same for exceptions. Example::
+``dump_call``, ``dumps`` and ``dump_exception`` make a ``Payload``: a header, and buffers in the form of some
+codec. On the other side ``adopt`` is called with the header on receipt, and ``load_call``, ``loads`` or
+``load_exception`` with the buffers when somebody wants the object; that is what runs user code. Example::
 
     payload = caller.dump_call(torch.add, (x, 1), {}, peer)
     ...  # payload.header, payload.buffers and payload.codec reach the other side
@@ -52,41 +51,23 @@ class Serializer:
         self.codecs = Codecs({PICKLE: pickle})
         """For messages that name theirs; the methods above are those of pickle."""
 
-    # ---- extending it
-
     def register_carrier(self, kind: type, carrier: Carrier) -> None:
-        """Have objects of a type travel beside the payload.
-
-        Args:
-            kind: the type; types derived from it are meant too.
-            carrier: see ``Carrier``. It may carry several types.
-
-        Raises:
-            ValueError: another carrier has the same ``carrier.kind``.
+        """Have objects of a type, or of one derived from it, travel beside the payload; ``ValueError`` if
+        another carrier has the same ``carrier.kind``. A carrier may be registered for several types.
         """
         self._carriers.register(carrier)
         self._reducers.register(kind, lambda obj, pickler: pickler.carry(obj, carrier))
 
     def register_reducer(self, kind: type, reduce: Callable[[Any], Any]) -> None:
-        """Say how objects of a type travel in pickles, without changing how they are pickled elsewhere.
-
-        Args:
-            kind: the type; types derived from it are meant too, unless they have a reducer of their own.
-            reduce: takes the object and returns what ``__reduce_ex__`` may return, or NotImplemented to
-                leave the object to plain pickle.
-
-        Example::
+        """Say how objects of a type, or of one derived from it, travel in pickles: ``reduce`` returns what
+        ``__reduce_ex__`` may return, or NotImplemented to leave the object to plain pickle. Example::
 
             serializer.register_reducer(Connection, lambda connection: (Connection, (connection.url,)))
         """
         self._reducers.register(kind, plainly(reduce))
 
     def register_codec(self, codec: Codec) -> None:
-        """Read and write messages in another codec, too.
-
-        Raises:
-            ValueError: its number is taken, or none.
-        """
+        """Read and write messages in another codec, too; ``ValueError`` if its number is taken, or none."""
         if not 0 <= codec.id < 256 or self.codecs.setdefault(codec.id, codec) is not codec:
             raise ValueError(f"codec number {codec.id!r} is taken, or not in 0 to 255")
 
@@ -95,15 +76,13 @@ class Serializer:
         if self.allow is not None:
             self.allow.function(function)
 
-    # ---- exceptions
-
     def dump_exception(
         self, error: BaseException, worker: str, to: Destination | None = None, *, codec: int = PICKLE
     ) -> Payload:
-        """Serialize an exception. Never raises, whatever the exception's own methods do.
+        """Serialize an exception, with its traceback. Never raises, whatever the exception's own methods do.
 
         Args:
-            error: the exception, with its traceback.
+            error: the exception.
             worker: this worker's name, which the caller is told.
             to: the caller. Without it, exception classes that ``__main__`` defines travel by value, so that
                 the caller's ``except`` clauses do not match them.
@@ -131,13 +110,8 @@ class Serializer:
         return exceptions.load_exception(header, source, load if buffers else None)
 
     def without_exception(self, header: dict[str, Any], reason: BaseException) -> Payload:
-        """What is sent in the place of a serialized exception that cannot be sent, since it is too large.
-
-        The caller gets a ``RemoteError`` that has the type, what there is room for of text and traceback,
-        and the reason. What travels beside the payload must have been taken back.
-
-        Args:
-            header: of the payload, with what the agent has added.
-            reason: why it cannot be sent.
+        """What is sent in the place of a serialized exception that is too large to be sent: the caller gets a
+        ``RemoteError`` with the type, what there is room for of text and traceback, and the reason. What
+        travels beside the payload must have been taken back.
         """
         return Payload(exceptions.shortened(self._carriers.without_descriptors(header), reason), [])
