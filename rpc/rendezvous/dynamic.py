@@ -58,15 +58,8 @@ def join_dynamic(
     tell: Probe = probe,
     pace: Pace = DEFAULT_PACE,
 ) -> DynamicGroup:
-    """Join a dynamic group, or found it.
-
-    Args:
-        store: where its workers meet. It must outlive this worker if others are to join later.
-        me: this worker; it listens on its addresses already. With id -1 it gets the smallest free one.
-        timeout: seconds to wait for the store and for others that are joining.
-        job: keeps jobs apart that share a store.
-        tell: tells whether a member lives.
-        pace: how patient to be.
+    """Join a dynamic group, or found it; arguments as for ``join_static``. With id -1, ``me`` gets the
+    smallest free one. The store must outlive this worker if others are to join later.
 
     Raises:
         GroupMismatchError: a living member has this worker's name or rank, or a static group lives in this

@@ -2,12 +2,11 @@
 
 *Threads.* A c10d store waits in C++: Ctrl-C does not reach it, and a server that is stopped or is no store at
 all holds it far beyond its timeout. So all that touches a store runs on a helper thread, while the caller
-waits for it in Python, where a signal or the deadline ends the wait at once. The helper notices at its next
-pause.
+waits for it in Python, where a signal or the deadline ends the wait. The helper notices at its next pause.
 
 *The log.* A counter gives an arrival its place, then a key holds the record, and another its verdict, which
 is set once and by compare-and-set. Places are never used again, so nothing that an earlier group or attempt
-has left behind can be taken for an answer, and a store serves any number of groups in a row.
+has left behind can be taken for an answer.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _LONGEST_PAUSE_SECONDS: Final = 0.25
 
 
 class OutOfTime(Exception):
-    """The deadline has passed. Whoever knows what was waited for turns this into an error for the user."""
+    """The deadline has passed. Who knows what was waited for turns this into an error for the user."""
 
 
 class Abandoned(Exception):
@@ -143,25 +142,25 @@ def _start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures
     return outcome
 
 
+Opener = Callable[[Waiting], Store]
+
+
 class SharedStore:
     """A c10d store with what is needed to open it again, under a prefix of its own.
 
     Keep it for as long as others may need the store: with rank 0's goes the server. Used by one thread at
     a time. Whatever is asked of it raises ``StoreLost`` if the store does not answer.
 
-    Attributes:
+    Args:
+        opener: opens it again; None if nothing is known of how.
         store: the store itself, without the prefix; what a registered backend gets.
         description: names it in errors.
         master: the host that serves it; ``None`` for a file or a store in memory.
+        prefix: of all keys.
     """
 
     def __init__(
-        self,
-        opener: Callable[[Waiting], Store] | None,
-        store: Store,
-        description: str,
-        master: str | None,
-        prefix: str = "",
+        self, opener: Opener | None, store: Store, description: str, master: str | None, prefix: str = ""
     ) -> None:
         self._opener = opener
         self.store = store
@@ -272,10 +271,7 @@ def first_line(error: BaseException) -> str:
 
 
 class Log:
-    """The log of arrivals of one job, and the static groups that were made of them.
-
-    All that workers publish passes through here. ``store`` is under the job's prefix.
-    """
+    """The log of arrivals of one job, and the static groups made of them. ``store`` is under its prefix."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
@@ -289,10 +285,8 @@ class Log:
         return index
 
     def read(self) -> list[Entry]:
-        """All entries that are not settled, in order.
-
-        Only new ones are asked for, and those whose arrival was not written the last time. ``entry`` tells
-        of an older one what has become of it since.
+        """All entries that are not settled, in order. Only new ones are asked for, and those whose arrival
+        was not written the last time.
         """
         end = self._store.counter("arrivals") + 1
         unwritten = [entry.index for entry in self._open.values() if entry.arrival is None]

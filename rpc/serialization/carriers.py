@@ -7,8 +7,9 @@ what describes the object goes into the message's header, where the receiver ado
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from rpc.errors import SerializationError
@@ -83,9 +84,8 @@ class Carriers:
 
     def ready(self, arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:
         """Whether user code may have all that arrived; if not, ``when_ready`` is called once it may."""
-        return _Readiness(
-            [(self._carriers[kind], objects) for kind, objects in arrivals.items()], when_ready
-        ).all_ready()
+        rest = iter([(self._carriers[kind], objects) for kind, objects in arrivals.items()])
+        return _are_ready(rest, when_ready)
 
     def take_back(self, header: dict[str, Any], to: Destination) -> None:
         """A message with this header was not sent: tell its carriers."""
@@ -97,21 +97,15 @@ class Carriers:
         return {key: value for key, value in header.items() if key not in self._carriers}
 
 
-class _Readiness:
-    """How far what arrived has become ready. Not closures, whose cycle would keep it until a collection."""
+def _are_ready(rest: Iterator[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> bool:
+    """Whether what is left of the arrivals is ready; if not, go on there once the next has become so."""
+    go_on = functools.partial(_go_on, rest, when_ready)  # no closure, whose cycle would keep it all
+    return all(carrier.ready(objects, go_on) for carrier, objects in rest)
 
-    __slots__ = ("_rest", "_when_ready")
 
-    def __init__(self, arrived: Sequence[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> None:
-        self._rest = iter(arrived)
-        self._when_ready = when_ready
-
-    def all_ready(self) -> bool:
-        return all(carrier.ready(objects, self._go_on) for carrier, objects in self._rest)
-
-    def _go_on(self) -> None:
-        if self.all_ready():
-            self._when_ready()
+def _go_on(rest: Iterator[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> None:
+    if _are_ready(rest, when_ready):
+        when_ready()
 
 
 class _Receiving(threading.local):

@@ -32,7 +32,7 @@ from rpc.serialization.functions import (
     reduce_script_module,
 )
 from rpc.serialization.memory import INLINE_BYTES, settle
-from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload
+from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload, Tracked
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
 
 PROTOCOL: Final = 5
@@ -103,21 +103,13 @@ class Reducers(dict[type, Reducer | None]):
 
 
 class Pickler(pickle.Pickler):
-    """Pickles one message. Made by ``dump``, which also sets the attributes.
-
-    Attributes:
-        reducers: how types travel.
-        to: where the message goes; None if that is not known.
-        trial: nothing will be sent: nothing departs.
-        tracked: where tensors that require grad go, to be sent apart; None if they stay in the pickle.
-        carried: what travels beside the pickle, by kind: its carrier, and the descriptors.
-    """
+    """Pickles one message. Made by ``dump``, which also sets the attributes."""
 
     reducers: Reducers
     to: Destination | None = None
-    trial = False
-    tracked: list[torch.Tensor] | None = None
-    carried: dict[str, tuple[Carrier, list[Any]]] | None = None
+    trial = False  # nothing will be sent: nothing departs
+    tracked: Tracked = None  # where tensors that require grad go, if they do not stay in the pickle
+    carried: dict[str, tuple[Carrier, list[Any]]] | None = None  # by kind: its carrier, and the descriptors
     _by_value: Any = None
 
     @property
@@ -163,9 +155,9 @@ def dump(
     *,
     prepare: Callable[[Any], Any] | None = None,
     trial: bool = False,
-    tracked: list[torch.Tensor] | None = None,
+    tracked: Tracked = None,
 ) -> Payload:
-    """Pickle one object.
+    """Pickle one object; whatever that raises, what has departed by then is taken back.
 
     Args:
         record: the object.
@@ -175,9 +167,6 @@ def dump(
             ``PortablePickler``, counts as part of this message.
         trial: only find out whether it can be pickled.
         tracked: the tensors that require grad are put in here, and pickled apart: see ``tracked``.
-
-    Raises:
-        Exception: whatever pickling raises; what has departed by then is taken back.
     """
     buffers: list[Buffer] = []
 
