@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from rpc.errors import SerializationError
-from rpc.serialization.payload import EXCEPTION, TRACKED, Arrivals, Destination, Source
+from rpc.serialization.payload import Arrivals
 
 
 class Carrier(Protocol):
@@ -44,67 +44,14 @@ class Carrier(Protocol):
         """
 
 
-class Carriers:
-    """The carriers of one serializer. ``register`` before messages flow; the others from any thread."""
-
-    def __init__(self) -> None:
-        self._carriers: dict[str, Carrier] = {}
-        self.brings_nothing: Final = self._carriers.keys().isdisjoint
-        """Whether there is nothing to adopt in a message with this header."""
-
-    def register(self, carrier: Carrier) -> None:
-        """Make a carrier known under its kind; ``ValueError`` if that is taken."""
-        taken = carrier.kind in (EXCEPTION, TRACKED)
-        if taken or self._carriers.setdefault(carrier.kind, carrier) is not carrier:
-            raise ValueError(f"carrier kind {carrier.kind!r} is taken")
-
-    def adopt(self, header: dict[str, Any], source: Source) -> Arrivals | None:
-        """Adopt everything that travelled beside a message's payload. To be called once, on receipt; returns
-        the objects, for what loads the payload, or None.
-
-        Raises:
-            SerializationError: the header is malformed, or a carrier cannot read its descriptors.
-        """
-        if self.brings_nothing(header):
-            return None
-        arrivals: Arrivals = {}
-        for kind in self._carriers.keys() & header.keys():
-            descriptors = header[kind]
-            if type(descriptors) is not list:
-                raise SerializationError(
-                    f"a message from worker '{source.name}' has a malformed '{kind}' header"
-                )
-            try:
-                arrivals[kind] = self._carriers[kind].arrive(descriptors, source)
-            except Exception as error:
-                raise SerializationError(
-                    f"a message from worker '{source.name}' has unreadable '{kind}' descriptors: {error}"
-                ) from error
-        return arrivals
-
-    def ready(self, arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:
-        """Whether user code may have all that arrived; if not, ``when_ready`` is called once it may."""
-        rest = iter([(self._carriers[kind], objects) for kind, objects in arrivals.items()])
-        return _are_ready(rest, when_ready)
-
-    def take_back(self, header: dict[str, Any], to: Destination) -> None:
-        """A message with this header was not sent: tell its carriers."""
-        for kind in header.keys() & self._carriers.keys():
-            self._carriers[kind].take_back(header[kind], to)
-
-    def without_descriptors(self, header: dict[str, Any]) -> dict[str, Any]:
-        """A header without what its carriers have put there."""
-        return {key: value for key, value in header.items() if key not in self._carriers}
-
-
-def _are_ready(rest: Iterator[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> bool:
+def are_ready(rest: Iterator[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> bool:
     """Whether what is left of the arrivals is ready; if not, go on there once the next has become so."""
     go_on = functools.partial(_go_on, rest, when_ready)  # no closure, whose cycle would keep it all
     return all(carrier.ready(objects, go_on) for carrier, objects in rest)
 
 
 def _go_on(rest: Iterator[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> None:
-    if _are_ready(rest, when_ready):
+    if are_ready(rest, when_ready):
         when_ready()
 
 

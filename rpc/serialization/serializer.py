@@ -13,12 +13,13 @@ codec. On the other side ``adopt`` is called with the header on receipt, and ``l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
+from rpc.errors import SerializationError
 from rpc.serialization import exceptions, memory
-from rpc.serialization.carriers import Carrier, Carriers
+from rpc.serialization.carriers import Carrier, are_ready
 from rpc.serialization.codecs import PICKLE, Codec, Codecs
-from rpc.serialization.payload import Arrivals, Destination, Payload, Source
+from rpc.serialization.payload import EXCEPTION, TRACKED, Arrivals, Destination, Payload, Source
 from rpc.serialization.pickle_codec import PickleCodec
 from rpc.serialization.pickler import Reducers, plainly
 from rpc.serialization.safe import AllowList
@@ -38,11 +39,9 @@ class Serializer:
         self.allow = AllowList(settings.allowed) if safe else None
         """What safe mode admits; None without safe mode."""
         self._reducers = Reducers()
-        self._carriers = carriers = Carriers()
-        self.adopt = carriers.adopt
-        self.ready = carriers.ready
-        self.brings_nothing = carriers.brings_nothing
-        self.take_back = carriers.take_back
+        self._carriers: dict[str, Carrier] = {}
+        self.brings_nothing: Final = self._carriers.keys().isdisjoint
+        """Whether there is nothing to adopt in a message with this header."""
         pickle = PickleCodec(self._reducers, settings, self.allow)
         self.dump_call, self.load_call = pickle.dump_call, pickle.load_call
         self.dumps, self.loads = pickle.dumps, pickle.loads
@@ -55,7 +54,9 @@ class Serializer:
         """Have objects of a type, or of one derived from it, travel beside the payload; ``ValueError`` if
         another carrier has the same ``carrier.kind``. A carrier may be registered for several types.
         """
-        self._carriers.register(carrier)
+        taken = carrier.kind in (EXCEPTION, TRACKED)
+        if taken or self._carriers.setdefault(carrier.kind, carrier) is not carrier:
+            raise ValueError(f"carrier kind {carrier.kind!r} is taken")
         self._reducers.register(kind, lambda obj, pickler: pickler.carry(obj, carrier))
 
     def register_reducer(self, kind: type, reduce: Callable[[Any], Any]) -> None:
@@ -75,6 +76,40 @@ class Serializer:
         """Admit a function that the agent itself needs to be called, if this is safe mode."""
         if self.allow is not None:
             self.allow.function(function)
+
+    def adopt(self, header: dict[str, Any], source: Source) -> Arrivals | None:
+        """Adopt everything that travelled beside a message's payload. To be called once, on receipt; returns
+        the objects, for what loads the payload, or None.
+
+        Raises:
+            SerializationError: the header is malformed, or a carrier cannot read its descriptors.
+        """
+        if self.brings_nothing(header):
+            return None
+        arrivals: Arrivals = {}
+        for kind in self._carriers.keys() & header.keys():
+            descriptors = header[kind]
+            if type(descriptors) is not list:
+                raise SerializationError(
+                    f"a message from worker '{source.name}' has a malformed '{kind}' header"
+                )
+            try:
+                arrivals[kind] = self._carriers[kind].arrive(descriptors, source)
+            except Exception as error:
+                raise SerializationError(
+                    f"a message from worker '{source.name}' has unreadable '{kind}' descriptors: {error}"
+                ) from error
+        return arrivals
+
+    def ready(self, arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:
+        """Whether user code may have all that arrived; if not, ``when_ready`` is called once it may."""
+        rest = iter([(self._carriers[kind], objects) for kind, objects in arrivals.items()])
+        return are_ready(rest, when_ready)
+
+    def take_back(self, header: dict[str, Any], to: Destination) -> None:
+        """A message with this header was not sent: tell its carriers."""
+        for kind in header.keys() & self._carriers.keys():
+            self._carriers[kind].take_back(header[kind], to)
 
     def dump_exception(
         self, error: BaseException, worker: str, to: Destination | None = None, *, codec: int = PICKLE
@@ -114,4 +149,5 @@ class Serializer:
         ``RemoteError`` with the type, what there is room for of text and traceback, and the reason. What
         travels beside the payload must have been taken back.
         """
-        return Payload(exceptions.shortened(self._carriers.without_descriptors(header), reason), [])
+        kept = {key: value for key, value in header.items() if key not in self._carriers}
+        return Payload(exceptions.shortened(kept, reason), [])

@@ -128,8 +128,7 @@ def _check_memory(tensor: Tensor, span: int) -> None:
 def _copy_without_gaps(tensor: Tensor) -> Tensor:
     """The distinct elements, contiguous; where the stride was 0, the size is 1."""
     core = tensor.as_strided(
-        [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)],
-        tensor.stride(),
+        [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)], tensor.stride()
     )
     return core.view(_INTEGERS[tensor.itemsize]).contiguous()
 

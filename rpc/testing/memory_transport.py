@@ -46,15 +46,7 @@ class MemoryConnection:
     def set_frame_limits(self, received: int, sent: int) -> None:
         pass
 
-    def send(
-        self,
-        buffers: Sequence[Any],
-        size: int,
-        *,
-        aliased: bool = False,
-        wait: float = INFINITE,
-        last: bool = False,
-    ) -> None:
+    def send(self, buffers: Sequence[Any], size: int, *, wait: float = INFINITE, **_: bool) -> None:
         self.send_small(b"".join(buffers), wait)
 
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
@@ -97,10 +89,7 @@ class MemoryNetwork:
 
     def events(self) -> list[Callable[[], None]]:
         """What may happen next, in a fixed order."""
-        return [
-            *self.attempts,
-            *(end.deliver for end in self.ends if end.started and end.inbox),
-        ]
+        return [*self.attempts, *(end.deliver for end in self.ends if end.started and end.inbox)]
 
 
 class MemoryTransport:
