@@ -50,19 +50,38 @@ def init_rpc(
         ...
         rpc.shutdown()
     """
-    _start(None, backend, name, rank, world_size, rpc_backend_options)
+    init_with_store(backend, None, name, rank, world_size, rpc_backend_options)
 
 
 def init_with_store(
     backend: BackendType | None,
-    store: Store,
+    store: Store | None,
     name: str,
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """As ``init_rpc``, with a c10d store that exists already in place of an ``init_method``."""
-    _start(store, backend, name, rank, world_size, rpc_backend_options)
+    """As ``init_rpc``, with a c10d store that exists already, if any, in place of an ``init_method``."""
+    backend, options = _check(name, backend, rpc_backend_options)
+    dynamic, timeout = False, options.rpc_timeout
+    if isinstance(options, AgentOptions):
+        dynamic, timeout = options.dynamic, options.rendezvous_timeout
+    place = resolve_group(rank, world_size, os.environ, dynamic, options.init_method if store is None else "")
+    shared = open_store(
+        options.init_method if store is None else store, place.rank, place.world_size, timeout=timeout
+    )
+    ours = _is_ours(backend)
+    atexit.register(_keep, shared)
+    agent = backend_registry.init_backend(
+        backend,
+        store=shared if ours else shared.store,
+        name=name,
+        rank=-1 if place.rank is None else place.rank,
+        world_size=place.world_size,
+        rpc_backend_options=options,
+    )
+    if not ours:
+        set_current_agent(agent)
 
 
 def _check(
@@ -100,36 +119,6 @@ def _backend_of(options: RpcBackendOptions) -> BackendType:
     if isinstance(options, AgentOptions):
         return BackendType.FARCALL
     raise TypeError(f"Could not infer backend for options {options}")
-
-
-def _start(
-    store: Store | None,
-    backend: BackendType | None,
-    name: str,
-    rank: int,
-    world_size: int | None,
-    rpc_backend_options: RpcBackendOptions | None,
-) -> None:
-    backend, options = _check(name, backend, rpc_backend_options)
-    dynamic, timeout = False, options.rpc_timeout
-    if isinstance(options, AgentOptions):
-        dynamic, timeout = options.dynamic, options.rendezvous_timeout
-    place = resolve_group(rank, world_size, os.environ, dynamic, options.init_method if store is None else "")
-    shared = open_store(
-        options.init_method if store is None else store, place.rank, place.world_size, timeout=timeout
-    )
-    ours = _is_ours(backend)
-    atexit.register(_keep, shared)
-    agent = backend_registry.init_backend(
-        backend,
-        store=shared if ours else shared.store,
-        name=name,
-        rank=-1 if place.rank is None else place.rank,
-        world_size=place.world_size,
-        rpc_backend_options=options,
-    )
-    if not ours:
-        set_current_agent(agent)
 
 
 def _is_ours(backend: BackendType) -> bool:

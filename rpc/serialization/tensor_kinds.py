@@ -7,6 +7,7 @@ and subclasses; storages. Attributes set on a tensor travel with it. Subclasses 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -77,25 +78,19 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
     tensor = tensor.detach()
     if tensor.is_nested:
         sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
-        return nested, (
-            tensor.values(),
-            sizes,
-            strides,
-            tensor._nested_tensor_storage_offsets(),
-            requires_grad,
-        )
+        parts = tensor.values(), sizes, strides, tensor._nested_tensor_storage_offsets()
+        return made, ("nested", requires_grad, *parts)
     shape, layout = (*tensor.shape,), tensor.layout
     if layout is torch.sparse_coo:
-        parts = tensor._indices(), tensor._values()
-        return sparse_coo, (*parts, shape, tensor.is_coalesced(), requires_grad)
+        return sparse_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced(), requires_grad)
     if layout in _COMPRESSED_BY_ROW:
-        parts = tensor.crow_indices(), tensor.col_indices()
-        return sparse_compressed, (*parts, tensor.values(), shape, layout, requires_grad)
+        indices = tensor.crow_indices(), tensor.col_indices()
+        return sparse_compressed, (*indices, tensor.values(), shape, layout, requires_grad)
     if layout in _COMPRESSED_BY_COLUMN:
-        parts = tensor.ccol_indices(), tensor.row_indices()
-        return sparse_compressed, (*parts, tensor.values(), shape, layout, requires_grad)
+        indices = tensor.ccol_indices(), tensor.row_indices()
+        return sparse_compressed, (*indices, tensor.values(), shape, layout, requires_grad)
     if tensor.is_mkldnn:
-        return mkldnn, (tensor.to_dense(), requires_grad)
+        return made, ("mkldnn", requires_grad, tensor.to_dense())
     if tensor.is_quantized:
         return _reduce_quantized(tensor)
     return reduce_strided(tensor, requires_grad)
@@ -104,10 +99,11 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
 def _reduce_quantized(tensor: Tensor) -> tuple[Any, ...]:
     scheme = tensor.qscheme()
     if tensor.dtype in _WHOLE_BYTES and scheme is torch.per_tensor_affine:
-        return per_tensor_quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+        return made, ("quantized", False, tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
     if tensor.dtype in _WHOLE_BYTES and scheme is torch.per_channel_affine:
         scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        return per_channel_quantized, (tensor.int_repr(), scales, zero_points, tensor.q_per_channel_axis())
+        parts = tensor.int_repr(), scales, zero_points, tensor.q_per_channel_axis()
+        return made, ("quantized per channel", False, *parts)
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.clone()
     # PyTorch's own reduction, which warns, knows the other schemes; the storage leaves the pickle here.
@@ -175,24 +171,17 @@ def sparse_compressed(
     return tensor.requires_grad_(requires_grad)
 
 
-def nested(values: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, requires_grad: bool) -> Tensor:
-    """Rebuild a nested tensor in strided layout."""
-    return torch._nested_view_from_buffer_copy(values, sizes, strides, offsets).requires_grad_(requires_grad)
+_MAKERS: Final[dict[str, Callable[..., Tensor]]] = {
+    "nested": torch._nested_view_from_buffer_copy,
+    "mkldnn": Tensor.to_mkldnn,
+    "quantized": torch._make_per_tensor_quantized_tensor,
+    "quantized per channel": torch._make_per_channel_quantized_tensor,
+}
 
 
-def mkldnn(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Rebuild a tensor in MKL-DNN's opaque layout."""
-    return tensor.to_mkldnn().requires_grad_(requires_grad)
-
-
-def per_tensor_quantized(integers: Tensor, scale: float, zero_point: int) -> Tensor:
-    """Rebuild a tensor that is quantized with one scale; the integers' type tells the tensor's."""
-    return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
-
-
-def per_channel_quantized(integers: Tensor, scales: Tensor, zero_points: Tensor, axis: int) -> Tensor:
-    """Rebuild a tensor that is quantized with a scale per channel."""
-    return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
+def made(kind: str, requires_grad: bool, *parts: Any) -> Tensor:
+    """Rebuild a tensor for which PyTorch has a function of its parts."""
+    return _MAKERS[kind](*parts).requires_grad_(requires_grad)
 
 
 def on_meta(dtype: str, shape: Shape, stride: Shape, requires_grad: bool) -> Tensor:
