@@ -14,7 +14,6 @@ from rpc.lifecycle.backend_registry import BackendType
 from rpc.lifecycle.own_backend import start_agent
 from rpc.options import AgentOptions, RpcBackendOptions
 from rpc.rendezvous.init_method import open_store, resolve_group
-from rpc.rendezvous.store import SharedStore
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 
 
@@ -71,7 +70,9 @@ def init_with_store(
         options.init_method if store is None else store, place.rank, place.world_size, timeout=timeout
     )
     ours = _is_ours(backend)
-    atexit.register(_keep, shared)
+    # Kept until the process ends: others may still need a store that it serves, and c10d's file stores count
+    # the processes that let go of them.
+    atexit.register(lambda: shared)
     agent = backend_registry.init_backend(
         backend,
         store=shared if ours else shared.store,
@@ -123,9 +124,3 @@ def _backend_of(options: RpcBackendOptions) -> BackendType:
 
 def _is_ours(backend: BackendType) -> bool:
     return backend.value.init_backend_handler is start_agent
-
-
-def _keep(store: SharedStore) -> None:
-    """Kept until the process ends: others may still need a store that it serves, and c10d's file stores count
-    the processes that let go of them.
-    """

@@ -23,7 +23,6 @@ from rpc.rendezvous.store import (
     Abandoned,
     Backoff,
     Log,
-    OutOfTime,
     SharedStore,
     StoreLost,
     Waiting,
@@ -92,7 +91,7 @@ class _Joining:
         place = log.append(self.arrival)
         try:
             members = self._members_before(log, place)
-        except (RendezvousError, OutOfTime, Abandoned):
+        except (RendezvousError, Abandoned):
             log.decide(place, _GONE)
             raise
         me, taken = self.arrival.member, {member.id for member in members}
@@ -146,13 +145,10 @@ class _Joining:
                 patience = 0.0 if alive is False else self.pace.undecided
             if time.monotonic() - began >= patience:
                 log.decide(entry.index, _GONE)
-            else:
-                try:
-                    backoff.pause()
-                except OutOfTime:
-                    raise RendezvousTimeoutError(
-                        f"{self.arrival} waited {self.waiting.timeout:g} s at {self.store.description} to "
-                        f"join its dynamic group: {arrival or 'a worker'} is joining too and does not finish."
-                    ) from None
+            elif not backoff.pause():
+                raise RendezvousTimeoutError(
+                    f"{self.arrival} waited {self.waiting.timeout:g} s at {self.store.description} to "
+                    f"join its dynamic group: {arrival or 'a worker'} is joining too and does not finish."
+                )
             entry = log.entry(entry.index)
         return entry

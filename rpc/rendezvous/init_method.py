@@ -29,7 +29,6 @@ from rpc.rendezvous.address import is_loopback
 from rpc.rendezvous.store import (
     Backoff,
     Opener,
-    OutOfTime,
     SharedStore,
     Waiting,
     first_line,
@@ -250,9 +249,7 @@ class _TcpStore:
             except (OSError, RuntimeError) as error:
                 reason = first_line(error)
                 port_is_free = isinstance(error, ConnectionRefusedError)
-            try:
-                backoff.pause()
-            except OutOfTime:
+            if not backoff.pause():
                 remedy = (
                     "Its port is taken by another program; choose another."
                     if self.serve
@@ -261,7 +258,7 @@ class _TcpStore:
                 )
                 raise RendezvousTimeoutError(
                     f"{self.description} has not been reachable for {waiting.timeout:g} s: {reason}. {remedy}"
-                ) from None
+                )
 
     def _as_server(self, waiting: Waiting) -> Store | None:
         """Serve it; None if somebody else has the port."""

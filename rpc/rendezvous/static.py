@@ -40,7 +40,7 @@ from rpc.rendezvous.arrivals import (
     examine,
     mixed,
 )
-from rpc.rendezvous.store import Abandoned, Backoff, Log, OutOfTime, SharedStore, Waiting
+from rpc.rendezvous.store import Abandoned, Backoff, Log, SharedStore, Waiting
 
 
 def join_static(
@@ -111,9 +111,7 @@ class _Joining:
     def run(self) -> Verdict:
         """Returns the verdict on this worker, when those who rely on it have read theirs."""
         try:
-            verdict = self._give(self._find())
-        except OutOfTime:
-            verdict = self._give(self._out_of_time())
+            verdict = self._give(self._find() or self._out_of_time())
         except Abandoned:
             self._give(Verdict(Kind.INTERRUPTED, f"{self._arrival}, who coordinates, was interrupted."))
             raise
@@ -121,8 +119,8 @@ class _Joining:
         self._await_readers({each.index: each.member for each in self._others})
         return verdict
 
-    def _find(self) -> Verdict:
-        """Wait until there is a verdict, or this worker can tell it."""
+    def _find(self) -> Verdict | None:
+        """Wait until there is a verdict, or this worker can tell it; None if there is no time left."""
         doubt_since: float | None = None
         while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
             if given is not None:  # this process was so slow to write its arrival that it was given up
@@ -136,7 +134,8 @@ class _Joining:
                         return Verdict(Kind.MISMATCH, reason)
                 case None:
                     doubt_since = None
-            self._backoff.pause()
+            if not self._backoff.pause():
+                return None
         return given
 
     def _look(self) -> Verdict | _Doubt | None:
@@ -270,7 +269,5 @@ class _Joining:
                     for index, member in unread.items()
                     if member.incarnation not in dead and not self._store.has(f"arrival/{index}/read")
                 }
-            try:
-                backoff.pause()
-            except OutOfTime:
+            if not backoff.pause():
                 return

@@ -39,10 +39,6 @@ _SLICE_SECONDS: Final = 0.2
 _LONGEST_PAUSE_SECONDS: Final = 0.25
 
 
-class OutOfTime(Exception):
-    """The deadline has passed. Who knows what was waited for turns this into an error for the user."""
-
-
 class Abandoned(Exception):
     """The caller no longer waits: it was interrupted, or has given up on a store that does not answer."""
 
@@ -64,12 +60,11 @@ class Waiting:
         """Seconds to the deadline, never negative."""
         return max(0.0, self._deadline - time.monotonic())
 
-    def pause(self, seconds: float) -> None:
-        """Sleep; raises ``Abandoned`` or ``OutOfTime`` as soon as it applies."""
+    def pause(self, seconds: float) -> bool:
+        """Sleep, at most to the deadline; returns whether there is time left, or raises ``Abandoned``."""
         if self._abandoned.wait(min(seconds, self.remaining)):
             raise Abandoned
-        if self.remaining == 0:
-            raise OutOfTime
+        return self.remaining > 0
 
     def abandon(self) -> None:
         """Nobody waits any longer. From any thread."""
@@ -84,10 +79,10 @@ class Backoff:
         self._longest = longest
         self._next = 0.001
 
-    def pause(self) -> None:
-        """Sleep a little longer than the last time."""
-        self._waiting.pause(self._next)
-        self._next = min(self._next * 1.5, self._longest)
+    def pause(self) -> bool:
+        """Sleep a little longer than the last time; as ``Waiting.pause``."""
+        seconds, self._next = self._next, min(self._next * 1.5, self._longest)
+        return self._waiting.pause(seconds)
 
     def restart(self) -> None:
         """Something happened: be quick again."""
@@ -199,9 +194,7 @@ class SharedStore:
                     ) from lost
                 self.store = self._opener(waiting)
                 self._file = _FileIdentity.of(self.store)
-                try:
-                    backoff.pause()
-                except OutOfTime:
+                if not backoff.pause():
                     raise RendezvousTimeoutError(
                         f"{self.description} was opened again each time that it failed, until "
                         f"{waiting.timeout:g} s were over. The last time it said: {lost}"
