@@ -1,14 +1,15 @@
 """The pickler: protocol 5, with one table that says how a type travels.
 
-``reducer_override`` sees every object that is not a plain scalar or container. It looks up the object's
-class in ``Reducers``, and after it the classes it derives from; what is found there reduces the object,
-everything else is pickled as ever. Larger memory leaves the pickle as buffers, in protocol 5's way.
+``reducer_override`` sees every object that is not a plain scalar or container, and looks its class up in
+``Reducers``; what is not found there is pickled as ever. Larger memory leaves the pickle as buffers, in
+protocol 5's way.
 """
 
 from __future__ import annotations
 
 import copyreg
 import enum
+import functools
 import io
 import pickle
 import threading
@@ -110,14 +111,11 @@ class Pickler(pickle.Pickler):
     trial = False  # nothing will be sent: nothing departs
     tracked: Tracked = None  # where tensors that require grad go, if they do not stay in the pickle
     carried: dict[str, tuple[Carrier, list[Any]]] | None = None  # by kind: its carrier, and the descriptors
-    _by_value: Any = None
 
-    @property
+    @functools.cached_property
     def by_value(self) -> Any:
         """The pickler of cloudpickle for this message: it knows which functions share their globals."""
-        if self._by_value is None:
-            self._by_value = cloudpickle.Pickler(io.BytesIO())
-        return self._by_value
+        return cloudpickle.Pickler(io.BytesIO())
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for every object that is no plain scalar or container."""
