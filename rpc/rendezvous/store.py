@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 import msgpack
@@ -36,7 +36,6 @@ _GRACE_SECONDS: Final = 2.0
 """How long past the deadline the helper may take to say what was missing."""
 
 _SLICE_SECONDS: Final = 0.2
-_LONGEST_PAUSE_SECONDS: Final = 0.25
 
 
 class Abandoned(Exception):
@@ -71,18 +70,18 @@ class Waiting:
         self._abandoned.set()
 
 
+@dataclass
 class Backoff:
-    """Pauses that grow by half each time, from one millisecond to a longest."""
+    """Pauses that grow by half each time, from one millisecond to a longest, in seconds."""
 
-    def __init__(self, waiting: Waiting, longest: float = _LONGEST_PAUSE_SECONDS) -> None:
-        self._waiting = waiting
-        self._longest = longest
-        self._next = 0.001
+    waiting: Waiting
+    longest: float = 0.25
+    _next: float = 0.001
 
     def pause(self) -> bool:
         """Sleep a little longer than the last time; as ``Waiting.pause``."""
-        seconds, self._next = self._next, min(self._next * 1.5, self._longest)
-        return self._waiting.pause(seconds)
+        seconds, self._next = self._next, min(self._next * 1.5, self.longest)
+        return self.waiting.pause(seconds)
 
     def restart(self) -> None:
         """Something happened: be quick again."""
@@ -140,34 +139,26 @@ def _start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures
 Opener = Callable[[Waiting], Store]
 
 
+@dataclass
 class SharedStore:
     """A c10d store with what is needed to open it again, under a prefix of its own.
 
     Keep it for as long as others may need the store: with rank 0's goes the server. Used by one thread at
     a time. Whatever is asked of it raises ``StoreLost`` if the store does not answer.
-
-    Args:
-        opener: opens it again; None if nothing is known of how.
-        store: the store itself, without the prefix; what a registered backend gets.
-        description: names it in errors.
-        master: the host that serves it; ``None`` for a file or a store in memory.
-        prefix: of all keys.
     """
 
-    def __init__(
-        self, opener: Opener | None, store: Store, description: str, master: str | None, prefix: str = ""
-    ) -> None:
-        self._opener = opener
-        self.store = store
-        self.description = description
-        self.master = master
-        self._prefix = prefix
-        self._file = _FileIdentity.of(store)
+    opener: Opener | None  # opens it again; None if nothing is known of how
+    store: Store  # without the prefix; what a registered backend gets
+    description: str  # names it in errors
+    master: str | None  # the host that serves it; None for a file or a store in memory
+    prefix: str = ""  # of all keys
+
+    def __post_init__(self) -> None:
+        self._file = _FileIdentity.of(self.store)
 
     def under(self, prefix: str) -> SharedStore:
         """The same store with all keys under a prefix."""
-        prefix = f"{self._prefix}{prefix}/"
-        return SharedStore(self._opener, self.store, self.description, self.master, prefix)
+        return replace(self, prefix=f"{self.prefix}{prefix}/")
 
     def run(self, work: Callable[[Waiting], T], timeout: float) -> T:
         """Run ``work`` as ``run_with_deadline`` does, and once more whenever the store was lost on the way.
@@ -186,13 +177,13 @@ class SharedStore:
                 return work(waiting)
             except StoreLost as lost:
                 # The server of a rank 0 that is just leaving, most likely: the next one's is to come.
-                if self._opener is None:
+                if self.opener is None:
                     raise RendezvousError(
                         f"{self.description} failed in the middle of the rendezvous: {lost}. It was "
                         f"passed as an object, so that it cannot be opened again; is the process that serves "
                         f"it gone?"
                     ) from lost
-                self.store = self._opener(waiting)
+                self.store = self.opener(waiting)
                 self._file = _FileIdentity.of(self.store)
                 if not backoff.pause():
                     raise RendezvousTimeoutError(
@@ -202,7 +193,7 @@ class SharedStore:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; returns the sum."""
-        return int(self._ask(lambda store: store.add(self._prefix + key, amount)))
+        return int(self._ask(lambda store: store.add(self.prefix + key, amount)))
 
     def counter(self, key: str) -> int:
         """What a counter is at; 0 if there is none."""
@@ -210,19 +201,19 @@ class SharedStore:
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value, whatever was there."""
-        self._ask(lambda store: store.set(self._prefix + key, value))  # type: ignore[arg-type]
+        self._ask(lambda store: store.set(self.prefix + key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes | None:
         """The value; None if there is none. Never waits for one."""
-        return self._ask(lambda store: store.get(self._prefix + key)) if self.has(key) else None
+        return self._ask(lambda store: store.get(self.prefix + key)) if self.has(key) else None
 
     def has(self, *keys: str) -> bool:
         """Whether there are values for all these keys."""
-        return bool(self._ask(lambda store: store.check([self._prefix + key for key in keys])))
+        return bool(self._ask(lambda store: store.check([self.prefix + key for key in keys])))
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set a value if it is still ``expected`` (empty: there is none); returns what it is afterwards."""
-        name = self._prefix + key
+        name = self.prefix + key
         return self._ask(lambda store: store.compare_set(name, expected, desired))  # type: ignore[arg-type]
 
     def _ask(self, question: Callable[[Store], T]) -> T:
