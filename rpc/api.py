@@ -15,20 +15,6 @@ from rpc.group.workers import WorkerInfo
 from rpc.options import UNSET_TIMEOUT, RpcBackendOptions
 from rpc.runtime.current import current_agent
 
-__all__ = [
-    "UNSET_RPC_TIMEOUT",
-    "all_gather",
-    "barrier",
-    "get_debug_info",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "get_worker_infos",
-    "rpc_async",
-    "rpc_sync",
-    "set_rpc_timeout",
-    "shutdown",
-]
-
 UNSET_RPC_TIMEOUT: Final = UNSET_TIMEOUT
 """As a ``timeout``: the default that ``init_rpc`` or ``set_rpc_timeout`` set."""
 

@@ -134,8 +134,6 @@ def _answers(family: int, where: object) -> bool | None:
 def dead_among(members: Iterable[Member], tell: Probe) -> set[int]:
     """Incarnations of those members that are certainly dead, several asked at a time."""
     asked = list(members)
-    if len(asked) < 2:
-        return {member.incarnation for member in asked if tell(member) is False}
-    with ThreadPoolExecutor(min(_PARALLEL_PROBES, len(asked)), "rpc-probe") as pool:
+    with ThreadPoolExecutor(_PARALLEL_PROBES, "rpc-probe") as pool:  # starts no more threads than it needs
         answers = zip(asked, pool.map(tell, asked), strict=True)
         return {member.incarnation for member, alive in answers if alive is False}

@@ -264,18 +264,7 @@ class _TcpStore:
         """Serve it; None if somebody else has the port."""
         listener = self._listen_on_loopback() if self.use_libuv and is_loopback(self.host) else None
         try:
-            # Shared with any other store of this process on this port, such as a process group's.
-            return TCPStore(
-                self.host,
-                self.port,
-                None,
-                True,
-                timeout=timedelta(seconds=max(1.0, waiting.remaining)),
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listener,
-                use_libuv=self.use_libuv,
-            )
+            return self._made(waiting.remaining, serve=True, listener=listener)
         except RuntimeError as error:
             if "EADDRINUSE" in str(error) or "already in use" in str(error):
                 return None
@@ -302,17 +291,21 @@ class _TcpStore:
         socket.create_connection(
             (self.host, self.port), min(_PROBE_SECONDS, max(0.05, waiting.remaining))
         ).close()
-        store = TCPStore(
-            self.host,
-            self.port,
-            None,
-            False,
-            timeout=timedelta(seconds=min(_CONNECT_SECONDS, max(1.0, waiting.remaining))),
-            wait_for_workers=False,
-            use_libuv=self.use_libuv,
-        )
+        store = self._made(min(_CONNECT_SECONDS, waiting.remaining), serve=False)
         store.set_timeout(timedelta(seconds=waiting.timeout))
         return store
+
+    def _made(self, seconds: float, *, serve: bool, listener: int | None = None) -> Store:
+        return TCPStore(
+            self.host,
+            self.port,
+            is_master=serve,
+            timeout=timedelta(seconds=max(1.0, seconds)),
+            wait_for_workers=False,
+            multi_tenant=serve,  # with other stores of this process on this port, such as a process group's
+            master_listen_fd=listener,
+            use_libuv=self.use_libuv,
+        )
 
 
 def _joined(host: str, port: int) -> str:
