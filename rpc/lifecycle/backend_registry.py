@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -67,7 +68,7 @@ class BackendType(metaclass=_OpenEnumeration):
         return f"BackendType.{self.name}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (BackendType, self.name)
+        return operator.getitem, (BackendType, self.name)
 
 
 BackendType._members = {
