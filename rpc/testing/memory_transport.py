@@ -22,6 +22,8 @@ from rpc.transport.base import (
 from rpc.transport.inline_read.reader import InlineReader
 from rpc.wire.frames import PREAMBLE, Frame, decode_one
 
+__all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
+
 
 class MemoryConnection:
     """One end of a connection."""
@@ -46,7 +48,15 @@ class MemoryConnection:
     def set_frame_limits(self, received: int, sent: int) -> None:
         pass
 
-    def send(self, buffers: Sequence[Any], size: int, *, wait: float = INFINITE, **_: bool) -> None:
+    def send(
+        self,
+        buffers: Sequence[Any],
+        size: int,
+        *,
+        aliased: bool = False,
+        wait: float = INFINITE,
+        last: bool = False,
+    ) -> None:
         self.send_small(b"".join(buffers), wait)
 
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
@@ -89,7 +99,10 @@ class MemoryNetwork:
 
     def events(self) -> list[Callable[[], None]]:
         """What may happen next, in a fixed order."""
-        return [*self.attempts, *(end.deliver for end in self.ends if end.started and end.inbox)]
+        return [
+            *self.attempts,
+            *(end.deliver for end in self.ends if end.started and end.inbox),
+        ]
 
 
 class MemoryTransport:
