@@ -15,6 +15,8 @@ from rpc.group.workers import WorkerInfo
 from rpc.options import UNSET_TIMEOUT, RpcBackendOptions
 from rpc.runtime.current import current_agent
 
+_agent: Final[Callable[[], AgentInterface]] = current_agent
+
 UNSET_RPC_TIMEOUT: Final = UNSET_TIMEOUT
 """As a ``timeout``: the default that ``init_rpc`` or ``set_rpc_timeout`` set."""
 
@@ -57,8 +59,7 @@ def rpc_sync(
     """
     if type(args) is not tuple:
         args = positional(args)
-    agent: AgentInterface = current_agent()
-    return agent.call(to, callable_(func), args, keywords(kwargs) if kwargs else {}, timeout)
+    return _agent().call(to, callable_(func), args, keywords(kwargs) if kwargs else {}, timeout)
 
 
 def rpc_async(
@@ -84,8 +85,7 @@ def rpc_async(
         futures = [rpc.rpc_async(worker, evaluate, args=(batch,)) for worker in workers]
         scores = [future.wait() for future in futures]
     """
-    agent: AgentInterface = current_agent()
-    future = agent.call_async(to, callable_(func), positional(args), keywords(kwargs), timeout)
+    future = _agent().call_async(to, callable_(func), positional(args), keywords(kwargs), timeout)
     collect(future)
     return future
 
@@ -136,19 +136,17 @@ def get_worker_info(worker_name: WorkerReference | None = None) -> WorkerInfo:
     Raises:
         UnknownWorkerError: there is no worker of that name.
     """
-    agent: AgentInterface = current_agent()
-    return agent.get_worker_info(worker_name)
+    return _agent().get_worker_info(worker_name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:
     """Names and ids of all workers in the group, by id."""
-    agent: AgentInterface = current_agent()
-    return list(agent.get_worker_infos())
+    return list(_agent().get_worker_infos())
 
 
 def get_rpc_timeout() -> float:
     """The default timeout of calls, in seconds; 0 for none."""
-    return float(current_agent().rpc_timeout)
+    return float(_agent().rpc_timeout)
 
 
 def set_rpc_timeout(seconds: float) -> None:
@@ -157,7 +155,7 @@ def set_rpc_timeout(seconds: float) -> None:
     Raises:
         TypeError, ValueError: it is no number of seconds.
     """
-    current_agent().rpc_timeout = RpcBackendOptions(rpc_timeout=seconds).rpc_timeout
+    _agent().rpc_timeout = RpcBackendOptions(rpc_timeout=seconds).rpc_timeout
 
 
 def all_gather(
@@ -184,8 +182,7 @@ def all_gather(
 
         losses = rpc.all_gather(loss.item())      # {"trainer0": 0.31, "trainer1": 0.29}
     """
-    agent: AgentInterface = current_agent()
-    return agent.all_gather(obj, worker_names, timeout)
+    return _agent().all_gather(obj, worker_names, timeout)
 
 
 def barrier(worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
@@ -206,8 +203,7 @@ def get_debug_info() -> dict[str, int]:
 
         rpc.get_debug_info()["agent.pending_calls"]
     """
-    agent: AgentInterface = current_agent()
-    return agent.get_debug_info()
+    return _agent().get_debug_info()
 
 
 def shutdown(
@@ -238,5 +234,4 @@ def shutdown(
             has left all the same.
         RRefError: others hold references, if asked to raise. This worker has left all the same.
     """
-    agent: AgentInterface = current_agent()
-    agent.shutdown(graceful, timeout, release_references=release_references, raise_on_leaks=raise_on_leaks)
+    _agent().shutdown(graceful, timeout, release_references=release_references, raise_on_leaks=raise_on_leaks)

@@ -84,10 +84,6 @@ _seconds_or_zero = _seconds(
 )
 
 
-def _interval_or_none(name: str, value: object) -> float | None:
-    return None if value is None else _positive_seconds(name, value)
-
-
 def _integer(least: int, most: float = math.inf) -> Callable[[str, Any], int]:
     def check(name: str, value: object) -> int:
         if not hasattr(value, "__index__") or isinstance(value, bool):
@@ -113,9 +109,11 @@ def _instance(kind: type[T], wanted: str) -> Callable[[str, Any], T]:
 _string = _instance(str, "a string")
 
 
-def _transports(name: str, value: object) -> tuple[str, ...] | None:
-    if value is None:
-        return None
+def _or_none(check: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _transports(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise _wrong_type(name, value, "a sequence of names")
     names = tuple(value)
@@ -125,9 +123,7 @@ def _transports(name: str, value: object) -> tuple[str, ...] | None:
     return names
 
 
-def _listen(name: str, value: object) -> str | None:
-    if value is None:
-        return None
+def _listen(name: str, value: object) -> str:
     text = _string(name, value)
     parse_listen(text)
     return text
@@ -246,14 +242,14 @@ class AgentOptions(RpcBackendOptions):
     )
     dynamic: _Option[bool, bool] = _Option(False, _instance(bool, "True or False"))
     rendezvous_timeout: _Option[float, float] = _Option(300.0, _positive_seconds)
-    switch_interval: _Option[float | None, float | None] = _Option(0.0005, _interval_or_none)
+    switch_interval: _Option[float | None, float | None] = _Option(0.0005, _or_none(_positive_seconds))
     send_queue_bytes: _Integer = _Option(64 * _MIB, _integer(1))
     max_message_bytes: _Integer = _Option(64 * 1024 * _MIB, _integer(1))
-    transports: _Option[tuple[str, ...] | None, Iterable[str] | None] = _Option(None, _transports)
+    transports: _Option[tuple[str, ...] | None, Iterable[str] | None] = _Option(None, _or_none(_transports))
     shared_memory_bytes: _Integer = _Option(1024 * _MIB, _integer(0))
     kept_memory_bytes: _Integer = _Option(64 * _MIB, _integer(0))
     tcp_stripes: _Integer = _Option(1, _integer(1, 64))
-    listen: _Option[str | None, str | None] = _Option(None, _listen)
+    listen: _Option[str | None, str | None] = _Option(None, _or_none(_listen))
     deserialization: _Option[Literal["pickle", "safe"], Literal["pickle", "safe"]] = _Option(
         "pickle", _deserialization
     )
