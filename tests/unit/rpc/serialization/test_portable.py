@@ -7,7 +7,7 @@ import torch
 
 from rpc.errors import FunctionNotFoundError, SerializationError
 from rpc.serialization import pickler as messages
-from rpc.serialization.portable import PortablePickler, PythonUDF, dumps_with_tensors, loads_with_tensors
+from rpc.serialization.portable import PortablePickler, PythonUDF
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Plain, add
 from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, deliver, replaced_by, send
@@ -25,9 +25,11 @@ def test_tensors_are_left_as_they_are() -> None:
 
 
 def test_reducers_of_its_own() -> None:
-    data, table = dumps_with_tensors([Plain(1)], {Plain: lambda obj: (str, (obj.value,))})
+    pickler = PortablePickler()
+    pickler.reducers = {Plain: lambda obj: (str, (obj.value,))}
+    data, table = pickler.serialize([Plain(1)])
 
-    assert loads_with_tensors(data, table) == ["1"]
+    assert pickler.deserialize(data, table) == ["1"]
 
 
 def test_missing_function_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
