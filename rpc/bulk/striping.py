@@ -258,7 +258,7 @@ class Striping:
         connection.owner = _LaneOwner(self, peer)
         lanes.open[number] = connection
         arriving = main.lanes[1]
-        arriving.admit_lanes(lanes.count + 1)
+        arriving.lanes = lanes.count + 1
         connection.set_frame_limits(self._max_message_bytes, peer.member.max_message_bytes)
         connection.receive_with(number + 1, arriving)
 

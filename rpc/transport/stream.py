@@ -22,8 +22,7 @@ from rpc.transport.inline_read.reader import AVAILABLE, InlineReader
 from rpc.transport.inline_read.spin import Spinners
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import Outgoing, Reassembly
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import PREAMBLE, Frame
+from rpc.wire.frames import PREAMBLE, Decoder, Frame
 
 __all__ = ["StreamConnection"]
 

@@ -12,8 +12,7 @@ from typing import Any
 from rpc.runtime.loop import LoopThread
 from rpc.transport.base import Connection, SilentOwner
 from rpc.transport.stream import StreamConnection
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import PREAMBLE, Frame, encode
+from rpc.wire.frames import PREAMBLE, Decoder, Frame, encode
 
 __all__ = [
     "SOON",

@@ -32,8 +32,7 @@ from rpc.runtime.tasks import Task
 from rpc.transport import syscalls
 from rpc.transport.inline_read.lease import LOOP, ReadLease, Turn
 from rpc.transport.inline_read.spin import MOMENT_SECONDS, Backoff, Spinners, spin
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import Frame
+from rpc.wire.frames import Decoder, Frame
 
 __all__ = ["AVAILABLE", "Awaited", "InlineReader"]
 
