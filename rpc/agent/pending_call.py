@@ -16,8 +16,7 @@ from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.transport.inline_read.lease import Turn
-from rpc.transport.inline_read.reader import InlineReader
+from rpc.transport.inline_read import InlineReader, Turn
 from rpc.wire.frames import Frame
 
 __all__ = ["CallOwner", "Completable", "PendingCall"]

@@ -109,7 +109,7 @@ class Striping:
         if peer in self._lanes or self._closed or not peer.connected:
             return  # other threads had something for it, or it opened them itself
         self._lanes[peer] = None
-        if self._connections.has_dialled(peer):
+        if peer.dialled:
             self._say(peer, {"ask": self._count})
         else:
             self._offer(peer, self._count)
@@ -142,7 +142,7 @@ class Striping:
             handlers[key](peer, value)
 
     def _asked(self, peer: Peer, count: object) -> None:
-        if not isinstance(count, int) or count < 2 or self._connections.has_dialled(peer):
+        if not isinstance(count, int) or count < 2 or peer.dialled:
             raise ProtocolError("a malformed message about lanes")
         if self._lanes.get(peer) is not None:
             return  # an offer was made while it asked
@@ -161,7 +161,7 @@ class Striping:
                 pass
             case _:
                 raise ProtocolError("a malformed message about lanes")
-        if self._lanes.get(peer) is not None or not self._connections.has_dialled(peer):
+        if self._lanes.get(peer) is not None or not peer.dialled:
             raise ProtocolError("it offers lanes for the second time, or is not the one to offer any")
         if self._count == 1 or self._closed:
             self._say(peer, {"refuse": "the option tcp_stripes is 1 there"})
@@ -215,7 +215,7 @@ class Striping:
                 break
         else:
             raise ProtocolError("a lane that belongs to no connection, or comes too late")
-        if not 0 <= number < lanes.count or number in lanes.open or self._connections.has_dialled(peer):
+        if not 0 <= number < lanes.count or number in lanes.open or peer.dialled:
             raise ProtocolError(f"a lane of the number {number!r}, where {lanes.count} are expected once")
         buffers, size = encode(Kind.WELCOME, 0, {}, ())
         connection.send(buffers, size, wait=False)

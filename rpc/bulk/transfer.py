@@ -13,7 +13,7 @@ from rpc.bulk.ports import Peer
 from rpc.errors import RpcError, RpcTimeoutError
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.transport.inline_read.lease import Turn
+from rpc.transport.inline_read import Turn
 
 __all__ = ["Transfer", "as_bytes"]
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from rpc.errors import ProtocolError
@@ -22,7 +23,6 @@ from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
 from rpc.group.ports import ConnectionEvents
-from rpc.runtime.tasks import Task
 from rpc.transport.base import (
     CLOSED_BY_PEER,
     Connection,
@@ -152,10 +152,6 @@ class Connections:
             _drop(connection, "not needed any more")
             return
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group))
-
-    def has_dialled(self, peer: Peer) -> bool:
-        """Whether this side made the connection to a peer, and not the other."""
-        return peer.dialled
 
     async def connect_again(self, peer: Peer) -> Connection:
         """One more connection over the network to a connected peer, not yet started.
@@ -312,22 +308,18 @@ class Connections:
 
 
 class _Established:
-    """Owner of an established connection."""
-
-    __slots__ = ("_connections", "_peer", "_receive", "_take_inline", "followed")
+    """Owner of an established connection, which passes frames on to the agent."""
 
     def __init__(self, connections: Connections, peer: Peer) -> None:
         self._connections = connections
         self._peer = peer
-        self._receive: Callable[[Peer, list[Frame]], None] = connections._events.frames_received
-        self._take_inline = connections._events.take_inline
-        self.followed = connections._events.followed
+        events = connections._events
+        self.followed = events.followed
+        self.take_inline = partial(events.take_inline, peer)
+        self._receive = events.frames_received
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         self._receive(self._peer, frames)
-
-    def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
-        return self._take_inline(self._peer, frames, keep=keep)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         if reason == CLOSED_BY_PEER:

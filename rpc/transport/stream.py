@@ -11,15 +11,13 @@ import asyncio
 import contextlib
 import os
 import socket
-from typing import Any, Final
+from typing import Final
 
 from rpc.errors import ProtocolError
-from rpc.transport import syscalls
+from rpc.transport import byte_stream
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner
-from rpc.transport.byte_stream import SocketStream
-from rpc.transport.inline_read.lease import LOOP, Turn
-from rpc.transport.inline_read.reader import AVAILABLE, InlineReader
-from rpc.transport.inline_read.spin import Spinners
+from rpc.transport.byte_stream import ReceiveBuffer, SocketStream
+from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Spinners, Turn
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import Outgoing, Reassembly
 from rpc.wire.frames import PREAMBLE, Decoder, Frame
@@ -62,27 +60,28 @@ class StreamConnection:
     ) -> None:
         self._loop = loop
         self._stream = SocketStream(sock)
-        self._decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
-        self._scratch = syscalls.ReceiveBuffer(self._decoder.scratch) if syscalls.AVAILABLE else None
+        self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
+        self._scratch = ReceiveBuffer(decoder.scratch) if byte_stream.AVAILABLE else None
+        self.reader: InlineReader | None = None
+        if AVAILABLE and self._scratch is not None and self._stream.plain:
+            self.reader = InlineReader(self, sock.fileno(), decoder, self._scratch, spinners or Spinners())
         self._queue = WriteQueue(
             loop,
             self._stream,
             description,
             send_queue_bytes,
             captured_bytes,
-            before_waiting=self._before_waiting,
+            before_waiting=self.reader.leave if self.reader else int,
             failed=self._write_failed,
             emptied=self._finished,
         )
+        self._tell_loop = self._queue.tell_loop
         self.send, self.send_small, self.flush = self._queue.send, self._queue.send_small, self._queue.drain
         self.over_network = sock.family in (socket.AF_INET, socket.AF_INET6)
         self.received_anything = False
         self._open = True
         self._closing: str | None = None
         self._watched_by_epoll = False
-        self.reader: InlineReader | None = None
-        if AVAILABLE and self._stream.plain:
-            self.reader = InlineReader(self, self._stream.fileno(), self._decoder, spinners or Spinners())
 
     @property
     def description(self) -> str:
@@ -221,14 +220,6 @@ class StreamConnection:
         with self._queue.lock:
             self._close_descriptors()
 
-    def _tell_loop(self, callback: Any, *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
-            self._loop.call_soon_threadsafe(callback, *arguments)
-
-    def _before_waiting(self) -> None:
-        if self.reader is not None:
-            self.reader.leave()
-
     # ---- the end: the loop's thread
 
     def _close_descriptors(self) -> None:
@@ -268,7 +259,7 @@ class StreamConnection:
                 self._close_descriptors()
             else:  # the thread that reads notices, and closes them when it has left
                 with contextlib.suppress(OSError):
-                    self._stream.shut_down()
+                    self._stream.socket.shutdown(socket.SHUT_RDWR)
         self._decoder.clear()  # the rest of the connection may live until garbage is collected
         self.owner.connection_lost(self, reason)
 
@@ -278,6 +269,6 @@ class StreamConnection:
         if self.reader is not None:
             self.reader.closed = True
             self.reader.close()
-        descriptor = self._stream.abandon()
+        descriptor = self._stream.socket.detach()
         if descriptor >= 0:
             os.close(descriptor)

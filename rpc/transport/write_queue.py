@@ -150,7 +150,7 @@ class WriteQueue:
                 self.drain()
             elif not self._flushing:
                 self._flushing = True
-                self._tell_loop(self._flush)
+                self.tell_loop(self._flush)
             return
         if self._queue or not self._write_frame(frame):
             self._enqueue([frame], len(frame))
@@ -267,7 +267,7 @@ class WriteQueue:
                 message.replace(self._capture)
             outgoing.add(message)
             for drain in outgoing.other_lanes:
-                self._tell_loop(drain)
+                self.tell_loop(drain)
 
     def _write_beginning(self, message: ChunkedMessage, aliased: bool) -> bool:
         """As ``_write_now`` for a message in chunks, of which others are left to the loop."""
@@ -323,7 +323,7 @@ class WriteQueue:
     def _stall(self) -> None:
         if self.error is None and not self._stalled:
             self._stalled = True
-            self._tell_loop(self._watch)
+            self.tell_loop(self._watch)
 
     def _write_batch(self) -> int:
         """Write some of the queue, in one system call; returns how many bytes, 0 if the stream takes none."""
@@ -376,7 +376,7 @@ class WriteQueue:
         """Send no more. What the peer sent before it broke off is still to be read, so the loop closes."""
         self.error = error.with_traceback(None)  # which would keep what all callers have in hand
         self._forget()
-        self._tell_loop(self._failed)
+        self.tell_loop(self._failed)
 
     def _forget(self) -> None:
         with self._count_lock:
@@ -386,11 +386,12 @@ class WriteQueue:
             self._room.notify_all()
         self.outgoing.close()
 
-    # ---- the loop's thread
-
-    def _tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
+    def tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call something soon."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
             self._loop.call_soon_threadsafe(callback, *arguments)
+
+    # ---- the loop's thread
 
     def _watch(self) -> None:
         if self._open:

@@ -17,7 +17,7 @@ from rpc.runtime.mailbox import Counter
 from rpc.runtime.tasks import Task
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import Connection
-from rpc.transport.inline_read.reader import InlineReader
+from rpc.transport.inline_read import InlineReader
 from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
 from tests.support.members import peer
 from tests.support.streams import SOON, Recorder, open_connection, skip_preamble, until
@@ -109,7 +109,7 @@ class End(Recorder):
         self.dispatcher.frames_received(self.peer, frames)
         super().frames_received(connection, frames)
 
-    def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
+    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
         return self.dispatcher.take_inline(self.peer, frames, keep=keep)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:

@@ -1,18 +1,34 @@
 """Threads that read a connection themselves, instead of being woken by the loop that does.
 
-``lease.py`` has the theory. Here are the steps of a thread's turn:
+A thread that waits for a reply, or has nothing to do but to wait for the next request, saves two hand-overs
+if it reads the socket itself. One at a time may: who has the *lease*. A thread has it for one *turn*:
 
 1. Take the lease, and stop the loop's watching the socket. The loop watches it through an epoll object, so
-that
-   any thread can stop and resume that by one system call.
-2. Wait until the socket is readable, or somebody wakes the thread, or the time is over: spinning for a moment
-   (``spin.py``), then asleep.
+   that any thread can stop and resume that by one system call.
+2. Wait until the socket is readable, or somebody wakes the thread, or the time is over: spinning for a
+   moment, then asleep.
 3. Receive, and parse. What is no whole frame, or about a message in chunks, is left to the loop.
 4. Take in one frame after the other, by the same door as the loop, up to the first that needs the loop.
 5. Leave. If anything is left, have the loop go on with it; else resume its watching.
 
-Where other frames come between, as when a thousand calls are under way, reading in threads does not pay: then
-it is left to the loop for a while.
+A turn may end at any point, and the loop goes on from there. That matters where a finalizer or a signal
+handler that runs in the middle of a turn makes a blocking call itself: what it waits for could never be read
+by the thread below it. So what a turn has received and not yet taken in is always to be found in the turn,
+and each step is one operation of C code, which has happened or has not:
+
+- ``unread`` gets the number of bytes received, within the C code that receives them;
+- ``frames`` is set to the frames that these bytes are: from then on ``unread`` does not count;
+- each frame is popped off ``frames`` before anything is done with it, and the loop pops all that are left.
+
+What a turn leaves when it has ended is the loop's alone: until the loop has taken it over nobody reads, the
+thread whose turn it was included.
+
+*Spinning.* To put a thread to sleep and to wake it takes longer than many calls do. So a thread looks again
+and again for a moment, if that has paid lately. Each time that it does not, it sleeps at once for more of the
+next waits (exponential backoff); a wait that was short, asleep or not, takes half of that back. Between two
+looks it yields its core; if it comes back late, others need the core, and the spin is over and has not paid.
+At most as many threads of an agent spin at a time as leave one core to others. Reading in threads is under
+the same backoff: it does not pay where other frames come between, as when a thousand calls are under way.
 """
 
 from __future__ import annotations
@@ -23,27 +39,36 @@ import math
 import os
 import select
 from collections.abc import Callable, Collection
+from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import Any, Final, Protocol
 
+from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Task
-from rpc.transport import syscalls
-from rpc.transport.inline_read.lease import LOOP, ReadLease, Turn
-from rpc.transport.inline_read.spin import MOMENT_SECONDS, Backoff, Spinners, spin
+from rpc.transport import byte_stream as system
 from rpc.wire.frames import Decoder, Frame
 
-__all__ = ["AVAILABLE", "Awaited", "InlineReader"]
+__all__ = ["AVAILABLE", "LOOP", "Awaited", "Backoff", "InlineReader", "Receiver", "Spinners", "Turn", "spin"]
 
 logger = logging.getLogger(__name__)
 
-AVAILABLE: Final = syscalls.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
+AVAILABLE: Final = system.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
 """Whether threads can read here; elsewhere only the loop does."""
 
+_MOMENT_SECONDS: Final = 3e-3
+"""For how long a thread spins; a wait that is no longer was short."""
+_LATE_SECONDS: Final = 0.2e-3
+"""If a thread that yields is back so much later only, others need its core."""
 _FOLLOWER_SECONDS: Final = 30e-6
 _SLICE_SECONDS: Final = 0.5
 """A signal right before the system call would not end it, so waits are made in slices."""
+_FIRST_PENALTY: Final = 4
+_LONGEST_PENALTY: Final = 256
+_HOLDER: Final = 0
+
+_yield: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
 
 
 class Awaited(Protocol):
@@ -54,16 +79,16 @@ class Awaited(Protocol):
 
 
 class Receiver(Protocol):
-    """Who takes in what has come. From any thread."""
+    """Who takes in what threads have read. From any thread."""
 
     followed: Collection[int]
     """Kinds of frames behind which another most likely comes at once."""
 
-    def take_inline(self, connection: Any, frames: list[Frame], *, keep: bool) -> Task | None:
+    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
         """Take frames in from the front of the list, up to the first that needs the loop, removing them.
 
         Args:
-            keep: the thread wants a task to do; all others go to other threads.
+            keep: the thread wants something to do, which is returned, if there is anything.
         """
 
 
@@ -86,6 +111,173 @@ class ReadConnection(Protocol):
         """The last reader has left a connection that is closed: close the descriptors."""
 
 
+class Backoff:
+    """Something that is tried as long as it pays: after each failure it is left alone for longer.
+
+    An update that is lost, since another thread made one at the same time, does no harm.
+
+    Example::
+
+        if backoff.may_try():
+            backoff.paid() if attempt() else backoff.failed()
+    """
+
+    __slots__ = ("penalty", "rests")
+
+    def __init__(self) -> None:
+        self.penalty = 0
+        """How often the last failure made it rest; while 0, ``paid`` changes nothing."""
+        self.rests = 0
+        """How often it is still to be left alone; while 0, ``may_try`` need not be asked."""
+
+    def may_try(self) -> bool:
+        """Whether to try; each refusal counts down."""
+        if self.rests <= 0:
+            return True
+        self.rests -= 1
+        return False
+
+    def paid(self) -> None:
+        """It has paid: the next failure costs less, and there is less left of the last one."""
+        self.penalty //= 2
+        self.rests = min(self.rests, self.penalty)
+
+    def failed(self) -> None:
+        """It has not paid: leave it alone for a while."""
+        self.penalty = min(_LONGEST_PENALTY, max(_FIRST_PENALTY, 2 * self.penalty))
+        self.rests = self.penalty
+
+
+class Spinners:
+    """The threads of one agent that spin right now.
+
+    Args:
+        limit: how many may; default: one fewer than there are cores.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = usable_cores() - 1 if limit is None else limit
+        self.threads: dict[int, None] = {}
+
+
+def spin(poll: Callable[[int], list[Any]], until: float, backoff: Backoff, spinners: Spinners) -> list[Any]:
+    """Poll again and again, until there is something to see or ``until`` on the monotonic clock.
+
+    Args:
+        poll: called with 0, for how long to wait.
+        backoff: told if nothing was seen.
+        spinners: whom the current thread joins meanwhile, unless there are enough.
+
+    Returns:
+        What was seen; empty if nothing was.
+    """
+    seen = poll(0)
+    if seen or len(spinners.threads) >= spinners.limit:
+        return seen
+    me = get_ident()
+    spinners.threads[me] = None
+    try:
+        before = monotonic()
+        while not seen and before < until:
+            _yield()
+            seen = poll(0)
+            now = monotonic()
+            if not seen and now - before > _LATE_SECONDS:
+                break
+            before = now
+    finally:
+        spinners.threads.pop(me, None)
+    if not seen:
+        backoff.failed()
+    return seen
+
+
+class Turn:
+    """One turn at reading; a new one each time, so that none is taken for a later one.
+
+    Args:
+        thread: whose turn it is, by its identifier.
+        idle: the thread has nothing else to do, and gives way to one that waits for a reply.
+        descriptor: where it receives from: none any more when the turn has ended.
+        wake: ends the wait of the thread in the kernel.
+
+    Attributes:
+        left_to_loop: None until the turn has ended; then whether the loop is to go on with what is in it.
+    """
+
+    __slots__ = ("frames", "idle", "left_to_loop", "socket", "thread", "unread", "wake")
+
+    def __init__(self, thread: int, idle: bool, descriptor: int, wake: Callable[[], object]) -> None:
+        self.thread = thread
+        self.idle = idle
+        self.socket = system.Number(descriptor)
+        self.unread: list[int] = []
+        self.frames: list[Frame] | None = None
+        self.left_to_loop: bool | None = None
+        self.wake = wake
+
+    def has_leftovers(self) -> bool:
+        """Whether there is anything that the turn has received and not taken in."""
+        return any(count > 0 for count in self.unread) if self.frames is None else bool(self.frames)
+
+    def take_frames(self) -> list[Frame]:
+        """Remove what is left of the frames, and return it."""
+        frames = self.frames or []
+        taken = frames[:]
+        frames.clear()
+        return taken
+
+    def release(self) -> None:
+        """From any thread: what the thread waits for is here, or will not come."""
+        if self.thread != get_ident():  # else it is just taking that in
+            self.wake()
+
+
+LOOP: Final = Turn(0, False, -1, int)
+"""All turns of the loop's thread."""
+
+
+class ReadLease:
+    """The lease of one connection. From any thread.
+
+    Attributes:
+        holder: a function that returns the turn of who has the lease, or None.
+        offer: a function that gives the lease to a turn if nobody has it, and returns who has it then.
+
+    Taking it is one operation of a dictionary. Elsewhere there is no call between the look at who has it and
+    the change: only at calls does Python let other threads, finalizers or signal handlers come between.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, Turn] = {}
+        self.holder: Callable[[], Turn | None] = partial(self._held.get, _HOLDER)
+        self.offer: Callable[[Turn], Turn] = partial(self._held.setdefault, _HOLDER)
+
+    def take(self, turn: Turn) -> bool:
+        """Take the lease if nobody has it; returns whether ``turn`` has it now."""
+        return self.offer(turn) is turn
+
+    def pass_to_loop(self, turn: Turn) -> bool:
+        """On the loop's thread, asked by the thread whose turn it is; false if it has ended."""
+        held = self._held
+        try:
+            if held[_HOLDER] is turn:
+                held[_HOLDER] = LOOP
+                return True
+        except KeyError:
+            pass
+        return False
+
+    def leave(self, turn: Turn) -> None:
+        """Give the lease up: by the thread whose turn it is, if it still is."""
+        held = self._held
+        try:
+            if held[_HOLDER] is turn:
+                held.pop(_HOLDER, None)
+        except KeyError:
+            return
+
+
 class InlineReader:
     """How threads may read one connection: those that wait for a reply, and idle ones (a ``TaskSource``).
 
@@ -95,37 +287,29 @@ class InlineReader:
         connection: whose socket it is.
         descriptor: the socket's.
         decoder: the connection's.
+        buffer: the decoder's, to receive into.
         spinners: who spins, in this agent.
+
+    Attributes:
+        closed: nothing is taken in any more; set by the loop.
     """
 
-    __slots__ = (
-        "_buffer",
-        "_connection",
-        "_decoder",
-        "_descriptor",
-        "_event",
-        "_followers",
-        "_poll",
-        "_spinners",
-        "_spinning",
-        "_watch",
-        "_worth",
-        "closed",
-        "lease",
-    )
-
     def __init__(
-        self, connection: ReadConnection, descriptor: int, decoder: Decoder, spinners: Spinners
+        self,
+        connection: ReadConnection,
+        descriptor: int,
+        decoder: Decoder,
+        buffer: system.ReceiveBuffer,
+        spinners: Spinners,
     ) -> None:
         self.lease = ReadLease()
         self.closed = False
-        """Nothing is taken in any more; set by the loop."""
         self._connection = connection
         self._descriptor = descriptor
         self._decoder = decoder
+        self._buffer = buffer
         self._spinners = spinners
-        self._buffer = syscalls.ReceiveBuffer(decoder.scratch)
-        self._watch: syscalls.Watch | None = None
+        self._watch: system.Watch | None = None
         self._event = -1
         self._poll: Callable[[float | None], list[tuple[int, int]]] | None = None
         self._worth = Backoff()
@@ -140,7 +324,7 @@ class InlineReader:
             return False
         try:
             self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._watch = syscalls.Watch(self._descriptor)
+            self._watch = system.Watch(self._descriptor)
         except OSError as error:
             logger.warning("only the agent's own thread will read a connection: %s", error)
             self.close()
@@ -193,7 +377,7 @@ class InlineReader:
 
     def wake(self) -> None:
         """End the wait of the thread that reads, or of the next that does."""
-        syscalls.raise_event(self._event, syscalls.ONE)
+        system.raise_event(self._event, system.ONE)
 
     def claim(self, *, idle: bool = False) -> Turn | None:
         """Take the lease for the current thread, which must ``leave`` then, whatever happens.
@@ -230,7 +414,7 @@ class InlineReader:
 
     def claim_idle(self) -> bool:
         """As ``claim``, for a thread that has nothing else to do; it may have the lease already."""
-        turn = self.lease.own_turn()
+        turn = self._own_turn()
         return (turn is not None and turn.left_to_loop is None) or self.claim(idle=True) is not None
 
     def leave(self) -> None:
@@ -238,12 +422,18 @@ class InlineReader:
 
         In the middle of a turn, the loop goes on with what it has received and not taken in.
         """
-        turn = self.lease.own_turn()
+        turn = self._own_turn()
         if turn is not None:
-            self._end(turn, has_leftovers=turn.has_leftovers())
+            self._end(turn)
 
-    def _end(self, turn: Turn, *, has_leftovers: bool) -> None:
+    def _own_turn(self) -> Turn | None:
+        """The current thread's turn, if it has one: also one that has ended and waits for the loop."""
+        turn = self.lease.holder()
+        return turn if turn is not None and turn.thread == get_ident() else None
+
+    def _end(self, turn: Turn) -> None:
         """End a turn; once more does no harm, where a finalizer does so in the middle of this."""
+        has_leftovers = turn.has_leftovers()
         turn.socket.value = -1
         if turn.left_to_loop is None:
             turn.left_to_loop = has_leftovers and not self.closed
@@ -267,7 +457,7 @@ class InlineReader:
         turn was ended or released. Ctrl-C interrupts.
         """
         try:
-            spin_until = min(deadline, monotonic() + MOMENT_SECONDS)
+            spin_until = min(deadline, monotonic() + _MOMENT_SECONDS)
             while awaited.outcome is None and turn.left_to_loop is None:
                 now = monotonic()
                 if deadline <= now:
@@ -279,7 +469,7 @@ class InlineReader:
                     return
         finally:
             if turn.left_to_loop is None:
-                self._end(turn, has_leftovers=turn.has_leftovers())
+                self._end(turn)
 
     def next_task(self, timeout: float | None) -> Task | None:
         """For a thread that has claimed the lease, being idle: wait for something to do, and give up the
@@ -291,20 +481,20 @@ class InlineReader:
         Returns:
             None if the time is over, or something came that needs the loop, or ``wake`` was called.
         """
-        turn = self.lease.own_turn()
+        turn = self._own_turn()
         if turn is None or turn.left_to_loop is not None:
             return None
         try:
             task: Task | None = None
             until = math.inf if timeout is None else monotonic() + timeout
             while task is None and turn.left_to_loop is None:
-                if not self._wait(until, min(until, monotonic() + MOMENT_SECONDS)):
+                if not self._wait(until, min(until, monotonic() + _MOMENT_SECONDS)):
                     return None
                 frames = self._receive(turn)
                 if frames is None:
                     return None
                 owner, last = self._connection.owner, frames[-1].kind if frames else 0
-                task = owner.take_inline(self._connection, frames, keep=True)
+                task = owner.take_inline(frames, keep=True)
                 if not self._took_all(turn, frames):
                     return task
                 if task is not None and last in owner.followed and self._follower_has_come():
@@ -312,7 +502,7 @@ class InlineReader:
             return task
         finally:
             if turn.left_to_loop is None:
-                self._end(turn, has_leftovers=turn.has_leftovers())
+                self._end(turn)
 
     def _read(self, turn: Turn, awaited: Awaited | None = None) -> bool:
         """Receive and take in what has come; false if the loop is to go on: it must take in the rest, or what
@@ -321,7 +511,7 @@ class InlineReader:
         frames = self._receive(turn)
         if frames is None:
             return False
-        self._connection.owner.take_inline(self._connection, frames, keep=False)
+        self._connection.owner.take_inline(frames, keep=False)
         return self._took_all(turn, frames, of_use=awaited is None or awaited.outcome is not None)
 
     def _took_all(self, turn: Turn, left: list[Frame], *, of_use: bool = True) -> bool:
@@ -338,7 +528,7 @@ class InlineReader:
         """The frames that have come; None if the loop must make out what they are."""
         turn.unread.clear()
         turn.frames = None
-        turn.unread.extend(map(syscalls.receive, (turn.socket,), *self._buffer.whole))
+        turn.unread.extend(map(system.receive, (turn.socket,), *self._buffer.whole))
         frames = self._decoder.whole_frames(sum(turn.unread))
         if frames is None:
             self._worth.failed()
@@ -372,7 +562,8 @@ class InlineReader:
         try:
             if not self._spinning.rests or self._spinning.may_try():
                 events = spin(poll, spin_until, self._spinning, self._spinners)
-            events = events or poll(_milliseconds_until(until))
+            if not events:
+                events = poll(None if until == math.inf else max(0.0, 1000 * (until - monotonic())))
         except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
             return None
         if not events:
@@ -384,8 +575,3 @@ class InlineReader:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         return None
-
-
-def _milliseconds_until(when: float) -> float | None:
-    """As ``poll`` takes it; None if that is never."""
-    return None if when == math.inf else max(0.0, 1000 * (when - monotonic()))
