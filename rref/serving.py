@@ -262,10 +262,10 @@ class Server:
             else:
                 if result is not LATER:
                     del args, kwargs
-                    payload = callee.dump_reply(request, result, function)
+                    payload = callee.dump_answer(request, result, function)
                     del function
                     if payload is not None:
-                        callee.reply(request, result, payload)
+                        callee.answer_last(request, result, payload)
 
         return self._accept_on_object(request, _target(frame), run)
 

@@ -20,6 +20,7 @@ class Activity:
 
     Attributes:
         postponed: requests that no task works on, but which are still to be run or answered.
+        listener: who is told; None while it interests nobody.
     """
 
     def __init__(self, mailbox: Mailbox, executor: Executor) -> None:
@@ -28,7 +29,7 @@ class Activity:
         self.postponed = Counter()
         self._parts_under_way: Count = int
         self._parts_begun: Count = int
-        self._listener: Callable[[], object] | None = None
+        self.listener: Callable[[], object] | None = None
         mailbox.when_emptied(self._look)
 
     def count(self, *, under_way: Count, begun: Count) -> None:
@@ -51,17 +52,17 @@ class Activity:
         """On the loop's thread: have ``listener`` called there whenever something may have ended, from now
         on, or nobody any longer. (Only then is it worth the time to say so.)
         """
-        if listener == self._listener:
+        if listener == self.listener:
             return
-        self._listener = listener
+        self.listener = listener
         self._executor.when_idle(None if listener is None else self.ended)
         self.ended()  # what has ended since it was last counted could not say so
 
     def ended(self) -> None:
         """Something ended: this worker may have become idle."""
-        if self._listener is not None:
+        if self.listener is not None:
             self._mailbox.call(self._look)
 
     def _look(self) -> None:
-        if self._listener is not None:
-            self._listener()
+        if self.listener is not None:
+            self.listener()

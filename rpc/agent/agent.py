@@ -1,10 +1,9 @@
 """The agent: one per process, on which everything else is built. It composes its parts, and ends them.
 
-A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of calls and hands
-the frame (``outbox``) to the peer, which writes it to the socket. Frames come in on the loop's thread, in
-``dispatcher``: a request goes to the executor (``request_runner``), a reply to whoever waits for it
-(``pending_call``, ``futures``). The loop moves bytes and nothing else: no user code runs on it, no pickle is
-read on it.
+A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of ``calls``, and
+``dispatcher`` hands the frame to the peer, which writes it to the socket. There all frames come in, too: a
+request goes to the executor (``request_runner``), a reply to whoever waits for it (``calls``, ``futures``).
+The loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
 
 What stands on the agent extends it at four points: message kinds (``on``, and ``control`` for small messages
 that must arrive), the turns of its life (``hooks``), the tape (``tape``), and carriers and reducers
@@ -16,20 +15,17 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 from rpc.agent.activity import Activity
-from rpc.agent.call_table import CallTable
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
-from rpc.agent.completions import Completions, do_all
+from rpc.agent.calls import CallTable
 from rpc.agent.departure import Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler
-from rpc.agent.futures import Future
+from rpc.agent.futures import Completions, Future
 from rpc.agent.gather import Gathering
 from rpc.agent.hooks import Hooks
-from rpc.agent.outbox import Outbox
-from rpc.agent.peer_table import PeerTable
-from rpc.agent.pending_call import PendingCall
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Recording, Tape
 from rpc.bulk.point_to_point import Bulk
@@ -39,7 +35,7 @@ from rpc.errors import ForkedProcessError, RpcError
 from rpc.group.connections import Connections
 from rpc.group.control import Control
 from rpc.group.membership import Membership, WorkerReference
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
 from rpc.runtime.blocking import check_may_block
@@ -52,7 +48,7 @@ from rpc.runtime.process_tuning import ProcessTuning
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import TransportContext
 from rpc.transport.registry import transports
-from rpc.wire.frames import Frame, Kind
+from rpc.wire.frames import Kind
 
 __all__ = ["UNSET_TIMEOUT", "Agent"]
 
@@ -99,11 +95,11 @@ class Agent:
         self.mailbox = Mailbox(self.loop)
         self.executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)
         self._completions = Completions(self.executor)
-        self.run_soon, self.complete_soon = self._completions.run_soon, self._completions.complete_soon
+        self.run_soon = self._completions.run_soon
         self.activity = Activity(self.mailbox, self.executor)
         self.postponed, self.something_ended = self.activity.postponed, self.activity.ended
 
-        self.peers = PeerTable(self._make_peer, self._connect, hooks, self.events)
+        self.peers = PeerTable(self._make_peer, self._connect, hooks.joined, self.events)
         self.peer, self.peer_for = self.peers.find, self.peers.ensure
         self.peer_by_incarnation = self.peers.by_incarnation
         self.connections = Connections(
@@ -114,18 +110,17 @@ class Agent:
         )
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
 
-        self.calls = CallTable(self, self.loop, lambda futures: self.complete_soon(*futures), self.events)
-        self.outbox = outbox = Outbox(self)
-        self.send, self.answer = outbox.send, outbox.answer
-        self.reply, self.dump_reply, self.fail = outbox.reply, outbox.dump_reply, outbox.fail
-        self.caller = Caller(self, outbox)
+        self.caller = Caller(self)
         self.call = self.caller.ask
+        self.calls = CallTable(self.caller, self.loop, self.events)
         self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer)
         self.all_gather = self.gathering.all_gather
-        self.runner = RequestRunner(self, outbox)
-        self.dispatcher = dispatcher = Dispatcher(self, self.runner.run)
+        self.runner = runner = RequestRunner(self)
+        self.reply, self.dump_reply = runner.reply, runner.dump_reply
+        self.answer, self.fail = runner.answer, runner.fail
+        self.dispatcher = dispatcher = Dispatcher(self, runner.run)
+        self.send, self.followed = dispatcher.send, dispatcher.followed
         self.frames_received, self.take_inline = dispatcher.frames_received, dispatcher.take_inline
-        self.followed = dispatcher.followed
 
         self.shared_memory = SharedMemory(
             self.loop,
@@ -296,23 +291,6 @@ class Agent:
         follow = tape.answered if answer else tape.received
         return follow(header[tape.key], source)
 
-    # ---- what pending calls need (CallOwner)
-
-    def decode(self, call: PendingCall, frame: Frame) -> Any:
-        if frame.kind == Kind.FAILURE:
-            raise self.serializer.load_exception(
-                frame.header, frame.buffers, call.arrivals, call.peer, codec=frame.codec
-            )
-        _, _, header, buffers, codec = frame
-        recording = self.recording_of(header, call.peer, answer=True) if header else None
-        connect = None if recording is None else recording.connect
-        return self.serializer.codecs[codec].loads(header, buffers, call.arrivals, call.peer, connect=connect)
-
-    def expire(self, call: PendingCall) -> BaseException | None:
-        error = self.calls.expire(call)
-        self.something_ended()  # if its callee is gone, or its answer has just come
-        return error
-
     # ---- the end
 
     def shutdown(
@@ -397,3 +375,10 @@ class Agent:
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         self._process.restore(give_back=False)
+
+
+def do_all(*steps: Callable[[], object]) -> None:
+    """Do one step after the other, also when one raises; what was raised is raised at the end."""
+    with ExitStack() as stack:
+        for step in reversed(steps):
+            stack.callback(step)

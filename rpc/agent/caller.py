@@ -1,8 +1,8 @@
 """The caller's side: make a call of a function and its arguments, send it, and wait.
 
-A call is serialized on the caller's thread, entered into the table of calls, and its message handed to the
-outbox. All calls begin in ``request``, or in ``inquire`` where the thread waits for the answer at once. What
-comes of it is the business of ``pending_call``; how it is run, of ``request_runner``.
+A call is serialized on the caller's thread, entered into the table of calls, and sent (``dispatcher``). All
+calls begin in ``request``, or in ``inquire`` where the thread waits for the answer at once. What comes of it
+is the business of ``calls``; how it is run, of ``request_runner``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.outbox import Outbox
-from rpc.agent.pending_call import PendingCall
-from rpc.agent.ports import Sending
+from rpc.agent.ports import Calling
 from rpc.agent.tape import note
 from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
@@ -25,7 +24,7 @@ from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rpc.serialization.tracked import stand_ins
 from rpc.transport.base import INFINITE, QueueFull
-from rpc.wire.frames import Kind
+from rpc.wire.frames import Frame, Kind
 
 __all__ = ["UNSET_TIMEOUT", "Caller"]
 
@@ -37,11 +36,10 @@ _FEW: Final = 16
 
 
 class Caller:
-    """Makes the calls of one agent, from any thread."""
+    """Makes the calls of one agent, from any thread. It is the ``CallOwner`` of all."""
 
-    def __init__(self, agent: Sending, outbox: Outbox) -> None:
+    def __init__(self, agent: Calling) -> None:
         self._agent = agent
-        self._outbox = outbox
 
     @protected  # what travels beside the payload is sent, or taken back
     def call(
@@ -132,9 +130,8 @@ class Caller:
     def transmit(self, call: PendingCall, kind: int, payload: Payload, *, coalesce: bool = False) -> None:
         """Send the message of a call that is in the table; see ``request``."""
         try:
-            self._outbox.send(
-                call.peer, kind, call.call_id, payload, wait=call.timeout or INFINITE, coalesce=coalesce
-            )
+            wait = call.timeout or INFINITE
+            self._agent.send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=coalesce)
         except QueueFull:
             if self.drop(call):
                 call.settle(call.timeout_error())
@@ -199,3 +196,24 @@ class Caller:
         future = Future.for_call(call)
         self._agent.calls.watch(call)
         return future
+
+    # ---- what pending calls need (CallOwner)
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        kind, _, header, buffers, codec = frame
+        agent = self._agent
+        if kind == Kind.FAILURE:
+            raise agent.serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
+        recording = agent.recording_of(header, call.peer, answer=True) if header else None
+        connect = None if recording is None else recording.connect
+        return agent.serializer.codecs[codec].loads(
+            header, buffers, call.arrivals, call.peer, connect=connect
+        )
+
+    def complete_soon(self, *futures: Future[Any]) -> None:
+        self._agent.run_soon([(future.complete, None) for future in futures])
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        error = self._agent.calls.expire(call)
+        self._agent.something_ended()  # if its callee is gone, or its answer has just come
+        return error

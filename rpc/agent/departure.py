@@ -15,10 +15,9 @@ from typing import Any, Final
 
 from rpc.agent.activity import Activity
 from rpc.agent.hooks import Hooks
-from rpc.agent.peer_table import PeerTable
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.connections import Connections
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, wait_for_event

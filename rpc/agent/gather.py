@@ -18,9 +18,8 @@ from typing import Any
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
-from rpc.agent.peer_table import PeerTable
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for_event
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import protected

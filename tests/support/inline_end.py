@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from rpc.agent.call_table import CallTable
+from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.dispatcher import Dispatcher
-from rpc.agent.pending_call import PendingCall
 from rpc.agent.request_runner import Request
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
@@ -42,7 +42,8 @@ class Agent:
         self.serializer = Serializer()
         self.events = Events()
         self.postponed = Counter()
-        self.calls = CallTable(self, loop.loop, lambda futures: None)
+        self.activity = SimpleNamespace(listener=None)
+        self.calls = CallTable(self, loop.loop)
         self.passed_on: list[int] = []
         """Calls that were given to other threads."""
         self.lost: list[str] = []
@@ -59,7 +60,7 @@ class Agent:
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         return bytes(frame.buffers[0])
 
-    def complete_soon(self, future: Any) -> None:
+    def complete_soon(self, *futures: Any) -> None:
         raise AssertionError("there are no futures here")
 
     def expire(self, call: PendingCall) -> BaseException | None:
