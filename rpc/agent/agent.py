@@ -126,7 +126,6 @@ class Agent:
             self.loop,
             self.mailbox.call,
             self.connections.lose,
-            lambda peer: bool(peer.member.host == self.view.me.host),
             bound=options.shared_memory_bytes,
             max_message_bytes=options.max_message_bytes,
             takes=self.serializer.allow is None,

@@ -46,8 +46,6 @@ class Inbound(Generic[P, M]):
         first: the number of the first message.
     """
 
-    __slots__ = ("_arrived", "_held", "_next", "_posts", "_reported", "matched")
-
     def __init__(self, first: int = 0) -> None:
         self._posts: deque[P] = deque()
         self._arrived: dict[int, tuple[M, int]] = {}
@@ -118,8 +116,6 @@ class Outbound(Generic[M]):
     Args:
         first: the number of the first message.
     """
-
-    __slots__ = ("_matched", "_next", "_sent", "_waiting")
 
     def __init__(self, first: int = 0) -> None:
         self._waiting: deque[tuple[M, int]] = deque()

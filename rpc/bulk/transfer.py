@@ -9,8 +9,8 @@ from time import monotonic
 from typing import Any, Final
 
 from rpc.bulk.copying import scatter
-from rpc.bulk.ports import Peer
 from rpc.errors import RpcError, RpcTimeoutError
+from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.transport.inline_read import Turn
@@ -41,30 +41,16 @@ class Transfer:
         withdraw: takes the transfer back if it has not begun, and says whether it did.
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_delivered",
-        "_done",
-        "_error",
-        "_peer",
-        "_waiters",
-        "_withdraw",
-        "buffers",
-        "outcome",
-        "size",
-        "what",
-    )
-
     def __init__(
         self, peer: Peer, what: str, buffers: list[memoryview] | None, withdraw: Callable[[Transfer], bool]
     ) -> None:
-        self._peer = peer
         self.what = what
         self.buffers = buffers
         self.size = sum(map(len, buffers or ()))
-        self._done = False
         self.outcome: Any = None
         """For who reads the connection: None until it has ended, or the message is here."""
+        self._peer = peer
+        self._done = False
         self._withdraw = withdraw
         self._error: BaseException | None = None
         self._delivered: list[Sequence[memoryview]] = []
@@ -100,7 +86,7 @@ class Transfer:
     def _wait(self, deadline: float) -> None:
         check_may_block()
         self._read(deadline)
-        while not self.done():
+        while not self._done:
             waiter = allocate_lock()
             waiter.acquire()
             self._waiters.append(waiter)

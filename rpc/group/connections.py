@@ -141,9 +141,8 @@ class Connections:
 
     async def _dial(self, peer: Peer) -> None:
         assert self._view is not None
-        same_host = peer.member.host == self._view.me.host
         try:
-            connection = await dial(peer.member, self._transports, self.connect_seconds, same_host=same_host)
+            connection = await dial(peer, self._transports, self.connect_seconds)
         except Unreachable as error:
             if not peer.connected:
                 self.lose(peer, str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from rpc.group.workers import Member
+from rpc.group.peer import Peer
 from rpc.transport.base import Connection, Transport
 
 __all__ = ["Unreachable", "dial"]
@@ -15,24 +15,21 @@ class Unreachable(Exception):
     """Says where the worker was looked for, and why it was not found there."""
 
 
-async def dial(
-    member: Member, transports: dict[str, Transport], seconds: float, *, same_host: bool
-) -> Connection:
+async def dial(peer: Peer, transports: dict[str, Transport], seconds: float) -> Connection:
     """Connect to a worker at the first of its addresses that answers; the result is not yet started.
 
     Args:
-        member: the worker.
+        peer: the worker.
         transports: by scheme.
         seconds: how long one address may take to answer.
-        same_host: it is on this host, where Unix sockets reach.
 
     Raises:
         Unreachable: none does.
     """
     failures: list[str] = []
-    for address in member.addresses:
+    for address in peer.member.addresses:
         scheme = address.partition(":")[0]
-        if scheme not in transports or (scheme == "unix" and not same_host):
+        if scheme not in transports or (scheme == "unix" and not peer.near):
             continue
         try:
             async with asyncio.timeout(seconds):

@@ -67,7 +67,8 @@ class Peer:
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0
         self._queue_limit = send_queue_bytes
-        self._near = near
+        self.near = near
+        """Whether it is on this host."""
         self._room = threading.Condition(self._lock)
 
     def __repr__(self) -> str:
@@ -183,7 +184,7 @@ class Peer:
         if type(buffer) is bytes:
             return buffer
         large = memoryview(buffer).nbytes > CAPTURED_BYTES
-        return buffer if large and not self._near else bytes(buffer)
+        return buffer if large and not self.near else bytes(buffer)
 
     def established(self, connection: Connection) -> None:
         """There is a connection: send what waits for it, in order, before anything else."""
