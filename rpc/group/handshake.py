@@ -79,19 +79,13 @@ TRANSITIONS: Final[Mapping[State, Mapping[int, State]]] = {
 """By the kind of a message, whoever says it."""
 
 _SAID_BY: Final = {
-    Kind.HELLO: Role.DIALLER,
-    Kind.CHALLENGE: Role.ACCEPTOR,
-    Kind.PROOF: Role.DIALLER,
-    Kind.WELCOME: Role.ACCEPTOR,
-    Kind.REFUSED: Role.ACCEPTOR,
+    Kind.HELLO: (Role.DIALLER, "hello"),
+    Kind.CHALLENGE: (Role.ACCEPTOR, "challenge"),
+    Kind.PROOF: (Role.DIALLER, "proof"),
+    Kind.WELCOME: (Role.ACCEPTOR, "welcome"),
+    Kind.REFUSED: (Role.ACCEPTOR, "refused"),
 }
-_NAMES: Final = {
-    Kind.HELLO: "hello",
-    Kind.CHALLENGE: "challenge",
-    Kind.PROOF: "proof",
-    Kind.WELCOME: "welcome",
-    Kind.REFUSED: "refused",
-}
+"""Who says each kind of message, and what it is called."""
 
 
 class Authenticator(Protocol):
@@ -247,8 +241,9 @@ class Handshake:
 
     def _step(self, kind: int, *, received: bool) -> None:
         possible = TRANSITIONS[self.state]
-        if kind not in possible or (_SAID_BY[kind] is self.role) is received:
-            expected = " or ".join(_NAMES[each] for each in possible if _SAID_BY[each] is not self.role)
+        if kind not in possible or (_SAID_BY[kind][0] is self.role) is received:
+            said_by = [_SAID_BY[each] for each in possible]
+            expected = " or ".join(name for role, name in said_by if role is not self.role)
             raise ProtocolError(f"expected {expected or 'nothing'}, got a frame of kind {kind}")
         self.state = possible[kind]
 

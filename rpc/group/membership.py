@@ -83,15 +83,11 @@ class Membership:
         """All present members, this one included, by id."""
         return sorted(self._by_incarnation.values(), key=lambda member: member.id)
 
-    def present_infos(self) -> list[WorkerInfo]:
-        """Name and id of all present members, this one included, by id."""
-        return [member.info for member in self.present()]
-
     def infos(self) -> list[WorkerInfo]:
         """Who takes part: in a static group all that formed it, gone or not; else all that are present."""
         if self.static:
             return [member.info for _, member in sorted(self._by_id.items())]
-        return self.present_infos()
+        return [member.info for member in self.present()]
 
     def resolve(self, callee: WorkerReference) -> Member:
         """The member that a callee names, present or gone.
