@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
-from rpc.agent.activity import Activity
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.calls import CallTable
-from rpc.agent.departure import Departure
+from rpc.agent.departure import Activity, Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Completions, Future
 from rpc.agent.gather import Gathering
@@ -74,6 +73,9 @@ class Agent:
 
     info: WorkerInfo
     view: Membership
+    calls: CallTable
+    control: Control
+    dispatcher: Dispatcher
 
     def __init__(self, options: AgentOptions, listen_host: str, listen_port: int = 0) -> None:
         self.options = options
@@ -96,7 +98,12 @@ class Agent:
         self.executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)
         self._completions = Completions(self.executor)
         self.run_soon = self._completions.run_soon
-        self.activity = Activity(self.mailbox, self.executor)
+        self.activity = Activity(
+            self.mailbox,
+            self.executor,
+            lambda: self.calls.unanswered() + self.control.unacknowledged(),
+            lambda: self.calls.opened + self.dispatcher.requests_begun + self.control.posted,
+        )
         self.postponed, self.something_ended = self.activity.postponed, self.activity.ended
 
         self.peers = PeerTable(self._make_peer, self._connect, hooks.joined, self.events)
@@ -152,10 +159,6 @@ class Agent:
         self.dispatcher.unwrap(Kind.IN_SEGMENT, self.shared_memory.unwrap)
         self.dispatcher.on(Kind.BULK, self.bulk.received, any_thread=True)
         self.dispatcher.on(Kind.BULK_CREDIT, self.bulk.credited, any_thread=True)
-        self.activity.count(
-            under_way=lambda: self.calls.unanswered() + self.control.unacknowledged(),
-            begun=lambda: self.calls.opened + dispatcher.requests_begun + self.control.posted,
-        )
         try:
             self.addresses = self.on_loop(self.connections.listen, listen_host, listen_port)
         except BaseException as error:

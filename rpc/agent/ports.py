@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rpc.agent.activity import Activity
 from rpc.agent.calls import CallTable
+from rpc.agent.departure import Activity
 from rpc.agent.tape import Recording, Tape
 from rpc.bulk.striping import Striping
 from rpc.group.membership import WorkerReference

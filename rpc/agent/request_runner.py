@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import CoroutineType
 from typing import Any, Final
 
@@ -53,6 +53,9 @@ class Request:
         self.recording: Recording | None = None
 
 
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function and its arguments."""
+
 Answer = Callable[[Any, BaseException | None], None]
 """Called once, with the value or the exception."""
 
@@ -76,45 +79,30 @@ class RequestRunner:
         self._coroutines: LoopThread | None = None
         self._stopped = False
 
-    def run(self, request: Request) -> None:
-        """Run a call and reply to it."""
+    def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
+        """Run a request and answer it.
+
+        Args:
+            load: reads it, where it is not a plain call.
+        """
         try:
-            function, args, kwargs = self.load(request)
-            recording = request.recording
-            if recording is not None:
-                with recording:
-                    value = function(*args, **kwargs)
-            else:
-                value = function(*args, **kwargs)
-            if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
-                value = self._later(function, value, request, self.replier(request))
+            function, args, kwargs = (load or self.load)(request)
+            value = self.start(function, args, kwargs, request)
         except BaseException as error:
             self.fail(request.peer, request.frame.call_id, error)
-        else:
-            if value is not LATER:
-                del args, kwargs
-                payload = self.dump_answer(request, value, function)
-                del function  # now, since its destructor may be the user's
-                if payload is not None:
-                    self.answer_last(request, value, payload)
-
-    def dump_answer(self, request: Request, value: Any, function: Callable[..., Any]) -> Payload | None:
-        """The answer to a request; None if that is an error, which is sent."""
-        peer, frame = request.peer, request.frame
+            return
+        if value is LATER:
+            return
+        del args, kwargs
         # The memory that the arguments lie in goes back before the caller goes on, and may use it.
-        frame.buffers.clear()
+        request.frame.buffers.clear()
+        peer, codec = request.peer, request.frame.codec
         try:
-            return self.dump_reply(peer, value, function, request.recording, frame.codec)
+            payload = self.dump_reply(peer, value, function, request.recording, codec)
         except BaseException as error:
-            self.fail(peer, frame.call_id, error)
-            return None
-
-    def answer_last(self, request: Request, value: Any, payload: Payload) -> None:
-        """Answer a request with a value: the last thing that the thread does which has run it.
-
-        To be called with nothing else of the user's in hand.
-        """
-        peer = request.peer
+            self.fail(peer, request.frame.call_id, error)
+            return
+        del function  # now, since its destructor may be the user's
         large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
         self.lend_thread(peer, value, large=large)
         self.answer(peer, Kind.REPLY, request.frame.call_id, payload)
@@ -133,7 +121,7 @@ class RequestRunner:
             at_once = at_once and not large and type(value) in _WITHOUT_DESTRUCTOR
             self._agent.executor.lend(source, at_once=at_once)
 
-    def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    def load(self, request: Request) -> Call:
         """The function and arguments of a request; raises what unpickling raises."""
         agent, peer = self._agent, request.peer
         _, _, header, buffers, codec = request.frame
@@ -142,9 +130,8 @@ class RequestRunner:
             recording = request.recording = agent.recording_of(header, peer)
             if recording is not None:
                 connect = recording.connect
-        return agent.serializer.codecs[codec].load_call(
-            header, buffers, request.arrivals, peer, connect=connect
-        )
+        load = agent.serializer.codecs[codec].load_call
+        return load(header, buffers, request.arrivals, peer, connect=connect)
 
     def start(
         self,
@@ -152,21 +139,24 @@ class RequestRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         request: Request,
-        answer: Answer,
+        answer: Answer | None = None,
     ) -> Any:
         """Run a function, inside what the tape attached to the header of a loaded request.
 
         Returns:
-            Its value; or ``LATER``, and then ``answer`` is called, on some thread, when the future that it
-            returned (``async_execution``) or its coroutine (``async def``) is done.
+            Its value; or ``LATER``: then ``answer``, by default that of the request, is called on some thread
+            when the future that it returned (``async_execution``) or its coroutine (``async def``) is done.
 
         Raises:
             What the function raises right away; ``answer`` is not called then.
         """
-        with _followed(request):
+        if request.recording is None:
             value = function(*args, **kwargs)
+        else:
+            with request.recording:
+                value = function(*args, **kwargs)
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
-            return self._later(function, value, request, answer)
+            return self._later(function, value, request, answer or self.replier(request))
         return value
 
     def _later(self, function: Callable[..., Any], value: Any, request: Request, answer: Answer) -> Any:
@@ -199,7 +189,12 @@ class RequestRunner:
 
         def done(future: torch.futures.Future[Any]) -> None:
             try:
-                _answer_from_future(future, answer)
+                try:
+                    result = future.value()
+                except BaseException as error:
+                    answer(None, error)
+                else:
+                    answer(result, None)
             finally:
                 self._ended()
 
@@ -213,7 +208,7 @@ class RequestRunner:
     async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
         """Run an ``async def`` callee; what it returns is serialized on an executor thread."""
         try:
-            with _followed(request):
+            with request.recording or nullcontext():
                 value = await coroutine
         except BaseException as error:
             self._agent.executor.submit((_give, (answer, None, error)))
@@ -323,19 +318,6 @@ class RequestRunner:
             coroutines.stop()
 
 
-def _followed(request: Request) -> AbstractContextManager[Any]:
-    return nullcontext() if request.recording is None else request.recording
-
-
 def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:
     answer, value, error = arguments
     answer(value, error)
-
-
-def _answer_from_future(future: torch.futures.Future[Any], answer: Answer) -> None:
-    try:
-        value = future.value()
-    except BaseException as error:
-        answer(None, error)
-    else:
-        answer(value, None)
