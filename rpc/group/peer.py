@@ -5,22 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
-from typing import Any, Final
+from typing import Any
 
 from rpc.errors import SerializationError, WorkerLostError
 from rpc.group.connection_state import TRANSITIONS, Event, State
 from rpc.group.membership import Membership, WorkerReference
 from rpc.group.workers import Member
 from rpc.runtime import file_limit
+from rpc.runtime.blocking import wait_while
 from rpc.runtime.events import Events, PeerJoined
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import TaskSource
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 
 __all__ = ["Peer", "PeerTable"]
-
-_SLICE_SECONDS: Final = 0.5
-"""A signal right before a wait does not end it: no wait is longer than this."""
 
 
 class Peer:
@@ -155,8 +153,8 @@ class Peer:
         pieces = [self._capture(buffer) for buffer in buffers] if aliased else list(buffers)
         deadline = monotonic() + wait
         with self._lock:
-            while wait and self._is_full():
-                self._wait_for_room(deadline)
+            if wait and not wait_while(self._is_full, self._room, deadline):
+                raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
             if self.connection is not None:
                 return self.connection
             if self.lost is not None:
@@ -167,13 +165,6 @@ class Peer:
             if is_first:
                 self._connect(self)
         return None
-
-    @interruptible
-    def _wait_for_room(self, deadline: float) -> None:
-        left = deadline - monotonic()
-        if left <= 0:
-            raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
-        self._room.wait(min(left, _SLICE_SECONDS))
 
     def _is_full(self) -> bool:
         waits = self.connection is None and self.lost is None

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 from _thread import LockType
+from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
 from rpc.errors import BlockingCallError
 from rpc.runtime.interrupts import interruptible
 
-__all__ = ["INFINITE", "check_may_block", "forbid_blocking", "wait_for", "wait_for_event"]
+__all__ = ["INFINITE", "check_may_block", "forbid_blocking", "wait_for", "wait_for_event", "wait_while"]
 
 INFINITE: Final = float("inf")
 _SLICE_SECONDS: Final = 0.5
@@ -63,4 +64,15 @@ def wait_for_event(event: threading.Event, deadline: float = INFINITE) -> bool:
     while not event.wait(min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):
         if monotonic() >= deadline:
             return False
+    return True
+
+
+@interruptible
+def wait_while(busy: Callable[[], bool], changed: threading.Condition, deadline: float) -> bool:
+    """As ``wait_for``, for the end of what ``busy`` tells, with the lock of ``changed`` in hand."""
+    while busy():
+        left = deadline - monotonic()
+        if left <= 0:
+            return False
+        changed.wait(min(left, _SLICE_SECONDS))
     return True

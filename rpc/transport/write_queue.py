@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.blocking import wait_while
+from rpc.runtime.interrupts import protected
 from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.byte_stream import ByteStream
 from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage, Outgoing
@@ -48,8 +49,6 @@ _LOOP_BYTES: Final = 128 << 10
 _COALESCED_FRAMES: Final = 32
 """So many frames are not kept waiting for more."""
 _PIECES_PER_WRITE: Final = 64
-_SLICE_SECONDS: Final = 0.5
-"""A signal right before a wait does not end it: no wait is longer than this."""
 _CHUNK_END: Final = memoryview(b"")
 """Marks in the queue where a chunk ends."""
 
@@ -190,27 +189,22 @@ class WriteQueue:
 
     def _is_ready(self, wait: float, in_chunks: bool) -> bool:
         """Whether there is any point in sending; waits for room if asked to."""
-        if wait:
-            full = self.outgoing.unsent if in_chunks else self._queued_bytes
-            if full > self._queue_limit:
-                self._before_waiting()
-                if not (self.outgoing.wait_for_room(wait) if in_chunks else self._wait_for_room(wait)):
-                    raise QueueFull(f"{self.description} does not take what is queued for it")
+        if wait and (self.outgoing.is_full() if in_chunks else self._is_full()):
+            self._before_waiting()
+            deadline = monotonic() + wait
+            if not (self.outgoing.wait_for_room(deadline) if in_chunks else self._wait_for_room(deadline)):
+                raise QueueFull(f"{self.description} does not take what is queued for it")
         if not self._open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         # After a write error it is about to be closed: what was received before is still being read.
         return self.error is None
 
-    @interruptible
-    def _wait_for_room(self, seconds: float) -> bool:
-        deadline = monotonic() + seconds
+    def _is_full(self) -> bool:
+        return self._open and self._queued_bytes > self._queue_limit
+
+    def _wait_for_room(self, deadline: float) -> bool:
         with self._count_lock:
-            while self._open and self._queued_bytes > self._queue_limit:
-                left = deadline - monotonic()
-                if left <= 0:
-                    return False
-                self._room.wait(min(left, _SLICE_SECONDS))
-        return True
+            return wait_while(self._is_full, self._room, deadline)
 
     def _enqueue(self, pieces: Iterable[Any], size: int) -> None:
         with self._count_lock:

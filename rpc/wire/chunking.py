@@ -26,13 +26,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from time import monotonic
 from typing import Any, Final
 
 import numpy as np
 
 from rpc.errors import ProtocolError
-from rpc.runtime.interrupts import interruptible
+from rpc.runtime.blocking import wait_while
 
 __all__ = [
     "CHUNK_BYTES",
@@ -73,8 +72,6 @@ _UNDER_WAY_BYTES: Final = 32 << 20
 _SENT_AT_ONCE: Final = 8
 _OWN_MEMORY_BYTES: Final = 128 << 10
 _PAGE_BACKED_BYTES: Final = 4 << 20
-_SLICE_SECONDS: Final = 0.5
-"""A signal right before a wait does not end it: no wait is longer than this."""
 
 
 class ChunkedMessage:
@@ -148,17 +145,14 @@ class Outgoing:
     def __bool__(self) -> bool:
         return bool(self._open or self._waiting)
 
-    @interruptible
-    def wait_for_room(self, seconds: float) -> bool:
-        """Wait while too much is to be sent; false if that is so after so many seconds still."""
-        deadline = monotonic() + seconds
+    def wait_for_room(self, deadline: float) -> bool:
+        """Wait while too much is to be sent; false if that is so at ``deadline`` still."""
         with self._lock:
-            while self.unsent > self._queue_limit and not self._closed:
-                left = deadline - monotonic()
-                if left <= 0:
-                    return False
-                self._room.wait(min(left, _SLICE_SECONDS))
-        return True
+            return wait_while(self.is_full, self._room, deadline)
+
+    def is_full(self) -> bool:
+        """Whether too much is to be sent."""
+        return self.unsent > self._queue_limit and not self._closed
 
     def add(self, message: ChunkedMessage) -> None:
         """Send a message too, or what is left of it; it is opened when its turn comes."""
