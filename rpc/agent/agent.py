@@ -139,7 +139,12 @@ class Agent:
         )
         self.share = self.shared_memory.send
         self.striping = Striping(
-            self.loop, self.mailbox, self.connections, self, options.tcp_stripes, options.max_message_bytes
+            self.loop,
+            self.mailbox,
+            self.connections,
+            self.frames_received,
+            options.tcp_stripes,
+            options.max_message_bytes,
         )
         self.connections.lane_came = self.striping.lane_came
         self.bulk = Bulk(self.share, self.striping.consider, self.lose)
@@ -174,7 +179,6 @@ class Agent:
         """Take part in a group: from now on calls can be made and are answered.
 
         Args:
-            me: this worker.
             members: everybody known so far, with or without ``me``.
             group: a key that all members of this group, and no others, share.
             static: nobody joins later.
@@ -362,9 +366,8 @@ class Agent:
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.
 
-        The child has none of the agent's threads, and its locks may be held by threads that are not there,
-        so nothing is called that would take one. The descriptors are closed, or the parent's peers would
-        not notice the parent's death while the child lives.
+        No lock may be taken: threads may hold it that are not there. Descriptors are closed, or the parent's
+        peers would not notice its death while the child lives.
         """
         self.closed = True
         self.mailbox.close()

@@ -55,9 +55,9 @@ class Caller:
         """Send a call of a function; what cannot be sent raises here.
 
         Args:
-            coalesce: the caller does not wait for it now: where many calls are under way, it may be sent with
-                those that follow.
             timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
+            coalesce: nobody waits for it now: where many are under way, it may be sent with those that
+                follow.
         """
         peer = self._agent.peer(to)
         payload = self.dump_call(function, args, kwargs, peer)
@@ -89,9 +89,8 @@ class Caller:
         *,
         coalesce: bool = False,
     ) -> PendingCall:
-        """Send any message that is answered by a reply or a failure.
-
-        A worker that is gone is not an error here, but the call's outcome.
+        """Send any message that is answered by a reply or a failure. That a worker is gone is the call's
+        outcome.
 
         Args:
             what: what is asked, for error messages: a text or a function.

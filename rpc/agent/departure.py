@@ -44,9 +44,7 @@ class Activity:
     answered, a control message until it is acknowledged.
 
     Args:
-        mailbox, executor: of the agent.
-        parts_under_way: how much the agent's other parts have under way.
-        begun: how many calls, requests and control messages have ever begun here: grows with each.
+        parts_under_way, begun: how much the agent's other parts have under way, and how much has ever begun.
 
     Attributes:
         postponed: requests that no task works on, but which are still to be run or answered.
@@ -93,14 +91,7 @@ class Activity:
 
 
 class Departure:
-    """One agent's way out of its group.
-
-    Args:
-        activity: what is under way here.
-        peers, connections: of this worker.
-        loop_thread: the agent's.
-        hooks: tell when the agent has ended.
-    """
+    """One agent's way out of its group."""
 
     def __init__(
         self,
@@ -122,11 +113,8 @@ class Departure:
         hooks.closed.append(self._closed)
 
     def form(self, me: Member, members: Sequence[Member] | None) -> None:
-        """The group is formed.
-
-        Args:
-            me: this worker.
-            members: of a static group; None in a dynamic one, where each leaves when its own work is done.
+        """The group is formed of ``members``; None in a dynamic one, where each leaves when its own work is
+        done.
         """
         self._me = me
         self._termination = None if members is None else Termination(me, members, ROUNDS)
@@ -134,12 +122,12 @@ class Departure:
     def wait_for_all(
         self, timeout: float, release: Callable[[], object] | None, check: Callable[[], object] | None
     ) -> None:
-        """Wait for the end of all work, with all ``ROUNDS``; arguments as for ``wait``.
+        """Wait for the end of all work, with all ``ROUNDS``; see ``wait``.
 
         Args:
             release: gives back all references, after the first round.
             check: looks whether others hold references, after the second. If it raises, the third is waited
-                for all the same.
+                for.
         """
         self.wait(timeout)
         if release is not None:
@@ -154,12 +142,9 @@ class Departure:
     def wait(self, timeout: float) -> None:
         """Wait for the end of a round (in a dynamic group: of this worker's own work). Ctrl-C interrupts.
 
-        Args:
-            timeout: seconds; 0 for no limit.
-
         Raises:
-            RpcTimeoutError: it took longer; says who is not in shutdown, or who is still busy. Or another
-                thread has ended the agent.
+            RpcTimeoutError: it took more than ``timeout`` seconds (0 for no limit); says who is not in
+                shutdown, or still busy. Or another thread has ended the agent.
         """
         ended = threading.Event()
         failure: list[str | None] = [None]

@@ -156,12 +156,7 @@ class Dispatcher:
         self._pass_on(tasks)
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool = False) -> Task | None:
-        """On any thread: take frames in from the front of the list, removing them, up to the first that needs
-        the loop.
-
-        Args:
-            keep: the thread wants something to do, which is returned, if there is anything.
-        """
+        """On any thread: see ``Receiver.take_inline``."""
         tasks: list[Task] = []
         try:
             while frames:
@@ -234,11 +229,8 @@ class Dispatcher:
         self.requests_begun = next(self._numbers)
 
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
-        """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
-        travelled beside its buffers is ready.
-
-        Args:
-            tasks: where to put it if it can run now.
+        """Have ``run`` run a request, which must be answered once, when all that travelled beside its buffers
+        is ready: at once by a task that is put among ``tasks``, or later.
         """
         agent = self._agent
         self.count_request()

@@ -35,13 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class Request:
-    """A call that has arrived.
+    """A call that has arrived: who asks, what, and what travelled beside the pickle.
 
-    Attributes:
-        peer: who asks.
-        frame: what.
-        arrivals: what travelled beside the pickle.
-        recording: what it is noted in, once it is loaded.
+    ``recording`` is what it is noted in, once it is loaded.
     """
 
     __slots__ = ("arrivals", "frame", "peer", "recording")
@@ -243,12 +239,8 @@ class RequestRunner:
         recording: Recording | None = None,
         codec: int = PICKLE,
     ) -> None:
-        """Answer a request with a value; if it cannot be sent, with that error.
-
-        Args:
-            of: the function whose value it is, or a text, for error messages.
-            recording: what the request is noted in.
-            codec: that of the request.
+        """Answer a request with the value of ``of``, a function or a text; if it cannot be sent, with that
+        error.
         """
         try:
             payload = self.dump_reply(peer, value, of, recording, codec)

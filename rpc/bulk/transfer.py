@@ -34,11 +34,8 @@ def as_bytes(buffers: Any) -> list[memoryview]:
 class Transfer:
     """One message, sent or to be received. From any thread.
 
-    Args:
-        peer: the other worker.
-        what: names it in errors.
-        buffers: what is sent, or where it is to be received; None to receive the message's own buffers.
-        withdraw: takes the transfer back if it has not begun, and says whether it did.
+    ``buffers`` is what is sent, or where it is received; None for the message's own. ``withdraw`` takes the
+    transfer back if it has not begun, and says whether it did.
     """
 
     def __init__(

@@ -346,13 +346,7 @@ class Connections:
 class _Greeting(SilentOwner):
     """Owns a connection until both sides know each other: the shell round ``handshake``.
 
-    Args:
-        connections: told how it goes.
-        connection: not yet started.
-        peer: whom this side connects to; None on the accepting side.
-
-    Attributes:
-        hello: at the acceptor, what is to be judged.
+    ``peer`` is whom this side connects to, None on the accepting side, where ``hello`` is to be judged.
     """
 
     def __init__(self, connections: Connections, connection: Connection, peer: Peer | None) -> None:

@@ -144,12 +144,8 @@ class Welcomed:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a hello is not accepted.
-
-    Attributes:
-        code: for the program.
-        reason: for people on the other side, who may be strangers.
-        detail: for the log of this side only.
+    """Why a hello is not accepted: a code for programs, a reason for people on the other side, who may be
+    strangers, and a detail for the log of this side only.
     """
 
     code: str

@@ -14,9 +14,6 @@ class Loopback(DirectConnection):
     """Gives each frame to its owner, in memory of its own, so that nothing is shared by accident.
 
     Frames are taken in on the sender's thread, but for those that need the loop's.
-
-    Args:
-        loop: the agent's.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

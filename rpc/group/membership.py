@@ -34,10 +34,7 @@ class Membership:
         self._add(me)
 
     def join(self, member: Member) -> bool:
-        """Take note of a member.
-
-        Returns:
-            Whether it is new.
+        """Take note of a member; returns whether it is new.
 
         Raises:
             WorkerLostError: this incarnation is gone already.

@@ -111,10 +111,7 @@ class Peer:
     def send(
         self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
     ) -> None:
-        """Send one frame, or keep it until there is a connection.
-
-        Args:
-            buffers, size, aliased, wait: see ``Connection.send``.
+        """Send one frame, or keep it until there is a connection; see ``Connection.send``.
 
         Raises:
             WorkerLostError: the worker is gone.
@@ -207,11 +204,9 @@ class PeerTable:
         make: makes the peer of a member.
         connect: begins to connect to a peer; from any thread, and twice does no harm.
         joined: called with each new peer, in order.
-        events: told who joins.
 
     Attributes:
-        view: who is in the group; set by ``form``.
-        own: this worker's peer for itself; set by ``form``.
+        view, own: who is in the group, and this worker's peer for itself; set by ``form``.
         by_incarnation: returns a peer, present or gone; None if it was never in the group.
     """
 

@@ -44,10 +44,8 @@ _ANSWER_SECONDS: Final = 1.0
 class Report:
     """What a worker says about itself at one moment; ``begun`` is read before ``active``.
 
-    Attributes:
-        active: how much is under way: calls and requests not answered, tasks, callbacks, control messages not
-            acknowledged.
-        begun: how many calls, requests and control messages have ever begun; grows with each.
+    ``active`` is how much is under way: calls, requests, tasks, callbacks, control messages not acknowledged;
+    ``begun`` how many of these have ever begun.
     """
 
     active: int

@@ -86,10 +86,8 @@ class ByteStream(Protocol):
         """
 
     def read_into(self, buffer: memoryview) -> int | None:
-        """Read what is there, at most as much as the buffer holds.
-
-        Returns:
-            How many bytes; 0 at the end of the stream, None if there is nothing now.
+        """Read at most what the buffer holds; returns how many bytes, 0 at the end, None if there are none
+        now.
 
         Raises:
             OSError: the stream is broken.

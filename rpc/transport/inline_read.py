@@ -161,15 +161,8 @@ class Spinners:
 
 
 def spin(poll: Callable[[int], list[Any]], until: float, backoff: Backoff, spinners: Spinners) -> list[Any]:
-    """Poll again and again, until there is something to see or ``until`` on the monotonic clock.
-
-    Args:
-        poll: called with 0, for how long to wait.
-        backoff: told if nothing was seen.
-        spinners: whom the current thread joins meanwhile, unless there are enough.
-
-    Returns:
-        What was seen; empty if nothing was.
+    """Poll again and again, until there is something to see, which is returned, or ``until`` on the monotonic
+    clock. ``backoff`` is told if nothing was seen; the thread is among ``spinners``, unless there are enough.
     """
     seen = poll(0)
     if seen or len(spinners.threads) >= spinners.limit:
@@ -281,17 +274,8 @@ class ReadLease:
 class InlineReader:
     """How threads may read one connection: those that wait for a reply, and idle ones (a ``TaskSource``).
 
-    The methods are for any thread, except where noted.
-
-    Args:
-        connection: whose socket it is.
-        descriptor: the socket's.
-        decoder: the connection's.
-        buffer: the decoder's, to receive into.
-        spinners: who spins, in this agent.
-
-    Attributes:
-        closed: nothing is taken in any more; set by the loop.
+    The methods are for any thread, except where noted. ``closed``, set by the loop: nothing is taken in any
+    more.
     """
 
     def __init__(
@@ -343,11 +327,8 @@ class InlineReader:
     def take_over(
         self, turn: Turn, decode: Callable[[int], object], deliver: Callable[[list[Frame]], object]
     ) -> None:
-        """Have the loop take in what was received in a thread's turn, and read from now on.
-
-        Args:
-            decode: takes in so many bytes that lie in the receive buffer.
-            deliver: takes in frames.
+        """Have the loop take in what was received in a thread's turn, and read from now on: by ``decode``, so
+        many bytes in the receive buffer, or by ``deliver``, frames.
         """
         if not self.lease.pass_to_loop(turn):
             return
@@ -382,11 +363,8 @@ class InlineReader:
     def claim(self, *, idle: bool = False) -> Turn | None:
         """Take the lease for the current thread, which must ``leave`` then, whatever happens.
 
-        Args:
-            idle: it has nothing else to do, and gives way to who waits for a reply.
-
-        Returns:
-            Its turn; None if somebody else has the lease, or it does not pay.
+        Returns its turn; None if somebody else has the lease, or it does not pay. ``idle``: it has nothing
+        else to do, and gives way to who waits for a reply.
         """
         if self._worth.rests and not self._worth.may_try():
             return None
@@ -475,11 +453,7 @@ class InlineReader:
         """For a thread that has claimed the lease, being idle: wait for something to do, and give up the
         lease.
 
-        Args:
-            timeout: seconds; None for no limit.
-
-        Returns:
-            None if the time is over, or something came that needs the loop, or ``wake`` was called.
+        None after ``timeout`` seconds, or if something came that needs the loop, or ``wake`` was called.
         """
         turn = self._own_turn()
         if turn is None or turn.left_to_loop is not None:
@@ -551,9 +525,8 @@ class InlineReader:
     def _wait(self, until: float, spin_until: float) -> bool | None:
         """Wait until the socket is readable; false when the time is over, None if ``wake`` was called.
 
-        Args:
-            until: on the monotonic clock; infinite for no limit.
-            spin_until: the same, for how long to spin if at all.
+        ``until`` is on the monotonic clock, infinite for no limit, ``spin_until`` for how long to spin if at
+        all.
         """
         poll = self._poll
         if poll is None:

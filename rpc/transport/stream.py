@@ -33,18 +33,10 @@ _RELEASE_SECONDS: Final = 0.001
 
 
 class StreamConnection:
-    """Frames over a connected stream socket.
+    """Frames over a connected stream socket, which it owns.
 
     ``send``, ``send_small`` and ``flush`` may be called from any thread, everything else on the loop's only.
-
-    Args:
-        loop: the running loop.
-        sock: connected; the connection owns it from here on.
-        description: names the other end in logs.
-        send_queue_bytes: callers of ``send`` wait while more than this is queued.
-        captured_bytes: memory of the caller's, where it is no longer than this, may change as soon as
-            ``send`` returns.
-        spinners: the threads of this agent that spin.
+    Arguments are as for ``WriteQueue``.
     """
 
     owner: ConnectionOwner
@@ -102,11 +94,8 @@ class StreamConnection:
         self._queue.outgoing.max_bytes = sent
 
     def receive_with(self, lane: int, arriving: Reassembly) -> None:
-        """Take in chunks of large messages together with other connections to the same peer.
-
-        Args:
-            lane: the number of this one; the first has 0.
-            arriving: that of the first.
+        """Take in chunks of large messages together with other connections to the same peer: as number
+        ``lane`` (the first has 0), into what the first has.
         """
         self._decoder.lane, self._decoder.arriving = lane, arriving
 

@@ -133,7 +133,7 @@ class WriteQueue:
             self._last = b"".join(pieces)  # not into the queue, where it would overtake what is being sent
         elif in_chunks:
             self._send_chunked(pieces, size, aliased)
-        elif not self._write_now(pieces, aliased):
+        elif not self._write_now(pieces, size, aliased=aliased):
             self._enqueue([self._capture(piece) for piece in pieces] if aliased else pieces, size)
         if self:
             self.drain()
@@ -151,7 +151,7 @@ class WriteQueue:
                 self._flushing = True
                 self.tell_loop(self._flush)
             return
-        if self._queue or not self._write_frame(frame):
+        if not self._write_now((frame,), len(frame)):
             self._enqueue([frame], len(frame))
         if self._queue or self.outgoing.unsent:
             self.drain()
@@ -222,36 +222,24 @@ class WriteQueue:
         self._flushing = False
         self.drain()
 
-    def _write_frame(self, frame: bytes) -> bool:
-        """Whether a small frame is out of the caller's hands: written, or its rest at the queue's front."""
-        if not self.lock.acquire(False):
-            return False
-        try:
-            if self._queue or not self._open:
-                return False
-            count = self._stream.write((frame,))
-            if count < len(frame):
-                self._put_back([frame[count:]])
-        except OSError as error:
-            self._fail(error)
-        finally:
-            self.lock.release()
-        return True
-
-    def _write_now(self, pieces: Sequence[Any], aliased: bool) -> bool:
-        """As ``_write_frame``, for a frame of any size in several pieces."""
+    def _write_now(self, pieces: Sequence[Any], size: int, *, aliased: bool = False) -> bool:
+        """Whether a frame is out of the caller's hands: written, or its rest at the queue's front."""
         if self._queue or not self.lock.acquire(False):
             return False
         try:
             if self._queue or not self._open:
                 return False
-            left = deque(pieces)
-            self._write_all(left)
-            if left:
+            count = self._stream.write(pieces[:_PIECES_PER_WRITE])
+            if count < size:
+                left = deque(pieces)
+                _discard(left, count)
+                self._write_all(left)
                 self._put_back([self._capture(piece) for piece in left] if aliased else left)
-            return True
+        except OSError as error:
+            self._fail(error)
         finally:
             self.lock.release()
+        return True
 
     def _send_chunked(self, pieces: Sequence[Any], size: int, aliased: bool) -> None:
         outgoing = self.outgoing
@@ -264,7 +252,7 @@ class WriteQueue:
                 self.tell_loop(drain)
 
     def _write_beginning(self, message: ChunkedMessage, aliased: bool) -> bool:
-        """As ``_write_now`` for a message in chunks, of which others are left to the loop."""
+        """As ``_write_now``, for a message in chunks, of which others are left to the loop."""
         if self._queue or self.outgoing or not self.lock.acquire(False):
             return False
         try:

@@ -75,13 +75,8 @@ _PAGE_BACKED_BYTES: Final = 4 << 20
 
 
 class ChunkedMessage:
-    """A large message on its way out.
-
-    Args:
-        head: the opening frame.
-        number: of the message, in its chunks.
-        pieces: what is to follow in chunks: contiguous buffers of bytes, referenced and not copied.
-        size: the sum of their lengths in bytes.
+    """A large message on its way out: its opening frame, its number, and the buffers that follow in chunks,
+    contiguous, referenced and not copied; ``size`` is the sum of their lengths.
     """
 
     def __init__(self, head: bytes, number: int, pieces: Sequence[Any], size: int) -> None:
@@ -116,8 +111,7 @@ class Outgoing:
     """The large messages to one peer that are not sent yet. From any thread.
 
     Args:
-        chunk_prefix: makes the prefix of a chunk, of the message's number, where in it the chunk begins,
-            and the chunk's length.
+        chunk_prefix: makes the prefix of a chunk, of the message's number, the chunk's offset and length.
         queue_limit: callers wait while more bytes than this are to be sent.
 
     Attributes:
@@ -324,12 +318,10 @@ class Reassembly:
         lanes.add(lane)
 
     def open(self, number: int, what: Any, rooms: Sequence[Room], lead: int = 0, lane: int = 0) -> None:
-        """A message begins.
+        """A message begins, with this number in its chunks.
 
         Args:
-            number: its number in chunks.
             what: returned with its buffers when it is complete.
-            rooms: its buffers, in order.
             lead: how far from an alignment boundary its first buffer starts.
             lane: where its opening came.
 
@@ -349,8 +341,8 @@ class Reassembly:
     def begin(self, number: int, offset: int, length: int) -> deque[memoryview]:
         """A chunk begins; returns where its bytes go, in order.
 
-        Raises:
-            ProtocolError: no such message is open, or it has no such chunk, or that has come already.
+        Raises ``ProtocolError`` if no such message is open, or it has no such chunk, or that has come
+        already.
         """
         message = self.open_messages.get(number)
         if message is None:
@@ -366,10 +358,8 @@ class Reassembly:
         return message.part(offset, length)
 
     def filled(self, number: int, length: int) -> tuple[Any, list[memoryview]] | None:
-        """A chunk of ``length`` bytes has arrived, all of it.
-
-        Returns:
-            ``what`` and the buffers of the message, if it is complete now.
+        """A chunk has arrived, all of it; returns ``what`` and the buffers of its message, if it is complete
+        now.
         """
         message = self.open_messages[number]
         message.left -= length

@@ -128,7 +128,7 @@ class Frame(NamedTuple):
 def encode(
     kind: int, call_id: int, header: dict[str, Any], buffers: Sequence[Any], codec: int = 0
 ) -> tuple[list[Any], int]:
-    """Lay out one frame.
+    """Lay out one frame. Returns the pieces to send, in order, and the sum of their lengths in bytes.
 
     Args:
         kind: what the frame is.
@@ -136,9 +136,6 @@ def encode(
         header: a map that msgpack can encode; an empty one takes no bytes.
         buffers: contiguous runs of bytes; they are referenced, not copied.
         codec: how the buffers are encoded.
-
-    Returns:
-        The pieces to send, in order, and the sum of their lengths in bytes.
     """
     packed_header: bytes = pack_header(header) if header else b""
     count = len(buffers)
@@ -168,10 +165,7 @@ def encode(
 def encode_small(
     kind: int, call_id: int, header: dict[str, Any], buffers: Sequence[Any], codec: int = 0
 ) -> bytes:
-    """A frame with at most one buffer, in one piece: the shape of most messages.
-
-    Arguments are as for ``encode``.
-    """
+    """As ``encode``, for a frame with at most one buffer, in one piece: the shape of most messages."""
     packed: bytes = pack_header(header) if header else b""
     if not buffers:
         return _pack_prefix(len(packed), call_id, len(packed), 0, kind, codec) + packed
@@ -325,13 +319,8 @@ class Decoder:
         return self._view[self.scratch_offset : self.scratch_end]
 
     def received(self, count: int) -> list[Frame]:
-        """Take note that ``count`` bytes were written to the start of ``buffer()``.
-
-        Returns:
-            The frames that are complete now, in order.
-
-        Raises:
-            ProtocolError: the bytes are not what the protocol allows.
+        """Take note that ``count`` bytes were written to the start of ``buffer()``; returns the frames that
+        are complete now, in order. Raises ``ProtocolError`` if the bytes are not what the protocol allows.
         """
         frames: list[Frame] = []
         if self.scratch_offset < 0:

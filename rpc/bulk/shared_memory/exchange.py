@@ -86,12 +86,8 @@ class SharedMemory:
     """All shared memory of one agent. ``send`` and ``unwrap`` from any thread, everything else on the loop's.
 
     Args:
-        loop: the agent's.
-        soon: runs a function on the loop's thread; from any thread.
-        lose: cuts off a peer, and says why.
         bound: bytes of all segments that it sends through, and of those that it takes from any one peer;
             0: it uses none and takes none.
-        max_message_bytes: the largest message.
         takes: whether it takes any. (Who checks what it receives must not: its sender could change it after.)
     """
 

@@ -56,10 +56,8 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def connect(name: str) -> socket.socket:
-    """Connect to who listens under a name.
-
-    Raises:
-        OSError: nobody does, too many wait there, or it is a process of another user.
+    """Connect to who listens under a name. ``OSError`` if nobody does, too many wait there, or it is a
+    process of another user.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -74,26 +72,18 @@ def connect(name: str) -> socket.socket:
 
 
 def send(sock: socket.socket, record: bytes, descriptor: int) -> None:
-    """Send a record and a descriptor, which stays open here.
-
-    Raises:
-        OSError: it was not sent. ``ETOOMANYREFS``: this user has too many descriptors under way.
+    """Send a record and a descriptor, which stays open here. ``OSError`` if it was not sent;
+    ``ETOOMANYREFS``: this user has too many descriptors under way.
     """
     rights = array.array("i", [descriptor]).tobytes()
     sock.sendmsg([record], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
 
 def receive(sock: socket.socket) -> tuple[bytes, int | None]:
-    """The next record and its descriptor, which is None if it brought none or this process cannot have it.
+    """The next record, empty at the end, and its descriptor: None if it brought none or cannot have it here.
 
-    All other descriptors that it brings are closed.
-
-    Returns:
-        An empty record at the end.
-
-    Raises:
-        BlockingIOError: there is none.
-        OSError: the socket is broken.
+    All other descriptors that it brings are closed. ``BlockingIOError`` if there is none, ``OSError`` if the
+    socket is broken.
     """
     room = socket.CMSG_SPACE(_INT)
     record, ancillary, flags, _ = sock.recvmsg(_MAX_RECORD_BYTES, room, socket.MSG_CMSG_CLOEXEC)
@@ -116,20 +106,11 @@ def _is_own_users(sock: socket.socket) -> bool:
 
 
 class FdListener:
-    """Listens until the peer connects that shows the token. On the loop's thread.
+    """Listens under ``name`` until the peer connects that shows the token. On the loop's thread.
 
     Whoever shows another, or none in time, is turned away, and descriptors that they bring are closed.
-
-    Args:
-        loop: the running loop.
-        entered: called once, with the socket and the descriptor that came with the token.
-
-    Attributes:
-        name: where to connect to.
-        token: what to show; it is told to the peer on their connection.
-
-    Raises:
-        OSError: this process cannot listen.
+    ``entered`` is called once, with the socket and the descriptor that came with the token. ``OSError`` if
+    this process cannot listen.
     """
 
     def __init__(

@@ -40,11 +40,8 @@ _SMALL_SHARE: Final = 16
 
 
 class _Segment:
-    """One segment of a peer, as its receiver sees it.
-
-    Attributes:
-        in_use: something refers to its memory.
-        retired: it is kept for good, since this process was forked.
+    """One segment of a peer, as its receiver sees it: something refers to its memory (``in_use``), or it is
+    kept for good, since this process was forked (``retired``).
     """
 
     def __init__(self, mapping: Mapping, slot: int, ledger: Ledger) -> None:
@@ -119,17 +116,10 @@ class _Memory:
 
 
 class IncomingSegments:
-    """The segments that one peer sends through. On the loop's thread, except ``open``.
+    """The segments that one peer sends through, ``size`` bytes in all. On the loop's thread, except ``open``.
 
-    Args:
-        name: of the peer, for the log.
-        loop: the agent's.
-        sock: the channel on which it introduces them.
-        ledger: where returns are noted.
-        bound, count: bytes of all its segments, and how many there are, at most.
-
-    Attributes:
-        size: bytes of all its segments that are mapped here.
+    It introduces them on the channel ``sock``; returns are noted in the ledger. ``bound`` and ``count`` say
+    how many bytes and how many segments there are at most.
     """
 
     def __init__(
@@ -225,16 +215,11 @@ class IncomingSegments:
         return segment
 
     def open(self, number: int, use: int, lengths: Sequence[int], limit: int) -> list[memoryview]:
-        """The memory that a message names: buffers that are the receiver's own. For whoever reads messages.
-
-        Args:
-            number: the segment's.
-            use: the number of the use.
-            lengths: of the buffers.
-            limit: how many bytes a message may have.
+        """The memory that a message names: buffers of these lengths that are the receiver's own. From any
+        thread.
 
         Raises:
-            ProtocolError: there is no such memory, or it is still in use.
+            ProtocolError: there is no such memory, or it is still in use, or it is more than ``limit`` bytes.
         """
         segment = self._segments.get(number)
         if segment is None:

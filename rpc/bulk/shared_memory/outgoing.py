@@ -32,16 +32,10 @@ class Loan(NamedTuple):
 
 
 class OutgoingSegments:
-    """The segments that one peer is sent messages through. From any thread.
+    """The segments that one peer is sent messages through. From any thread. ``lock`` guards the agent's pool.
 
-    Args:
-        peer: who gets them.
-        pool: of the agent.
-        lock: guards the pool.
-        sock: for descriptors.
-        ledger: where the peer notes what it returns.
-        discard: called with segments that are not in the pool any more.
-        say: tells the user why large messages do not go through segments.
+    ``discard`` is called with segments that are not in the pool any more, ``say`` with why large messages do
+    not go through segments.
     """
 
     def __init__(

@@ -29,13 +29,8 @@ _HEADER_LENGTH: Final = Struct("<I")
 
 
 class Message(NamedTuple):
-    """What such a frame says.
-
-    Attributes:
-        kind, header, pickle: of the message, as if its buffers had come with it.
-        number: the segment's.
-        use: the number of the use.
-        lengths: of the buffers.
+    """What such a frame says: the kind, header and pickle of the message, as if its buffers had come with it,
+    the number of the segment and of its use, and the lengths of the buffers.
     """
 
     kind: int

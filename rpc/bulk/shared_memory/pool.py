@@ -118,12 +118,10 @@ class Pool:
         return best
 
     def add(self, peer: int, size: int, now: float) -> tuple[Segment | None, list[Segment]]:
-        """A new segment for so many bytes, if there is room for one.
+        """A new segment for so many bytes, if there is room for one, and free ones that were dropped to make
+        room.
 
         It begins as lent: its first use is that the peer gets to know it.
-
-        Returns:
-            The segment or None, and free segments that were dropped to make room.
         """
         account = self._accounts.get(peer)
         if account is None:
