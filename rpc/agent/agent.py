@@ -123,8 +123,7 @@ class Agent:
         self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer)
         self.all_gather = self.gathering.all_gather
         self.runner = runner = RequestRunner(self)
-        self.reply, self.dump_reply = runner.reply, runner.dump_reply
-        self.answer, self.fail = runner.answer, runner.fail
+        self.reply, self.answer, self.fail = runner.reply, runner.answer, runner.fail
         self.dispatcher = dispatcher = Dispatcher(self, runner.run)
         self.send, self.followed = dispatcher.send, dispatcher.followed
         self.frames_received, self.take_inline = dispatcher.frames_received, dispatcher.take_inline

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from _thread import LockType, allocate_lock
 from collections.abc import Callable, Iterable
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -18,10 +17,10 @@ from typing import Any, Final, Protocol, TypeVar, overload
 
 from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
-from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
+from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.events import CallBegun, CallEnded, Events
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.transport.inline_read import InlineReader, Turn
+from rpc.transport.inline_read import Awaited, InlineReader, Turn
 from rpc.wire.frames import Frame
 
 __all__ = ["CallOwner", "CallTable", "PendingCall"]
@@ -44,7 +43,7 @@ class CallOwner(Protocol):
         """Give a call up because its time is over; None if its reply has just arrived."""
 
 
-class PendingCall:
+class PendingCall(Awaited):
     """One call under way. ``settle`` is called once, by whoever reads its reply or gives it up.
 
     Attributes:
@@ -69,7 +68,7 @@ class PendingCall:
     arrivals: Any = None
     future: Any = None
     holds: Any = None
-    outcome: Frame | BaseException | None = None
+    outcome: Frame | BaseException | None
     sent = False
     watched = False
     began = 0.0
@@ -83,7 +82,7 @@ class PendingCall:
         self.what = what
         self.timeout = timeout
         self.deadline = monotonic() + timeout if timeout else INFINITE
-        self._waiters: list[LockType | Turn] = []
+        self._waiters = []  # as ``Awaited`` does
 
     @property
     def asked(self) -> str:
@@ -118,16 +117,7 @@ class PendingCall:
         if self.when_ended is not None:
             self.when_ended(self, outcome)
         self.outcome = outcome
-        waiters = self._waiters
-        if not waiters:
-            return True
-        while waiters:
-            try:
-                waiter = waiters.pop()
-            except IndexError:  # another thread wakes them too
-                break
-            waiter.release()
-        return False
+        return not self.wake()
 
     def abandon(self, error: BaseException) -> None:
         """End the call in a forked child, where no lock may be taken."""
@@ -169,40 +159,17 @@ class PendingCall:
                     self.reserve()
             claimed, self.claimed = self.claimed, None
             if claimed is not None:
-                self._wait_inline(*claimed)
-            if self.outcome is None:
-                self._wait_asleep()
-        except BaseException:
-            if self.outcome is None and self.future is None:
-                self.owner.expire(self)
-            raise
-
-    def _wait_inline(self, reader: InlineReader, turn: Turn) -> None:
-        """Wait by reading the connection on this thread, as long as it may."""
-        self._waiters.append(turn)
-        reader.wait_for(self, self.deadline, turn)
-        if self._waiters:
-            self._waits_no_more(turn)
-
-    def _wait_asleep(self) -> None:
-        lock = allocate_lock()
-        lock.acquire()
-        self._waiters.append(lock)
-        try:
-            if self.outcome is not None:
-                return
-            if not wait_for(lock, INFINITE if self.watched else self.deadline):
+                self.read(*claimed, self.deadline)
+            if self.outcome is None and not self.sleep(INFINITE if self.watched else self.deadline):
                 error = self.owner.expire(self)
                 if error is not None:
                     self.outcome = error
                 else:
-                    wait_for(lock)
-        finally:
-            self._waits_no_more(lock)
-
-    def _waits_no_more(self, waiter: LockType | Turn) -> None:
-        with contextlib.suppress(ValueError):  # it has been woken
-            self._waiters.remove(waiter)
+                    self.sleep(INFINITE)  # its reply has just arrived
+        except BaseException:
+            if self.outcome is None and self.future is None:
+                self.owner.expire(self)
+            raise
 
     @interruptible  # decoding may take long
     def result(self) -> Any:

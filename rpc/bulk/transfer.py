@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from _thread import LockType, allocate_lock
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
@@ -11,9 +9,9 @@ from typing import Any, Final
 from rpc.bulk.copying import scatter
 from rpc.errors import RpcError, RpcTimeoutError
 from rpc.group.peer import Peer
-from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
+from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.transport.inline_read import Turn
+from rpc.transport.inline_read import Awaited
 
 __all__ = ["Transfer", "as_bytes"]
 
@@ -31,7 +29,7 @@ def as_bytes(buffers: Any) -> list[memoryview]:
     return [view.cast("B") for view in views if view.nbytes]
 
 
-class Transfer:
+class Transfer(Awaited):
     """One message, sent or to be received. From any thread.
 
     ``buffers`` is what is sent, or where it is received; None for the message's own. ``withdraw`` takes the
@@ -41,17 +39,15 @@ class Transfer:
     def __init__(
         self, peer: Peer, what: str, buffers: list[memoryview] | None, withdraw: Callable[[Transfer], bool]
     ) -> None:
+        super().__init__()
         self.what = what
         self.buffers = buffers
         self.size = sum(map(len, buffers or ()))
-        self.outcome: Any = None
-        """For who reads the connection: None until it has ended, or the message is here."""
         self._peer = peer
         self._done = False
         self._withdraw = withdraw
         self._error: BaseException | None = None
         self._delivered: list[Sequence[memoryview]] = []
-        self._waiters: list[LockType | Turn] = []
         self._callbacks: list[Callable[[Transfer], object]] = []
 
     def done(self) -> bool:
@@ -82,35 +78,18 @@ class Transfer:
     @protected
     def _wait(self, deadline: float) -> None:
         check_may_block()
-        self._read(deadline)
-        while not self._done:
-            waiter = allocate_lock()
-            waiter.acquire()
-            self._waiters.append(waiter)
-            try:
-                self.fill()
-                if not self.done() and not wait_for(waiter, deadline):
-                    raise RpcTimeoutError(f"{self.what} has not ended in time")
-            finally:
-                self._waits_no_more(waiter)
-
-    def _read(self, deadline: float) -> None:
-        """Read the connection on this thread until the message is here, as long as that may be done."""
         connection = self._peer.connection
         reader = None if connection is None else connection.reader
         turn = None if reader is None else reader.claim()
-        if reader is None or turn is None:
-            return
-        self._waiters.append(turn)
         try:
-            reader.wait_for(self, deadline, turn)
+            if reader is not None and turn is not None:
+                self.read(reader, turn, deadline)
+            while not self._done:
+                self.fill()
+                if not self.done() and not self.sleep(deadline):
+                    raise RpcTimeoutError(f"{self.what} has not ended in time")
         finally:
-            self._waits_no_more(turn)
-
-    def _waits_no_more(self, waiter: LockType | Turn) -> None:
-        with contextlib.suppress(ValueError):  # it has been woken
-            self._waiters.remove(waiter)
-        self.fill()  # if nobody else does, since this thread was counted on
+            self.fill()  # if nobody else does, since this thread was counted on
 
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         """Have ``callback(self)`` called once it has ended, here or on the thread that ends it, which it must
@@ -142,7 +121,7 @@ class Transfer:
         elif not self._waiters:
             return True
         else:
-            self._wake()
+            self.wake()
         return False
 
     @protected
@@ -166,15 +145,8 @@ class Transfer:
         """It is over."""
         self._error = error
         self._done = self.outcome = True
-        self._wake()
+        self.wake()
         self._run_callbacks()
-
-    def _wake(self) -> None:
-        while self._waiters:
-            try:
-                self._waiters.pop().release()
-            except IndexError:
-                return
 
     @interruptible
     def _run_callbacks(self) -> None:

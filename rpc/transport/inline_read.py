@@ -38,12 +38,14 @@ import logging
 import math
 import os
 import select
+from _thread import LockType, allocate_lock
 from collections.abc import Callable, Collection
 from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import Any, Final, Protocol
 
+from rpc.runtime.blocking import wait_for
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Task
@@ -69,13 +71,6 @@ _LONGEST_PENALTY: Final = 256
 _HOLDER: Final = 0
 
 _yield: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
-
-
-class Awaited(Protocol):
-    """What a thread waits for."""
-
-    outcome: Any
-    """None until it is here, or will not come."""
 
 
 class Receiver(Protocol):
@@ -269,6 +264,59 @@ class ReadLease:
                 held.pop(_HOLDER, None)
         except KeyError:
             return
+
+
+class Awaited:
+    """What threads wait for, each by reading the connection that it comes on, or on a lock of its own.
+
+    Attributes:
+        outcome: None until it is here, or will not come.
+    """
+
+    outcome: Any = None
+
+    def __init__(self) -> None:
+        self._waiters: list[LockType | Turn] = []
+
+    def done(self) -> bool:
+        """Whether nobody needs to wait any more."""
+        return self.outcome is not None
+
+    def wake(self) -> bool:
+        """Wake all who wait; returns whether anybody did."""
+        waiters = self._waiters
+        if not waiters:
+            return False
+        while waiters:
+            try:
+                waiter = waiters.pop()
+            except IndexError:  # another thread wakes them too
+                break
+            waiter.release()
+        return True
+
+    def read(self, reader: InlineReader, turn: Turn, deadline: float) -> None:
+        """Wait by reading on this thread, which has claimed ``turn``, as long as it may."""
+        self._waiters.append(turn)
+        try:
+            reader.wait_for(self, deadline, turn)
+        finally:
+            if self._waiters:
+                self._waits_no_more(turn)
+
+    def sleep(self, deadline: float) -> bool:
+        """Wait until it is done, or woken; false if the deadline has passed."""
+        lock = allocate_lock()
+        lock.acquire()
+        self._waiters.append(lock)
+        try:
+            return self.done() or wait_for(lock, deadline)
+        finally:
+            self._waits_no_more(lock)
+
+    def _waits_no_more(self, waiter: LockType | Turn) -> None:
+        with contextlib.suppress(ValueError):  # it has been woken
+            self._waiters.remove(waiter)
 
 
 class InlineReader:
