@@ -279,11 +279,7 @@ class Agent:
     def on(
         self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
     ) -> None:
-        """Have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
-
-        It runs on the loop's thread, or with ``any_thread`` on any other: it must neither block nor run user
-        code. What does, it may return as a task for an executor thread. More is said in ``Dispatcher.on``.
-        """
+        """See ``Dispatcher.on``; only for kinds from ``Kind.EXTENSION`` on."""
         if kind < Kind.EXTENSION:
             raise ValueError(f"message kind {kind} is reserved")
         self.dispatcher.on(kind, handler, any_thread=any_thread, followed=followed)

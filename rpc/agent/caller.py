@@ -89,11 +89,9 @@ class Caller:
         *,
         coalesce: bool = False,
     ) -> PendingCall:
-        """Send any message that is answered by a reply or a failure. That a worker is gone is the call's
-        outcome.
+        """Send any message that is answered by a reply or a failure; ``what`` is asked, for error messages.
 
-        Args:
-            what: what is asked, for error messages: a text or a function.
+        That a worker is gone is the call's outcome.
         """
         call = self._begin(peer, payload, timeout, what)
         self.transmit(call, kind, payload, coalesce=coalesce)
@@ -173,10 +171,8 @@ class Caller:
             note(tape, recording, [], header, peer)
 
     def effective_timeout(self, timeout: float) -> float:
-        """A timeout as the user gave it, with ``UNSET_TIMEOUT`` replaced by the default.
-
-        Raises:
-            TypeError, ValueError: it is no number of seconds.
+        """A timeout as the user gave it, or the default; ``TypeError`` or ``ValueError`` if it is no number
+        of seconds.
         """
         try:
             if timeout == UNSET_TIMEOUT:

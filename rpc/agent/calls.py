@@ -111,8 +111,7 @@ class PendingCall(Awaited):
     def settle(self, outcome: Frame | BaseException) -> bool:
         """Store how the call ended and wake who waits.
 
-        Returns:
-            Whether nobody waits, so that the future, if there is one, must be completed by others.
+        Returns whether nobody does, so that the future, if there is one, must be completed by others.
         """
         if self.when_ended is not None:
             self.when_ended(self, outcome)
@@ -266,11 +265,7 @@ class CallTable:
         return self._pending.pop(call_id, None)
 
     def answered(self, call_id: int, peer: Peer) -> PendingCall | None:
-        """As ``take``, for the call that a worker has answered.
-
-        Raises:
-            ProtocolError: another worker got it.
-        """
+        """As ``take``, for the call that a worker has answered; ``ProtocolError`` if another got it."""
         call = self._pending.get(call_id)
         if call is not None and call.peer is not peer:
             raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")

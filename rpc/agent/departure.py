@@ -122,12 +122,9 @@ class Departure:
     def wait_for_all(
         self, timeout: float, release: Callable[[], object] | None, check: Callable[[], object] | None
     ) -> None:
-        """Wait for the end of all work, with all ``ROUNDS``; see ``wait``.
-
-        Args:
-            release: gives back all references, after the first round.
-            check: looks whether others hold references, after the second. If it raises, the third is waited
-                for.
+        """Wait for the end of all work, with all ``ROUNDS``; see ``wait``. ``release`` gives back all
+        references, after the first round; ``check`` looks whether others hold references, after the second.
+        If that raises, the third is waited for all the same.
         """
         self.wait(timeout)
         if release is not None:
@@ -142,9 +139,8 @@ class Departure:
     def wait(self, timeout: float) -> None:
         """Wait for the end of a round (in a dynamic group: of this worker's own work). Ctrl-C interrupts.
 
-        Raises:
-            RpcTimeoutError: it took more than ``timeout`` seconds (0 for no limit); says who is not in
-                shutdown, or still busy. Or another thread has ended the agent.
+        ``RpcTimeoutError`` if it takes more than ``timeout`` seconds (0 for no limit); it says who is not in
+        shutdown, or still busy. Also if another thread has ended the agent.
         """
         ended = threading.Event()
         failure: list[str | None] = [None]

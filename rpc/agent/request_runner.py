@@ -76,11 +76,7 @@ class RequestRunner:
         self._stopped = False
 
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
-        """Run a request and answer it.
-
-        Args:
-            load: reads it, where it is not a plain call.
-        """
+        """Run a request and answer it; ``load`` reads it, where it is not a plain call."""
         try:
             function, args, kwargs = (load or self.load)(request)
             value = self.start(function, args, kwargs, request)

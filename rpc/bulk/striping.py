@@ -180,10 +180,8 @@ class Striping:
     # ---- opening them
 
     def lane_came(self, connection: Connection, header: dict[str, Any]) -> None:
-        """Somebody has connected and says to be a lane: take the connection over, if that is true.
-
-        Raises:
-            ProtocolError: it is not.
+        """Somebody has connected and says to be a lane: take the connection over; ``ProtocolError`` if that
+        is not true.
         """
         token, number = header.get("token"), header.get("number")
         if (

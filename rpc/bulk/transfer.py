@@ -19,10 +19,8 @@ _SHORT_BYTES: Final = 256 << 10
 
 
 def as_bytes(buffers: Any) -> list[memoryview]:
-    """Buffers, or a single one, as views of bytes, without those that are empty.
-
-    Raises:
-        TypeError: one is no contiguous buffer.
+    """Buffers, or a single one, as views of bytes, without those that are empty; ``TypeError`` if one is not
+    contiguous.
     """
     several: Iterable[Any] = buffers if isinstance(buffers, list | tuple) else (buffers,)
     views = [memoryview(buffer) for buffer in several]

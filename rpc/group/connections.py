@@ -193,10 +193,8 @@ class Connections:
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group))
 
     async def connect_again(self, peer: Peer) -> Connection:
-        """One more connection over the network to a connected peer, not yet started.
-
-        Raises:
-            OSError: there is no way.
+        """One more connection over the network to a connected peer, not yet started. ``OSError`` if there is
+        no way.
         """
         addresses = [address for address in peer.member.addresses if address.startswith("tcp:")]
         for address in addresses[:-1]:

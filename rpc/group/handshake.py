@@ -200,9 +200,7 @@ class Handshake:
 
     def receive(self, kind: int, header: dict[str, Any]) -> Message | Hello | Welcomed | Refusal:
         """Take in a message; returns what is to be done. A refusal at the acceptor is to be sent.
-
-        Raises:
-            ProtocolError: it must not come now, or is malformed: the connection is to be closed.
+        ``ProtocolError`` if it must not come now, or is malformed: the connection is to be closed.
         """
         before = self.state
         self._step(kind, received=True)

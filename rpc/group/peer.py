@@ -90,11 +90,7 @@ class Peer:
         return None if connection is None else connection.reader
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
-        """The error for whatever was asked of this worker and will not happen; a new one each time.
-
-        Args:
-            consequence: what will not happen.
-        """
+        """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
         reason = self.lost or "the connection to it was closed"
         gone = f"worker '{self.name}' (id {self.member.id}) is gone: {reason}"
         return WorkerLostError(f"{gone}. {consequence}" if consequence else gone, self.name, reason)
@@ -112,10 +108,7 @@ class Peer:
         self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
     ) -> None:
         """Send one frame, or keep it until there is a connection; see ``Connection.send``.
-
-        Raises:
-            WorkerLostError: the worker is gone.
-            QueueFull: too much is queued for it already.
+        ``WorkerLostError`` if the worker is gone, ``QueueFull`` if too much is queued for it already.
         """
         connection = self.connection
         if connection is None:
@@ -234,12 +227,7 @@ class PeerTable:
         self._peers[own.incarnation] = self.own = own
 
     def find(self, worker: WorkerReference) -> Peer:
-        """The peer that a name, an id or a ``WorkerInfo`` means.
-
-        Raises:
-            UnknownWorkerError: there is no such worker in the group.
-            ValueError: it is none of these.
-        """
+        """The peer that a name, an id or a ``WorkerInfo`` means; see ``Membership.resolve``."""
         if type(worker) is str:  # nothing else: 1.0 and True would be found under 1
             peer = self._by_name.get(worker)
             if peer is not None and peer.lost is None:  # else another may have the name now

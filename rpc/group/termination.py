@@ -193,11 +193,7 @@ class Termination:
         return self._go_on(report)
 
     def receive(self, sender: int, message: Any, now: float, report: Report) -> list[Action]:
-        """A message of another worker's termination.
-
-        Raises:
-            ProtocolError: it is none.
-        """
+        """A message of another worker's termination; ``ProtocolError`` if it is none."""
         match message:
             case [int(number), str(kind), *details]:
                 pass

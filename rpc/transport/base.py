@@ -48,12 +48,8 @@ CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """What all transports of one agent are made with.
-
-    Attributes:
-        loop: the agent's.
-        send_queue_bytes: callers wait while more than this is queued for a peer.
-        spinners: the agent's threads that spin while they wait.
+    """What all transports of one agent are made with: its loop, how many bytes may be queued for a peer
+    before callers wait, and its threads that spin.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -148,9 +144,7 @@ class Connection(Protocol):
 
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
         """As ``send``, for a frame in one piece: of ``SMALL_BYTES``, and what a prefix and a header take.
-
-        Args:
-            coalesce: it is one of many: it may go out with those that follow, moments later, or at ``flush``.
+        With ``coalesce`` it may go out with those that follow, moments later, or at ``flush``.
         """
 
     def flush(self) -> None:
@@ -244,7 +238,5 @@ class Transport(Protocol):
 
     async def connect(self, address: str) -> Connection:
         """Connect to where a listener of this scheme said it listens; the result is not yet started.
-
-        Raises:
-            OSError: nobody listens there, or it cannot be reached.
+        ``OSError`` if nobody listens there, or it cannot be reached.
         """

@@ -79,18 +79,13 @@ class ByteStream(Protocol):
         """The descriptor that is readable, or writable, when there may be something to do."""
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Write as much as is taken now; returns how many bytes that are, 0 for none.
-
-        Raises:
-            OSError: the stream is broken.
+        """Write as much as is taken now; returns how many bytes that are. ``OSError`` if the stream is
+        broken.
         """
 
     def read_into(self, buffer: memoryview) -> int | None:
         """Read at most what the buffer holds; returns how many bytes, 0 at the end, None if there are none
-        now.
-
-        Raises:
-            OSError: the stream is broken.
+        now. ``OSError`` if the stream is broken.
         """
 
     def close(self) -> None:
@@ -145,10 +140,8 @@ class ReceiveBuffer:
         """For ``receive``: to the beginning of the buffer, as much as it holds."""
 
     def receive(self, descriptor: int, offset: int, capacity: int) -> int:
-        """Receive at most ``capacity`` bytes to ``offset``; the caller makes sure that they fit.
-
-        Returns:
-            The number of bytes received, 0 at the end of the stream, or -1: ask the socket.
+        """Receive at most ``capacity`` bytes, which must fit, to ``offset``; returns how many, 0 at the end
+        of the stream, or -1: ask the socket.
         """
         where, room = ctypes.c_void_p(self._address + offset), ctypes.c_size_t(capacity)
         count: int = receive(descriptor, where, room, _FLAGS)

@@ -80,10 +80,8 @@ class Receiver(Protocol):
     """Kinds of frames behind which another most likely comes at once."""
 
     def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
-        """Take frames in from the front of the list, up to the first that needs the loop, removing them.
-
-        Args:
-            keep: the thread wants something to do, which is returned, if there is anything.
+        """Take frames in from the front of the list, up to the first that needs the loop, removing them. With
+        ``keep``, the thread wants something to do, which is returned, if there is anything.
         """
 
 
@@ -144,10 +142,8 @@ class Backoff:
 
 
 class Spinners:
-    """The threads of one agent that spin right now.
-
-    Args:
-        limit: how many may; default: one fewer than there are cores.
+    """The threads of one agent that spin right now: ``limit`` at most, by default one fewer than there are
+    cores.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -268,9 +264,7 @@ class ReadLease:
 
 class Awaited:
     """What threads wait for, each by reading the connection that it comes on, or on a lock of its own.
-
-    Attributes:
-        outcome: None until it is here, or will not come.
+    ``outcome`` is None until it is here, or will not come.
     """
 
     outcome: Any = None

@@ -397,10 +397,8 @@ class WriteQueue:
 
 
 def _discard(pieces: deque[Any], count: int) -> bool:
-    """Remove the first ``count`` bytes, and all empty pieces before what is left.
-
-    Returns:
-        Whether a chunk ended there.
+    """Remove the first ``count`` bytes, and all empty pieces before what is left; returns whether a chunk
+    ended there.
     """
     chunk_ended = False
     while pieces:

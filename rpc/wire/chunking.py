@@ -339,10 +339,8 @@ class Reassembly:
         self.promised += message.size
 
     def begin(self, number: int, offset: int, length: int) -> deque[memoryview]:
-        """A chunk begins; returns where its bytes go, in order.
-
-        Raises ``ProtocolError`` if no such message is open, or it has no such chunk, or that has come
-        already.
+        """A chunk begins; returns where its bytes go, in order. ``ProtocolError`` if there is no such chunk
+        to come.
         """
         message = self.open_messages.get(number)
         if message is None:

@@ -112,10 +112,8 @@ _ABOUT_CHUNKS: Final = frozenset((Kind.OPENING, Kind.CHUNK))
 
 
 class Frame(NamedTuple):
-    """One message as it came off the wire.
-
-    ``kind`` is a plain int, so that kinds of extensions need no registration here. ``codec`` says how the
-    payload is encoded; see ``rpc.serialization``.
+    """One message as it came off the wire. ``kind`` is a plain int, so that kinds of extensions need no
+    registration here. ``codec`` says how the payload is encoded.
     """
 
     kind: int
@@ -228,11 +226,8 @@ def _check_layout(prefix: Prefix) -> None:
 
 
 def _lay_open(prefix: Prefix, body: memoryview) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """The header, and where in the body each buffer begins and ends. Raises ``ProtocolError``.
-
-    Args:
-        prefix: has passed ``_check_layout``.
-        body: its beginning at least, with table and header.
+    """The header, and where in the body each buffer begins and ends, of a prefix that has passed
+    ``_check_layout``. Of the body, table and header are enough.
     """
     body_length, _, header_length, count, _, _ = prefix
     begin = _start_of_buffers(prefix)

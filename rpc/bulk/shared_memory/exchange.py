@@ -118,10 +118,8 @@ class SharedMemory:
 
     @protected
     def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, wait: float) -> bool:
-        """Send a message through a segment, if it is large enough and there is one for it.
-
-        Returns:
-            Whether it was sent. If not, it is to go through the socket.
+        """Send a message through a segment, if it is large enough and there is one for it; returns whether it
+        was sent. If not, it is to go through the socket.
         """
         header, buffers = payload.header, payload.buffers
         size = sum(map(len, buffers)) - len(buffers[0])
@@ -152,10 +150,8 @@ class SharedMemory:
         return True
 
     def unwrap(self, peer: Peer, frame: Frame) -> Frame:
-        """The message that a frame stands for. Its buffers are the receiver's from now on.
-
-        Raises:
-            ProtocolError: it stands for none.
+        """The message that a frame stands for; ``ProtocolError`` if for none. Its buffers are the receiver's
+        from now on.
         """
         link = self._links.get(peer.incarnation)
         incoming = None if link is None else link.incoming

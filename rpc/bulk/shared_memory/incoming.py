@@ -73,9 +73,8 @@ class _Segment:
 
 class _Mapped:
     """All incoming segments of this process: tensors in them may outlive their peers, and their agent.
-
-    Attributes:
-        lock: held while this process forks and while a segment is mapped, so that none is mapped in between.
+    ``lock`` is held while this process forks and while a segment is mapped, so that none is mapped in
+    between.
     """
 
     def __init__(self) -> None:
@@ -142,10 +141,8 @@ class IncomingSegments:
         self._told = False
 
     def receive(self) -> None:
-        """Take the next segment that the peer introduces on the channel, if there is one.
-
-        Raises:
-            ProtocolError: what came is no introduction.
+        """Take the next segment that the peer introduces on the channel, if there is one. ``ProtocolError``
+        if what came is no introduction.
         """
         try:
             record, descriptor = fd_channel.receive(self._socket)
@@ -216,10 +213,8 @@ class IncomingSegments:
 
     def open(self, number: int, use: int, lengths: Sequence[int], limit: int) -> list[memoryview]:
         """The memory that a message names: buffers of these lengths that are the receiver's own. From any
-        thread.
-
-        Raises:
-            ProtocolError: there is no such memory, or it is still in use, or it is more than ``limit`` bytes.
+        thread. ``ProtocolError`` if there is no such memory, it is still in use, or it is more than ``limit``
+        bytes.
         """
         segment = self._segments.get(number)
         if segment is None:

@@ -77,9 +77,7 @@ class SegmentRefused(RpcError):
 
 def create(size: int) -> int:
     """Make a sealed segment of ``size`` bytes, all zero, which takes no memory yet; returns its descriptor.
-
-    Raises:
-        OSError: there is no descriptor, or no such thing on this system.
+    ``OSError`` if there is none, or no such thing on this system.
     """
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -107,18 +105,9 @@ def check(descriptor: int, size: int) -> None:
 class Mapping:
     """A segment mapped into this process, for reading and writing, until the object is gone.
 
-    Args:
-        descriptor: the segment's.
-        size: its size in bytes.
-        keep: own the descriptor and keep it open, for ``allocate`` or ``make_private``; else it stays the
-            caller's.
-
-    Raises:
-        OSError: it cannot be mapped. The descriptor stays the caller's then.
-
-    Attributes:
-        address: where the memory begins.
-        memory: all of it; must not be used longer than the object lives.
+    With ``keep`` it owns the descriptor and keeps it open, for ``allocate`` or ``make_private``; else, and
+    after an ``OSError``, that stays the caller's. The memory begins at ``address``; ``memory`` must not be
+    used longer than the object lives.
     """
 
     def __init__(self, descriptor: int, size: int, *, keep: bool = False) -> None:
@@ -169,10 +158,8 @@ def _map(address: int | None, size: int, flags: int, descriptor: int) -> int:
 
 
 class Ledger:
-    """A mapped ledger.
-
-    Attributes:
-        words: by slot, the number of the use that was returned last, ``RETIRED`` or ``REFUSED``.
+    """A mapped ledger. ``words`` has, by slot, the number of the use that was returned last, ``RETIRED`` or
+    ``REFUSED``.
     """
 
     def __init__(self, mapping: Mapping) -> None:

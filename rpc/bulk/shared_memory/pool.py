@@ -144,10 +144,8 @@ class Pool:
         segment.since = now
 
     def drop(self, segment: Segment, *, keep_slot: bool = False) -> None:
-        """Forget a segment: it will not be lent again.
-
-        Args:
-            keep_slot: the peer may still note the return of its last use, so its word must serve no other.
+        """Forget a segment: it will not be lent again. With ``keep_slot``, the peer may still note the return
+        of its last use, so its word must serve no other.
         """
         account = self._accounts.get(segment.peer)
         if account is None or segment not in account.segments:
