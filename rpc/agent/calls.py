@@ -172,7 +172,7 @@ class PendingCall(Awaited):
 
     @interruptible  # decoding may take long
     def result(self) -> Any:
-        """Wait, decode, and return the value or raise: for callers that need no future."""
+        """Wait, decode, and return the value or raise."""
         if self.outcome is None:
             self.wait()
         self.what = None  # a function of the user's, perhaps, which must not die where it is settled

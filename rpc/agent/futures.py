@@ -96,7 +96,7 @@ class Future(torch.futures.Future[T]):
                 _until_free(self._claim)  # another thread decodes
                 continue
             try:
-                self._ending = _decode(call), None
+                self._ending = call.result(), None
             except BaseException as error:
                 self._ending = None, error
                 if isinstance(error, KeyboardInterrupt):
@@ -208,17 +208,6 @@ def _release(lock: LockType, _: object) -> None:
 def _until_free(lock: LockType) -> None:
     with lock:
         pass
-
-
-@interruptible
-def _decode(call: PendingCall) -> Any:
-    """The value of a call that has ended; raises its error."""
-    outcome = call.outcome
-    assert outcome is not None
-    call.what = None  # see ``PendingCall.result``
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return call.owner.decode(call, outcome)
 
 
 @interruptible

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
@@ -211,19 +211,18 @@ class Gathering:
             state.fail(error)
 
     def _closed(self) -> None:
-        with self._lock:
-            concerned = [(names, state) for (names, _), state in self._rounds.items()]
-        for names, state in concerned:
-            if not state.complete.is_set():
-                what = f"_all_gather among {list(names)} cannot complete"
-                state.fail(NotInitializedError(f"RPC has been shut down: {what}"))
+        self._end_rounds(None, lambda what: NotInitializedError(f"RPC has been shut down: {what}"))
 
     def _worker_gone(self, peer: Peer, reason: str) -> None:
+        self._end_rounds(peer.name, peer.lost_error)
+
+    def _end_rounds(self, member: str | None, error: Callable[[str], RpcError]) -> None:
+        """Fail those in which a worker takes part; None for all."""
         with self._lock:
-            concerned = [(names, state) for (names, _), state in self._rounds.items() if peer.name in names]
-        for names, state in concerned:
-            if not state.complete.is_set():
-                state.fail(peer.lost_error(f"_all_gather among {list(names)} cannot complete"))
+            rounds = [(names, state) for (names, _), state in self._rounds.items()]
+        for names, state in rounds:
+            if (member is None or member in names) and not state.complete.is_set():
+                state.fail(error(f"_all_gather among {list(names)} cannot complete"))
 
 
 def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:
