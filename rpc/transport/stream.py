@@ -7,7 +7,6 @@ removed, so that no thread can write to a descriptor number that already belongs
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -15,9 +14,9 @@ from typing import Final
 
 from rpc.errors import ProtocolError
 from rpc.transport import byte_stream
-from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner
+from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
 from rpc.transport.byte_stream import ReceiveBuffer, SocketStream
-from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Spinners, Turn
+from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import Outgoing, Reassembly
 from rpc.wire.frames import PREAMBLE, Decoder, Frame
@@ -43,25 +42,23 @@ class StreamConnection:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        context: TransportContext,
         sock: socket.socket,
         description: str,
-        send_queue_bytes: int,
         captured_bytes: int = CAPTURE_ALL,
-        spinners: Spinners | None = None,
     ) -> None:
-        self._loop = loop
+        self._loop = loop = context.loop
         self._stream = SocketStream(sock)
         self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
         self._scratch = ReceiveBuffer(decoder.scratch) if byte_stream.AVAILABLE else None
         self.reader: InlineReader | None = None
         if AVAILABLE and self._scratch is not None and self._stream.plain:
-            self.reader = InlineReader(self, sock.fileno(), decoder, self._scratch, spinners or Spinners())
+            self.reader = InlineReader(self, sock.fileno(), decoder, self._scratch, context.spinners)
         self._queue = WriteQueue(
             loop,
             self._stream,
             description,
-            send_queue_bytes,
+            context.send_queue_bytes,
             captured_bytes,
             before_waiting=self.reader.leave if self.reader else int,
             failed=self._write_failed,

@@ -103,14 +103,7 @@ class TcpTransport:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)
         else:
             _give_up_on_silence(sock)
-        return StreamConnection(
-            self._loop,
-            sock,
-            description,
-            self._context.send_queue_bytes,
-            CAPTURED_BYTES,
-            self._context.spinners,
-        )
+        return StreamConnection(self._context, sock, description, CAPTURED_BYTES)
 
 
 def _give_up_on_silence(sock: socket.socket) -> None:
