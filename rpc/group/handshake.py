@@ -166,15 +166,6 @@ class Handshake:
         role: which side.
         authenticator: None where whoever knows the group and the incarnation is let in. Both sides have one,
             or neither.
-
-    Example::
-
-        handshake = Handshake(Role.DIALLER)
-        send(handshake.greet(hello))
-        match handshake.receive(frame.kind, frame.header):
-            case Message(kind, header): ...  # send it
-            case Welcomed(): ...
-            case Refusal(code, reason): ...
     """
 
     def __init__(self, role: Role, authenticator: Authenticator | None = None) -> None:

@@ -100,13 +100,6 @@ class Termination:
         me: this worker.
         members: all workers of the group, this one included.
         rounds: how many times everybody enters before everybody leaves.
-
-    Example::
-
-        termination = Termination(me, group.members)
-        for action in termination.enter(now, report, timeout=30):
-            match action:
-                case Send(incarnation, message): ...
     """
 
     def __init__(self, me: Member, members: Iterable[Member], rounds: int = 1) -> None:

@@ -108,11 +108,6 @@ class Backoff:
     """Something that is tried as long as it pays: after each failure it is left alone for longer.
 
     An update that is lost, since another thread made one at the same time, does no harm.
-
-    Example::
-
-        if backoff.may_try():
-            backoff.paid() if attempt() else backoff.failed()
     """
 
     __slots__ = ("penalty", "rests")

@@ -67,14 +67,6 @@ class Pool:
 
     Attributes:
         size: bytes of all segments, free or lent.
-
-    Example::
-
-        pool = Pool(1 << 30)
-        pool.open(peer, Limits(size=1 << 30, count=64, slots=128))
-        segment, dropped = pool.add(peer, 5_000_000, now)
-        pool.returned(segment, now)             # the peer has mapped it
-        lent = pool.lend(peer, 4_000_000, now)  # that segment
     """
 
     def __init__(self, bound: int) -> None:
