@@ -22,7 +22,7 @@ from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.calls import CallTable
 from rpc.agent.departure import Activity, Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler
-from rpc.agent.futures import Completions, Future
+from rpc.agent.futures import Completions
 from rpc.agent.gather import Gathering
 from rpc.agent.hooks import Hooks
 from rpc.agent.request_runner import RequestRunner
@@ -118,7 +118,7 @@ class Agent:
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
 
         self.caller = Caller(self)
-        self.call = self.caller.ask
+        self.call, self.call_async = self.caller.ask, self.caller.call_async
         self.calls = CallTable(self.caller, self.loop, self.events)
         self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer)
         self.all_gather = self.gathering.all_gather
@@ -151,7 +151,7 @@ class Agent:
         self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)
         hooks.gone.extend((self.shared_memory.peer_gone, self.striping.peer_gone, self.bulk.peer_gone))
         hooks.closed.append(self.bulk.close)
-        hooks.forked.append(self.bulk.abandon)
+        hooks.forked.extend((self.bulk.abandon, self.shared_memory.abandon, self.striping.abandon))
         for kind, handler in (
             (Kind.CONTROL, self.control.received),
             (Kind.GOODBYE, self.connections.goodbye_received),
@@ -231,17 +231,6 @@ class Agent:
             self.events.tell(self.events.peer_lost, PeerLost(peer.name, peer.member.id, reason))
 
     # ---- what the API needs (AgentInterface)
-
-    def call_async(
-        self,
-        to: WorkerReference,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-    ) -> Future[Any]:
-        """Send a call and return its future; what cannot be sent raises here."""
-        return self.caller.future(self.caller.call(to, function, args, kwargs, timeout, coalesce=True))
 
     def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
         """This worker's name and id, or those of the one that ``worker`` names."""
@@ -331,7 +320,7 @@ class Agent:
         if self.closed:
             return
         self.closed = True
-        do_all(
+        steps: tuple[Callable[[], object], ...] = (
             self.mailbox.close,
             *self.hooks.close,
             functools.partial(self._leave_group, reason),
@@ -342,6 +331,9 @@ class Agent:
             self._loop_thread.stop,
             self._process.restore,
         )
+        with ExitStack() as stack:
+            for step in reversed(steps):
+                stack.callback(step)
 
     def _leave_group(self, reason: str) -> None:
         if not self._loop_thread.is_current():
@@ -370,15 +362,6 @@ class Agent:
             handler()
         for connection in self.connections.connections(self.peers.all()):
             connection.abandon()
-        self.shared_memory.abandon()
-        self.striping.abandon()
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         self._process.restore(give_back=False)
-
-
-def do_all(*steps: Callable[[], object]) -> None:
-    """Do one step after the other, also when one raises; what was raised is raised at the end."""
-    with ExitStack() as stack:
-        for step in reversed(steps):
-            stack.callback(step)

@@ -78,6 +78,10 @@ class Caller:
         payload = self.dump_call(function, args, kwargs, peer)
         return self.inquire(peer, Kind.CALL, payload, timeout, function)
 
+    def call_async(self, *call: Any) -> Future[Any]:
+        """As ``call``, but return a future."""
+        return self.future(self.call(*call, coalesce=True))
+
     @protected
     def request(
         self,

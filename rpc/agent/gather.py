@@ -131,7 +131,7 @@ class Gathering:
         whole = {"objects": objects}
         caller = self._caller
         return objects, {
-            name: caller.future(caller.call(name, _publish, (names, number), whole, call_timeout))
+            name: caller.call_async(name, _publish, (names, number), whole, call_timeout)
             for name in names[1:]
         }
 
@@ -158,7 +158,7 @@ class Gathering:
         caller = self._caller
         for name in others:
             with contextlib.suppress(RpcError):
-                caller.future(caller.call(name, _fail, (names, number, told), {}, UNSET_TIMEOUT))
+                caller.call_async(name, _fail, (names, number, told), {}, UNSET_TIMEOUT)
         return error
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
