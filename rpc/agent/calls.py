@@ -133,11 +133,7 @@ class PendingCall(Awaited):
 
         It must call ``wait`` or ``release_reserved`` then.
         """
-        connection = self.peer.connection
-        if connection is not None and connection.reader is not None:
-            turn = connection.reader.claim()
-            if turn is not None:
-                self.claimed = connection.reader, turn
+        self.claimed = self.peer.claim()
 
     def release_reserved(self) -> None:
         """Give up what ``reserve`` has claimed."""

@@ -76,12 +76,10 @@ class Transfer(Awaited):
     @protected
     def _wait(self, deadline: float) -> None:
         check_may_block()
-        connection = self._peer.connection
-        reader = None if connection is None else connection.reader
-        turn = None if reader is None else reader.claim()
+        claimed = self._peer.claim()
         try:
-            if reader is not None and turn is not None:
-                self.read(reader, turn, deadline)
+            if claimed is not None:
+                self.read(*claimed, deadline)
             while not self._done:
                 self.fill()
                 if not self.done() and not self.sleep(deadline):

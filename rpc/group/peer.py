@@ -17,6 +17,7 @@ from rpc.runtime.events import Events, PeerJoined
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import TaskSource
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
+from rpc.transport.inline_read import InlineReader, Turn
 
 __all__ = ["Peer", "PeerTable"]
 
@@ -88,6 +89,13 @@ class Peer:
         """Where an idle thread may wait for its requests, if there is such a connection."""
         connection = self.connection
         return None if connection is None else connection.reader
+
+    def claim(self) -> tuple[InlineReader, Turn] | None:
+        """Claim the connection for the current thread to read; see ``InlineReader.claim``."""
+        connection = self.connection
+        reader = None if connection is None else connection.reader
+        turn = None if reader is None else reader.claim()
+        return None if reader is None or turn is None else (reader, turn)
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
