@@ -49,14 +49,15 @@ from rpc.runtime.blocking import wait_for
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Task
-from rpc.transport import byte_stream as system
+from rpc.transport import byte_stream
+from rpc.transport.byte_stream import ONE, Number, ReceiveBuffer, Watch, raise_event, receive
 from rpc.wire.frames import Decoder, Frame
 
 __all__ = ["AVAILABLE", "LOOP", "Awaited", "Backoff", "InlineReader", "Receiver", "Spinners", "Turn", "spin"]
 
 logger = logging.getLogger(__name__)
 
-AVAILABLE: Final = system.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
+AVAILABLE: Final = byte_stream.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
 """Whether threads can read here; elsewhere only the loop does."""
 
 _MOMENT_SECONDS: Final = 3e-3
@@ -189,7 +190,7 @@ class Turn:
     def __init__(self, thread: int, idle: bool, descriptor: int, wake: Callable[[], object]) -> None:
         self.thread = thread
         self.idle = idle
-        self.socket = system.Number(descriptor)
+        self.socket = Number(descriptor)
         self.unread: list[int] = []
         self.frames: list[Frame] | None = None
         self.left_to_loop: bool | None = None
@@ -320,7 +321,7 @@ class InlineReader:
         connection: ReadConnection,
         descriptor: int,
         decoder: Decoder,
-        buffer: system.ReceiveBuffer,
+        buffer: ReceiveBuffer,
         spinners: Spinners,
     ) -> None:
         self.lease = ReadLease()
@@ -330,7 +331,7 @@ class InlineReader:
         self._decoder = decoder
         self._buffer = buffer
         self._spinners = spinners
-        self._watch: system.Watch | None = None
+        self._watch: Watch | None = None
         self._event = -1
         self._poll: Callable[[float | None], list[tuple[int, int]]] | None = None
         self._worth = Backoff()
@@ -345,7 +346,7 @@ class InlineReader:
             return False
         try:
             self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._watch = system.Watch(self._descriptor)
+            self._watch = Watch(self._descriptor)
         except OSError as error:
             logger.warning("only the agent's own thread will read a connection: %s", error)
             self.close()
@@ -395,7 +396,7 @@ class InlineReader:
 
     def wake(self) -> None:
         """End the wait of the thread that reads, or of the next that does."""
-        system.raise_event(self._event, system.ONE)
+        raise_event(self._event, ONE)
 
     def claim(self, *, idle: bool = False) -> Turn | None:
         """Take the lease for the current thread, which must ``leave`` then, whatever happens.
@@ -539,7 +540,7 @@ class InlineReader:
         """The frames that have come; None if the loop must make out what they are."""
         turn.unread.clear()
         turn.frames = None
-        turn.unread.extend(map(system.receive, (turn.socket,), *self._buffer.whole))
+        turn.unread.extend(map(receive, (turn.socket,), *self._buffer.whole))
         frames = self._decoder.whole_frames(sum(turn.unread))
         if frames is None:
             self._worth.failed()
