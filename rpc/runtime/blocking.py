@@ -56,3 +56,14 @@ def _in_slices(wait: Callable[..., bool], deadline: float) -> bool:
         if monotonic() >= deadline:
             return False
     return True
+
+
+@interruptible
+def wait_while(busy: Callable[[], bool], changed: threading.Condition, deadline: float) -> bool:
+    """As ``wait_for``, for the end of what ``busy`` tells, with the lock of ``changed`` in hand."""
+    while busy():
+        left = deadline - monotonic()
+        if left <= 0:
+            return False
+        changed.wait(min(left, _SLICE_SECONDS))
+    return True

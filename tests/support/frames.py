@@ -10,8 +10,7 @@ import msgpack
 from hypothesis import strategies as st
 
 from rpc.wire import frames
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import Frame, Kind, encode
+from rpc.wire.frames import Decoder, Frame, Kind, encode
 
 __all__ = [
     "BUFFER",

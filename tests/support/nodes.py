@@ -108,7 +108,9 @@ class Node:
     def peer_for(self, member: Member) -> Peer:
         peer = self.peers.get(member.incarnation)
         if peer is None:
-            peer = self.peers[member.incarnation] = Peer(member, self._connect)
+            peer = self.peers[member.incarnation] = Peer(
+                member, self._connect, near=member.host == self.member.host
+            )
         return peer
 
     def _connect(self, peer: Peer) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from rpc.agent import call_table as module
-from rpc.agent.call_table import CallTable
+from rpc.agent import calls as module
+from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.pending_call import PendingCall
-from rpc.errors import RpcTimeoutError
+from rpc.errors import ProtocolError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.loop import LoopThread
 from rpc.serialization.serializer import Serializer
@@ -43,8 +42,8 @@ class Owner:
     def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
         raise AssertionError("no reply was expected")
 
-    def complete_soon(self, future: Future[Any]) -> None:
-        raise AssertionError("no reply was expected")
+    def complete_soon(self, *futures: Future[Any]) -> None:
+        self.settled.extend(futures)
 
     def expire(self, call: PendingCall) -> BaseException | None:
         raise AssertionError("the loop keeps the deadline")
@@ -56,8 +55,7 @@ class Owner:
 @pytest.fixture
 def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
     made = Clockwork()
-    monkeypatch.setattr("rpc.agent.pending_call.monotonic", lambda: made.now)
-    monkeypatch.setattr("rpc.agent.call_table.monotonic", lambda: made.now)
+    monkeypatch.setattr("rpc.agent.calls.monotonic", lambda: made.now)
     return made
 
 
@@ -68,7 +66,7 @@ def owner() -> Owner:
 
 @pytest.fixture
 def table(clockwork: Clockwork, owner: Owner) -> CallTable:
-    return CallTable(owner, clockwork, owner.settled.extend)  # type: ignore[arg-type]
+    return CallTable(owner, clockwork)  # type: ignore[arg-type]
 
 
 def watched(table: CallTable, timeout: float) -> PendingCall:
@@ -120,9 +118,11 @@ def test_calls_end_in_the_order_of_their_deadlines(
     assert clockwork.ringing() == []
 
 
-def test_calls_that_end_together_are_settled_together(table: CallTable, clockwork: Clockwork) -> None:
+def test_calls_that_end_together_are_settled_together(
+    table: CallTable, clockwork: Clockwork, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches: list[int] = []
-    table._settled = lambda futures: batches.append(len(futures))
+    monkeypatch.setattr(owner, "complete_soon", lambda *futures: batches.append(len(futures)))
     for _ in range(100):
         watched(table, 1.0)
     clockwork.advance(1.5)
@@ -213,7 +213,7 @@ def test_ctrl_c_at_any_line_of_setting_the_alarm_lets_no_deadline_pass(
     clockwork: Clockwork, owner: Owner
 ) -> None:
     for line in itertools.count(1):
-        table = CallTable(owner, clockwork, owner.settled.extend)  # type: ignore[arg-type]
+        table = CallTable(owner, clockwork)  # type: ignore[arg-type]
         first = table.open(peer(), "what", 2.0)
         files = (module.__file__, clockwork_module.__file__)
         interrupted = interrupted_at(line, functools.partial(table.watch, first), files.__contains__)
@@ -240,9 +240,9 @@ def test_a_call_given_up_counts_as_under_way_until_its_answer_comes_late(
     assert table.unanswered() == 2
     for call in (timed_out, interrupted):
         assert table.take(call.call_id) is None
-        table.answered_late(call.call_id)
+        table.answered(call.call_id, call.peer)
     assert table.unanswered() == 0
-    table.answered_late(12345)  # never heard of
+    table.answered(12345, peer())  # never heard of
 
 
 def test_a_call_given_up_no_longer_counts_when_its_callee_is_gone(table: CallTable) -> None:
@@ -267,17 +267,16 @@ def test_a_call_that_has_just_ended_cannot_be_given_up(table: CallTable) -> None
 
 def test_a_call_that_somebody_else_answered_is_still_waited_for(table: CallTable) -> None:
     call = table.open(peer(), "what", 0)
-    taken = table.take(call.call_id)
-    assert taken is call
-    table.restore(call)
-    assert table.take(call.call_id) is call
+    with pytest.raises(ProtocolError, match="that worker 'callee' got"):
+        table.answered(call.call_id, peer("other"))
+    assert table.answered(call.call_id, call.peer) is call
 
 
 # ---- with a real loop
 
 
 def test_no_deadline_is_missed_when_many_threads_make_calls(loop: LoopThread, owner: Owner) -> None:
-    table = CallTable(owner, loop.loop, owner.settled.extend)
+    table = CallTable(owner, loop.loop)
     everybody = threading.Barrier(8)
 
     def make(thread: int) -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 import uvloop
 
+from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future, wait_all
-from rpc.agent.pending_call import PendingCall
 from rpc.errors import RpcTimeoutError
 from rpc.runtime.interrupts import defer_interrupts
 from tests.support.answering import Owner, fail, when_waiting

@@ -59,7 +59,7 @@ def test_an_answer_to_a_call_that_another_worker_got_is_malformed_and_the_call_g
         assert len(end.agent.lost) == count
         assert "an answer to a call that worker 'other' got" in end.agent.lost[-1]
     assert not call.settled()
-    assert end.agent.calls.find(call.call_id) is call
+    assert list(end.agent.calls.waiting()) == [call]
 
 
 def test_an_answer_that_comes_too_late_is_dropped(end: End) -> None:
@@ -91,12 +91,12 @@ def test_what_cannot_be_opened_is_malformed(end: End) -> None:
     assert end.taken == []
 
 
-def test_a_request_in_an_unknown_codec_is_answered_by_an_error() -> None:
+def test_a_request_in_an_unknown_codec_is_answered_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[BaseException] = []
-    agent: Any = SimpleNamespace(
-        serializer=Serializer(), fail=lambda peer, call_id, error: failures.append(error)
-    )
-    RequestRunner(agent, agent).run(Request(peer(), Frame(Kind.CALL, 1, {}, [b"x"], 99)))
+    agent: Any = SimpleNamespace(serializer=Serializer())
+    runner = RequestRunner(agent)
+    monkeypatch.setattr(runner, "fail", lambda peer, call_id, error: failures.append(error))
+    runner.run(Request(peer(), Frame(Kind.CALL, 1, {}, [b"x"], 99)))
     [error] = failures
     assert isinstance(error, SerializationError)
     assert "codec 99" in str(error)

@@ -19,9 +19,9 @@ class Owner(SilentOwner):
         self.received: list[tuple[str, Frame]] = []
         self.lost: list[str] = []
 
-    def take_inline(self, connection: Any, frames: list[Frame], *, keep: bool) -> None:
+    def take_inline(self, frames: list[Frame], *, keep: bool) -> None:
         if frames[0].kind != Kind.EXTENSION and "reference" not in frames[0].header:
-            self.frames_received(connection, frames)
+            self.frames_received(None, frames)
             frames.clear()
 
     def frames_received(self, connection: Any, frames: list[Frame]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport import syscalls
+from rpc.transport import byte_stream
 from rpc.transport.base import ConnectionClosed
 from rpc.transport.stream import StreamConnection
 from rpc.wire.frames import PREAMBLE
@@ -48,7 +48,7 @@ def in_threads(*functions: Callable[[], object]) -> None:
 def test_frames_of_several_threads_never_interleave_and_each_threads_stay_in_order(
     loop: LoopThread, sockets: Sockets, family: str, gil: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syscalls, "AVAILABLE", gil == "kept")
+    monkeypatch.setattr(byte_stream, "AVAILABLE", gil == "kept")
     pair = Pair(loop, sockets(family, TINY_BUFFER))
     sizes = [0, 10, 3000, 70_000, 5, 200_000, 1, 65_000, 66_000]  # several times the socket's buffer
 

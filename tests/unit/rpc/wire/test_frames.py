@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.wire import frames
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import decode_one, encode, encode_small
+from rpc.wire.frames import Decoder, decode_one, encode, encode_small
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.frames import (
     BUFFER,

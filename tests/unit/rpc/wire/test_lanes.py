@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.wire.chunking import SHORT_CHUNK_BYTES, Outgoing, Reassembly
-from rpc.wire.decoder import Decoder, allocate
-from rpc.wire.frames import Frame, Kind, chunk_prefix, chunked, encode
+from rpc.wire.chunking import SHORT_CHUNK_BYTES, Outgoing, Reassembly, allocate
+from rpc.wire.frames import Decoder, Frame, Kind, chunk_prefix, chunked, encode
 from tests.support.frames import LIMIT, feed, greeted, prefix
 
 LANES = 3
