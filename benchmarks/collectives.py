@@ -177,7 +177,7 @@ def _work(rank: int, size: int, store: str, names: list[str], results: Any, opti
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        pg_options=rpc.AgentOptions(**options),  # type: ignore[arg-type]
+        pg_options=rpc.AgentOptions(**options),
     )
     groups = {"farcall": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     for line in _selected(names):

@@ -18,8 +18,9 @@ __all__ = ["install"]
 @functools.cache
 def install() -> None:
     """Replace it, once in a process. Called when a group is made."""
-    from torch.distributed.tensor import placement_types
+    from torch.distributed.tensor import placement_types as module
 
+    placement_types: Any = module
     original = placement_types.shard_dim_alltoall
 
     def shard_dim_alltoall(
@@ -27,7 +28,8 @@ def install() -> None:
     ) -> torch.Tensor:
         group = mesh.get_group(mesh_dim)
         if mesh.device_type != "cpu" or dist.get_backend(group) != "farcall":
-            return original(local, gather_dim, shard_dim, mesh, mesh_dim)
+            kept: torch.Tensor = original(local, gather_dim, shard_dim, mesh, mesh_dim)
+            return kept
         exchanged: torch.Tensor = torch.ops._dtensor.shard_dim_alltoall(
             local, gather_dim, shard_dim, group.group_name
         )

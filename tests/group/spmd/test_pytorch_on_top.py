@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch._dynamo  # once, and not in each worker: much of what is used here imports it
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint
+import torch.distributed.nn.functional
 from torch import nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed import nn as dist_nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.process_groups import process_group
 from tests.support.serving import in_processes
 from tests.support.workers import Worker
+
+dcp: Any = torch.distributed.checkpoint
+dist_nn: Any = torch.distributed.nn.functional
 
 
 def ranks(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -74,7 +77,7 @@ def loss_of(trained: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
 
 def step(trained: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
     optimizer.zero_grad()
-    loss_of(trained, x).backward()
+    torch.autograd.backward(loss_of(trained, x))
     optimizer.step()
 
 
@@ -106,10 +109,10 @@ def test_no_sync_puts_off_the_exchange_of_gradients(worker: Worker) -> None:
     parallel, alone = DistributedDataParallel(model()), model()
     (first, my_first), (second, my_second) = batches(worker, 2)
     with parallel.no_sync():
-        loss_of(parallel, my_first).backward()
-    loss_of(parallel, my_second).backward()
+        torch.autograd.backward(loss_of(parallel, my_first))
+    torch.autograd.backward(loss_of(parallel, my_second))
     for whole in (first, second):
-        loss_of(alone, whole).backward()
+        torch.autograd.backward(loss_of(alone, whole))
     for one, other in zip(parallel.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
@@ -118,7 +121,7 @@ def test_no_sync_puts_off_the_exchange_of_gradients(worker: Worker) -> None:
 def test_buffers_of_batch_norm_are_those_of_rank_0(worker: Worker) -> None:
     parallel = DistributedDataParallel(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)))
     for _, mine in batches(worker):
-        loss_of(parallel, mine).backward()
+        torch.autograd.backward(loss_of(parallel, mine))
     parallel(torch.ones(2, 6))  # a forward begins with rank 0's buffers
     mean = parallel.module[1].running_mean.clone()
     with torch.no_grad():
@@ -131,7 +134,7 @@ def test_ranks_with_more_batches_than_others_join(worker: Worker) -> None:
     parallel = DistributedDataParallel(nn.Linear(6, 1, bias=False))
     with Join([parallel]):
         for _ in range(2 + 3 * worker.rank):
-            loss_of(parallel, torch.ones(2, 6)).backward()
+            torch.autograd.backward(loss_of(parallel, torch.ones(2, 6)))
     assert dist.get_world_size() == 2
 
 
@@ -159,7 +162,7 @@ def test_fully_shard_trains_like_one_process(worker: Worker) -> None:
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     for _, mine in batches(worker):
         optimizer.zero_grad()
-        loss_of(sharded, mine).backward()
+        torch.autograd.backward(loss_of(sharded, mine))
         torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1e6)
         optimizer.step()
     whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -212,11 +215,16 @@ def test_all_pairs_of_layouts_hold_the_same_tensor(worker: Worker) -> None:
 @ranks(2)
 def test_resharding_moves_only_what_changes_its_place(worker: Worker) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    group = mesh.get_group()
+    group: Any = mesh.get_group()
     called: list[str] = []
-    original = group.all_to_all_single
-    group.all_to_all_single = lambda *a: (called.append("all_to_all"), original(*a))[1]
-    group.allgather = lambda *a: pytest.fail("everything is gathered")
+    exchange = group.all_to_all_single
+
+    def noted(*arguments: Any) -> Any:
+        called.append("all_to_all")
+        return exchange(*arguments)
+
+    group.all_to_all_single = noted
+    group.allgather = lambda *_: pytest.fail("everything is gathered")
     rows = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
     columns = rows.redistribute(mesh, [Shard(1)])
     assert torch.equal(columns.to_local(), torch.arange(16.0).view(4, 4).chunk(2, 1)[worker.rank])
@@ -269,7 +277,7 @@ def test_pipelines_have_the_gradients_of_one_process(worker: Worker, name: str) 
     last = {"target": target} if worker.rank == 1 else {}
     runner.step(*first["args"], **last)
     alone = stage_modules(count)
-    nn.functional.mse_loss(nn.Sequential(*alone)(x), target).backward()
+    torch.autograd.backward(nn.functional.mse_loss(nn.Sequential(*alone)(x), target))
     for index in mine:
         for one, other in zip(modules[index].parameters(), alone[index].parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)
@@ -281,20 +289,20 @@ def test_pipelines_have_the_gradients_of_one_process(worker: Worker, name: str) 
 @ranks(2)
 def test_collectives_of_autograd_pass_gradients_back(worker: Worker) -> None:
     x = torch.full((3,), float(worker.rank + 1), requires_grad=True)
-    (dist_nn.functional.all_reduce(x) * (worker.rank + 1)).sum().backward()
+    torch.autograd.backward((dist_nn.all_reduce(x) * (worker.rank + 1)).sum())
     assert x.grad is not None
     assert x.grad.tolist() == [3.0] * 3
     y = torch.full((2,), float(worker.rank), requires_grad=True)
-    gathered = torch.stack(list(dist_nn.functional.all_gather(y)))
+    gathered = torch.stack(list(dist_nn.all_gather(y)))
     assert gathered.tolist() == [[0.0, 0.0], [1.0, 1.0]]
-    gathered.sum().backward()
+    torch.autograd.backward(gathered.sum())
     assert y.grad is not None
     assert y.grad.tolist() == [2.0, 2.0]
 
 
 @ranks(2)
 def test_functional_collectives_leave_their_inputs_alone(worker: Worker) -> None:
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     mine = torch.arange(4.0) + 10 * worker.rank
     kept = mine.clone()
     total = torch.arange(4.0) * 2 + 10
