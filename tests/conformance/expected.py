@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["CANNOT_HOLD", "FEWEST"]
-
 FEWEST: Final = 318
 """So many tests must be left."""
 

@@ -99,9 +99,9 @@ def run_rank(worker: Worker, suite: str, name: str) -> str:
     except unittest.SkipTest as skip:
         return str(skip)
     except SystemExit as end:
-        for skip in TEST_SKIPS.values():
-            if skip.exit_code == end.code:
-                return skip.message
+        for known in TEST_SKIPS.values():
+            if known.exit_code == end.code:
+                return str(known.message)
         raise
     finally:
         if dist.is_initialized():

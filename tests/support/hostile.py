@@ -14,8 +14,6 @@ from rpc.runtime.current import current_agent
 from rpc.wire.decoder import Decoder
 from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
 
-__all__ = ["Hostile", "Target", "frame", "target"]
-
 _PATIENCE = 20.0
 """Seconds for what must come; well below a run's time limit."""
 

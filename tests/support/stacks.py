@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-__all__ = ["condensed"]
-
 _HEADS = ("Thread 0x", "Current thread 0x")
 _INDENT = "  "
 """Before each frame, and before what else is said of a thread."""

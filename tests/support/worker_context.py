@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-__all__ = ["Worker", "WorkerSpec", "current_worker", "worker_main"]
-
 
 @dataclass(frozen=True)
 class WorkerSpec:

@@ -21,7 +21,6 @@ from tests.support.worker_context import WorkerSpec
 if TYPE_CHECKING:
     from tests.support.workers import Workers
 
-__all__ = ["Failure", "WorkerProcess", "WorkersFailed"]
 
 _LOG_LINES = 100
 

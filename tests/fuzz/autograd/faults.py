@@ -27,14 +27,6 @@ from tests.fuzz.autograd.reference import run_in_one_process
 from tests.fuzz.autograd.session import Outcome, check, stacks_of_all
 from tests.support.workers import Worker, current_worker
 
-__all__ = [
-    "PlannedError",
-    "lead_into_a_hang",
-    "lead_through_a_death",
-    "lead_through_errors",
-    "program_with_user_code",
-]
-
 TIME_LIMIT = 15.0
 """Seconds after which a program that should have failed hangs."""
 

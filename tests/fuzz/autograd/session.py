@@ -21,8 +21,6 @@ from tests.fuzz.autograd.program import Program
 from tests.fuzz.autograd.reference import run_in_one_process
 from tests.support.workers import Worker
 
-__all__ = ["QUICK_SEEDS", "WORKERS", "Outcome", "check", "lead", "stacks_of_all"]
-
 WORKERS = 4
 """How many the group has; a program uses two to four of them."""
 

@@ -7,8 +7,6 @@ from rref.protocol.messages import Peer, Ref, RRefId, State
 from tests.unit.rref.networks import ExactNetwork
 from tests.unit.rref.simulation import Simulation
 
-__all__ = ["Group"]
-
 
 class Group(Simulation):
     """Workers 1, 2, 3 ..., whose messages arrive when the test says so."""
@@ -48,14 +46,6 @@ class Group(Simulation):
         there = self.pass_on(1, to, rref)
         self.release(1, rref)
         return rref, there
-
-    def create_and_answer(self, peer: Peer, owner: Peer) -> Ref:
-        """A creation that arrives, is run, and is answered."""
-        ref = self.create(peer, owner)
-        self.arrive(-1)
-        self.finish(owner, self.workers[peer].refs[ref])
-        self.arrive(-1)
-        return ref
 
     def protocol(self, peer: Peer) -> Protocol:
         """The protocol of ``peer``."""

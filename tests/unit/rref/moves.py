@@ -10,8 +10,6 @@ from rref.protocol.messages import Peer, Ref, State
 from tests.unit.rref.networks import ExactNetwork, HostileNetwork
 from tests.unit.rref.simulation import Simulation
 
-__all__ = ["live"]
-
 Pick = Callable[[Sequence[Any]], Any]
 """Chooses one of a sequence that is not empty."""
 

@@ -10,8 +10,6 @@ import msgpack
 from rpc.group.delivery import Delivery
 from rref.protocol.messages import Peer
 
-__all__ = ["ExactNetwork", "HostileNetwork", "Network", "Receiver", "Violation"]
-
 
 class Violation(AssertionError):
     """The protocol broke a promise."""

@@ -23,8 +23,6 @@ from rref.protocol.machine import Protocol
 from rref.protocol.messages import Confirmed, Descriptor, Failed, Fence, Free, Peer, Ref, RRefId, Send, State
 from tests.unit.rref.networks import Network, Violation
 
-__all__ = ["Call", "Simulation", "Worker"]
-
 
 @dataclass
 class Object:

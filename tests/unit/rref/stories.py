@@ -12,8 +12,6 @@ from rref.protocol.messages import Peer, Ref, State
 from tests.unit.rref.networks import ExactNetwork
 from tests.unit.rref.simulation import Simulation
 
-__all__ = ["Course", "Story", "explore", "wander"]
-
 Step = tuple[Any, ...]
 """``("own",)``, ``("create", owner)``, ``("give_up",)``, ``("call", to)``, ``("drop",)``."""
 
