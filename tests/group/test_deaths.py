@@ -98,7 +98,12 @@ def wait_in_every_way(worker: Worker) -> list[str]:
             assert lost_error.reason in str(lost_error), name
         asked_text = str(errors["rpc_sync"])
         assert asked_text.endswith(". wait_at_gate was not answered")
-        for use in (held.to_here, held.rpc_sync().say_name, held.remote().say_name):
+        uses: tuple[Callable[[], object], ...] = (
+            *(held.to_here, held.rpc_sync().say_name, held.remote().say_name),
+            lambda: held.rpc_async().say_name().wait(),
+            lambda: rpc.rpc_sync("worker2", rpc.RRef.to_here, args=(held,)),
+        )
+        for use in uses:
             refused(RpcError, lost(dead, 1), use)
         for call in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait()):
             refused(WorkerLostError, lost(dead, 1), call, dead, my_name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import rpc
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, RRefError, WorkerLostError
 from rpc.options import AgentOptions
-from tests.support.serving import Gate, in_group, open_gate, report, wait_at_gate
+from tests.support.serving import Gate, in_group, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker, current_worker
 
 
@@ -60,30 +59,6 @@ def test_nobody_leaves_while_calls_cause_calls(run_workers: RunWorkers, begin: C
     for _ in range(5):
         workers[1].wait_for("arrived")
     workers.results()
-
-
-def call_again(worker: Worker) -> torch.futures.Future[Any]:
-    return rpc.rpc_async("worker1", wait_at_gate).then(
-        lambda _: rpc.rpc_sync("worker1", report, args=("called back",))
-    )
-
-
-def test_callbacks_that_make_calls_are_waited_for(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([in_group(call_again_and_forget), serve_until_told])
-    workers[1].wait_for("at the gate")
-    workers[1].tell("open")
-    workers[1].wait_for("called back")
-    workers.results()
-
-
-def call_again_and_forget(worker: Worker) -> None:
-    call_again(worker)
-
-
-def serve_until_told(worker: Worker) -> None:
-    with worker.group():
-        worker.wait_for("open")
-        open_gate()
 
 
 def shut_down_early(worker: Worker) -> None:
@@ -201,24 +176,6 @@ def test_a_process_that_ends_says_goodbye(run_workers: RunWorkers) -> None:
 
 
 # ---- what is left
-
-
-def number_of_threads() -> int:
-    return len([thread for thread in threading.enumerate() if thread.name.startswith("farcall")])
-
-
-def count_threads(worker: Worker) -> list[int]:
-    counts = [number_of_threads()]
-    with worker.group():
-        rpc.rpc_sync("worker1", torch.add, args=(1, 1))
-        counts.append(number_of_threads())
-    return [*counts, number_of_threads()]
-
-
-def test_no_thread_is_left(run_workers: RunWorkers) -> None:
-    for before, during, after in run_workers(count_threads, 2):
-        assert (before, after) == (0, 0)
-        assert during > 0
 
 
 def leak(worker: Worker) -> str:

@@ -46,16 +46,6 @@ def tensors_of(found: Reach, start: int) -> list[object]:
     return [leaf.tensor for leaf in found.leaves.get(start, [])]
 
 
-def test_leaves_are_found_through_shared_and_missing_successors() -> None:
-    first, second = leaf(), leaf()
-    shared = node(first, (None, 0))
-    start = node(shared, node(shared, second))
-    found = reach()
-    assert found.extend(ROOTS, [(start, 0)]) == []
-    assert set(tensors_of(found, ROOTS)) == {first.variable, second.variable}
-    assert len(found.nodes()) == 5
-
-
 def test_a_recv_is_marked_for_each_of_its_tensors_and_not_passed() -> None:
     beyond = node(leaf())
     recv = Recv(Origin(7, 3), [(beyond, 0)])
@@ -65,24 +55,6 @@ def test_a_recv_is_marked_for_each_of_its_tensors_and_not_passed() -> None:
     assert found.recvs == [recv]
     assert beyond not in found.nodes()
     assert found.leaves == {ROOTS: []}
-
-
-def test_a_root_may_be_a_received_tensor() -> None:
-    recv = Recv(Origin(7, 3))
-    found = reach()
-    assert found.extend(ROOTS, [(recv, 1)]) == [Mark(7, 3, 1)]
-
-
-def test_more_starts_add_only_what_is_new() -> None:
-    recv = Recv(Origin(7, 3))
-    shared = node((recv, 0), leaf())
-    found = reach()
-    found.extend(ROOTS, [(node(shared), 0)])
-    seen = len(found.nodes())
-    assert found.extend(ROOTS, [(node(shared, (recv, 1)), 0)]) == [Mark(7, 3, 1)]
-    assert len(found.nodes()) == seen + 1
-    assert found.nodes().count(recv) == 1
-    assert len(found.leaves[ROOTS]) == 1
 
 
 def test_a_graph_deeper_than_the_stack_is_walked() -> None:

@@ -120,15 +120,6 @@ def test_calls_end_in_the_order_of_their_deadlines(
     assert clockwork.ringing() == []
 
 
-def test_calls_that_end_together_are_settled_together(table: CallTable, clockwork: Clockwork) -> None:
-    batches: list[int] = []
-    table._settled = lambda futures: batches.append(len(futures))
-    for _ in range(100):
-        watched(table, 1.0)
-    clockwork.advance(1.5)
-    assert batches == [100]
-
-
 def test_no_timeout_means_no_deadline_and_no_alarm(table: CallTable, clockwork: Clockwork) -> None:
     call = watched(table, 0)
     clockwork.advance(1e9)

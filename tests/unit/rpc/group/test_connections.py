@@ -28,22 +28,6 @@ from tests.support.streams import SOON, until
 # ---- connecting
 
 
-@pytest.mark.parametrize(("host", "scheme"), [("host", "unix"), (None, "tcp")])
-def test_a_message_brings_about_the_connection(make_node: MakeNode, host: str | None, scheme: str) -> None:
-    left = make_node("left", host=host or "one host")
-    right = make_node("right", host=host or "another host")
-    left.form_group(right.member)
-    right.form_group(left.member)
-    assert left.open_connections() == []
-    left.send(right, 1)
-    right.wait_until(lambda: right.numbers_from(left) == [1])
-    right.send(left, 2)
-    left.wait_until(lambda: left.numbers_from(right) == [2])
-    (connection,) = left.open_connections()
-    assert connection.over_network is (scheme == "tcp")
-    assert connection.description == "worker 'right'"
-
-
 def test_messages_of_many_threads_sent_while_connecting_arrive_once_and_in_each_threads_order(
     make_node: MakeNode,
 ) -> None:
@@ -197,20 +181,6 @@ def test_whose_program_has_crashed_is_worth_a_warning(
     right.wait_gone()
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning.getMessage() == f"worker 'left' (id 0) is gone: {CRASHED}, ValueError: no"
-
-
-def test_who_dies_is_noticed(make_node: MakeNode) -> None:
-    left, right = pair(make_node)
-    left.send(right, 1)
-    right.wait_until(lambda: right.received)
-    (connection,) = left.open_connections()
-    left.on_loop(connection.close, "dead")
-    name, reason = right.wait_gone()
-    assert name == "left"
-    assert reason == (
-        "the connection was closed by the other side without a goodbye; its process has died, most likely"
-    )
-    assert len(right.gone) == 1
 
 
 def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make_node: MakeNode) -> None:

@@ -79,33 +79,6 @@ def test_a_message_that_comes_twice_is_handed_over_once_and_acknowledged_at_once
     assert here.unacknowledged == 0
 
 
-def test_batches_that_overtake_each_other_are_handed_over_as_they_come() -> None:
-    here, there = Delivery(), Delivery()
-    batches = []
-    for message in "abcd":
-        here.send(message)
-        batches.append(batch_of(here))
-    assert [there.received(batches[n]) for n in (3, 1, 0, 2)] == [["d"], ["b"], ["a"], ["c"]]
-    here.received(batch_of(there, acknowledge=True))
-    assert here.unacknowledged == 0
-
-
-def test_a_new_connection_sends_at_once_what_the_old_one_may_have_lost() -> None:
-    here, there = sending("a", "b"), Delivery()
-    there.received(batch_of(here))
-    here.received(batch_of(there, acknowledge=True))
-    here.send("c")
-    there.received(batch_of(here))  # and the acknowledgement is lost
-    here.send("d")
-    batch_of(here)  # is lost itself
-    here.reconnected()
-    assert here.is_due
-    assert there.received(batch_of(here)) == ["d"]
-    assert here.outgoing() is None
-    here.received(batch_of(there))
-    assert here.unacknowledged == 0
-
-
 def test_an_acknowledgement_that_comes_before_all_is_sent_again_is_heeded() -> None:
     here, there = sending("a", "b"), Delivery()
     there.received(batch_of(here))

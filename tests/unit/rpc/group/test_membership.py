@@ -20,13 +20,6 @@ def view(*others: Member, static: bool = False) -> Membership:
     return made
 
 
-def test_a_worker_is_a_member_of_its_own_group() -> None:
-    alone = view()
-    assert alone.present() == [ME]
-    assert alone.find(ME.incarnation) == ME
-    assert alone.resolve("me") == ME
-
-
 def test_members_are_listed_by_id() -> None:
     group = view(SECOND, FIRST)
     assert group.present() == [ME, FIRST, SECOND]
@@ -84,13 +77,6 @@ def test_who_left_is_no_longer_present_but_still_known_by_name() -> None:
     assert group.find(FIRST.incarnation) is None
     assert group.gone_reason(FIRST.incarnation) == "it died"
     assert group.resolve("first") == group.resolve(1) == FIRST
-
-
-def test_leaving_twice_keeps_the_first_reason() -> None:
-    group = view(FIRST)
-    group.leave(FIRST.incarnation, "it died")
-    assert group.leave(FIRST.incarnation, "it died again") is None
-    assert group.gone_reason(FIRST.incarnation) == "it died"
 
 
 def test_a_gone_incarnation_never_comes_back() -> None:

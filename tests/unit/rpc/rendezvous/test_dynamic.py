@@ -17,20 +17,6 @@ def _names(members: tuple[Member, ...]) -> set[str]:
     return {member.name for member in members}
 
 
-def test_first_worker_founds_the_group(connect: Connect, workers: Workers) -> None:
-    (worker,) = workers(1)
-    group = join_dynamic(connect(), worker.member, 5)
-    assert group.members == (worker.member,)
-    assert group.others == ()
-    assert not group.static
-
-
-def test_each_knows_those_that_joined_before(connect: Connect, workers: Workers) -> None:
-    for number, worker in enumerate(workers(4)):
-        group = join_dynamic(connect(), worker.member, 5)
-        assert _names(group.others) == {f"worker{earlier}" for earlier in range(number)}
-
-
 def test_of_workers_that_join_at_once_each_pair_is_known_to_one(connect: Connect, workers: Workers) -> None:
     groups = results([in_thread(join_dynamic, connect(), worker.member, 10) for worker in workers(8)])
     assert len({group.key for group in groups}) == 1

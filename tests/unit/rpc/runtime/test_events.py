@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpc.runtime.events import Events, PeerJoined, PeerLost
+from rpc.runtime.events import Events, PeerJoined
 
 EVENT = PeerJoined("worker1", 1)
 
@@ -73,7 +73,3 @@ def test_a_handler_may_end_its_own_subscription() -> None:
 def test_what_is_no_kind_of_event_is_refused_by_name(kind: object) -> None:
     with pytest.raises(TypeError, match=r"is no kind of event.*PeerLost"):
         Events().listen(kind, print)  # type: ignore[arg-type]
-
-
-def test_events_are_values() -> None:
-    assert PeerLost("a", 1, "it left") == PeerLost("a", 1, "it left")

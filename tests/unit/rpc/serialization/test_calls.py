@@ -70,18 +70,6 @@ def cannot_call(*args: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
-def test_error_names_function_worker_argument_type_and_reason() -> None:
-    text = cannot_call(1, threading.Lock())
-
-    assert "cannot call tests.unit.rpc.serialization.callees.null on worker 'callee'" in text
-    assert "argument 1, of type _thread.lock" in text
-    assert "cannot pickle '_thread.lock' object" in text
-
-
-def test_error_names_keyword_argument() -> None:
-    assert "argument 'guard', of type _thread.lock" in cannot_call(1, a=2, guard=threading.Lock())
-
-
 def test_error_names_the_place_inside_an_argument() -> None:
     text = cannot_call({"models": [1, Plain(Locked())]})
 

@@ -226,37 +226,6 @@ def test_script_function_that_its_module_does_not_hold_goes_by_value() -> None:
 # ---- what is missing on the receiver
 
 
-def test_function_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, buffers = deliver(SERIALIZER.dump_call(callees.null, (), {}, CALLEE))
-    monkeypatch.delattr(callees, "null")
-
-    with pytest.raises(FunctionNotFoundError, match="RPC pickler does not serialize") as caught:
-        SERIALIZER.load_call({}, buffers, None, CALLER)
-    assert "'tests.unit.rpc.serialization.callees.null'" in str(caught.value)
-    assert isinstance(caught.value, AttributeError)
-
-
-def test_class_of_an_argument_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, buffers = deliver(SERIALIZER.dump_call(callees.null, (Plain(1),), {}, CALLEE))
-    monkeypatch.delattr(callees, "Plain")
-
-    with pytest.raises(FunctionNotFoundError, match=r"'tests\.unit\.rpc\.serialization\.callees\.Plain'"):
-        SERIALIZER.load_call({}, buffers, None, CALLER)
-
-
-@pytest.mark.parametrize("as_argument", [False, True])
-def test_module_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch, as_argument: bool) -> None:
-    module = types.ModuleType("only_here")
-    exec("def func(): pass", module.__dict__)
-    monkeypatch.setitem(sys.modules, "only_here", module)
-    func, args = (callees.null, (module.func,)) if as_argument else (module.func, ())
-    _, buffers = deliver(SERIALIZER.dump_call(func, args, {}, CALLEE))
-    monkeypatch.delitem(sys.modules, "only_here")
-
-    with pytest.raises(FunctionNotFoundError, match="no module named 'only_here'"):
-        SERIALIZER.load_call({}, buffers, None, CALLER)
-
-
 def test_module_that_fails_to_import_is_no_missing_function(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
