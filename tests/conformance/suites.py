@@ -8,7 +8,6 @@ the proof that the harness changes nothing. ``--runxfail`` runs those too that a
 from __future__ import annotations
 
 import os
-import time
 import unittest
 from typing import Any
 from unittest import mock
@@ -72,18 +71,17 @@ TESTS = [
 
 TIME_LIMIT = 60.0
 
-_SECONDS_TO_LET_GO = 0.1
-
 _destroy_process_group = dist.destroy_process_group
+_never_freed: list[Any] = []
 
 
-def _destroy_what_is_at_rest(*group: Any) -> None:
-    """Destroys process groups when gloo's threads have let go of the tensors of the last collective.
+def _destroy_and_keep(*group: Any) -> None:
+    """Destroys process groups, but never frees them.
 
-    For that they need the interpreter's lock, which PyTorch holds while it waits for these threads to end:
-    on a busy machine its own RPC hangs there too. Nothing tells when they are done.
+    Whoever frees one waits, interpreter in hand, for gloo's threads, and these need the interpreter to let go
+    of the last collective: on a busy machine PyTorch's own RPC hangs there too.
     """
-    time.sleep(_SECONDS_TO_LET_GO)
+    _never_freed.extend(dist.distributed_c10d._world.pg_map)
     _destroy_process_group(*group)
 
 
@@ -94,7 +92,7 @@ def run_rank(worker: Worker, suite: str, name: str) -> str:
     case.rank = worker.rank
     case.file_name = str(worker.folder / "store")
     try:
-        with mock.patch.object(dist, "destroy_process_group", _destroy_what_is_at_rest):
+        with mock.patch.object(dist, "destroy_process_group", _destroy_and_keep):
             getattr(case, name)()
     except unittest.SkipTest as skip:
         return str(skip)
@@ -105,7 +103,7 @@ def run_rank(worker: Worker, suite: str, name: str) -> str:
         raise
     finally:
         if dist.is_initialized():
-            _destroy_what_is_at_rest()
+            _destroy_and_keep()
     return ""
 
 
