@@ -81,21 +81,31 @@ class Worker:
         If the body raises, the worker leaves at once instead, so that the others notice.
         """
         import rpc
-        from rpc.options import AgentOptions
 
-        options.setdefault("rendezvous_timeout", 15.0)  # within the time limit: the error says more
-        rpc.init_rpc(
-            self.name,
-            rank=self.rank,
-            world_size=None if options.get("dynamic") else self.world_size,
-            rpc_backend_options=AgentOptions(init_method=self.init_method, **options),
-        )
+        self.join(**options)
         try:
             yield
         except BaseException:
             rpc.shutdown(graceful=False)
             raise
         rpc.shutdown()
+
+    def join(self, **options: Any) -> None:
+        """Joins the run's RPC group, and leaves the leaving to the test; options as for :meth:`group`."""
+        import rpc
+        from rpc.options import AgentOptions
+
+        given = {
+            "init_method": self.init_method,
+            "rendezvous_timeout": 15.0,
+        }  # within the time limit: it says more
+        world_size = None if options.get("dynamic") else self.world_size
+        rpc.init_rpc(
+            self.name,
+            rank=self.rank,
+            world_size=world_size,
+            rpc_backend_options=AgentOptions(**given | options),
+        )
 
     def post(self, message: tuple[Any, ...]) -> None:
         """Sends one message of the fixture's own protocol."""

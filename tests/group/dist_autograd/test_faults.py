@@ -172,10 +172,7 @@ def _leaving(task: Any) -> Any:
     """``task`` in the group, which is left at once."""
 
     def run(worker: Worker) -> None:
-        from rpc.options import AgentOptions
-
-        options = AgentOptions(init_method=worker.init_method)
-        rpc.init_rpc(worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options)
+        worker.join()
         try:
             task(worker)
         finally:

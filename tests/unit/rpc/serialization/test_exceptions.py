@@ -48,7 +48,6 @@ def printed(error: BaseException) -> str:
 )
 def test_type_text_arguments_and_attributes_are_kept(error: Exception) -> None:
     arrived = raise_remotely(error)
-
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
     assert len(arrived.args) == len(error.args)
@@ -57,7 +56,6 @@ def test_type_text_arguments_and_attributes_are_kept(error: Exception) -> None:
 
 def test_remote_traceback_is_printed_with_the_exception() -> None:
     text = printed(raised(trouble, 2))
-
     assert "Traceback on worker 'callee':" in text
     assert text.count("in trouble") == 3
     assert "ValueError: trouble" in text
@@ -71,7 +69,6 @@ def test_causes_are_part_of_the_remote_traceback() -> None:
             raise RuntimeError("outer") from error
 
     text = printed(raised(chained))
-
     assert "ValueError: trouble" in text
     assert "direct cause" in text
 
@@ -90,7 +87,6 @@ def test_exception_that_passes_two_workers_shows_both_tracebacks_once() -> None:
         raise raised(trouble, 0)
 
     text = printed(raised(middle))
-
     assert text.count("Traceback on worker 'callee':") == 2
     assert text.count("in trouble") == 1
     assert text.count("in middle") == 1
@@ -112,16 +108,13 @@ def test_torchscript_error_is_a_runtime_error() -> None:
             raise ValueError(text)
 
     arrived = raised(failing, "Expected error")
-
     assert isinstance(arrived, RuntimeError)
     assert "Expected error" in str(arrived)
 
 
 def test_lone_surrogates_and_long_tracebacks_can_be_sent() -> None:
     error = ValueError("x\udc80" + "y" * 2_000_000)
-
     payload = SERIALIZER.dump_exception(error, CALLEE.name, CALLER)
-
     assert len(msgpack.packb(payload.header)) < 1 << 20
     header, buffers = deliver(payload)
     assert type(SERIALIZER.load_exception(header, buffers, None, CALLEE)) is ValueError
@@ -132,9 +125,7 @@ def test_exception_too_large_to_be_sent_is_described_in_few_bytes() -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011  # its class has no name here
         raise kind("\U0001f422" * 1_000_000)
     payload = SERIALIZER.dump_exception(caught.value, CALLEE.name, CALLER)
-
     described = SERIALIZER.without_exception(payload.header | {"done": 7}, ValueError("over the limit"))
-
     assert len(msgpack.packb(described.header)) < 64 << 10
     assert described.header["done"] == 7
     header, buffers = deliver(described)
@@ -148,9 +139,7 @@ def test_leading_frames_of_the_agent_are_left_out() -> None:
     module: dict[str, Any] = {"trouble": trouble}
     source = "def run():\n    try:\n        trouble(0)\n    except ValueError as e:\n        return e"
     exec(compile(source, exceptions.__file__, "exec"), module)
-
     header, _ = deliver(SERIALIZER.dump_exception(module["run"](), CALLEE.name, CALLER))
-
     assert "in trouble" in header["!"][2]
     assert "in run" not in header["!"][2]
 

@@ -53,7 +53,6 @@ def allow() -> AllowList:
 )
 def test_plain_values(allow: AllowList, value: Any) -> None:
     arrived = send(value, at=safely(allow))
-
     assert arrived == value
     assert type(arrived) is type(value)
 
@@ -64,7 +63,6 @@ def test_plain_values(allow: AllowList, value: Any) -> None:
 @pytest.mark.parametrize("tensor", [*SPARSE_COO.values(), *COMPRESSED.values()], ids=str)
 def test_sparse_tensors(allow: AllowList, tensor: torch.Tensor) -> None:
     arrived = send(tensor, at=safely(allow))
-
     assert arrived.layout is tensor.layout
     assert torch.equal(arrived.to_dense(), tensor.to_dense())
 
@@ -72,11 +70,9 @@ def test_sparse_tensors(allow: AllowList, tensor: torch.Tensor) -> None:
 def test_instances_of_admitted_classes(allow: AllowList) -> None:
     for kind in (Plain, Point, Slotted, Color, Pair):
         allow.cls(kind)
-
     arrived = send(
         [Plain(torch.ones(2)), Point(1, tags=["a"]), Slotted(3), Color.RED, Pair(1, 2)], at=safely(allow)
     )
-
     assert torch.equal(arrived[0].value, torch.ones(2))
     assert arrived[1] == Point(1, tags=["a"])
     assert arrived[2].value == 3
@@ -91,9 +87,7 @@ def test_instances_of_admitted_classes(allow: AllowList) -> None:
 def test_admitted_function_can_be_called(allow: AllowList, function: Any, args: Any) -> None:
     allow.function(callees.null)
     allow.function(torch.add)
-
     func, received, kwargs = send_call(function, args, {"k": 1}, at=safely(allow))
-
     assert func is function
     assert len(received) == len(args)
     assert kwargs == {"k": 1}
@@ -104,7 +98,6 @@ def test_decorators_admit_to_the_list_of_the_process(monkeypatch: pytest.MonkeyP
     assert allow_function(callees.null) is callees.null
     reader = Serializer(safe=True)
     assert allow_class(Plain) is Plain  # also after there is an agent
-
     assert send_call(callees.null, ([Plain(1)],), at=reader)[1][0][0].value == 1
 
 
@@ -148,7 +141,6 @@ def test_call_by_a_replacement_pickler_is_refused(allow: AllowList) -> None:
     allow.function(callees.null)
     pickler = PortablePickler()
     payload = replaced_by(pickler).dump_call(callees.null, (), {}, CALLEE)
-
     with pytest.raises(SerializationError, match="does not read"):
         safely(allow).load_call({}, payload.buffers, None, CALLER)
 
