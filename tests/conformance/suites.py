@@ -97,6 +97,8 @@ def run_rank(worker: Worker, suite: str, name: str) -> str:
     except unittest.SkipTest as skip:
         return str(skip)
     except SystemExit as end:
+        if not end.code:
+            return ""
         for known in TEST_SKIPS.values():
             if known.exit_code == end.code:
                 return str(known.message)

@@ -68,18 +68,6 @@ def test_a_graph_deeper_than_the_stack_is_walked() -> None:
     assert len(found.nodes()) == 100_002
 
 
-def test_starts_are_separate_until_one_reaches_a_node_of_another() -> None:
-    shared = node(leaf())
-    found = reach()
-    found.extend(ROOTS, [(node(shared), 0)])
-    found.extend(1, [(node(leaf()), 0)])
-    found.extend(1, [(node(leaf()), 0)])
-    before = found.separate
-    found.extend(2, [(node(shared), 0)])
-    assert (before, found.separate) == (True, False)
-    assert [len(found.leaves[start]) for start in (ROOTS, 1, 2)] == [1, 2, 0]
-
-
 def test_a_leaf_that_was_sent_itself_is_found_once() -> None:
     end = leaf()
     found = reach()

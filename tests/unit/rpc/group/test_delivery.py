@@ -30,12 +30,6 @@ def sending(*messages: Any) -> Delivery:
     return end
 
 
-def test_messages_sent_together_travel_together() -> None:
-    here, there = sending("a", "b", "c"), Delivery()
-    assert there.received(batch_of(here)) == ["a", "b", "c"]
-    assert here.outgoing() is None
-
-
 def test_an_idle_end_sends_nothing() -> None:
     end = Delivery()
     assert not end.is_due

@@ -33,17 +33,6 @@ def test_worker_that_left_is_not_known_to_later_ones(connect: Connect, workers: 
     assert _names(join_dynamic(connect(), three.member, 5).others) == {"worker1"}
 
 
-def test_workers_come_and_go_many_times(memory: SharedStore, start_worker: StartWorker) -> None:
-    stays = start_worker("stays", 0)
-    join_dynamic(memory, stays.member, 5)
-    for round_number in range(30):
-        comes = start_worker("comes", 1)
-        group = join_dynamic(memory, comes.member, 5)
-        assert _names(group.members) == {"stays", "comes"}, round_number
-        group.leave()
-        comes.die()
-
-
 def test_ids_are_given_to_those_without_rank(connect: Connect, start_worker: StartWorker) -> None:
     join_dynamic(connect(), start_worker("ranked", 1).member, 5)
     futures = [

@@ -30,19 +30,6 @@ def test_all_workers_get_the_same_group(connect: Connect, workers: Workers) -> N
     assert all(group.static for group in groups)
 
 
-def test_group_after_group_in_one_store(connect: Connect, workers: Workers) -> None:
-    stores = [connect() for _ in range(3)]
-    keys = set()
-    for _ in range(10):
-        trio = workers(3)
-        groups = results([in_thread(join, s, w.member, 3) for s, w in zip(stores, trio, strict=True)])
-        assert all(group.members == tuple(worker.member for worker in trio) for group in groups)
-        keys.add(groups[0].key)
-        for worker in trio:
-            worker.die()
-    assert len(keys) == 10
-
-
 def test_fast_worker_may_arrive_for_the_next_group_while_others_leave_the_last(
     memory: SharedStore, workers: Workers, start_worker: StartWorker
 ) -> None:

@@ -21,15 +21,6 @@ def test_handlers_are_called_in_the_order_in_which_they_came() -> None:
     assert told == ["first worker1", "second worker1"]
 
 
-def test_nobody_listens_at_first_nor_after_the_last_has_ended() -> None:
-    events = Events()
-    assert not events.peer_joined
-    with events.listen(PeerJoined, print):
-        assert events.peer_joined
-        assert not events.peer_lost
-    assert not events.peer_joined
-
-
 def test_one_handler_may_listen_twice_and_each_subscription_ends_alone() -> None:
     events, told = Events(), list[PeerJoined]()
     first = events.listen(PeerJoined, told.append)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from rpc.errors import RRefError, SerializationError
 from rpc.serialization.payload import Arrivals
@@ -81,14 +80,6 @@ def test_object_arrives_at_its_places(office: TicketOffice) -> None:
     assert first is second
     assert (first.number, other.number) == (5, 6)
     assert office.arrived == [5, 6]
-
-
-def test_object_and_tensors_in_one_message(office: TicketOffice) -> None:
-    large, small = torch.rand(100, 100), torch.rand(2)
-    arrived = send([large, Ticket(1), small, Ticket(2), large], by=office.serializer)
-    assert torch.equal(arrived[0], large)
-    assert arrived[4] is arrived[0]
-    assert (arrived[1].number, arrived[3].number) == (1, 2)
 
 
 def test_failed_pickling_takes_back_what_departed(office: TicketOffice) -> None:
