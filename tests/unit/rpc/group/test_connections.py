@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from rpc.transport.base import Connection, ConnectionClosed, QueueFull, Transpor
 from rpc.transport.tcp import TcpTransport
 from rpc.wire.frames import Kind
 from tests.support.members import member
-from tests.support.nodes import MakeNode, Node, pair, refusals
+from tests.support.nodes import MakeNode, Node, pair
 from tests.support.stranger import Stranger, hello_to
 from tests.support.streams import SOON, until
 
@@ -48,45 +47,6 @@ def test_messages_of_many_threads_sent_while_connecting_arrive_once_and_in_each_
     for first in range(0, 4000, 1000):
         mine = [number for number in right.numbers_from(left) if first <= number < first + 1000]
         assert mine == list(range(first, first + 200))
-
-
-@pytest.mark.parametrize("host", ["host", None], ids=["unix", "tcp"])
-def test_two_that_connect_to_each_other_at_once_get_one_connection_and_lose_nothing(
-    make_node: MakeNode, host: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    chance = random.Random(5)
-    for _ in range(25):
-        incarnations = chance.sample(range(1, 1000), 2)
-        left = make_node("left", incarnations[0], host=host or "one host")
-        right = make_node("right", incarnations[1], host=host or "another host")
-        left.form_group(right.member)
-        right.form_group(left.member)
-        start = threading.Barrier(2)
-
-        def talk(here: Node, there: Node, delay: int, start: threading.Barrier = start) -> None:
-            start.wait(SOON)
-            for _ in range(delay):
-                pass
-            for number in range(5):
-                here.send(there, number)
-
-        talking = [
-            threading.Thread(target=talk, args=(here, there, chance.randrange(5000)))
-            for here, there in ((left, right), (right, left))
-        ]
-        for each in talking:
-            each.start()
-        for here, there in ((left, right), (right, left)):
-            here.wait_until(lambda here=here: len(here.received) == 5)  # type: ignore[misc]
-            assert here.numbers_from(there) == list(range(5))
-        for each in talking:
-            each.join(SOON)
-        for here in (left, right):
-            until(lambda here=here: len(here.open_connections()) == 1)  # type: ignore[misc]
-            assert here.gone == []
-        left.leave()
-        right.leave()
-    assert refusals(caplog) == []
 
 
 def test_a_worker_that_cannot_be_reached_is_gone_and_the_reason_says_where_it_was_looked_for(

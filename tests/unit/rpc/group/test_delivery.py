@@ -132,7 +132,7 @@ def test_the_example_in_the_text_runs() -> None:
 @given(
     course=st.lists(
         st.tuples(
-            st.sampled_from(["send", "send", "write", "write", "acknowledge", "arrive", "arrive", "renew"]),
+            st.sampled_from(["send", "send", "write", "write", "acknowledge", "arrive", "again", "renew"]),
             st.booleans(),
             st.integers(0, 1000),
         ),
@@ -147,8 +147,8 @@ def test_everything_sent_arrives_once_over_connections_that_reorder_and_break(
     got: dict[bool, list[int]] = {False: [], True: []}
     flying: list[tuple[bool, bytes]] = []
 
-    def arrive(index: int) -> None:
-        to, batch = flying.pop(index)
+    def arrive(index: int, again: bool = False) -> None:
+        to, batch = flying[index] if again else flying.pop(index)
         got[to] += ends[to].received(msgpack.unpackb(batch))
 
     def write(end: bool, *, acknowledge: bool) -> None:
@@ -162,8 +162,8 @@ def test_everything_sent_arrives_once_over_connections_that_reorder_and_break(
                 sent[end].append(len(sent[end]))
             case "write" | "acknowledge":
                 write(end, acknowledge=what == "acknowledge")
-            case "arrive" if flying:
-                arrive(number % len(flying))
+            case "arrive" | "again" if flying:
+                arrive(number % len(flying), what == "again")
             case "renew":
                 flying.clear()
                 ends[False].reconnected()
