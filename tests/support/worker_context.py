@@ -95,17 +95,11 @@ class Worker:
         import rpc
         from rpc.options import AgentOptions
 
-        given = {
-            "init_method": self.init_method,
-            "rendezvous_timeout": 15.0,
-        }  # within the time limit: it says more
-        world_size = None if options.get("dynamic") else self.world_size
-        rpc.init_rpc(
-            self.name,
-            rank=self.rank,
-            world_size=world_size,
-            rpc_backend_options=AgentOptions(**given | options),
-        )
+        # The rendezvous ends before the run does: its error says more.
+        given: dict[str, Any] = {"init_method": self.init_method, "rendezvous_timeout": 15.0}
+        size = None if options.get("dynamic") else self.world_size
+        backend_options = AgentOptions(**given | options)
+        rpc.init_rpc(self.name, rank=self.rank, world_size=size, rpc_backend_options=backend_options)
 
     def post(self, message: tuple[Any, ...]) -> None:
         """Sends one message of the fixture's own protocol."""
