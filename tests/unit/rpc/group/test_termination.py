@@ -40,13 +40,18 @@ def probes(wave: int, *to: int, dead: Sequence[int] = ()) -> list[Action]:
 # ---- properties
 
 
+def at_work(count: int, chance: Random, depth: int = 2) -> World:
+    world = World(count, chance)
+    for worker in world.workers.values():
+        world.start_program(worker, chance.randint(0, 3), depth)
+    return world
+
+
 @given(st.integers(1, 5), st.integers(0, 1 << 32))
 @settings(max_examples=150, deadline=None)
 def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count: int, seed: int) -> None:
     chance = Random(seed)
-    world = World(count, chance)
-    for worker in world.workers.values():
-        world.start_program(worker, chance.randint(0, 3), 2)
+    world = at_work(count, chance)
     world.run_to_end()
     assert all(worker.outcome == "left" for worker in world.workers.values())
 
@@ -55,9 +60,7 @@ def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count:
 @settings(max_examples=250, deadline=None)
 def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> None:
     chance = Random(seed)
-    world = World(count, chance)
-    for worker in world.workers.values():
-        world.start_program(worker, chance.randint(0, 3), 2)
+    world = at_work(count, chance)
     for _ in range(chance.randint(1, count - 1)):
         for _ in range(chance.randint(0, 120)):
             world.step()
@@ -71,9 +74,7 @@ def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> No
 @settings(max_examples=150, deadline=None)
 def test_the_same_with_connections_that_break(count: int, seed: int) -> None:
     chance = Random(seed)
-    world = World(count, chance)
-    for worker in world.workers.values():
-        world.start_program(worker, chance.randint(0, 3), 2)
+    world = at_work(count, chance)
     for _ in range(chance.randint(0, 120)):
         world.step()
     alive = [worker for worker in world.workers.values() if worker.running]
