@@ -16,6 +16,7 @@ import rpc
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.errors import NotInitializedError, RpcError, WorkerLostError
 from rpc.runtime.current import clear_current_agent, current_agent
+from rref.value import Value
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, current_worker
 
@@ -98,6 +99,13 @@ def test_the_function_of_a_forgotten_creation_is_not_destroyed_on_the_loop(run_w
     workers.results()
 
 
+def is_in(thread: threading.Thread, function: Callable[..., object]) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def leave_at_once(worker: Worker) -> list[Any]:
     worker.join()
     if worker.rank:
@@ -112,6 +120,7 @@ def leave_at_once(worker: Worker) -> list[Any]:
     ]
     agent: Agent = current_agent()
     until(lambda: agent.departure._waiting is not None and agent.calls)
+    until(lambda: is_in(waiting[0][0], Value.wait))
     with pytest.raises(RpcError, match="by another thread already"):
         rpc.shutdown()
     rpc.shutdown(graceful=False)
