@@ -53,7 +53,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 conformance: $(READY)
-	$(BIN)/python -m tests.conformance
+	$(BIN)/python -m pytest tests/conformance/suites.py $(PYTEST_ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks --chart benchmarks/results/latest.svg

@@ -16,8 +16,6 @@ from rpc.wire.frames import Frame
 from tests.support.members import peer
 from tests.support.streams import until
 
-__all__ = ["Owner", "fail", "when_waiting"]
-
 
 class Owner:
     """An agent's part: decodes replies, completes futures on an executor, keeps the table of calls."""

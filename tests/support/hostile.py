@@ -13,8 +13,6 @@ from rpc.group.workers import Member, WorkerInfo
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode
 
-__all__ = ["Hostile", "Target", "frame", "target"]
-
 _PATIENCE = 20.0
 """Seconds for what must come; well below a run's time limit."""
 

@@ -22,8 +22,6 @@ from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
 from tests.support.members import peer
 from tests.support.streams import SOON, Recorder, open_connection, skip_preamble, until
 
-__all__ = ["ANYWHERE", "ON_LOOP", "End", "frame"]
-
 ON_LOOP = Kind.EXTENSION
 """A kind of frame that only the loop takes in."""
 ANYWHERE = Kind.EXTENSION + 1

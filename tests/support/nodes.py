@@ -22,8 +22,6 @@ from rpc.transport.registry import transports
 from rpc.wire.frames import Frame, Kind, encode_small
 from tests.support.streams import SOON
 
-__all__ = ["GROUP", "MESSAGE", "MakeNode", "Node", "pair", "refusals"]
-
 GROUP = "job/1"
 MESSAGE = Kind.EXTENSION
 

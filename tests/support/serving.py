@@ -18,18 +18,6 @@ from typing import Any
 
 from tests.support.workers import RunWorkers, Task, Worker, current_worker
 
-__all__ = [
-    "Gate",
-    "first_of",
-    "in_all",
-    "in_group",
-    "in_worker0",
-    "open_gate",
-    "report",
-    "serve",
-    "wait_at_gate",
-]
-
 WAIT_SECONDS = 20.0
 """Longer than anything here takes, shorter than a run's time limit: what times out says what it was."""
 

@@ -13,8 +13,6 @@ from tests.support.members import member
 from tests.support.nodes import GROUP, Node
 from tests.support.streams import SOON
 
-__all__ = ["Stranger", "frame", "hello_to"]
-
 
 class Stranger:
     """Whoever connects over TCP, and says what a test wants said."""

@@ -14,22 +14,6 @@ from rpc.transport.base import Connection, SilentOwner, TransportContext
 from rpc.transport.stream import StreamConnection
 from rpc.wire.frames import PREAMBLE, Decoder, Frame, encode
 
-__all__ = [
-    "SOON",
-    "TINY_BUFFER",
-    "Pair",
-    "Recorder",
-    "Sockets",
-    "connected_sockets",
-    "frame_bytes",
-    "headers",
-    "open_connection",
-    "read_all",
-    "send",
-    "skip_preamble",
-    "until",
-]
-
 TINY_BUFFER = 4608
 """The smallest send buffer that a socket can be given, in bytes."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.caller import UNSET_TIMEOUT, Caller
+from rpc.agent.caller import Caller
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
@@ -70,13 +70,3 @@ def test_a_call_to_a_worker_about_to_be_lost_is_left_to_who_says_why() -> None:
     call = agent.request(peer())
     assert not call.settled()
     assert list(agent.calls.waiting()) == [call]
-
-
-def test_a_timeout_is_a_number_of_seconds() -> None:
-    effective = Unsending(ValueError()).caller.effective_timeout
-    assert [effective(each) for each in (0, 0.5, UNSET_TIMEOUT, float("inf"))] == [0, 0.5, 60.0, 0.0]
-    for bad in (-0.5, -2, float("nan")):
-        with pytest.raises(ValueError, match="a timeout is a number of seconds, 0 for none"):
-            effective(bad)
-    with pytest.raises(TypeError, match="not str 'soon'"):
-        effective("soon")  # type: ignore[arg-type]

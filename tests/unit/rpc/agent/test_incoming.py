@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from rpc.agent.request_runner import Request, RequestRunner
-from rpc.errors import ProtocolError, SerializationError
 from rpc.runtime.loop import LoopThread
-from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame, Kind
 from tests.support.inline_end import ANYWHERE, ON_LOOP, End
 from tests.support.members import peer
@@ -79,24 +74,3 @@ def test_what_a_frame_stands_for_is_taken_in_instead(end: End) -> None:
     assert (end.taken, [frame.kind for frame in left]) == ([1], [ON_LOOP])
     end.loop.call(end.dispatcher.frames_received, end.peer, left + frames)
     assert end.taken == [1, 2, 1, 2]
-
-
-def test_what_cannot_be_opened_is_malformed(end: End) -> None:
-    def fail(*_: object) -> Frame:
-        raise ProtocolError("torn")
-
-    end.dispatcher.unwrap(77, fail)
-    for _ in both_ways(end, [Frame(77, 1, {}, []), Frame(ANYWHERE, 2, {}, [])]):
-        assert end.agent.lost.pop() == "it sent a malformed message: torn"
-    assert end.taken == []
-
-
-def test_a_request_in_an_unknown_codec_is_answered_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures: list[BaseException] = []
-    agent: Any = SimpleNamespace(serializer=Serializer())
-    runner = RequestRunner(agent)
-    monkeypatch.setattr(runner, "fail", lambda peer, call_id, error: failures.append(error))
-    runner.run(Request(peer(), Frame(Kind.CALL, 1, {}, [b"x"], 99)))
-    [error] = failures
-    assert isinstance(error, SerializationError)
-    assert "codec 99" in str(error)

@@ -25,16 +25,6 @@ from tests.unit.rpc.rendezvous.conftest import Connect
 # Waiting
 
 
-def test_result_and_error_come_from_the_helper() -> None:
-    assert run_with_deadline(lambda _: threading.current_thread() is threading.main_thread(), 5, "x") is False
-
-    def fail(_: Waiting) -> None:
-        raise LookupError("what was missing")
-
-    with pytest.raises(LookupError, match="what was missing"):
-        run_with_deadline(fail, 5, "x")
-
-
 def test_work_that_is_stuck_is_left_behind() -> None:
     stuck = threading.Event()
     with pytest.raises(RendezvousTimeoutError, match=r"the store .* has not answered for 0\.1 s"):
@@ -60,12 +50,6 @@ def test_work_left_behind_ends_at_its_next_pause() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_with_deadline(work, 60, "x")
     assert ended.wait(10)
-
-
-def test_pause_ends_with_the_deadline() -> None:
-    waiting = Waiting(0.02)
-    assert not waiting.pause(10)
-    assert waiting.remaining == 0
 
 
 class Recorder(Waiting):

@@ -146,18 +146,6 @@ def test_no_more_is_opened_than_the_peer_accepts_but_one_message_always_is() -> 
     assert len(feed(greeted(2 * each + 100), drained(sender))) == 70
 
 
-def test_what_is_captured_does_not_change_any_more() -> None:
-    memory = bytearray(b"a" * 800_000)
-    message = chunked(*encode(5, 1, {}, [memoryview(memory)]), 1)
-    sender = outgoing()
-    first = b"".join(sender.chunk(message, 0))
-    message.replace(bytes)
-    sender.add(message)
-    memory[:] = b"b" * 800_000
-    (frame,) = feed(greeted(), first + drained(sender))
-    assert frame.buffers == [b"a" * 800_000]
-
-
 def test_memory_of_what_will_not_come_is_let_go() -> None:
     made: list[weakref.ref[Any]] = []
 

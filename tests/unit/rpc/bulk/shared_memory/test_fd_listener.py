@@ -54,17 +54,6 @@ def is_turned_away(sock: socket.socket) -> bool:
         return True
 
 
-def test_who_shows_the_token_enters_with_what_it_brings(
-    open_listener: OpenListener, entered: Entered
-) -> None:
-    listener = open_listener()
-    with come(listener, listener.token):
-        sock, descriptor = entered.get(timeout=SOON)
-    assert descriptor is not None
-    os.close(descriptor)
-    sock.close()
-
-
 def test_nobody_enters_behind_the_one_who_entered(open_listener: OpenListener, entered: Entered) -> None:
     listener = open_listener()
     with come(listener, listener.token):
