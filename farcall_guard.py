@@ -15,7 +15,7 @@ from typing import Final
 
 __all__ = ["PACKAGES", "HiddenPackageError", "check", "namesakes"]
 
-PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim")
+PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd")
 """The packages that farcall consists of, besides ``farcall`` itself."""
 
 _HOME: Final = Path(__file__).resolve().parent
