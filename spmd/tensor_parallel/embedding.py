@@ -15,10 +15,6 @@ from spmd.tensor_parallel.resharding import chunk
 
 __all__ = ["embedding_forward"]
 
-_NOBODYS = -1
-"""Stands for an index of another rank's row, or the padding's, whose gradient nobody wants."""
-
-
 def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Embedding calls it
     """In place of ``nn.Embedding.forward``, where the module has a flow."""
     flow: Flow = self._tensor_parallel  # type: ignore[assignment]
@@ -45,6 +41,7 @@ class _Embedding(torch.autograd.Function):
                 raise IndexError(
                     flow.site.says(f"expected indices from 0 to {rows - 1}, got {lowest} to {highest}")
                 )
+        nobodys = local_weight.shape[0]  # a row too many, for gradients that are not ours or of the padding
         if flow.weight == Shard(0):
             length, offset = chunk(rows, flow.site.size, flow.site.rank)
             own = indices - offset
@@ -54,12 +51,12 @@ class _Embedding(torch.autograd.Function):
                 found.masked_fill_(others.unsqueeze(-1), 0)
             else:
                 found = local_weight.new_zeros((*indices.shape, local_weight.shape[1]))
-            own = own.masked_fill_(others, _NOBODYS)
+            own = own.masked_fill_(others, nobodys)
             padding = None if padding is None else padding - offset
         else:
             own, found = indices, functional.embedding(indices, local_weight)
         if padding is not None:
-            own = own.masked_fill(own == padding, _NOBODYS)
+            own = own.masked_fill(own == padding, nobodys)
         ctx.save_for_backward(own)
         ctx.spec, ctx.rows, ctx.scaled, ctx.flow = weight._spec, local_weight.shape[0], scaled, flow
         ctx.shape = (*shape, weight.shape[1])
@@ -72,8 +69,6 @@ class _Embedding(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return None, None, None, None, None
         gradient = ctx.flow.gradient_in(gradient, ctx.shape)
-        if ctx.rows:
-            local = torch.ops.aten.embedding_dense_backward(gradient, own, ctx.rows, _NOBODYS, ctx.scaled)
-        else:
-            local = gradient.new_zeros((0, gradient.shape[-1]))
+        rows = ctx.rows
+        local = torch.ops.aten.embedding_dense_backward(gradient, own, rows + 1, rows, ctx.scaled)[:rows]
         return None, gradient_of(ctx.spec, local), None, None, None

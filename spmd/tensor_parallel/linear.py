@@ -61,13 +61,18 @@ class _Linear(torch.autograd.Function):
         if needs_input:
             computed = torch.matmul(gradient, weight).to(input_dtype)
             finish = flow.begin_gradient_out(computed, ctx.shape, ctx.was_distributed)
-        rows = gradient.reshape(-1, gradient.shape[-1]) if gradient.ndim != 2 else gradient
+        rows = _as_rows(gradient)
         weight_spec, bias_spec = ctx.specs
         if needs_weight:
-            flat = held.reshape(-1, held.shape[-1]) if held.ndim != 2 else held
-            of_weight = gradient_of(weight_spec, torch.mm(rows.t(), flat).to(weight_dtype))
+            of_weight = gradient_of(weight_spec, torch.mm(rows.t(), _as_rows(held)).to(weight_dtype))
         if needs_bias:
             of_bias = gradient_of(bias_spec, rows.sum(0).to(weight_dtype))
         if finish is not None:
             of_input = finish()
         return of_input, of_weight, of_bias, None
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    if tensor.ndim == 2:
+        return tensor
+    return tensor.flatten(0, -2) if tensor.ndim > 2 else tensor.unsqueeze(0)
