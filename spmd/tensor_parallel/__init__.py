@@ -15,6 +15,7 @@ Example, under ``torchrun --nproc-per-node 2``::
 from __future__ import annotations
 
 from spmd.tensor_parallel.api import parallelize_module
+from spmd.tensor_parallel.explain import explain
 from spmd.tensor_parallel.loss import loss_parallel
 from spmd.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from spmd.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
@@ -27,6 +28,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "explain",
     "loss_parallel",
     "parallelize_module",
 ]

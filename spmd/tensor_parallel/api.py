@@ -148,9 +148,7 @@ def _check_ties(module: nn.Module, steps: list[_Step]) -> None:
     sharded = {id(step.module) for step in steps if not isinstance(step.style, _ONLY_LAYOUTS)}
     if any(id(module) == each for each in sharded):
         return
-    covered = {
-        id(inner) for step in steps if id(step.module) in sharded for inner in step.module.modules()
-    }
+    covered = {id(inner) for step in steps if id(step.module) in sharded for inner in step.module.modules()}
     holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, each in module.named_modules():
         for key, parameter in each._parameters.items():

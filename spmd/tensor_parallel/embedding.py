@@ -15,6 +15,7 @@ from spmd.tensor_parallel.resharding import chunk
 
 __all__ = ["embedding_forward"]
 
+
 def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Embedding calls it
     """In place of ``nn.Embedding.forward``, where the module has a flow."""
     flow: Flow = self._tensor_parallel  # type: ignore[assignment]

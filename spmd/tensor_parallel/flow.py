@@ -123,7 +123,7 @@ class Flow:
 
     def _wrong_width(self, given: Tensor, expected: int, features: int, layout: Placement) -> str:
         return self.site.says(
-            f"expected an input whose last dimension is {expected} ({features} features, {layout} over "
+            f"expected an input whose last dimension is {expected} ({features} features, {layout!r} over "
             f"{self.site.size} ranks), got {given.shape[-1] if given.ndim else 'none'}: shape {[*given.shape]}"
         )
 

@@ -200,9 +200,7 @@ def _local_probabilities(target: Tensor, layout: _Layout) -> Tensor:
         raise UnsupportedModuleError("loss_parallel() gives no gradient to class probabilities: detach them")
     if isinstance(target, DTensor):
         return plain(cast(DTensor, target.redistribute(placements=layout.placements)))
-    others = tuple(
-        each for dim, each in enumerate(layout.placements) if dim != layout.mesh_dim
-    )
+    others = tuple(each for dim, each in enumerate(layout.placements) if dim != layout.mesh_dim)
     layout.local(target, others, "target")
     length, offset = layout.slice
     return target.narrow(layout.class_dim, offset, length)

@@ -82,7 +82,7 @@ def _tied(parameter: nn.Parameter, placement: Placement, site: Site) -> nn.Param
         raise ParallelError(
             site.says(
                 f"a parameter is tied to one of module '{other.name}' ({other.kind}), where it is "
-                f"{became.placements[0]}; here it would be {placement}: choose styles that lay out both alike"
+                f"{became.placements[0]!r}; here it would be {placement!r}: choose styles that lay out both alike"
             )
         )
     return became  # type: ignore[no-any-return]

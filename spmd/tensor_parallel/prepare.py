@@ -256,7 +256,9 @@ def _as_tuple(layouts: Any, what: str) -> tuple[Placement | None, ...] | None:
         return None
     every = (layouts,) if isinstance(layouts, Placement) else layouts
     if not isinstance(every, tuple | list) or any(not isinstance(each, Placement | None) for each in every):
-        raise ParallelTypeError(f"expected {what} to be a Placement or a tuple of them and None, got {layouts!r}")
+        raise ParallelTypeError(
+            f"expected {what} to be a Placement or a tuple of them and None, got {layouts!r}"
+        )
     for each in every:
         if each is not None:
             check_layout(each, what)

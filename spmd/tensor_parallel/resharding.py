@@ -97,7 +97,13 @@ def local_shape(whole: Sequence[int], layout: Placement, size: int, rank: int) -
 
 
 def reshard(
-    local: Tensor, source: Placement, target: Placement, shape: Sequence[int], site: Site, *, owned: bool = False
+    local: Tensor,
+    source: Placement,
+    target: Placement,
+    shape: Sequence[int],
+    site: Site,
+    *,
+    owned: bool = False,
 ) -> Tensor:
     """A local tensor laid out anew. All ranks of the site's mesh call it; autograd does not see it.
 
@@ -113,7 +119,13 @@ def reshard(
 
 
 def begin_reshard(
-    local: Tensor, source: Placement, target: Placement, shape: Sequence[int], site: Site, *, owned: bool = False
+    local: Tensor,
+    source: Placement,
+    target: Placement,
+    shape: Sequence[int],
+    site: Site,
+    *,
+    owned: bool = False,
 ) -> Finish:
     """As :func:`reshard`, but returns when the collective is on its way."""
     source, target = normalized(source, len(shape)), normalized(target, len(shape))
@@ -130,7 +142,7 @@ def begin_reshard(
         return _begin_all_reduce(local, site, owned)
     if isinstance(source, Partial) and isinstance(target, Shard):
         return _begin_reduce_scatter(local, target.dim, shape[target.dim], site)
-    raise ParallelError(site.says(f"a tensor cannot go from {source} to {target}"))
+    raise ParallelError(site.says(f"a tensor cannot go from {source!r} to {target!r}"))
 
 
 def _begin_all_reduce(local: Tensor, site: Site, owned: bool) -> Finish:

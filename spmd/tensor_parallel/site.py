@@ -69,7 +69,9 @@ class Site:
             )
         if given.device.type != self.mesh.device_type and given.device.type != "meta":
             raise ParallelError(
-                self.says(f"expected {what} on the mesh's device, {self.mesh.device_type}, got {given.device}")
+                self.says(
+                    f"expected {what} on the mesh's device, {self.mesh.device_type}, got {given.device}"
+                )
             )
         if isinstance(given, DTensor) and given.device_mesh != self.mesh:
             raise ParallelError(

@@ -245,6 +245,8 @@ def _dtensor_forward(own: _Forward, flow: Flow, self: nn.Module, /, *args: Any, 
     given = given.redistribute(placements=(flow.wanted,))
     result = own(self, given, *rest, **kwargs)
     if not isinstance(result, DTensor):
-        raise ParallelError(flow.site.says(f"expected its output to be a DTensor, got {type(result).__name__}"))
+        raise ParallelError(
+            flow.site.says(f"expected its output to be a DTensor, got {type(result).__name__}")
+        )
     result = result.redistribute(placements=(flow.output,))
     return result.to_local() if flow.local_output else result

@@ -57,7 +57,9 @@ def assert_same_gradients(parallel: nn.Module, alone: nn.Module) -> None:
             continue
         assert parameter.grad is not None, name
         assert isinstance(parameter.grad, DTensor) == isinstance(parameter, DTensor), name
-        torch.testing.assert_close(whole(parameter.grad), wanted, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            whole(parameter.grad), wanted, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:

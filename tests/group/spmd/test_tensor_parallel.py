@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from spmd.tensor_parallel import (
     ColwiseParallel,
@@ -149,7 +157,9 @@ def test_layers_that_share_a_dtensor_have_its_gradient_reduced_once(run_workers:
         parallelize_module(layers, mesh, {"*": ColwiseParallel()})
         x = torch.randn(2, 8, 6, requires_grad=True)
         y = x.detach().clone().requires_grad_()
-        shared = distribute_tensor(x, mesh, [Replicate()]) if False else DTensor.from_local(x, mesh, [Replicate()])
+        shared = (
+            distribute_tensor(x, mesh, [Replicate()]) if False else DTensor.from_local(x, mesh, [Replicate()])
+        )
         with recorded() as transfers:
             torch.stack([layer(shared).sum() for layer in layers]).sum().backward()
         torch.stack([layer(y).sum() for layer in alone]).sum().backward()
@@ -422,9 +432,7 @@ def test_every_pair_of_placements(run_workers: RunWorkers) -> None:
             module = parallelize_module(
                 nn.Identity(),
                 mesh,
-                PrepareModuleInput(
-                    input_layouts=source, desired_input_layouts=target, use_local_output=True
-                ),
+                PrepareModuleInput(input_layouts=source, desired_input_layouts=target, use_local_output=True),
             )
             x = torch.randn(4, 8)
             mine = laid_out(x, source, mesh).clone().requires_grad_()

@@ -155,7 +155,10 @@ def test_wrong_layouts_are_refused(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         logits, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
         rows = distribute_tensor(logits, mesh, [Shard(0)])
-        with loss_parallel(), pytest.raises(ValueError, match="exactly one mesh dim to shard tensor dimension 1"):
+        with (
+            loss_parallel(),
+            pytest.raises(ValueError, match="exactly one mesh dim to shard tensor dimension 1"),
+        ):
             functional.cross_entropy(rows, target)
         classes = distribute_tensor(logits, mesh, [Shard(1)])
         with loss_parallel(), pytest.raises(RuntimeError, match=r"Expected \(Replicate\(\),\) but got"):
