@@ -1,7 +1,7 @@
 """Tensor parallelism: layers cut over the ranks of a mesh, with ``DTensor`` parameters.
 
-The names and meanings are those of ``torch.distributed.tensor.parallel``, whose plans work unchanged; layers compute
-on local shards. It runs on any c10d backend.
+The names and meanings are those of ``torch.distributed.tensor.parallel``, whose plans work unchanged; layers
+compute on local shards. It runs on any c10d backend.
 
 Example, under ``torchrun --nproc-per-node 2``::
 

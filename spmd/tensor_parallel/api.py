@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import _mesh_resources
-from torch.distributed.tensor import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -33,17 +32,18 @@ def parallelize_module(
     src_data_rank: int | None = 0,
     strict: bool = False,
 ) -> nn.Module:
-    """Parallelize a module, or modules in it, over a one-dimensional mesh. All ranks of the mesh call it alike.
+    """Parallelize a module, or modules in it, over a one-dimensional mesh. All ranks of the mesh call it
+    alike.
 
     Args:
         module: changed in place.
-        device_mesh: one-dimensional; default the one whose ``with`` block this is in. Of one with more dimensions,
-            slice one out: ``mesh["tp"]``.
-        parallelize_plan: a style for the module itself, or styles by the names of modules in it: ``"layers.0.w1"``.
-            Each part of a name may have wildcards, ``"layers.*.w1"``; ``""`` is the module itself. Default None
-            does nothing, with a warning.
-        src_data_rank: parameters are taken from this rank of the mesh; None: each rank cuts its own, and nothing
-            is communicated.
+        device_mesh: one-dimensional; default the one whose ``with`` block this is in. Of one with more
+            dimensions, slice one out: ``mesh["tp"]``.
+        parallelize_plan: a style for the module itself, or styles by the names of modules in it:
+            ``"layers.0.w1"``. Each part of a name may have wildcards, ``"layers.*.w1"``; ``""`` is the module
+            itself. Default None does nothing, with a warning.
+        src_data_rank: parameters are taken from this rank of the mesh; None: each rank cuts its own, and
+            nothing is communicated.
         strict: names that match no module are an error, rather than a warning.
 
     Returns:
@@ -109,7 +109,7 @@ def _resolve(module: nn.Module, name: str, plan: Any, key: str, unmatched: list[
         for path, inner in plan.items():
             if not isinstance(path, str):
                 raise ParallelTypeError(
-                    f"rank {dist.get_rank()}: expected the keys of a plan to be names of modules, got {path!r}"
+                    f"rank {dist.get_rank()}: expected keys of a plan to be names of modules, got {path!r}"
                 )
             whole = ".".join(part for part in (key, path) if part)
             matched = list(_matching(module, name, path.split("."))) if path else [(name, module)]
@@ -160,6 +160,6 @@ def _check_ties(module: nn.Module, steps: list[_Step]) -> None:
         if inside and outside:
             (name, _, key), (other, _, other_key) = inside[0], outside[0]
             raise ParallelError(
-                f"rank {dist.get_rank()}, module '{name}': its {key} is tied to {other_key} of module '{other}', "
-                "which the plan leaves out: name both, with styles that lay out the parameter alike"
+                f"rank {dist.get_rank()}, module '{name}': its {key} is tied to {other_key} of module "
+                f"'{other}', which the plan leaves out: name both, with styles that lay it out alike"
             )

@@ -23,7 +23,8 @@ def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A00
     if isinstance(input, DTensor) and input.placements != (flow.wanted,):
         input = input.redistribute(placements=(flow.wanted,))  # noqa: A001
     weight = flow.parameter(self.weight, "weight", flow.weight)
-    result: Tensor = _Embedding.apply(input, weight, self.padding_idx, self.scale_grad_by_freq, flow)
+    options = self.padding_idx, self.scale_grad_by_freq
+    result: Tensor = _Embedding.apply(input, weight, *options, flow)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -64,7 +65,7 @@ class _Embedding(torch.autograd.Function):
         return flow.give_out(found, ctx.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (own,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:

@@ -1,4 +1,5 @@
-"""What can be wrong with a plan, a mesh or an input. A message names rank, module, what was expected and given.
+"""What can be wrong with a plan, a mesh or an input. A message names rank, module, what was expected and
+given.
 
 Each class also derives from what ``torch.distributed.tensor.parallel`` raises in the same place.
 """

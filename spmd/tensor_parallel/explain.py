@@ -20,10 +20,11 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> Group:
     """Tables of a module's parameters and, if it is given inputs, of what it communicates.
 
-    With inputs, the module is called with them, and ``backward`` from the sum of what it returns if that needs a
-    gradient: every rank of the mesh has to take part. The parameters' ``.grad`` are left as they were. Counted are
-    the collectives that parallelized layers make themselves, with the bytes of whole tensors; not those of
-    ``DTensor.redistribute``, which ``torch.distributed.tensor.debug.CommDebugMode`` counts.
+    With inputs, the module is called with them, and ``backward`` from the sum of what it returns if that
+    needs a gradient: every rank of the mesh has to take part. The parameters' ``.grad`` are left as they
+    were. Counted are the collectives that parallelized layers make themselves, with the bytes of whole
+    tensors; not those of ``DTensor.redistribute``, which ``torch.distributed.tensor.debug.CommDebugMode``
+    counts.
 
     Args:
         module: parallelized, wholly or in parts.
@@ -87,7 +88,7 @@ def _sum(transfers: list[Transfer], name: str, kind: str) -> int:
 
 
 def _shape(tensor: Any) -> str:
-    return " × ".join(map(str, tensor.shape)) or "scalar"
+    return " x ".join(map(str, tensor.shape)) or "scalar"
 
 
 def _bytes(number: float) -> str:

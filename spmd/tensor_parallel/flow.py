@@ -1,8 +1,8 @@
 """What goes through a parallelized layer: in which layout it comes, is computed with, and leaves.
 
-A layer computes on local shards; what the layouts ask for is done by collectives before and after, in the same
-autograd function. The rules for ``y = x @ W.T + b``, with the features of a ``ColwiseParallel`` layer cut by
-outputs, those of a ``RowwiseParallel`` one by inputs:
+A layer computes on local shards; what the layouts ask for is done by collectives before and after, in the
+same autograd function. The rules for ``y = x @ W.T + b``, with the features of a ``ColwiseParallel`` layer
+cut by outputs, those of a ``RowwiseParallel`` one by inputs:
 
 =========== =============== ===================== ================== ============================
 style       ``x`` wanted    ``y`` comes as        gradient of ``x``  gradients of ``W`` and ``b``
@@ -11,8 +11,9 @@ colwise     ``Replicate``   ``Shard(-1)``         ``Partial``        local
 rowwise     ``Shard(-1)``   ``Partial``           ``Shard(-1)``      local, and the same everywhere
 =========== =============== ===================== ================== ============================
 
-Plain tensors are taken to be laid out as the style declares. A ``DTensor`` says itself, and gets its gradient as a
-``DTensor``: still ``Partial`` below a colwise layer, so that several layers that share an input have it reduced once.
+Plain tensors are taken to be laid out as the style declares. A ``DTensor`` says itself, and gets its gradient
+as a ``DTensor``: still ``Partial`` below a colwise layer, so that several layers that share an input have it
+reduced once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class Flow:
             )
         if parameter._spec.placements == (placement,):
             return parameter
-        return cast(DTensor, parameter.redistribute(placements=(placement,)))
+        return parameter.redistribute(placements=(placement,))
 
     def take_in(self, given: Tensor, features: int | None) -> tuple[Tensor, tuple[int, ...], bool]:
         """The local part of an input, as wanted.
@@ -124,7 +125,8 @@ class Flow:
     def _wrong_width(self, given: Tensor, expected: int, features: int, layout: Placement) -> str:
         return self.site.says(
             f"expected an input whose last dimension is {expected} ({features} features, {layout!r} over "
-            f"{self.site.size} ranks), got {given.shape[-1] if given.ndim else 'none'}: shape {[*given.shape]}"
+            f"{self.site.size} ranks), got {given.shape[-1] if given.ndim else 'none'}: "
+            f"shape {[*given.shape]}"
         )
 
     def give_out(self, result: Tensor, shape: Sequence[int]) -> Tensor:
@@ -174,4 +176,4 @@ def gradient_of(parameter: DTensorSpec, local: Tensor) -> DTensor:
 
 
 def _wrapped(local: Tensor, spec: DTensorSpec) -> DTensor:
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

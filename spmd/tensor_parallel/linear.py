@@ -22,11 +22,11 @@ def linear_forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - as
     if isinstance(input, DTensor) and input.placements != (flow.wanted_in(input.ndim),):
         input = input.redistribute(placements=(flow.wanted,))  # noqa: A001
     weight = flow.parameter(self.weight, "weight", flow.weight)
-    bias = self.bias
-    if bias is not None:
+    bias = None
+    if self.bias is not None:
         placement = REPLICATE if isinstance(flow.natural, Partial) else flow.weight
-        bias = flow.parameter(bias, "bias", placement)
-    result: Tensor = _Linear.apply(input, weight, bias, flow)
+        bias = flow.parameter(self.bias, "bias", placement)
+    result: Tensor = _Linear.apply(input, weight, bias, flow)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
         return flow.give_out(functional.linear(held, local_weight, local_bias), ctx.output_shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         flow: Flow = ctx.flow
         held, weight = ctx.saved_tensors

@@ -1,14 +1,14 @@
 """Cross entropy on logits whose classes are sharded: they are never gathered.
 
-For a sample with logits ``x`` and weights ``q`` of the classes, the loss is ``sum(q * (lse - x))``, where ``lse`` is
-the logarithm of the sum of the exponentials. ``q`` is the class's weight at the target and 0 elsewhere; smoothing
-mixes in all classes; class probabilities give it themselves. With ``Q = sum(q)``, and all numbers taken relative to
-the largest logit, which changes nothing:
+For a sample with logits ``x`` and weights ``q`` of the classes, the loss is ``sum(q * (lse - x))``, where
+``lse`` is the logarithm of the sum of the exponentials. ``q`` is the class's weight at the target and 0
+elsewhere; smoothing mixes in all classes; class probabilities give it themselves. With ``Q = sum(q)``, and
+all numbers taken relative to the largest logit, which changes nothing:
 
     loss = Q * lse - sum(q * x)        gradient = Q * softmax(x) - q
 
-So three sums over the classes are needed, ``exp(x)``, ``q * x`` and (for probabilities) ``q``: one all-reduce for
-the largest logit, one for all sums together, none backward.
+So three sums over the classes are needed, ``exp(x)``, ``q * x`` and (for probabilities) ``q``: one all-reduce
+for the largest logit, one for all sums together, none backward.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
-from torch.nn import functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 
 from spmd.tensor_parallel.errors import ParallelError, UnsupportedModuleError
@@ -37,17 +38,17 @@ __all__ = ["loss_parallel"]
 def loss_parallel() -> Iterator[None]:
     """In this block, cross entropy takes logits that are sharded by classes.
 
-    ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with a ``DTensor`` input are computed on shards; everything else,
-    plain logits and other uses of ``log_softmax`` included, is as ever. It holds for this thread, may be nested, and
-    ``backward`` may be called inside or outside.
+    ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with a ``DTensor`` input are computed on shards;
+    everything else, plain logits and other uses of ``log_softmax`` included, is as ever. It holds for this
+    thread, may be nested, and ``backward`` may be called inside or outside.
 
-    The input has classes in dimension 1 (0 if it has only one), sharded by exactly one dimension of the mesh; others
-    may shard other dimensions or replicate. Targets are class indices, laid out as the input without its classes,
-    or class probabilities of the input's shape; plain ones are taken to be the same on all ranks. ``weight`` is
-    replicated. ``ignore_index``, ``label_smoothing`` and all reductions are taken.
+    The input has classes in dimension 1 (0 if it has only one), sharded by exactly one dimension of the mesh;
+    others may shard other dimensions or replicate. Targets are class indices, laid out as the input without
+    its classes, or class probabilities of the input's shape; plain ones are taken to be the same on all
+    ranks. ``weight`` is replicated. ``ignore_index``, ``label_smoothing`` and all reductions are taken.
 
-    The result is a ``DTensor``: of reduction ``none`` laid out like targets, of ``sum`` partial over mesh dimensions
-    that shard samples, of ``mean`` replicated.
+    The result is a ``DTensor``: of reduction ``none`` laid out like targets, of ``sum`` partial over mesh
+    dimensions that shard samples, of ``mean`` replicated.
 
     Raises (from the loss):
         ParallelError: input or target are laid out otherwise.
@@ -89,14 +90,15 @@ class _Layout:
         sharding = [dim for dim, each in enumerate(placements) if each.is_shard(class_dim)]
         if len(sharding) != 1:
             raise ParallelError(
-                f"rank {dist.get_rank()}: loss_parallel() requires exactly one mesh dim to shard tensor dimension "
-                f"{class_dim}, but got placements {placements} with {len(sharding)} such mesh dim(s)."
+                f"rank {dist.get_rank()}: loss_parallel() requires exactly one mesh dim to shard tensor "
+                f"dimension {class_dim}, but got placements {placements} "
+                f"with {len(sharding)} such mesh dim(s)."
             )
         for dim, each in enumerate(placements):
             if dim != sharding[0] and not (each.is_shard() or each.is_replicate()):
                 raise ParallelError(
-                    f"rank {dist.get_rank()}: loss_parallel() expects non-TP mesh dims to be Shard or Replicate, "
-                    f"got {each} at dim {dim}."
+                    f"rank {dist.get_rank()}: loss_parallel() expects non-TP mesh dims to be Shard or "
+                    f"Replicate, got {each} at dim {dim}."
                 )
         return cls(logits.device_mesh, placements, logits.shape, class_dim, sharding[0])
 
@@ -143,8 +145,8 @@ class _Layout:
             return plain(tensor)
         if any(each.is_shard() for each in placements):
             raise ParallelError(
-                f"rank {dist.get_rank()}: loss_parallel() requires a DTensor (not a plain torch.Tensor) as {what}, "
-                f"laid out as {placements}: wrap it with DTensor.from_local or distribute_tensor"
+                f"rank {dist.get_rank()}: loss_parallel() requires a DTensor (not a plain torch.Tensor) as "
+                f"{what}, laid out as {placements}: wrap it with DTensor.from_local or distribute_tensor"
             )
         return tensor
 
@@ -167,7 +169,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     if size_average is not None or reduce is not None:
-        reduction = functional._Reduction.legacy_get_string(size_average, reduce)
+        reduction = _reduction.legacy_get_string(size_average, reduce)
     if reduction not in ("none", "sum", "mean"):
         raise ParallelError(f"expected reduction to be none, sum or mean, got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
@@ -189,9 +191,10 @@ def _cross_entropy(
         weights = layout.local(weight, (Replicate(),) * layout.mesh.ndim, "weight")
         if weights.shape != (layout.classes,):
             raise ParallelError(
-                f"rank {dist.get_rank()}: expected a weight for each of {layout.classes} classes, got {weights.shape}"
+                f"rank {dist.get_rank()}: expected weights of {layout.classes} classes, got {weights.shape}"
             )
-    result: Tensor = _CrossEntropy.apply(input, held, weights, layout, options)
+    arguments = input, held, weights, layout, options
+    result: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -199,7 +202,7 @@ def _local_probabilities(target: Tensor, layout: _Layout) -> Tensor:
     if target.requires_grad:
         raise UnsupportedModuleError("loss_parallel() gives no gradient to class probabilities: detach them")
     if isinstance(target, DTensor):
-        return plain(cast(DTensor, target.redistribute(placements=layout.placements)))
+        return plain(target.redistribute(placements=layout.placements))
     others = tuple(each for dim, each in enumerate(layout.placements) if dim != layout.mesh_dim)
     layout.local(target, others, "target")
     length, offset = layout.slice
@@ -234,12 +237,12 @@ class _CrossEntropy(torch.autograd.Function):
         return _reduced(ctx, losses, held.count())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor | None, ...]:
         softmax, totals = ctx.saved_tensors
         layout: _Layout = ctx.layout
         if ctx.options.reduction == "none":
-            gradient = cast(DTensor, gradient.redistribute(placements=layout.target))
+            gradient = gradient.redistribute(placements=layout.target)
         scale = plain(gradient).to(softmax.dtype)
         if ctx.divisor is not None:
             scale = scale / ctx.divisor

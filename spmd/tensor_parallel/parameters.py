@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
@@ -75,14 +75,16 @@ def _tied(parameter: nn.Parameter, placement: Placement, site: Site) -> nn.Param
     Raises:
         ParallelError: that is laid out otherwise than it is needed here.
     """
-    became, other = getattr(parameter, _DISTRIBUTED, (None, None))
-    if became is None:
+    found: tuple[Any, Site] | None = getattr(parameter, _DISTRIBUTED, None)
+    if found is None:
         return None
+    became, other = found
     if became.placements != (placement,) or became.device_mesh != site.mesh:
         raise ParallelError(
             site.says(
                 f"a parameter is tied to one of module '{other.name}' ({other.kind}), where it is "
-                f"{became.placements[0]!r}; here it would be {placement!r}: choose styles that lay out both alike"
+                f"{became.placements[0]!r}; here it would be {placement!r}: choose styles "
+                "that lay out both alike"
             )
         )
     return became  # type: ignore[no-any-return]

@@ -22,11 +22,13 @@ class PrepareModuleInput(NamedStyle):
     """Lay out a module's inputs anew before its forward.
 
     Args:
-        input_layouts: how plain inputs are laid out, one for each positional input, None for those to leave alone.
+        input_layouts: how plain inputs are laid out, one for each positional input, None for those to leave
+            alone.
         desired_input_layouts: how they shall be laid out; as many.
         input_kwarg_layouts: the same for keyword inputs, by name; those not named pass as they are.
         desired_input_kwarg_layouts: as many.
-        use_local_output: hand over plain tensors, this rank's parts, rather than ``DTensor`` s; default False.
+        use_local_output: hand over plain tensors, this rank's parts, rather than ``DTensor`` s; default
+            False.
 
     A ``DTensor`` input says itself how it is laid out. Without arguments this does nothing.
 
@@ -89,8 +91,8 @@ class PrepareModuleOutput(NamedStyle):
     """Lay out a module's outputs anew after its forward.
 
     Args:
-        output_layouts: how plain outputs are laid out, one for each element of a tuple, None for those to leave
-            alone. A list is one output.
+        output_layouts: how plain outputs are laid out, one for each element of a tuple, None for those to
+            leave alone. A list is one output.
         desired_output_layouts: how they shall be laid out; as many.
         use_local_output: give plain tensors, this rank's parts, rather than ``DTensor`` s; default True.
 
@@ -241,12 +243,13 @@ def _one_laid_out(
     tensor: Tensor, source: Placement, target: Placement | None, local: bool, site: Site, label: str
 ) -> Tensor:
     site.check_input(tensor, label)
-    moves = target is not None and source != target
     if local and not isinstance(tensor, DTensor):
-        return Reshard.apply(tensor, source, target, site) if moves else tensor  # type: ignore[no-any-return]
+        if target is None or source == target:
+            return tensor
+        return Reshard.apply(tensor, source, target, site)  # type: ignore[no-any-return, no-untyped-call]
     if not isinstance(tensor, DTensor):
         tensor = DTensor.from_local(tensor, site.mesh, (source,), run_check=False)
-    if moves:
+    if target is not None and source != target:
         tensor = tensor.redistribute(placements=(target,))
     return tensor.to_local() if local else tensor
 

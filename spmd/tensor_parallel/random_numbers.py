@@ -1,9 +1,9 @@
 """Random numbers for sharded tensors: those that one process would draw.
 
-PyTorch draws each shard from the generator of its rank: equal seeds give equal shards, and never what one process
-would have. Here every rank draws the whole tensor, of which it keeps its shard. So the generators of all ranks, if
-seeded alike, stay where that of one process would be, and what is drawn for replicated tensors next agrees as well.
-The price is time and memory for the whole tensor, for a moment.
+PyTorch draws each shard from the generator of its rank: equal seeds give equal shards, and never what one
+process would have. Here every rank draws the whole tensor, of which it keeps its shard. So the generators of
+all ranks, if seeded alike, stay where that of one process would be, and what is drawn for replicated tensors
+next agrees as well. The price is time and memory for the whole tensor, for a moment.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def dropout_mask(
 def draw_as_one_process() -> None:
     """From now on in this process, random numbers for ``DTensor`` s are those that one process would draw.
 
-    ``parallelize_module`` calls it. It makes ``init.normal_(parameter)`` right for a model that was parallelized
-    on the meta device, and dropout on ``DTensor`` s, wherever PyTorch has no handler of its own.
+    ``parallelize_module`` calls it. It makes ``init.normal_(parameter)`` right for a model that was
+    parallelized on the meta device, and dropout on ``DTensor`` s, wherever PyTorch has no handler of its own.
     """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for names, handler in ((_IN_PLACE, _draw_in_place), (_NEW, _draw_new)):
         for name in names:
             packet, _, overload = name.partition(".")
@@ -81,7 +81,7 @@ def _draw_in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not local.is_meta:
         whole = operator(local.new_empty(drawn.shape), *rest, **kwargs)
         local.copy_(_shard_of(whole, drawn._spec))
-    return cast(DTensor, drawn)
+    return cast("DTensor", drawn)
 
 
 def _draw_new(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

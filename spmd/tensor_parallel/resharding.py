@@ -1,9 +1,9 @@
 """Local tensors from one layout to another, over a process group: what moves, and its gradient.
 
 A layout is a placement on one mesh dimension: ``Replicate()``, ``Shard(dim)`` or ``Partial()``, a sum that is
-still to be taken. Shards are cut as ``torch.chunk`` does: all of ``ceil(size / n)``, the last shorter, some of
-them perhaps empty. Collectives want equal sizes, so a shorter one is padded; as what is missing is always at the
-end, the padding can be cut off in one piece.
+still to be taken. Shards are cut as ``torch.chunk`` does: all of ``ceil(size / n)``, the last shorter, some
+of them perhaps empty. Collectives want equal sizes, so a shorter one is padded; as what is missing is always
+at the end, the padding can be cut off in one piece.
 
 ========= ============== ============== ============
 from / to ``Replicate``  ``Shard(j)``   ``Partial``
@@ -13,14 +13,14 @@ Shard(i)  all-gather     all-to-all
 Partial   all-reduce     reduce-scatter
 ========= ============== ============== ============
 
-The gradient of a replicated value is replicated, that of a shard is sharded in the same way, that of a partial sum
-is replicated; so a gradient goes back by the same table.
+The gradient of a replicated value is replicated, that of a shard is sharded in the same way, that of a
+partial sum is replicated; so a gradient goes back by the same table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -212,7 +212,8 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 def _cut(tensor: Tensor, dim: int, count: int) -> Tensor:
     """``[..., count * k, ...]`` as contiguous ``[count, ..., k, ...]``."""
-    return tensor.unflatten(dim, (count, tensor.shape[dim] // count)).movedim(dim, 0).contiguous()
+    shape = (*tensor.shape[:dim], count, tensor.shape[dim] // count, *tensor.shape[dim + 1 :])
+    return tensor.reshape(shape).movedim(dim, 0).contiguous()
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
@@ -231,7 +232,7 @@ class Reshard(torch.autograd.Function):
         return moved.view_as(moved)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         source, target, shape, site = ctx.back
-        return cast(Tensor, reshard(gradient, source, target, shape, site)), None, None, None
+        return reshard(gradient, source, target, shape, site), None, None, None

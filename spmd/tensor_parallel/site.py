@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from spmd.tensor_parallel.errors import NotInMeshError, ParallelError, ParallelTypeError
 

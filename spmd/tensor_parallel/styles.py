@@ -1,19 +1,21 @@
 """How one module is parallelized: the styles of parameters and sequences.
 
-A style changes one module in place: its parameters become ``DTensor`` parameters, and its ``forward`` computes on
-local shards. Modules that compute in a way of their own (subclasses of ``nn.Linear`` with another ``forward``, say)
-run on ``DTensor`` s instead: right, and slower.
+A style changes one module in place: its parameters become ``DTensor`` parameters, and its ``forward``
+computes on local shards. Modules that compute in a way of their own (subclasses of ``nn.Linear`` with another
+``forward``, say) run on ``DTensor`` s instead: right, and slower.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import abstractmethod
+from collections.abc import Callable
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from spmd.tensor_parallel.embedding import embedding_forward
@@ -90,7 +92,9 @@ class _Sharded(NamedStyle):
         begin(module, site)
         distribute_parameters(module, placements, site, src_data_rank)
         module._tensor_parallel = flow  # type: ignore[assignment]
-        module.forward = MethodType(forward, module) if forward else _on_dtensors(module, flow)
+        if forward is None:
+            forward = functools.partial(_dtensor_forward, type(module).forward, flow)
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
     def _flow(self, site: Site, wanted: Placement, gradient: Placement, natural: Placement, w: int) -> Flow:
         (given,), (output,) = self.input_layouts, self.output_layouts
@@ -147,8 +151,8 @@ class RowwiseParallel(_Sharded):
     """Cut an ``nn.Linear`` by its input features, or an ``nn.Embedding`` by its vocabulary.
 
     Linear: weight ``[out, in]`` becomes ``Shard(1)``, bias ``Replicate()``. Embedding: weight ``Shard(0)``.
-    Each rank computes a partial sum of the output; it is all-reduced (output ``Replicate()``), reduce-scattered
-    (``Shard(dim)``) or left as it is (``Partial()``).
+    Each rank computes a partial sum of the output; it is all-reduced (output ``Replicate()``),
+    reduce-scattered (``Shard(dim)``) or left as it is (``Partial()``).
 
     Args:
         input_layouts: how a plain input is laid out; default ``Shard(-1)``, and for an embedding's indices
@@ -175,14 +179,14 @@ class RowwiseParallel(_Sharded):
 class SequenceParallel(NamedStyle):
     """Run a module on sequence shards, with replicated parameters.
 
-    For what computes each position by itself: ``nn.LayerNorm``, ``nn.RMSNorm`` and ``nn.Dropout`` run on local
-    tensors; other modules run on ``DTensor`` s. A plain input ``[batch, seq / n, ...]`` is taken to be sharded
-    along the sequence; a ``DTensor`` is redistributed to that. Parameters are taken to be the same on all ranks
-    and keep their ``requires_grad``; their gradients are all-reduced, those of one module at once.
+    For what computes each position by itself: ``nn.LayerNorm``, ``nn.RMSNorm`` and ``nn.Dropout`` run on
+    local tensors; other modules run on ``DTensor`` s. A plain input ``[batch, seq / n, ...]`` is taken to be
+    sharded along the sequence; a ``DTensor`` is redistributed to that. Parameters are taken to be the same on
+    all ranks and keep their ``requires_grad``; their gradients are all-reduced, those of one module at once.
 
     Dropout is that of one process whose generator stands where those of the ranks do (seed them alike): each
-    rank draws the mask of the whole tensor and takes its slice. So it also serves dropout between a colwise and a
-    rowwise layer: ``SequenceParallel(sequence_dim=-1, use_local_output=True)``.
+    rank draws the mask of the whole tensor and takes its slice. So it also serves dropout between a colwise
+    and a rowwise layer: ``SequenceParallel(sequence_dim=-1, use_local_output=True)``.
 
     Args:
         sequence_dim: the dimension that is sharded; default 1.
@@ -194,8 +198,9 @@ class SequenceParallel(NamedStyle):
     def __init__(
         self, *, sequence_dim: int = 1, use_local_output: bool = False, independent_dropout: bool = False
     ) -> None:
-        if not isinstance(sequence_dim, int):
-            kind = type(sequence_dim).__name__
+        given: Any = sequence_dim
+        if not isinstance(given, int):
+            kind = type(given).__name__
             raise ParallelTypeError(f"SequenceParallel: expected sequence_dim to be an int, got {kind}")
         self.sequence_sharding = (Shard(sequence_dim),)
         self.use_local_output = use_local_output
@@ -226,16 +231,10 @@ def begin(module: nn.Module, site: Site) -> None:
         )
 
 
-class _Forward(Protocol):
-    def __call__(self, given: Any, /, *args: Any, **kwargs: Any) -> Any: ...
-
-
-def _on_dtensors(module: nn.Module, flow: Flow) -> _Forward:
-    """A forward that runs the module's own on ``DTensor`` s."""
-    return MethodType(functools.partial(_dtensor_forward, type(module).forward, flow), module)
-
-
-def _dtensor_forward(own: _Forward, flow: Flow, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _dtensor_forward(
+    own: Callable[..., Any], flow: Flow, self: nn.Module, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module's own forward on ``DTensor`` s."""
     if not args and "input" in kwargs:
         args = (kwargs.pop("input"),)
     given, *rest = args

@@ -1,4 +1,4 @@
-"""A small model of Llama's kind: grouped-query attention, SDPA, RMSNorm, SwiGLU, tied embeddings, a KV cache."""
+"""A small model of Llama's kind: grouped-query attention, RMSNorm, SwiGLU, tied embeddings, a cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.dim, shape.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
 
-    def forward(self, x: Tensor, cached: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, cached: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         start = 0 if cached is None else cached[0].shape[2]
         q, k, v = (self._heads(layer(x)) for layer in (self.wq, self.wk, self.wv))
         q, k = rotated(q, start), rotated(k, start)
@@ -50,13 +52,13 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """As many as there are: this rank's."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
 def rotated(x: Tensor, start: int) -> Tensor:
     half = x.shape[-1] // 2
     frequencies = 10.0 ** -torch.arange(half)
-    angles = torch.outer(torch.arange(start, start + x.shape[2]), frequencies)
+    angles = torch.outer(torch.arange(start, start + x.shape[2]), frequencies).to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
@@ -82,7 +84,9 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(shape.dim)
         self.feed_forward = FeedForward(shape)
 
-    def forward(self, x: Tensor, cached: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, cached: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         attended, cached = self.attention(self.attention_norm(x), cached)
         x = x + self.dropout(attended)
         return x + self.feed_forward(self.ffn_norm(x)), cached

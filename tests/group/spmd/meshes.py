@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests.support.workers import Worker
 
-__all__ = ["assert_same_gradients", "in_mesh", "process_group", "whole"]
+__all__ = ["assert_same_gradients", "backward", "gradient_of", "in_mesh", "part", "process_group", "whole"]
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def process_group(worker: Worker) -> Iterator[None]:
 def in_mesh(
     task: Callable[..., Any], *shape: int, names: tuple[str, ...] | None = None
 ) -> Callable[..., Any]:
-    """A task for ``run_workers`` that runs ``task(mesh, *args)`` in a group with this mesh, default 1-D of all."""
+    """A task for ``run_workers``: ``task(mesh, *args)`` in a group with this mesh, default one dimension."""
 
     def run(worker: Worker, *args: Any) -> Any:
         with process_group(worker):
@@ -47,6 +47,17 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def backward(result: Tensor, gradient: Tensor | None = None) -> None:
+    """``result.backward(gradient)``, typed."""
+    torch.autograd.backward(result, gradient)
+
+
+def gradient_of(tensor: Tensor | nn.Parameter) -> Tensor:
+    """Its gradient, whole."""
+    assert tensor.grad is not None
+    return whole(tensor.grad)
+
+
 def assert_same_gradients(parallel: nn.Module, alone: nn.Module) -> None:
     """Each parameter of the two has the same gradient."""
     expected = dict(alone.named_parameters())
@@ -57,9 +68,7 @@ def assert_same_gradients(parallel: nn.Module, alone: nn.Module) -> None:
             continue
         assert parameter.grad is not None, name
         assert isinstance(parameter.grad, DTensor) == isinstance(parameter, DTensor), name
-        torch.testing.assert_close(
-            whole(parameter.grad), wanted, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(whole(parameter.grad), wanted, msg=name)
 
 
 def part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:

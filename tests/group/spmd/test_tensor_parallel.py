@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
-    DeviceMesh,
     DTensor,
     Partial,
     Placement,
@@ -30,7 +30,7 @@ from spmd.tensor_parallel import (
     parallelize_module,
 )
 from spmd.tensor_parallel.traffic import recorded
-from tests.group.spmd.meshes import assert_same_gradients, in_mesh, part, whole
+from tests.group.spmd.meshes import assert_same_gradients, backward, gradient_of, in_mesh, part, whole
 from tests.support.workers import RunWorkers
 
 
@@ -62,7 +62,7 @@ def compare(
         local = local.clone().requires_grad_()
     expected = alone(x)
     upstream = torch.rand_like(expected)
-    expected.backward(upstream)
+    backward(expected, upstream)
     result = parallel(local)
     assert type(result) is Tensor
     back = Replicate() if isinstance(output, Partial) else output
@@ -71,7 +71,7 @@ def compare(
         torch.testing.assert_close(result_whole, expected)
     else:
         torch.testing.assert_close(result, laid_out(expected, output, mesh))
-    result.backward(laid_out(upstream, back, mesh))
+    backward(result, laid_out(upstream, back, mesh))
     assert_same_gradients(parallel, alone)
     if differentiable:
         back = Replicate() if isinstance(given, Partial) else given
@@ -118,7 +118,8 @@ def test_features_that_ranks_do_not_divide(run_workers: RunWorkers, inputs: int,
 def test_embedding_with_every_layout(run_workers: RunWorkers, rows: int, width: int) -> None:
     def task(mesh: DeviceMesh) -> None:
         indices = torch.randint(rows, (4, 8))
-        for options in ({}, {"padding_idx": 1}, {"padding_idx": rows - 1, "scale_grad_by_freq": True}):
+        every: list[dict[str, Any]] = [{}, {"padding_idx": 1}]
+        for options in [*every, {"padding_idx": rows - 1, "scale_grad_by_freq": True}]:
             for given, output in itertools.product((Replicate(), Shard(0), Shard(1)), LAYOUTS):
                 module = nn.Embedding(rows, width, **options)
                 if not isinstance(output, Partial):
@@ -143,7 +144,7 @@ def test_colwise_then_rowwise_needs_one_all_reduce_each_way(run_workers: RunWork
         with recorded() as transfers:
             result = model(torch.ones(4, 6, requires_grad=True))
             forward = len(transfers)
-            result.sum().backward()
+            backward(result.sum())
         assert forward == 1
         return [(each.kind, each.nbytes) for each in transfers]
 
@@ -157,12 +158,10 @@ def test_layers_that_share_a_dtensor_have_its_gradient_reduced_once(run_workers:
         parallelize_module(layers, mesh, {"*": ColwiseParallel()})
         x = torch.randn(2, 8, 6, requires_grad=True)
         y = x.detach().clone().requires_grad_()
-        shared = (
-            distribute_tensor(x, mesh, [Replicate()]) if False else DTensor.from_local(x, mesh, [Replicate()])
-        )
+        shared = DTensor.from_local(x, mesh, [Replicate()])
         with recorded() as transfers:
-            torch.stack([layer(shared).sum() for layer in layers]).sum().backward()
-        torch.stack([layer(y).sum() for layer in alone]).sum().backward()
+            backward(torch.stack([layer(shared).sum() for layer in layers]).sum())
+        backward(torch.stack([layer(y).sum() for layer in alone]).sum())
         assert not transfers
         torch.testing.assert_close(x.grad, y.grad)
         assert_same_gradients(layers, alone)
@@ -182,13 +181,13 @@ def test_dtensors_in_and_out(run_workers: RunWorkers, style: type[ColwiseParalle
             x.requires_grad_()
             expected = alone(x)
             upstream = torch.rand_like(expected)
-            expected.backward(upstream)
+            backward(expected, upstream)
             result = parallel(sharded)
             assert isinstance(result, DTensor)
             assert result.placements == (output,)
             assert result.shape == expected.shape
             torch.testing.assert_close(result.full_tensor(), expected)
-            result.backward(distribute_tensor(upstream, mesh, [output]))
+            backward(result, distribute_tensor(upstream, mesh, [output]))
             assert isinstance(sharded.grad, DTensor)
             torch.testing.assert_close(sharded.grad.full_tensor(), x.grad)
             assert_same_gradients(parallel, alone)
@@ -260,16 +259,16 @@ def test_sequence_parallel_norms(run_workers: RunWorkers, module: nn.Module) -> 
             x.requires_grad_()
             expected = alone(x)
             upstream = torch.rand_like(expected)
-            expected.backward(upstream)
+            backward(expected, upstream)
             result = parallel(mine)
             if local:
                 assert type(result) is Tensor
                 torch.testing.assert_close(result, part(expected, dim, mesh))
-                result.backward(part(upstream, dim, mesh))
+                backward(result, part(upstream, dim, mesh))
             else:
                 assert isinstance(result, DTensor)
                 torch.testing.assert_close(result.full_tensor(), expected)
-                result.backward(distribute_tensor(upstream, mesh, [Shard(dim % 3)]))
+                backward(result, distribute_tensor(upstream, mesh, [Shard(dim % 3)]))
             assert x.grad is not None
             torch.testing.assert_close(mine.grad, part(x.grad, dim, mesh))
             assert_same_gradients(parallel, alone)
@@ -294,9 +293,9 @@ def test_sequences_of_uneven_length_as_dtensors(run_workers: RunWorkers) -> None
         result = parallel(sharded)
         assert result.placements == (Shard(1),)
         torch.testing.assert_close(result.full_tensor(), expected)
-        expected.square().sum().backward()
-        result.square().sum().backward()
-        torch.testing.assert_close(whole(sharded.grad), x.grad)
+        backward(expected.square().sum())
+        backward(result.square().sum())
+        torch.testing.assert_close(gradient_of(sharded), x.grad)
         assert_same_gradients(parallel, alone)
 
     run_workers(in_mesh(task), 4)
@@ -310,12 +309,12 @@ def test_frozen_parameters_stay_frozen(run_workers: RunWorkers) -> None:
             (nn.LayerNorm(4), SequenceParallel()),
         ]
         for module, style in styles:
-            module.weight.requires_grad_(False)  # type: ignore[union-attr]
+            module.weight.requires_grad_(False)
             parallelize_module(module, mesh, style)
             assert not module.weight.requires_grad
             assert module.bias.requires_grad
             result = module(torch.ones(2, 2, 4))
-            result.sum().backward()
+            backward(result.sum())
             assert module.weight.grad is None
             assert isinstance(module.bias.grad, DTensor)
 
@@ -331,7 +330,8 @@ def test_parameters_come_from_the_source_rank(run_workers: RunWorkers) -> None:
                 nn.init.constant_(module.weight, rank)
                 parallelize_module(module, mesh, plan, src_data_rank=source)
                 expected = rank if first is None else first
-                assert (module.weight.to_local() == expected).all()
+                local = module.get_parameter("weight").to_local()  # type: ignore[attr-defined]
+                assert (local == expected).all()
 
     run_workers(in_mesh(task), 2)
 
@@ -369,10 +369,10 @@ def test_tied_weights_stay_tied(run_workers: RunWorkers, embedding: Any, head: A
             indices = torch.tensor([[0, 3], [9, 3]])
             alone.zero_grad()
             expected = alone(indices)
-            expected.square().sum().backward()
+            backward(expected.square().sum())
             result = parallel(indices)
             torch.testing.assert_close(result, expected)
-            result.square().sum().backward()
+            backward(result.square().sum())
             assert_same_gradients(parallel, alone)
 
     run_workers(in_mesh(task), 2)
@@ -411,12 +411,12 @@ def test_prepared_inputs_and_outputs(run_workers: RunWorkers) -> None:
             if local:
                 torch.testing.assert_close(c, part(rows, 1, mesh))
                 torch.testing.assert_close(result, 2 * part(rows, 0, mesh))
-                result.sum().backward()
+                backward(result.sum())
             else:
                 assert c.placements == (Shard(1),)
                 assert result.placements == (Shard(0),)
                 torch.testing.assert_close(result.full_tensor(), 2 * rows)
-                result.sum().backward()
+                backward(result.sum())
             torch.testing.assert_close(mine.grad, torch.full((2, 2), 2.0))
 
     run_workers(in_mesh(task), 2)
@@ -440,7 +440,7 @@ def test_every_pair_of_placements(run_workers: RunWorkers) -> None:
             torch.testing.assert_close(result, laid_out(x, target, mesh))
             upstream = torch.randn(4, 8)
             torch.manual_seed(1)
-            result.backward(laid_out(upstream, target, mesh))
+            backward(result, laid_out(upstream, target, mesh))
             back = Replicate() if isinstance(source, Partial) else source
             torch.testing.assert_close(mine.grad, laid_out(upstream, back, mesh))
 
@@ -481,11 +481,11 @@ def test_autocast(run_workers: RunWorkers) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 result = model(x)
             assert result.dtype == torch.bfloat16
-            result.float().sum().backward()
+            backward(result.float().sum())
         for ours, theirs in zip(parallel.parameters(), alone.parameters(), strict=True):
             assert ours.grad is not None
             assert ours.grad.dtype == torch.float32
-            torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=0.05, atol=0.05)
+            torch.testing.assert_close(gradient_of(ours), theirs.grad, rtol=0.05, atol=0.05)
 
     run_workers(in_mesh(task), 2)
 
@@ -500,7 +500,7 @@ def test_an_optimizer_and_clipping_work_on_the_parameters(run_workers: RunWorker
             x = torch.randn(4, 6)
             for model, optimizer in zip((alone, parallel), optimizers, strict=True):
                 optimizer.zero_grad()
-                model(x).square().sum().backward()
+                backward(model(x).square().sum())
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
         for ours, theirs in zip(parallel.parameters(), alone.parameters(), strict=True):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +27,7 @@ from spmd.tensor_parallel import (
 )
 from spmd.tensor_parallel.traffic import recorded
 from tests.group.spmd.llama import Llama, Shape
-from tests.group.spmd.meshes import assert_same_gradients, in_mesh, whole
+from tests.group.spmd.meshes import assert_same_gradients, backward, gradient_of, in_mesh, whole
 from tests.support.workers import RunWorkers
 
 Plan = dict[str, ParallelStyle]
@@ -54,9 +55,7 @@ LOCAL_SEQUENCE: Plan = {
     "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
 }
 DTENSOR_SEQUENCE: Plan = {
-    "embedding": RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-    ),
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
     "layers.*.*_norm": SequenceParallel(),
     "layers.*.dropout": SequenceParallel(),
     "layers.*.attention": PrepareModuleInput(
@@ -96,25 +95,25 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train(
-    model: nn.Module, of_rank: Callable[[Tensor], Tensor], reduce: Callable[[], None] = lambda: None
+    model: nn.Module,
+    plan: Plan,
+    of_rank: Callable[[Tensor], Tensor] = lambda batch: batch,
+    reduce: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Losses, step by step."""
+    """Losses, step by step. Gradients are clipped where no parameter is plain, as PyTorch needs it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     torch.manual_seed(3)
     losses = []
     for batch in batches(4):
         optimizer.zero_grad()
         loss = loss_of(model, of_rank(batch))
-        loss.backward()  # type: ignore[no-untyped-call]
+        backward(loss)
         reduce()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if "norm" in plan:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.detach())
     return [each.item() for each in losses]
-
-
-def everything(batch: Tensor) -> Tensor:
-    return batch
 
 
 def model_of(shape: Shape) -> Llama:
@@ -128,10 +127,10 @@ def model_of(shape: Shape) -> Llama:
 def test_losses_with_dropout_are_those_of_one_process(run_workers: RunWorkers, plan: str) -> None:
     def task(mesh: DeviceMesh) -> None:
         model = model_of(DROPPING)
-        expected = train(copy.deepcopy(model), everything)
+        expected = train(copy.deepcopy(model), PLANS[plan])
         parallelize_module(model, mesh, PLANS[plan], strict=True)
         assert model.head.weight is model.embedding.weight
-        assert train(model, everything) == pytest.approx(expected, rel=1e-4)
+        assert train(model, PLANS[plan]) == pytest.approx(expected, rel=1e-4)
 
     run_workers(in_mesh(task), 2)
 
@@ -143,7 +142,7 @@ def test_gradients_of_one_step_on_a_mesh_of_four_with_a_key_value_head_each(run_
         parallelize_module(model, mesh, LOSS)
         (batch,) = batches(1)
         for each in (alone, model):
-            loss_of(each, batch).backward()  # type: ignore[no-untyped-call]
+            backward(loss_of(each, batch))
         assert_same_gradients(model, alone)
 
     run_workers(in_mesh(task), 4)
@@ -173,23 +172,25 @@ def rows_of(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 def averaged_losses(losses: list[float], mesh: DeviceMesh) -> list[float]:
     together = torch.tensor(losses)
     dist.all_reduce(together, group=mesh["dp"].get_group())
-    return (together / mesh["dp"].size()).tolist()  # type: ignore[no-any-return]
+    return (together / mesh["dp"].size()).tolist()
 
 
 @pytest.mark.parametrize("plan", ["tensor", "sequence on plain tensors"])
 def test_with_data_parallelism(run_workers: RunWorkers, plan: str) -> None:
     def task(mesh: DeviceMesh) -> None:
         model = model_of(Shape())
-        expected = train(copy.deepcopy(model), everything)
+        expected = train(copy.deepcopy(model), PLANS[plan])
         parallelize_module(model, mesh["tp"], PLANS[plan])
 
         def average() -> None:
             for parameter in model.parameters():
-                assert isinstance(parameter.grad, DTensor)
-                dist.all_reduce(parameter.grad.to_local(), group=mesh["dp"].get_group())
-                parameter.grad.to_local().div_(mesh["dp"].size())
+                gradient = parameter.grad
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                assert local is not None
+                dist.all_reduce(local, group=mesh["dp"].get_group())
+                local.div_(mesh["dp"].size())
 
-        losses = train(model, rows_of(mesh), average)
+        losses = train(model, PLANS[plan], rows_of(mesh), average)
         assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=1e-4)
 
     run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
@@ -199,12 +200,12 @@ def test_with_data_parallelism(run_workers: RunWorkers, plan: str) -> None:
 def test_with_fsdp(run_workers: RunWorkers, plan: str) -> None:
     def task(mesh: DeviceMesh) -> None:
         model = model_of(Shape())
-        expected = train(copy.deepcopy(model), everything)
+        expected = train(copy.deepcopy(model), PLANS[plan])
         parallelize_module(model, mesh["tp"], PLANS[plan])
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        losses = train(model, rows_of(mesh))
+        losses = train(model, PLANS[plan], rows_of(mesh))
         assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=1e-4)
 
     run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
@@ -213,13 +214,13 @@ def test_with_fsdp(run_workers: RunWorkers, plan: str) -> None:
 def test_with_fsdp_in_mixed_precision(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         model = model_of(Shape())
-        expected = train(copy.deepcopy(model), everything)
+        expected = train(copy.deepcopy(model), TENSOR)
         parallelize_module(model, mesh["tp"], TENSOR)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
         fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
-        losses = train(model, rows_of(mesh))
+        losses = train(model, TENSOR, rows_of(mesh))
         assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=0.1)
 
     run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
@@ -239,9 +240,6 @@ def test_initialization_on_the_meta_device_is_that_of_one_process(
                 fully_shard(layer, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp"])
         model.to_empty(device="cpu")
-        torch.manual_seed(1)
-        with torch.device("meta"):
-            Llama(Shape())
         torch.manual_seed(1)
         Llama(Shape())  # draws as model_of does before it initializes
         model.init_weights()
@@ -269,11 +267,11 @@ def test_activation_checkpointing_draws_the_same_masks_again(run_workers: RunWor
         def gradients(model: Llama, *, recompute: bool) -> None:
             for layer in model.layers:
                 own: Any = type(layer).forward.__get__(layer)
-                layer.forward = (  # type: ignore[method-assign]
+                layer.forward = (
                     (lambda *args, own=own: checkpoint(own, *args, use_reentrant=False)) if recompute else own
                 )
             torch.manual_seed(5)
-            loss_of(model, batches(1)[0]).backward()  # type: ignore[no-untyped-call]
+            backward(loss_of(model, batches(1)[0]))
 
         for independent in (False, True):
             plan = LOCAL_SEQUENCE | {
@@ -286,6 +284,6 @@ def test_activation_checkpointing_draws_the_same_masks_again(run_workers: RunWor
             for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 assert one.grad is not None
                 assert other.grad is not None
-                torch.testing.assert_close(whole(one.grad), whole(other.grad))
+                torch.testing.assert_close(gradient_of(one), gradient_of(other))
 
     run_workers(in_mesh(task), 2)

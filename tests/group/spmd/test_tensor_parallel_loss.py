@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from spmd.tensor_parallel import loss_parallel
-from tests.group.spmd.meshes import in_mesh, whole
+from tests.group.spmd.meshes import backward, gradient_of, in_mesh, whole
 from tests.support.workers import RunWorkers
 
 
@@ -26,7 +27,7 @@ def compare(
     alone = logits.clone().requires_grad_()
     expected = functional.cross_entropy(alone, target, **options)
     upstream = torch.rand_like(expected)
-    expected.backward(upstream)
+    backward(expected, upstream)
     sharded = distribute_tensor(logits, mesh, placements).requires_grad_()
     given = target if target_placements is None else distribute_tensor(target, mesh, target_placements)
     with loss_parallel():
@@ -34,7 +35,7 @@ def compare(
     assert isinstance(loss, DTensor)
     torch.testing.assert_close(loss.full_tensor(), expected)
     replicated = (Replicate(),) * mesh.ndim
-    loss.backward(distribute_tensor(upstream, mesh, replicated))
+    backward(loss, distribute_tensor(upstream, mesh, replicated))
     assert isinstance(sharded.grad, DTensor)
     assert sharded.grad.placements == placements
     assert alone.grad is not None
@@ -99,17 +100,16 @@ def test_mean_over_a_mesh_is_replicated_and_scalar_backward_works(run_workers: R
         target = distribute_tensor(torch.tensor([0, 1, 2, 3]), mesh, (Shard(0), Replicate()))
         alone = whole(logits).detach().requires_grad_()
         expected = functional.cross_entropy(alone, whole(target))
-        expected.backward()
+        backward(expected)
         with loss_parallel():
             loss = functional.cross_entropy(logits, target)
-            loss.backward()
+            backward(loss)
         assert loss.item() == pytest.approx(expected.item())
-        assert logits.grad is not None
-        torch.testing.assert_close(whole(logits.grad), alone.grad)
+        torch.testing.assert_close(gradient_of(logits), alone.grad)
         logits.grad = None
         with loss_parallel():
-            functional.cross_entropy(logits, target, reduction="sum").backward()
-        torch.testing.assert_close(whole(logits.grad), 4 * alone.grad)
+            backward(functional.cross_entropy(logits, target, reduction="sum"))
+        torch.testing.assert_close(gradient_of(logits), 4 * gradient_of(alone))
 
     run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
 
@@ -141,10 +141,10 @@ def test_everything_else_is_left_alone(run_workers: RunWorkers) -> None:
                 result = functional.log_softmax(sharded, dim)
                 expected = functional.log_softmax(alone, dim)
                 torch.testing.assert_close(whole(result), expected)
-                (whole(result) * values).sum().backward()
-                (expected * values).sum().backward()
+                backward((whole(result) * values).sum())
+                backward((expected * values).sum())
                 assert sharded.grad is not None
-                torch.testing.assert_close(whole(sharded.grad), alone.grad)
+                torch.testing.assert_close(gradient_of(sharded), alone.grad)
             functional.cross_entropy(sharded, torch.tensor([0, 1, 2, 3]))
         assert DTensor._op_dispatcher._custom_op_handlers == handlers
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from spmd.tensor_parallel import (
     ColwiseParallel,
@@ -116,7 +116,11 @@ def test_without_a_plan_there_is_a_warning(run_workers: RunWorkers) -> None:
 def test_keys_that_match_nothing_warn_and_name_what_is_near(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         model = Model()
-        plan = {"layers.0.w3": ColwiseParallel(), "layers.9.w1": ColwiseParallel(), "layers.1.w1": ColwiseParallel()}
+        plan = {
+            "layers.0.w3": ColwiseParallel(),
+            "layers.9.w1": ColwiseParallel(),
+            "layers.1.w1": ColwiseParallel(),
+        }
         with pytest.warns(UserWarning, match="could not be resolved") as caught:
             parallelize_module(model, mesh, plan)
         assert len(caught) == 2
@@ -132,7 +136,11 @@ def test_keys_that_match_nothing_warn_and_name_what_is_near(run_workers: RunWork
 def test_strict_plans_change_nothing_when_a_key_matches_nothing(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         model = Model()
-        plan = {"layers.1.w1": ColwiseParallel(), "layers.0.w3": ColwiseParallel(), "layer.2": ColwiseParallel()}
+        plan = {
+            "layers.1.w1": ColwiseParallel(),
+            "layers.0.w3": ColwiseParallel(),
+            "layer.2": ColwiseParallel(),
+        }
         with pytest.raises(ValueError, match=r"rank 0.*'layers\.0\.w3'.*'layers\.0\.w1'.*'layer\.2'"):
             parallelize_module(model, mesh, plan, strict=True)
         assert not sharded(model)
@@ -151,8 +159,7 @@ WRONG_PLANS: dict[str, tuple[Any, type[Exception], str]] = {
     "another module": (
         {"layers.0": ColwiseParallel()},
         NotImplementedError,
-        r"rank 0, module 'layers\.0' \(Block\): ColwiseParallel currently only support nn.Linear and nn.Embedding!"
-        " Expected one of them, got Block",
+        r"rank 0, module 'layers\.0' \(Block\): .* only support nn.Linear and nn.Embedding! .* got Block",
     ),
     "the same twice": (
         {"layers.0.w1": ColwiseParallel(), "layers.*.w1": RowwiseParallel()},
@@ -185,7 +192,9 @@ STYLES: tuple[ParallelStyle, ...] = (
 def test_a_mesh_of_two_dimensions_is_refused_everywhere(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         for style in STYLES:
-            with pytest.raises(ValueError, match=r"rank \d, .*one-dimensional mesh, got 2 .*slice it, as in mesh\['tp'\]"):
+            with pytest.raises(
+                ValueError, match=r"rank \d, .*one-dimensional mesh, got 2 .*slice it, as in mesh\['tp'\]"
+            ):
                 parallelize_module(nn.Linear(4, 4), mesh, style)
             with pytest.raises(ValueError, match="one-dimensional mesh"):
                 style._apply(nn.Linear(4, 4), mesh)
@@ -198,7 +207,9 @@ def test_a_rank_outside_of_the_mesh_is_told_so(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         half = DeviceMesh("cpu", [0, 1])
         if dist.get_rank() == 2:
-            with pytest.raises(ValueError, match=r"rank 2, module Linear: expected a rank of the mesh, \[0, 1\]"):
+            with pytest.raises(
+                ValueError, match=r"rank 2, module Linear: expected a rank of the mesh, \[0, 1\]"
+            ):
                 parallelize_module(nn.Linear(4, 4), half, ColwiseParallel())
         else:
             parallelize_module(nn.Linear(4, 4), half, ColwiseParallel())
@@ -240,7 +251,9 @@ class Elsewhere(nn.Linear):
 
 def test_modules_and_inputs_on_another_device(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
-        with pytest.raises(ValueError, match=r"rank 0, module Elsewhere: expected weight on .* cpu, got cuda:0"):
+        with pytest.raises(
+            ValueError, match=r"rank 0, module Elsewhere: expected weight on .* cpu, got cuda:0"
+        ):
             parallelize_module(Elsewhere(4, 4), mesh, ColwiseParallel())
 
     run_workers(alone(task), 1)
@@ -252,19 +265,24 @@ def test_wrong_inputs(run_workers: RunWorkers) -> None:
         plan = {"layers.*.w1": ColwiseParallel(), "layers.*.w2": RowwiseParallel()}
         parallelize_module(model, mesh, plan)
         where = re.escape(f"rank {dist.get_rank()}, module 'layers.1.w2' (Linear): ")
-        layer = model.layers[1].w2
+        first, layer = model.get_submodule("layers.1.w1"), model.get_submodule("layers.1.w2")
         with pytest.raises(
             ValueError,
-            match=where + r"expected an input whose last dimension is 4 \(8 features, Shard\(dim=-1\) over 2 ranks\), "
+            match=where
+            + r"expected an input whose last dimension is 4 \(8 features, Shard\(dim=-1\) over 2 ranks\), "
             r"got 8: shape \[3, 8\]",
         ):
             layer(torch.ones(3, 8))
         with pytest.raises(ValueError, match=where + "expected an input whose last dimension is 8"):
             layer(distribute_tensor(torch.ones(3, 4), mesh, [Replicate()]))
-        with pytest.raises(TypeError, match=where + "expected input to be a torch.Tensor or DTensor, got list"):
+        with pytest.raises(
+            TypeError, match=where + "expected input to be a torch.Tensor or DTensor, got list"
+        ):
             layer([1.0])
-        with pytest.raises(ValueError, match="rank ., module 'layers.1.w1'.*whose last dimension is 4 .* got 2"):
-            model.layers[1].w1(torch.ones(3, 2))
+        with pytest.raises(
+            ValueError, match=r"rank ., module 'layers.1.w1'.*whose last dimension is 4 .* got 2"
+        ):
+            first(torch.ones(3, 2))
         other = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
         with pytest.raises(ValueError, match=where + "expected input on the mesh"):
             layer(distribute_tensor(torch.ones(3, 8), other, [Replicate(), Replicate()]))
@@ -307,7 +325,9 @@ def test_ties_that_a_plan_would_cut_are_refused(run_workers: RunWorkers) -> None
     def task(mesh: DeviceMesh) -> None:
         model = nn.ModuleDict({"embedding": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
         model["head"].weight = model["embedding"].weight
-        with pytest.raises(ValueError, match="module 'embedding': its weight is tied to weight of module 'head'"):
+        with pytest.raises(
+            ValueError, match="module 'embedding': its weight is tied to weight of module 'head'"
+        ):
             parallelize_module(model, mesh, {"embedding": RowwiseParallel()})
         with pytest.raises(ValueError, match=r"module 'head'.*'embedding'.*Shard\(dim=1\).*Shard\(dim=0\)"):
             parallelize_module(model, mesh, {"embedding": ColwiseParallel(), "head": ColwiseParallel()})

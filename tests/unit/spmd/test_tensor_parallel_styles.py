@@ -48,9 +48,24 @@ def test_the_names_are_pytorchs_and_explain() -> None:
 
 
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (ColwiseParallel, {"input_layouts": (Shard(0),)}, TypeError, "input_layouts to be a Placement, got tuple"),
-    (RowwiseParallel, {"output_layouts": "replicate"}, TypeError, "output_layouts to be a Placement, got str"),
-    (ColwiseParallel, {"output_layouts": Partial("max")}, ValueError, r"Partial\('sum'\), got Partial\(max\)"),
+    (
+        ColwiseParallel,
+        {"input_layouts": (Shard(0),)},
+        TypeError,
+        "input_layouts to be a Placement, got tuple",
+    ),
+    (
+        RowwiseParallel,
+        {"output_layouts": "replicate"},
+        TypeError,
+        "output_layouts to be a Placement, got str",
+    ),
+    (
+        ColwiseParallel,
+        {"output_layouts": Partial("max")},
+        ValueError,
+        r"Partial\('sum'\), got Partial\(max\)",
+    ),
     (SequenceParallel, {"sequence_dim": "1"}, TypeError, "sequence_dim to be an int, got str"),
     (PrepareModuleInput, {"input_layouts": Shard(0)}, AssertionError, "should not be None"),
     (PrepareModuleInput, {"input_layouts": [1], "desired_input_layouts": [1]}, TypeError, "input_layouts"),
