@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from spmd.tensor_parallel.random_numbers import draw_as_one_process
+from spmd.tensor_parallel.random_numbers import draw_as_one_process, warn_if_seeded_differently
 from spmd.tensor_parallel.site import Site, check_mesh
 from spmd.tensor_parallel.styles import NamedStyle, ParallelStyle
 
@@ -82,6 +82,8 @@ def parallelize_module(
             warnings.warn(f"{complaint}, skipping this plan entry.", stacklevel=2)
     _check_ties(module, steps)
     draw_as_one_process()
+    if src_data_rank is not None and mesh.device_type == "cpu":
+        warn_if_seeded_differently(module, mesh)
     result = module
     for step in steps:
         site = Site.of(step.module, mesh, step.name)

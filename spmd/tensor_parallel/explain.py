@@ -22,9 +22,8 @@ def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> Group:
 
     With inputs, the module is called with them, and ``backward`` from the sum of what it returns if that
     needs a gradient: every rank of the mesh has to take part. The parameters' ``.grad`` are left as they
-    were. Counted are the collectives that parallelized layers make themselves, with the bytes of whole
-    tensors; not those of ``DTensor.redistribute``, which ``torch.distributed.tensor.debug.CommDebugMode``
-    counts.
+    were. Bytes are those of whole tensors: the sum of an all-reduce, all parts of an all-gather. Collectives
+    of ``DTensor`` s stand in lines of their own, since those do not say for which module they are.
 
     Args:
         module: parallelized, wholly or in parts.
@@ -78,12 +77,14 @@ def _communicated(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, 
         times = Counter((each.module, each.kind) for each in transfers)
         for (name, kind), count in times.items():
             nbytes = _sum(transfers, name, kind)
-            table.add_row(name or "(itself)", when, kind, str(count), _bytes(nbytes))
+            table.add_row(
+                "(DTensors)" if name is None else name or "(itself)", when, kind, str(count), _bytes(nbytes)
+            )
         table.add_section()
     return table
 
 
-def _sum(transfers: list[Transfer], name: str, kind: str) -> int:
+def _sum(transfers: list[Transfer], name: str | None, kind: str) -> int:
     return sum(each.nbytes for each in transfers if (each.module, each.kind) == (name, kind))
 
 

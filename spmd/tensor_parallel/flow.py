@@ -19,6 +19,7 @@ reduced once.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,18 +34,19 @@ from spmd.tensor_parallel.errors import ParallelError
 from spmd.tensor_parallel.resharding import (
     Finish,
     begin_reshard,
+    chunk,
     global_shape,
     gradient_layout,
-    local_shape,
     normalized,
     reshard,
+    same,
 )
 from spmd.tensor_parallel.site import Site
 
 __all__ = ["PARTIAL", "REPLICATE", "Flow", "distributed", "gradient_of", "plain"]
 
-REPLICATE: Final = Replicate()
-PARTIAL: Final = Partial()
+REPLICATE: Final = same(Replicate())
+PARTIAL: Final = same(Partial())
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,17 @@ class Flow:
         """What is wanted of an input of so many dimensions."""
         return normalized(self.wanted, dims)
 
-    @property
+    @functools.cached_property
+    def back(self) -> tuple[Placement, Placement, Placement]:
+        """The layouts of the gradients of a plain input, of the result, and of what leaves."""
+        return gradient_layout(self.given), gradient_layout(self.natural), gradient_layout(self.output)
+
+    @functools.cached_property
+    def takes_shards(self) -> bool:
+        """Whether a plain input is sharded."""
+        return isinstance(self.given, Shard)
+
+    @functools.cached_property
     def holds_bias(self) -> bool:
         """Whether this rank adds the bias: to a partial sum only one may."""
         return not isinstance(self.natural, Partial) or self.site.rank == 0
@@ -92,7 +104,7 @@ class Flow:
             raise ParallelError(
                 self.site.says(f"expected {name} to be a DTensor, got {type(parameter).__name__}")
             )
-        if parameter._spec.placements == (placement,):
+        if parameter._spec.placements[0] == placement:
             return parameter
         return parameter.redistribute(placements=(placement,))
 
@@ -111,12 +123,12 @@ class Flow:
             if features is not None and (not shape or shape[-1] != features):
                 raise ParallelError(self._wrong_width(given, features, features, self.wanted))
             return plain(given), shape, True
-        shape = global_shape(given.shape, self.given, self.site.size)
-        if features is not None:
-            layout = normalized(self.given, len(shape))
-            expected = local_shape((features,), Shard(0), self.site.size, self.site.rank)[0]
-            if layout != Shard(len(shape) - 1):
-                expected = features
+        shape, expected = tuple(given.shape), features
+        if self.takes_shards:
+            shape = global_shape(shape, self.given, self.site.size)
+            if features is not None and normalized(self.given, len(shape)) == Shard(len(shape) - 1):
+                expected, _ = chunk(features, self.site.size, self.site.rank)
+        if features is not None and expected is not None:
             if not shape or given.shape[-1] != expected:
                 raise ParallelError(self._wrong_width(given, expected, features, self.given))
             shape = (*shape[:-1], features)
@@ -136,22 +148,20 @@ class Flow:
 
     def gradient_in(self, gradient: Tensor, shape: Sequence[int]) -> Tensor:
         """The gradient of what was computed, from that of what left."""
-        layout = gradient_layout(self.output)
+        _, natural, layout = self.back
         if isinstance(gradient, DTensor):
             layout = normalized(layout, len(shape))
             if gradient.placements != (layout,):
                 gradient = gradient.redistribute(placements=(layout,))
             gradient = plain(gradient)
-        return reshard(gradient, layout, gradient_layout(self.natural), shape, self.site)
+        return reshard(gradient, layout, natural, shape, self.site)
 
     def begin_gradient_out(self, gradient: Tensor, shape: Sequence[int], was_distributed: bool) -> Finish:
         """The gradient of the input as it came, from that of the local part; the collective is on its way."""
         if was_distributed:
             wrapped = distributed(gradient, self.gradient, shape, self.site)
             return lambda: wrapped
-        return begin_reshard(
-            gradient, self.gradient, gradient_layout(self.given), shape, self.site, owned=True
-        )
+        return begin_reshard(gradient, self.gradient, self.back[0], shape, self.site, owned=True)
 
 
 def plain(tensor: DTensor) -> Tensor:

@@ -8,18 +8,23 @@ next agrees as well. The price is time and memory for the whole tensor, for a mo
 
 from __future__ import annotations
 
+import hashlib
+import warnings
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.modules.dropout import _DropoutNd
 
 from spmd.tensor_parallel.errors import ParallelError
 from spmd.tensor_parallel.resharding import chunk
 from spmd.tensor_parallel.site import Site
 
-__all__ = ["draw_as_one_process", "dropout_mask"]
+__all__ = ["draw_as_one_process", "dropout_mask", "warn_if_seeded_differently"]
 
 _IN_PLACE: Final = (
     "normal_",
@@ -60,6 +65,25 @@ def dropout_mask(
         length, offset = chunk(shape[dim], site.size, site.rank)
         mask = whole.narrow(dim, offset, length)
     return mask.div_(1 - p)
+
+
+def warn_if_seeded_differently(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Ranks whose generators differ would drop different elements of what is replicated, and drift apart.
+
+    All ranks of the mesh call it; it communicates if the module has dropout.
+    """
+    if mesh.size() == 1 or not any(isinstance(each, _DropoutNd) and each.p for each in module.modules()):
+        return
+    state = torch.get_rng_state().numpy().tobytes()
+    mine = torch.tensor([int.from_bytes(hashlib.sha256(state).digest()[:7], "little")])
+    states = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(states, mine, group=mesh.get_group())
+    if any(each != mine for each in states):
+        warnings.warn(
+            f"rank {dist.get_rank()}: the ranks of {mesh} have different random generators, so dropout will "
+            "not drop the same elements of replicated tensors: call torch.manual_seed alike on all of them",
+            stacklevel=3,
+        )
 
 
 def draw_as_one_process() -> None:

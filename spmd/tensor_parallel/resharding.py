@@ -19,6 +19,7 @@ partial sum is replicated; so a gradient goes back by the same table.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -33,7 +34,7 @@ from spmd.tensor_parallel.site import Site
 from spmd.tensor_parallel.traffic import note
 
 __all__ = ["Finish", "chunk", "global_shape", "gradient_layout", "local_shape", "normalized", "reshard"]
-__all__ += ["Reshard", "begin_reshard", "check_layout"]
+__all__ += ["Reshard", "begin_reshard", "check_layout", "same"]
 
 Finish: TypeAlias = Callable[[], Tensor]
 """Waits for what was begun and returns its result."""
@@ -41,6 +42,12 @@ Finish: TypeAlias = Callable[[], Tensor]
 # Their names since 2.13, and before.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@functools.cache
+def same(layout: Placement) -> Placement:
+    """The one object that stands for all equal layouts, so that ``is`` tells whether two are equal."""
+    return layout
 
 
 def chunk(size: int, count: int, index: int) -> tuple[int, int]:
@@ -65,7 +72,7 @@ def normalized(layout: Placement, dims: int) -> Placement:
 
 def gradient_layout(layout: Placement) -> Placement:
     """How the gradient of a value with this layout is laid out."""
-    return Replicate() if isinstance(layout, Partial) else layout
+    return same(Replicate()) if isinstance(layout, Partial) else layout
 
 
 def check_layout(layout: Placement, what: str) -> None:
@@ -115,6 +122,8 @@ def reshard(
         site: for which module.
         owned: nobody else needs ``local``, so it may be overwritten.
     """
+    if source is target or site.size == 1:  # told at once: this is asked four times for each layer
+        return local
     return begin_reshard(local, source, target, shape, site, owned=owned)()
 
 
@@ -128,8 +137,10 @@ def begin_reshard(
     owned: bool = False,
 ) -> Finish:
     """As :func:`reshard`, but returns when the collective is on its way."""
+    if source is target or site.size == 1:
+        return lambda: local
     source, target = normalized(source, len(shape)), normalized(target, len(shape))
-    if source == target or site.size == 1 or (isinstance(source, Replicate) and isinstance(target, Partial)):
+    if source == target or (isinstance(source, Replicate) and isinstance(target, Partial)):
         return lambda: local
     if isinstance(source, Replicate) and isinstance(target, Shard):
         length, offset = chunk(shape[target.dim], site.size, site.rank)

@@ -24,7 +24,7 @@ from spmd.tensor_parallel.flow import PARTIAL, REPLICATE, Flow
 from spmd.tensor_parallel.linear import linear_forward
 from spmd.tensor_parallel.parameters import distribute_parameters, replicate_parameters
 from spmd.tensor_parallel.pointwise import SequenceFlow, sequence_forward
-from spmd.tensor_parallel.resharding import check_layout
+from spmd.tensor_parallel.resharding import check_layout, same
 from spmd.tensor_parallel.site import Site
 
 __all__ = ["ColwiseParallel", "NamedStyle", "ParallelStyle", "RowwiseParallel", "SequenceParallel"]
@@ -98,7 +98,16 @@ class _Sharded(NamedStyle):
 
     def _flow(self, site: Site, wanted: Placement, gradient: Placement, natural: Placement, w: int) -> Flow:
         (given,), (output,) = self.input_layouts, self.output_layouts
-        return Flow(site, given, wanted, gradient, natural, output, self.use_local_output, Shard(w))
+        return Flow(
+            site,
+            same(given),
+            same(wanted),
+            same(gradient),
+            same(natural),
+            same(output),
+            self.use_local_output,
+            same(Shard(w)),
+        )
 
     @abstractmethod
     def _linear(self, site: Site) -> tuple[Flow, dict[str, Placement]]: ...

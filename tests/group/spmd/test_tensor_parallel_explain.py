@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import spmd
 from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -42,3 +43,14 @@ def test_parameters_and_collectives(run_workers: RunWorkers) -> None:
     assert ["2", "forward", "all_reduce", "1", "96", "B"] in after
     assert ["0", "backward", "all_reduce", "1", "96", "B"] in after
     assert not any("all_reduce" in line for line in before)
+
+
+def test_collectives_of_dtensors(run_workers: RunWorkers) -> None:
+    def task(mesh: DeviceMesh) -> list[list[str]]:
+        layer = parallelize_module(nn.Linear(6, 6), mesh, ColwiseParallel())
+        sharded = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+        return lines(spmd.explain(layer, sharded))
+
+    assert ["(DTensors)", "forward", "all_gather_into_tensor", "1", "96", "B"] in run_workers(
+        in_mesh(task), 2
+    )[0]

@@ -239,13 +239,16 @@ def test_what_is_no_mesh_or_no_module(run_workers: RunWorkers) -> None:
     run_workers(alone(task), 1)
 
 
+class OnCuda(Tensor):
+    """Says that it is on a device that the test's machine need not have."""
+
+    device = torch.device("cuda", 0)
+
+
 class Elsewhere(nn.Linear):
-    """Says that it is on another device, which the test's machine need not have."""
+    """Its weight says so."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        class OnCuda:
-            device = torch.device("cuda", 0)
-
         return [("weight", OnCuda())]
 
 
@@ -255,6 +258,9 @@ def test_modules_and_inputs_on_another_device(run_workers: RunWorkers) -> None:
             ValueError, match=r"rank 0, module Elsewhere: expected weight on .* cpu, got cuda:0"
         ):
             parallelize_module(Elsewhere(4, 4), mesh, ColwiseParallel())
+        layer = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
+        with pytest.raises(ValueError, match=r"rank 0, module Linear: expected input on .* cpu, got cuda:0"):
+            layer(OnCuda())
 
     run_workers(alone(task), 1)
 

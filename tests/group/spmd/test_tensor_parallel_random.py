@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -125,3 +127,17 @@ def test_partial_sums_cannot_be_drawn(run_workers: RunWorkers) -> None:
             partial.normal_()
 
     run_workers(in_mesh(task), 1)
+
+
+def test_ranks_that_are_seeded_differently_are_warned_of_dropout(run_workers: RunWorkers) -> None:
+    def task(mesh: DeviceMesh) -> None:
+        plan = {"0": ColwiseParallel()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), mesh, plan)
+            torch.manual_seed(mesh.get_local_rank())
+            parallelize_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), mesh, plan)
+        with pytest.warns(UserWarning, match=r"rank \d: the ranks of .* have different random generators"):
+            parallelize_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), mesh, plan)
+
+    run_workers(in_mesh(task), 2)
