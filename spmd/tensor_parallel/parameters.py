@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -29,38 +29,54 @@ def distribute_parameters(
         site: of the module.
         src_data_rank: the rank in the mesh whose data are taken; None: every rank takes its own.
     """
-    for path, child in module.named_modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                placement = placements.get(name, REPLICATE) if not path else REPLICATE
-                tied = _tied(parameter, placement, site)
-                if tied is None:
-                    data = distribute_tensor(parameter, site.mesh, [placement], src_data_rank=src_data_rank)
-                    tied = _become(parameter, data, site)
-                child.register_parameter(name, tied)
-        for name, buffer in child._buffers.items():
-            if buffer is not None and not isinstance(buffer, DTensor):
-                child._buffers[name] = distribute_tensor(
-                    buffer, site.mesh, [REPLICATE], src_data_rank=src_data_rank
-                )
+
+    def distributed(tensor: Tensor, placement: Placement) -> DTensor:
+        return distribute_tensor(tensor, site.mesh, [placement], src_data_rank=src_data_rank)
+
+    _replace(module, placements, site, distributed, buffers=True)
 
 
 def replicate_parameters(module: nn.Module, site: Site, *, buffers: bool) -> None:
     """The same with everything replicated, where every rank has the same values already: nothing is sent."""
 
-    def replicated(tensor: Tensor) -> DTensor:
-        return DTensor.from_local(tensor.detach(), site.mesh, [REPLICATE], run_check=False)
+    def replicated(tensor: Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(tensor.detach(), site.mesh, [placement], run_check=False)
 
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                tied = _tied(parameter, REPLICATE, site)
+    _replace(module, {}, site, replicated, buffers=buffers)
+
+
+def _replace(
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    site: Site,
+    distributed: Callable[[Tensor, Placement], DTensor],
+    *,
+    buffers: bool,
+) -> None:
+    for path, child in module.named_modules():
+        parameters: dict[str, Any] = child._parameters
+        for name, parameter in parameters.items():
+            placement = placements.get(name, REPLICATE) if not path else REPLICATE
+            if isinstance(parameter, DTensor):
+                _check_laid_out(parameter, name, placement, site)
+            elif parameter is not None:
+                tied = _tied(parameter, placement, site)
                 if tied is None:
-                    tied = _become(parameter, replicated(parameter), site)
+                    tied = _become(parameter, distributed(parameter, placement), site)
                 child.register_parameter(name, tied)
-        for name, buffer in child._buffers.items():
-            if buffers and buffer is not None and not isinstance(buffer, DTensor):
-                child._buffers[name] = replicated(buffer)
+        for name, buffer in child._buffers.items() if buffers else ():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                child._buffers[name] = distributed(buffer, REPLICATE)
+
+
+def _check_laid_out(parameter: DTensor, name: str, placement: Placement, site: Site) -> None:
+    if parameter.device_mesh != site.mesh or parameter.placements != (placement,):
+        raise ParallelError(
+            site.says(
+                f"expected {name} to be plain, or {placement!r} on {site.mesh}, got a DTensor laid out as "
+                f"{parameter.placements} on {parameter.device_mesh}: fully_shard comes after this"
+            )
+        )
 
 
 def _become(parameter: nn.Parameter, data: DTensor, site: Site) -> nn.Parameter:

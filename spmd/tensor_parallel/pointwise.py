@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from spmd.tensor_parallel.errors import ParallelTypeError
 from spmd.tensor_parallel.flow import gradient_of, plain
 from spmd.tensor_parallel.random_numbers import dropout_mask
 from spmd.tensor_parallel.resharding import global_shape
@@ -57,13 +56,7 @@ class SequenceFlow:
 def sequence_forward(own: Callable[..., Any], self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """In place of a module's forward; the sequence comes first, or is called ``input`` or ``x``."""
     flow: SequenceFlow = self._tensor_parallel  # type: ignore[assignment]
-    if not args:
-        name = next((name for name in ("input", "x", *kwargs) if name in kwargs), None)
-        if name is None:
-            raise ParallelTypeError(flow.site.says("expected an input, got no argument"))
-        args = (kwargs.pop(name),)
-    given, *rest = args
-    flow.site.check_input(given)
+    given, rest = flow.site.first_input(args, kwargs)
     dim = flow.sharding.dim % given.ndim
     sharding = (Shard(dim),)
     if isinstance(given, DTensor) and given.placements != sharding:

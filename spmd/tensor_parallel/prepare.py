@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -181,6 +182,7 @@ class _InputHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         style, site = self._style, self._site
         if style.input_layouts is not None:
+            inputs, kwargs = _positional(module, inputs, kwargs, len(style.input_layouts))
             if len(inputs) != len(style.input_layouts):
                 raise ParallelError(
                     site.says(
@@ -201,6 +203,19 @@ class _InputHook:
             names,
         )
         return inputs, {**kwargs, **dict(zip(names, changed, strict=True))}
+
+
+def _positional(
+    module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with so many positional inputs, if those that are missing were given as keywords."""
+    if len(inputs) >= count:
+        return inputs, kwargs
+    missing = [*inspect.signature(module.forward).parameters][len(inputs) : count]
+    if len(inputs) + len(missing) < count or not kwargs.keys() >= set(missing):
+        return inputs, kwargs
+    left = {name: value for name, value in kwargs.items() if name not in missing}
+    return (*inputs, *(kwargs[name] for name in missing)), left
 
 
 class _OutputHook:

@@ -79,6 +79,23 @@ class Site:
                 self.says(f"expected {what} on the mesh {self.mesh}, got a DTensor on {given.device_mesh}")
             )
 
+    def first_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The input of a call, positional, or by keyword ``input`` or ``x``, else the first; what is left.
+
+        Raises:
+            ParallelTypeError: there is none, or it is no tensor.
+            ParallelError: it is elsewhere.
+        """
+        if args:
+            given, *rest = args
+        else:
+            name = next((name for name in ("input", "x", *kwargs) if name in kwargs), None)
+            if name is None:
+                raise ParallelTypeError(self.says("expected an input, got no argument"))
+            given, rest = kwargs.pop(name), []
+        self.check_input(given)
+        return given, tuple(rest)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         return self
 

@@ -244,10 +244,7 @@ def _dtensor_forward(
     own: Callable[..., Any], flow: Flow, self: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a module's own forward on ``DTensor`` s."""
-    if not args and "input" in kwargs:
-        args = (kwargs.pop("input"),)
-    given, *rest = args
-    flow.site.check_input(given)
+    given, rest = flow.site.first_input(args, kwargs)
     if not isinstance(given, DTensor):
         given = DTensor.from_local(given, flow.site.mesh, (flow.given,), run_check=False)
     given = given.redistribute(placements=(flow.wanted,))

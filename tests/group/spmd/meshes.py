@@ -40,6 +40,7 @@ def in_mesh(
             mesh = init_device_mesh("cpu", shape or (worker.world_size,), mesh_dim_names=names)
             return task(mesh, *args)
 
+    run.__module__ = task.__module__  # which the fork server then has imported before it forks
     return run
 
 

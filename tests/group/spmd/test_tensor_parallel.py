@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -418,6 +420,39 @@ def test_prepared_inputs_and_outputs(run_workers: RunWorkers) -> None:
                 torch.testing.assert_close(result.full_tensor(), 2 * rows)
                 backward(result.sum())
             torch.testing.assert_close(mine.grad, torch.full((2, 2), 2.0))
+
+    run_workers(in_mesh(task), 2)
+
+
+def test_prepared_positional_inputs_may_be_given_as_keywords(run_workers: RunWorkers) -> None:
+    def task(mesh: DeviceMesh) -> None:
+        module = TwoInputs()
+        style = PrepareModuleInput(
+            input_layouts=(Shard(0), Replicate()), desired_input_layouts=(Replicate(), Shard(0))
+        )
+        parallelize_module(module, mesh, style)
+        module(a=torch.ones(2), b=torch.ones(4), c=3)
+        a, b, c = module.given
+        assert isinstance(a, DTensor)
+        assert (a.placements, a.shape, b.placements, b.shape, c) == (
+            (Replicate(),),
+            (4,),
+            (Shard(0),),
+            (4,),
+            3,
+        )
+
+    run_workers(in_mesh(task), 2)
+
+
+def test_a_distributed_checkpoint_is_read_by_one_process(run_workers: RunWorkers) -> None:
+    def task(mesh: DeviceMesh) -> None:
+        model = parallelize_module(mlp(), mesh, PLAN)
+        save(model.state_dict(), checkpoint_id="saved")
+        alone = mlp().state_dict()
+        load(alone, checkpoint_id="saved")
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(whole(value), alone[name])
 
     run_workers(in_mesh(task), 2)
 

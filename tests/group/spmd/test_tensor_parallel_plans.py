@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from spmd.tensor_parallel import (
@@ -305,6 +306,17 @@ def test_indices_out_of_the_vocabulary(run_workers: RunWorkers) -> None:
                 embedding(torch.tensor([3, 10]))
 
     run_workers(in_mesh(task), 2)
+
+
+def test_what_others_have_sharded_already_is_refused(run_workers: RunWorkers) -> None:
+    def task(mesh: DeviceMesh) -> None:
+        for style in (ColwiseParallel(), SequenceParallel()):
+            linear = nn.Linear(4, 4)
+            fully_shard(linear, mesh=mesh["dp"])
+            with pytest.raises(ValueError, match=r"expected weight to be plain.*fully_shard comes after"):
+                parallelize_module(linear, mesh["tp"], style)
+
+    run_workers(in_mesh(task, 1, 1, names=("dp", "tp")), 1)
 
 
 def test_the_number_of_prepared_tensors(run_workers: RunWorkers) -> None:
