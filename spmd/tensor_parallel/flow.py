@@ -104,7 +104,14 @@ class Flow:
             raise ParallelError(
                 self.site.says(f"expected {name} to be a DTensor, got {type(parameter).__name__}")
             )
-        if parameter._spec.placements[0] == placement:
+        placements = parameter._spec.placements
+        if len(placements) != 1:  # cut further, as FSDP does while the module is not running
+            raise ParallelError(
+                self.site.says(
+                    f"expected {name} on the mesh {self.site.mesh}, got it on {parameter.device_mesh}"
+                )
+            )
+        if placements[0] == placement:
             return parameter
         return parameter.redistribute(placements=(placement,))
 

@@ -74,7 +74,11 @@ class Site:
                     f"expected {what} on the mesh's device, {self.mesh.device_type}, got {given.device}"
                 )
             )
-        if isinstance(given, DTensor) and given.device_mesh != self.mesh:
+        if (
+            isinstance(given, DTensor)
+            and given.device_mesh is not self.mesh
+            and given.device_mesh != self.mesh
+        ):
             raise ParallelError(
                 self.says(f"expected {what} on the mesh {self.mesh}, got a DTensor on {given.device_mesh}")
             )

@@ -211,6 +211,20 @@ def test_with_fsdp(run_workers: RunWorkers, plan: str) -> None:
     run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
 
 
+def test_a_layer_that_is_called_past_fsdp_says_so(run_workers: RunWorkers) -> None:
+    def task(mesh: DeviceMesh) -> None:
+        model = model_of(Shape())
+        parallelize_module(model, mesh["tp"], TENSOR)
+        fully_shard(model, mesh=mesh["dp"])
+        layer = model.get_submodule("layers.0.feed_forward.w1")
+        with pytest.raises(
+            ValueError, match=r"module 'layers\.0\.feed_forward\.w1' .* expected weight on the mesh"
+        ):
+            layer(torch.ones(2, 16))
+
+    run_workers(in_mesh(task, 1, 2, names=("dp", "tp")), 2)
+
+
 def test_with_fsdp_in_mixed_precision(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         model = model_of(Shape())

@@ -43,7 +43,7 @@ def compare(
 
 
 def every_kind_of_target(mesh: DeviceMesh) -> None:
-    for shape in ((6, 10), (6, 9), (4, 3), (2, 10, 5), (2, 7, 3, 4), (9,)):
+    for shape in ((6, 9), (2, 10, 5), (9,)):
         classes = shape[1] if len(shape) > 1 else shape[0]
         dim = 1 if len(shape) > 1 else 0
         logits = 10 * torch.randn(shape)
