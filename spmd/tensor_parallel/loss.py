@@ -73,6 +73,11 @@ class _Intercepted(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _here() -> str:
+    """What an error's message begins with."""
+    return f"rank {dist.get_rank()}, loss_parallel()"
+
+
 @dataclass(frozen=True)
 class _Layout:
     """How logits are laid out: classes over one dimension of the mesh, samples perhaps over others."""
@@ -90,15 +95,14 @@ class _Layout:
         sharding = [dim for dim, each in enumerate(placements) if each.is_shard(class_dim)]
         if len(sharding) != 1:
             raise ParallelError(
-                f"rank {dist.get_rank()}: loss_parallel() requires exactly one mesh dim to shard tensor "
+                f"{_here()} requires exactly one mesh dim to shard tensor "
                 f"dimension {class_dim}, but got placements {placements} "
                 f"with {len(sharding)} such mesh dim(s)."
             )
         for dim, each in enumerate(placements):
             if dim != sharding[0] and not (each.is_shard() or each.is_replicate()):
                 raise ParallelError(
-                    f"rank {dist.get_rank()}: loss_parallel() expects non-TP mesh dims to be Shard or "
-                    f"Replicate, got {each} at dim {dim}."
+                    f"{_here()} expects non-TP mesh dims to be Shard or Replicate, got {each} at dim {dim}."
                 )
         return cls(logits.device_mesh, placements, logits.shape, class_dim, sharding[0])
 
@@ -138,14 +142,11 @@ class _Layout:
         """This rank's part of a tensor that must be laid out so; a plain one is taken to be replicated."""
         if isinstance(tensor, DTensor):
             if tensor.placements != placements:
-                raise ParallelError(
-                    f"rank {dist.get_rank()}, {what} of loss_parallel(): Expected {placements} but got "
-                    f"{tensor.placements}."
-                )
+                raise ParallelError(f"{_here()}, {what}: Expected {placements} but got {tensor.placements}.")
             return plain(tensor)
         if any(each.is_shard() for each in placements):
             raise ParallelError(
-                f"rank {dist.get_rank()}: loss_parallel() requires a DTensor (not a plain torch.Tensor) as "
+                f"{_here()} requires a DTensor (not a plain torch.Tensor) as "
                 f"{what}, laid out as {placements}: wrap it with DTensor.from_local or distribute_tensor"
             )
         return tensor
@@ -171,9 +172,9 @@ def _cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     if reduction not in ("none", "sum", "mean"):
-        raise ParallelError(f"expected reduction to be none, sum or mean, got {reduction!r}")
+        raise ParallelError(f"{_here()}: expected reduction none, sum or mean, got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
-        raise ParallelError(f"expected label_smoothing from 0 to 1, got {label_smoothing}")
+        raise ParallelError(f"{_here()}: expected label_smoothing from 0 to 1, got {label_smoothing}")
     layout = _Layout.of(input)
     options = _Options(ignore_index, reduction, label_smoothing)
     if target.shape == input.shape and target.is_floating_point():
@@ -183,7 +184,7 @@ def _cross_entropy(
         held = layout.local(target, layout.target, "target")
         if target.shape != expected or target.is_floating_point():
             raise ParallelError(
-                f"rank {dist.get_rank()}: expected a target of class indices with shape {[*expected]}, or of "
+                f"{_here()}: expected a target of class indices with shape {[*expected]}, or of "
                 f"probabilities with shape {[*input.shape]}, got {target.dtype} with shape {[*target.shape]}"
             )
     weights = None
@@ -191,7 +192,7 @@ def _cross_entropy(
         weights = layout.local(weight, (Replicate(),) * layout.mesh.ndim, "weight")
         if weights.shape != (layout.classes,):
             raise ParallelError(
-                f"rank {dist.get_rank()}: expected weights of {layout.classes} classes, got {weights.shape}"
+                f"{_here()}: expected weights of {layout.classes} classes, got {weights.shape}"
             )
     arguments = input, held, weights, layout, options
     result: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -301,7 +302,7 @@ class _Indices:
         safe = target.masked_fill(self._ignored, 0)
         if safe.numel() and not 0 <= int(safe.min()) <= int(safe.max()) < layout.classes:
             raise IndexError(
-                f"rank {dist.get_rank()}, loss_parallel(): expected targets from 0 to {layout.classes - 1}, "
+                f"{_here()}: expected targets from 0 to {layout.classes - 1}, "
                 f"got {int(target.min())} to {int(target.max())}"
             )
         self._others = (safe < offset) | (safe >= offset + length)

@@ -211,7 +211,8 @@ def _positional(
     """The call with so many positional inputs, if those that are missing were given as keywords."""
     if len(inputs) >= count:
         return inputs, kwargs
-    missing = [*inspect.signature(module.forward).parameters][len(inputs) : count]
+    names = [*inspect.signature(type(module).forward).parameters][1:]  # without self
+    missing = names[len(inputs) : count]
     if len(inputs) + len(missing) < count or not kwargs.keys() >= set(missing):
         return inputs, kwargs
     left = {name: value for name, value in kwargs.items() if name not in missing}

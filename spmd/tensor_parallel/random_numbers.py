@@ -121,5 +121,7 @@ def _shard_of(whole: Tensor, spec: DTensorSpec) -> Tensor:
 
 def _placements(spec: DTensorSpec) -> tuple[Any, ...]:
     if any(placement.is_partial() for placement in spec.placements):
-        raise ParallelError(f"expected a sharded or replicated tensor to draw, got {spec.placements}")
+        raise ParallelError(
+            f"rank {dist.get_rank()}: expected a sharded or replicated tensor to draw, got {spec.placements}"
+        )
     return spec.placements

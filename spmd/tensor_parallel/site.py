@@ -113,7 +113,7 @@ def check_mesh(mesh: DeviceMesh, name: str) -> None:
         NotInMeshError: this process is not in it.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise ParallelTypeError(f"{name}: expected a DeviceMesh, got {type(mesh).__name__}")
+        raise ParallelTypeError(f"module {name}: expected a DeviceMesh, got {type(mesh).__name__}")
     rank = dist.get_rank()
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
