@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import sys
@@ -82,7 +83,8 @@ def _run(options: argparse.Namespace) -> int:
     unexpected, surprises = [], []
     # Not a TemporaryDirectory: that would be removed by each worker as it exits.
     folder = options.logs or Path(tempfile.mkdtemp(prefix="conformance-"))
-    pool = Pool(suites.run_rank, folder, suites.workers_of, options.jobs, options.limit)
+    body = functools.partial(suites.run_rank, farcall=options.backend == "farcall")
+    pool = Pool(body, folder, suites.workers_of, options.jobs, options.limit)
     try:
         with Report(console, len(to_run), options.log_lines) as report:
             for outcome in pool.run(to_run):

@@ -6,6 +6,7 @@ at that moment: install ``farcall.compat`` first.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import unittest
 from pathlib import Path
@@ -37,6 +38,8 @@ from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture i
     TensorPipeRpcAgentTestFixture,
 )
 
+from tests.conformance.collectives import GroupsTest, in_place_of_gloo
+
 __all__ = ["SUITES", "Test", "run_rank", "tests", "workers_of"]
 
 
@@ -55,8 +58,8 @@ SUITES: dict[str, Any] = {
         ParameterServerTest,
         ReinforcementLearningRpcTest,
     )
-}
-"""The suites by name, over PyTorch's default backend or what stands in for it."""
+} | {GroupsTest.__name__: GroupsTest}
+"""The suites by name, over PyTorch's default backends or what stands in for them."""
 
 
 _SECONDS_TO_LET_GO = 0.1
@@ -99,13 +102,14 @@ def workers_of(test: Test) -> int:
     return workers
 
 
-def run_rank(test: Test, rank: int, folder: Path) -> None:
+def run_rank(test: Test, rank: int, folder: Path, *, farcall: bool = True) -> None:
     """Runs one worker's part of a test, in a process of its own.
 
     Args:
         test: which one.
         rank: which worker this is.
         folder: the test's own, shared by its workers.
+        farcall: whether process groups are farcall's, where those of gloo would be.
 
     Raises:
         unittest.SkipTest: PyTorch skips the test on this machine.
@@ -116,6 +120,10 @@ def run_rank(test: Test, rank: int, folder: Path) -> None:
     case.rank = rank
     case.file_name = str(folder / "store")
     try:
+        if isinstance(case, GroupsTest):
+            with in_place_of_gloo() if farcall else contextlib.nullcontext():
+                case.run_rank(folder)
+            return
         with mock.patch.object(dist, "destroy_process_group", _destroy_what_is_at_rest):
             getattr(case, test.name)()
     except SystemExit as end:
