@@ -21,8 +21,11 @@ GROUP: Final = "farcall.extensions"
 _OURS: Final = (
     EntryPoint("rref", "rref.installation:install", GROUP),
     EntryPoint("dist_autograd", "dist_autograd.installation:install", GROUP),
+    EntryPoint("spmd", "spmd.collectives.store:install", GROUP),
 )
-"""A context of distributed autograd follows its calls to all workers, so all take part in it."""
+"""What all workers take part in: contexts of distributed autograd follow their calls, and worker 0 serves a
+store to those who form process groups.
+"""
 
 
 def install_extensions(agent: Agent) -> None:

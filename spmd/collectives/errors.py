@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from torch.distributed import DistBackendError
 
 from rpc.errors import RpcError
 
 __all__ = [
+    "KINDS",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
@@ -29,6 +31,14 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """Not all ranks have made the call in time; the message names those that have not."""
 
 
+class RankLostError(CollectiveError, ConnectionError):
+    """A rank of the group is gone: it died, left, or was cut off."""
+
+
+KINDS: Final = (CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, RankLostError)
+"""What one rank can tell the others of; each by its place here."""
+
+
 class RanksMissingError(Exception):
     """For the group's own use: some ranks have not come before the deadline.
 
@@ -39,7 +49,3 @@ class RanksMissingError(Exception):
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(ranks)
         self.ranks = ranks
-
-
-class RankLostError(CollectiveError, ConnectionError):
-    """A rank of the group is gone: it died, left, or was cut off."""

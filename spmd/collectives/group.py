@@ -88,7 +88,7 @@ class Group:
             local = LocalCollectives(board)
             if len(domains) == 1:
                 return local
-        network = HierarchicalCollectives(channel, domains, members.rank, local, members.check)
+        network = HierarchicalCollectives(channel, domains, members.rank, local, members.check_rank)
         members.watch(network.wake)
         return network
 
@@ -133,18 +133,22 @@ class Group:
             missing = ", ".join(members.describe(each) for each in error.ranks)
             who = members.describe(members.rank)
             reason = f"{text_of(signature)} has timed out after {limit:g} s at {who}, waiting for {missing}"
-            members.fail(reason)
-            raise CollectiveTimeoutError(reason) from None
+            failure = CollectiveTimeoutError(reason)
+            members.fail(failure)
+            raise failure from None
+        except CollectiveError as error:
+            where = f"{text_of(signature)} at {members.describe(members.rank)}"
+            members.fail(type(error)(f"{where}: {error}"))
+            raise
         except BaseException as error:
-            what = str(error) if isinstance(error, CollectiveError) else f"{type(error).__name__}: {error}"
-            if not members.failed:
-                members.fail(f"{text_of(signature)} at {members.describe(members.rank)}: {what}")
+            where = f"{text_of(signature)} at {members.describe(members.rank)}"
+            members.fail(CollectiveError(f"{where} has ended in {type(error).__name__}: {error}"))
             raise
 
     # ---- failure, and the end
 
-    def _tell_failure(self, reason: str) -> None:
-        self.messages.tell_failure(reason)
+    def _tell_failure(self, failure: CollectiveError) -> None:
+        self.messages.tell_failure(failure)
 
     def worker_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone; for the node."""
@@ -154,7 +158,7 @@ class Group:
 
     def abort(self, reason: str) -> None:
         """End everything on all ranks."""
-        self.members.fail(reason)
+        self.members.fail(CollectiveError(f"{self.members.describe(self.members.rank)}: {reason}"))
 
     def close(self) -> None:
         """Leave. Idempotent; what others still wait for this rank to do fails there."""
@@ -162,5 +166,5 @@ class Group:
             return
         self._closed = True
         self.messages.close()
-        self.members.fail("it has been destroyed", tell=False)
+        self.members.fail(CollectiveError("it has been destroyed"), tell=False)
         self.node.remove(self)

@@ -26,7 +26,7 @@ class HierarchicalCollectives:
         domains: the ranks of each, in order; all ranks of the group, each once.
         rank: this one.
         local: the collectives of this rank's domain; None if it is alone there.
-        check: raises if the group has failed.
+        check: called with the rank that is waited for; raises if that is in vain.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class HierarchicalCollectives:
         domains: Sequence[Sequence[int]],
         rank: int,
         local: LocalCollectives | None,
-        check: Callable[[], object],
+        check: Callable[[int], object],
     ) -> None:
         self._channel = channel
         self._domains = domains

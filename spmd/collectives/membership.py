@@ -19,18 +19,20 @@ class Membership:
         name: of the group.
         rank: this process's.
         workers: the name of each rank's worker.
-        tell: sends the reason of a failure to all others.
+        tell: sends a failure to all others.
 
     Attributes:
         gone: why, of each rank that is.
     """
 
-    def __init__(self, name: str, rank: int, workers: Sequence[str], tell: Callable[[str], object]) -> None:
+    def __init__(
+        self, name: str, rank: int, workers: Sequence[str], tell: Callable[[CollectiveError], object]
+    ) -> None:
         self.name, self.rank, self.size = name, rank, len(workers)
         self.workers = workers
         self.gone: dict[int, str] = {}
         self._tell = tell
-        self._failure: str | None = None
+        self._failure: CollectiveError | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._watchers: list[Callable[[], object]] = []
@@ -60,15 +62,16 @@ class Membership:
             raise RankLostError(f"{self.describe(rank)} is gone: {self.gone[rank]}")
 
     def error(self) -> CollectiveError:
-        """Why the group has failed."""
-        return CollectiveError(f"process group '{self.name}' has failed: {self._failure}")
+        """Why the group has failed: a new exception of the first one's class."""
+        assert self._failure is not None
+        return type(self._failure)(f"process group '{self.name}' has failed: {self._failure}")
 
     @property
     def failed(self) -> bool:
         return self._failure is not None
 
-    def fail(self, reason: str, *, tell: bool = True) -> None:
-        """End what is under way on all ranks. The first reason counts.
+    def fail(self, failure: CollectiveError, *, tell: bool = True) -> None:
+        """End what is under way on all ranks. The first failure counts.
 
         Args:
             tell: the others do not know yet.
@@ -76,9 +79,9 @@ class Membership:
         with self._lock:
             if self._failure is not None:
                 return
-            self._failure = reason
+            self._failure = failure
         if tell:
-            self._tell(reason)
+            self._tell(failure)
         self._notify()
 
     def leave(self, rank: int, reason: str) -> None:

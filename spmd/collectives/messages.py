@@ -27,7 +27,7 @@ from rpc.bulk.transfer import Transfer
 from rpc.errors import RpcError
 from rpc.group.peer import Peer
 from rpc.runtime.tasks import Task
-from spmd.collectives.errors import CollectiveError, CollectiveMismatchError, RankLostError
+from spmd.collectives.errors import KINDS, CollectiveError, CollectiveMismatchError, RankLostError
 from spmd.collectives.membership import Membership
 from spmd.collectives.memory import bytes_of
 from spmd.collectives.work import GroupWork
@@ -46,7 +46,7 @@ class _Kind(enum.IntEnum):
     OFFER = 1  # a tensor; the number of the offer follows
     ACCEPT = 2
     REFUSE = 3  # why follows
-    FAIL = 4  # the group has failed; why follows
+    FAIL = 4  # the group has failed; the number is that of the error's class, why follows
     LEAVE = 5  # this rank takes part no more
 
 
@@ -252,7 +252,8 @@ class Messages:
             if offer is not None:
                 offer[2].finish(CollectiveMismatchError(rest.decode(errors="replace")))
         elif kind == _Kind.FAIL:
-            self._members.fail(rest.decode(errors="replace"), tell=False)
+            kind_of_error = KINDS[number] if 0 <= number < len(KINDS) else CollectiveError
+            self._members.fail(kind_of_error(rest.decode(errors="replace")), tell=False)
         else:
             self._members.leave(rank, "it has left the process group")
         return True
@@ -290,10 +291,10 @@ class Messages:
 
     # ---- the end
 
-    def tell_failure(self, reason: str) -> None:
+    def tell_failure(self, failure: CollectiveError) -> None:
         """Tell all others that the group has failed."""
         for rank in self._others:
-            self._note(rank, _Kind.FAIL, rest=reason.encode())
+            self._note(rank, _Kind.FAIL, KINDS.index(type(failure)), rest=str(failure).encode())
 
     def _end_hopeless(self) -> None:
         """End what waits for ranks that are gone, or everything if the group has failed."""

@@ -50,7 +50,7 @@ class _Operation:
     """The messages of one operation of one rank."""
 
     def __init__(
-        self, channel: Channel, me: int, signature: bytes, deadline: float, check: Callable[[], object]
+        self, channel: Channel, me: int, signature: bytes, deadline: float, check: Callable[[int], object]
     ) -> None:
         self._channel = channel
         self._me = me
@@ -60,7 +60,7 @@ class _Operation:
         self._greeted: set[int] = set()
         self._heard: set[int] = set()
         self._sent: list[tuple[int, Message]] = []
-        self._posted: list[Message] = []
+        self._posted: list[tuple[int, Message]] = []
 
     def send(self, rank: int, data: Sequence[memoryview]) -> None:
         """Send one message; ``data`` must stay as it is until it has arrived."""
@@ -71,9 +71,15 @@ class _Operation:
             if size <= _TOGETHER_BYTES:
                 buffers, size = [memoryview(self._signature), *buffers], size + FIELD_BYTES
             else:
-                self._sent.append((rank, self._channel.send(rank, [self._signature])))
+                self._hand_over(rank, [self._signature])
         if size:
+            self._hand_over(rank, buffers)
+
+    def _hand_over(self, rank: int, buffers: list[Any]) -> None:
+        try:
             self._sent.append((rank, self._channel.send(rank, buffers)))
+        except WorkerLostError as error:
+            raise self._lost(rank, error) from error
 
     def receive(self, rank: int, data: Sequence[memoryview]) -> None:
         """Receive one message, which has the size of ``data``."""
@@ -96,10 +102,13 @@ class _Operation:
             self._take(rank, list(data))
 
     def _take(self, rank: int, into: list[memoryview] | None) -> list[memoryview]:
-        message = self._channel.post(rank, into)
-        self._posted.append(message)
+        try:
+            message = self._channel.post(rank, into)
+        except WorkerLostError as error:
+            raise self._lost(rank, error) from error
+        self._posted.append((rank, message))
         found = self._wait(rank, message)
-        self._posted.remove(message)
+        self._posted.pop()
         return found
 
     def _wait(self, rank: int, message: Message) -> list[memoryview]:
@@ -108,29 +117,41 @@ class _Operation:
             try:
                 return message.wait(max(0.0, min(left, _SLICE_SECONDS)))
             except RpcTimeoutError:
-                self._check()
+                self._check(rank)
                 if left <= 0:
                     raise RanksMissingError([rank]) from None
             except WorkerLostError as error:
-                self._check()
+                self._check(rank)
                 raise RankLostError(
                     f"rank {rank} (worker '{error.worker}') is gone: {error.reason}"
                 ) from error
             except CollectiveError:
                 raise
             except RpcError as error:
-                self._check()
+                self._check(rank)
                 raise CollectiveError(f"rank {rank}: {error}") from error
+
+    def _lost(self, rank: int, error: WorkerLostError) -> RankLostError:
+        self._check(rank)
+        return RankLostError(f"rank {rank} (worker '{error.worker}') is gone: {error.reason}")
 
     def finish(self) -> None:
         """Wait until what was sent has arrived or was copied."""
         for rank, message in self._sent:
             self._wait(rank, message)
 
-    def cancel(self, reason: str) -> None:
-        """Have what is waited for end. From any thread."""
-        for message in list(self._posted):
-            message.cancel(reason)
+    def wake(self) -> None:
+        """End what is waited for in vain. From any thread."""
+        for rank, message in list(self._posted):
+            try:
+                self._check(rank)
+            except RpcError as error:
+                message.cancel(str(error))
+
+    def cancel(self) -> None:
+        """Receive nothing more."""
+        for _, message in self._posted:
+            message.cancel("the operation has ended")
 
 
 class NetworkCollectives:
@@ -140,11 +161,11 @@ class NetworkCollectives:
         channel: the messages.
         ranks: those that take part, in order; schedules know them by their places.
         rank: this one.
-        check: raises if the group has failed.
+        check: called with the rank that is waited for; raises if that is in vain.
     """
 
     def __init__(
-        self, channel: Channel, ranks: Sequence[int], rank: int, check: Callable[[], object]
+        self, channel: Channel, ranks: Sequence[int], rank: int, check: Callable[[int], object]
     ) -> None:
         self._channel = channel
         self._ranks = list(ranks)
@@ -157,7 +178,7 @@ class NetworkCollectives:
         """Have the thread that waits call ``check``. From any thread."""
         operation = self._operation
         if operation is not None:
-            operation.cancel("the group has failed")
+            operation.wake()
 
     def _begin(self, signature: bytes, deadline: float) -> _Operation:
         self._operation = _Operation(self._channel, self._rank, signature, deadline, self._check)
@@ -181,7 +202,7 @@ class NetworkCollectives:
                     self._take(operation, step, [blocks[each] for each in step.takes], reduction)
             operation.finish()
         finally:
-            operation.cancel("the operation has ended")
+            operation.cancel()
             self._operation = None
 
     def _take(

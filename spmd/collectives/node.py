@@ -30,6 +30,8 @@ class WatchesWorkers(Protocol):
 
     def worker_gone(self, peer: Peer, reason: str) -> None: ...
 
+    def abort(self, reason: str) -> None: ...
+
 
 class Node:
     """An agent, and which worker has which rank of the world.
@@ -48,6 +50,7 @@ class Node:
         self._lock = threading.Lock()
         self._process = os.getpid()
         agent.on_gone(self._worker_gone)
+        agent.on_close(self._agent_closes)
         if owned:
             atexit.register(self.close)
             _owned.add(self)
@@ -73,6 +76,12 @@ class Node:
             groups = list(self._groups)
         for group in groups:
             group.worker_gone(peer, reason)
+
+    def _agent_closes(self) -> None:
+        with self._lock:
+            groups = list(self._groups)
+        for group in groups:
+            group.abort("this worker's agent has ended")
 
     def close(self) -> None:
         """End an agent of its own, in the process that has started it."""

@@ -67,6 +67,7 @@ PRELOADED = (
     "dist_autograd",
     "farcall",
     "farcall.compat",
+    "spmd",
 )
 
 

@@ -1,0 +1,52 @@
+"""``spmd.init_process_group``: the RPC group's workers become PyTorch's default process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from rpc.errors import GroupMismatchError
+from rpc.runtime.current import current_agent
+from spmd.collectives.store import WorkerStore
+
+__all__ = ["init_process_group"]
+
+_EXTENSION: Final = "spmd.stores"
+
+
+def init_process_group(timeout: timedelta | None = None) -> None:
+    """Make the workers of the RPC group PyTorch's default process group: worker i is rank i.
+
+    All workers must call it. It needs no address: workers meet over RPC.
+
+    Args:
+        timeout: how long forming the group, and each collective, may take; default c10d's, 30 minutes.
+
+    Raises:
+        NotInitializedError: ``rpc.init_rpc`` has not been called.
+        GroupMismatchError: the group is dynamic, so nobody knows who its ranks are.
+        ValueError: there is a default process group.
+
+    Example::
+
+        rpc.init_rpc("worker0", rank=0, world_size=4)
+        spmd.init_process_group()
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ...
+        torch.distributed.destroy_process_group()
+        rpc.shutdown()
+    """
+    agent: Any = current_agent()
+    if not agent.is_static_group:
+        raise GroupMismatchError(
+            "a process group needs ranks that stay, but workers join and leave this dynamic RPC group: "
+            "give init_rpc a world_size"
+        )
+    me, workers = agent.get_worker_info(), agent.get_worker_infos()
+    stores = agent.extensions.setdefault(_EXTENSION, [])
+    store = WorkerStore(workers[0].name, f"{len(stores)}/")
+    stores.append(store)  # C++ does not keep it
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    dist.init_process_group("farcall", store=store, rank=me.id, world_size=len(workers), **options)

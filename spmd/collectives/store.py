@@ -1,0 +1,166 @@
+"""A c10d store that a worker of the RPC group serves: what PyTorch needs to form process groups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+
+from rpc.agent.agent import Agent
+from rpc.agent.futures import Future
+from rpc.errors import RpcTimeoutError
+from rpc.functions import async_execution
+from rpc.runtime.current import current_agent
+
+__all__ = ["WorkerStore", "install"]
+
+_EXTENSION: Final = "spmd.store"
+
+
+class _Keys:
+    """What the serving worker keeps. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, bytes] = {}
+        self._waiting: list[tuple[set[str], Future[None]]] = []
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._values[key] = value
+            self._waiting, ready = self._split(key)
+        for future in ready:
+            future.set_result(None)
+
+    def _split(self, key: str) -> tuple[list[tuple[set[str], Future[None]]], list[Future[None]]]:
+        """Who still waits now that ``key`` is there, and who does not."""
+        for missing, _ in self._waiting:
+            missing.discard(key)
+        return [each for each in self._waiting if each[0]], [each[1] for each in self._waiting if not each[0]]
+
+    def get(self, key: str) -> bytes | None:
+        with self._lock:
+            return self._values.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            self._waiting, ready = self._split(key)
+        for future in ready:
+            future.set_result(None)
+        return total
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self._lock:
+            found = self._values.get(key, b"")
+            if found != expected:
+                return found or expected
+        self.put(key, desired)
+        return desired
+
+    def delete(self, key: str) -> bool:
+        with self._lock:
+            return self._values.pop(key, None) is not None
+
+    def has(self, keys: Sequence[str]) -> bool:
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def count(self) -> int:
+        with self._lock:
+            return len(self._values)
+
+    def wait(self, keys: Sequence[str]) -> Future[None]:
+        """A future that is done when all keys are there."""
+        future: Future[None] = Future()
+        with self._lock:
+            missing = {key for key in keys if key not in self._values}
+            if missing:
+                self._waiting.append((missing, future))
+                return future
+        future.set_result(None)
+        return future
+
+
+def install(agent: Agent) -> None:
+    """Have an agent serve a store: an extension of the agent."""
+    agent.extensions[_EXTENSION] = _Keys()
+    agent.serializer.allow_function(_ask)
+    agent.serializer.allow_function(_wait)
+
+
+def _ask(operation: str, arguments: tuple[Any, ...]) -> Any:
+    """At the serving worker: anything but waiting."""
+    return getattr(current_agent().extensions[_EXTENSION], operation)(*arguments)
+
+
+@async_execution
+def _wait(keys: Sequence[str]) -> Any:
+    """At the serving worker."""
+    return current_agent().extensions[_EXTENSION].wait(keys)
+
+
+class WorkerStore(Store):
+    """The store at a worker, for any other.
+
+    Keep it for as long as c10d has it: C++ calls its methods, and does not keep the object.
+
+    Args:
+        worker: the name of the worker that serves it.
+        prefix: of all keys.
+    """
+
+    def __init__(self, worker: str, prefix: str = "") -> None:
+        super().__init__()
+        self._worker = worker
+        self._prefix = prefix
+        self._limit: timedelta = self.timeout  # type: ignore[attr-defined]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._limit = timeout
+
+    def _call(self, operation: str, key: str, *arguments: Any) -> Any:
+        return self._run(_ask, (operation, (self._prefix + key, *arguments)))
+
+    def _run(self, function: Any, arguments: tuple[Any, ...], timeout: timedelta | None = None) -> Any:
+        limit = (timeout or self._limit).total_seconds()
+        return current_agent().call_async(self._worker, function, arguments, {}, limit).wait()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._call("put", key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        found: bytes = self._call("get", key) or b""
+        return found
+
+    def add(self, key: str, value: int) -> int:
+        total: int = self._call("add", key, value)
+        return total
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        values = [each.encode() if isinstance(each, str) else bytes(each) for each in (expected, desired)]
+        found: bytes = self._call("compare_set", key, *values)
+        return found
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802
+        return bool(self._call("delete", key))
+
+    def getNumKeys(self) -> int:  # noqa: N802
+        return int(self._run(_ask, ("count", ())))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._run(_ask, ("has", ([self._prefix + key for key in keys],))))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        try:
+            self._run(_wait, ([self._prefix + key for key in keys],), timeout)
+        except RpcTimeoutError as error:
+            limit = timeout or self._limit
+            raise DistStoreError(
+                f"nobody has set {', '.join(keys)} in the store at worker '{self._worker}' after {limit}"
+            ) from error

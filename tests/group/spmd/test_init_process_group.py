@@ -1,0 +1,81 @@
+"""``spmd.init_process_group``: the RPC group's workers become PyTorch's default process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import rpc
+import spmd
+from rpc.errors import GroupMismatchError
+from spmd.collectives.errors import CollectiveError
+from tests.support.serving import in_all, in_processes
+from tests.support.workers import Worker
+
+
+@in_all(3)
+def test_worker_i_is_rank_i(worker: Worker) -> None:
+    spmd.init_process_group()
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (worker.rank, 3, "farcall")
+    tensor = torch.tensor(worker.rank)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 3
+    dist.destroy_process_group()
+
+
+@in_all(2)
+def test_calls_and_collectives_go_side_by_side(worker: Worker) -> None:
+    spmd.init_process_group()
+    other = f"worker{1 - worker.rank}"
+    for step in range(20):
+        future = rpc.rpc_async(other, torch.add, args=(torch.ones(1000), step))
+        tensor = torch.full((1000,), float(step))
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((1000,), 2.0 * step))
+        assert torch.equal(future.wait(), torch.ones(1000) + step)
+    dist.destroy_process_group()
+
+
+@in_all(2)
+def test_it_can_be_done_again(worker: Worker) -> None:
+    for _ in range(3):
+        spmd.init_process_group()
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+        dist.destroy_process_group()
+
+
+@in_all(4)
+def test_sub_groups_and_meshes_are_made_of_it(worker: Worker) -> None:
+    spmd.init_process_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor = torch.tensor(float(worker.rank))
+    dist.all_reduce(tensor, group=mesh["tp"].get_group())
+    assert tensor.item() == (1.0 if worker.rank < 2 else 5.0)
+    dist.destroy_process_group()
+
+
+@in_processes(1)
+def test_without_an_rpc_group_it_says_so(worker: Worker) -> None:
+    with pytest.raises(rpc.errors.NotInitializedError, match="init_rpc"):
+        spmd.init_process_group()
+
+
+@in_processes(1)
+def test_a_dynamic_group_is_refused(worker: Worker) -> None:
+    with worker.group(dynamic=True), pytest.raises(GroupMismatchError, match="world_size"):
+        spmd.init_process_group()
+
+
+@in_processes(2)
+def test_a_group_outlives_its_agent_only_to_say_so(worker: Worker) -> None:
+    options = rpc.AgentOptions(init_method=worker.init_method)
+    rpc.init_rpc(worker.name, rank=worker.rank, world_size=2, rpc_backend_options=options)
+    spmd.init_process_group()
+    rpc.shutdown()
+    with pytest.raises(CollectiveError, match="agent has ended"):
+        dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
