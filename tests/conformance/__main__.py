@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Before PyTorch is imported: libraries' thread pools do not survive a fork, and workers share two cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"  # it would be what is shown of a failure
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     if options.backend == "farcall":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import unittest
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.common_utils import TestCase
@@ -23,10 +25,12 @@ from torch.testing._internal.common_utils import TestCase
 __all__ = ["GroupsTest", "in_place_of_gloo"]
 
 _WORLD_SIZE: Final = 4
+_LARGE_WORLD_SIZE: Final = 8
 
-with mock.patch.dict(os.environ, {"BACKEND": "gloo", "WORLD_SIZE": str(_WORLD_SIZE)}):
+with mock.patch.dict(os.environ, {"BACKEND": "gloo", "WORLD_SIZE": str(_WORLD_SIZE), "INIT_METHOD": "file://"}):
     from torch.testing._internal.distributed import distributed_test
 _TIMEOUT: Final = timedelta(seconds=30)
+_NEEDS_GPUS: Final = {"skip_if_no_gpu", "skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu"}
 
 
 class GroupsTest(distributed_test.DistributedTest._DistTestBase, TestCase):
@@ -36,9 +40,14 @@ class GroupsTest(distributed_test.DistributedTest._DistTestBase, TestCase):
         rank, file_name: set by the harness.
     """
 
-    world_size = _WORLD_SIZE
     rank = -1
     file_name = ""
+
+    @property
+    def world_size(self) -> int:
+        """Tests that PyTorch skips in small worlds get a large one."""
+        is_large = "skip_if_small_worldsize" in _decorators(getattr(type(self), self._testMethodName))
+        return _LARGE_WORLD_SIZE if is_large else _WORLD_SIZE
 
     @property
     def init_method(self) -> str:
@@ -47,13 +56,17 @@ class GroupsTest(distributed_test.DistributedTest._DistTestBase, TestCase):
 
     def run_rank(self, folder: Path) -> None:
         """Run one rank's part of the test."""
+        if not torch.cuda.is_available() and _NEEDS_GPUS & _decorators(
+            getattr(type(self), self._testMethodName)
+        ):
+            raise unittest.SkipTest("needs GPUs")  # before a group is formed in vain
         os.environ |= {
             "BACKEND": "gloo",
-            "WORLD_SIZE": str(_WORLD_SIZE),
+            "WORLD_SIZE": str(self.world_size),
             "TEMP_DIR": str(folder),
-            "INIT_METHOD": f"file://{folder / 'another store'}",
             "MASTER_ADDR": "localhost",
         }
+        distributed_test.INIT_METHOD = f"file://{folder / 'another store'}"
         for name in ("barrier", "test_dir", "init_dir"):
             (folder / name).mkdir(exist_ok=True)
         self.special_return_code_checks: dict[Any, Any] = {}
@@ -62,7 +75,7 @@ class GroupsTest(distributed_test.DistributedTest._DistTestBase, TestCase):
         dist.init_process_group(
             "gloo",
             init_method=self.init_method,
-            world_size=_WORLD_SIZE,
+            world_size=self.world_size,
             rank=self.rank,
             timeout=_TIMEOUT if limit is None else timedelta(seconds=limit),
         )
@@ -71,9 +84,19 @@ class GroupsTest(distributed_test.DistributedTest._DistTestBase, TestCase):
         self._barrier()
 
 
+def _decorators(function: Any) -> set[str]:
+    """Which functions have decorated a function."""
+    names = set()
+    while hasattr(function, "__wrapped__"):
+        names.add(function.__code__.co_qualname.partition(".")[0])
+        function = function.__wrapped__
+    return names
+
+
 @contextlib.contextmanager
 def in_place_of_gloo() -> Iterator[None]:
     """Has PyTorch make farcall's groups where it would make gloo's."""
+    from spmd.collectives import profiling
     from spmd.collectives.creation import create
     from spmd.collectives.process_group import FarcallProcessGroup
 
@@ -105,5 +128,6 @@ def in_place_of_gloo() -> Iterator[None]:
     with (
         mock.patch.object(distributed_c10d, "_new_process_group_helper", note),
         mock.patch.object(distributed_c10d, "ProcessGroupGloo", StandIn),
+        mock.patch.object(profiling, "PREFIX", "gloo:"),
     ):
         yield
