@@ -141,6 +141,7 @@ class Group:
                 "if they are only slow, give the group a longer timeout to wait"
             )
             failure = CollectiveTimeoutError(reason)
+            failure.ranks = error.ranks
             members.fail(failure)
             raise failure from None
         except CollectiveError as error:

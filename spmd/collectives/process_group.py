@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from spmd.collectives.group import Group
 from spmd.collectives.memory import pieces
 from spmd.collectives.messages import ANY
+from spmd.collectives.monitored import monitored_barrier
 from spmd.collectives.reductions import reduction_of
 from spmd.collectives.signature import signature
 from spmd.collectives.work import GroupWork
@@ -182,20 +183,14 @@ class FarcallProcessGroup(ProcessGroup):
         but gloo, so call this one, on the group.
 
         Args:
-            timeout: how long to wait.
-            wait_all_ranks: kept for c10d's sake: all missing ranks are named in any case.
+            timeout: how long to wait; default as long as the group's operations may take.
+            wait_all_ranks: name all missing ranks. Ranks that share no memory know of the first alone.
 
         Raises:
-            CollectiveTimeoutError: not all have come; names them.
+            CollectiveTimeoutError: not all have come.
         """
-        limit = self._limit(timeout)
-        self.group.run(
-            signature("monitored_barrier"),
-            [],
-            lambda algorithms, field, deadline: algorithms.barrier(field, deadline),
-            blocks=True,
-            timeout=limit,
-        ).wait()
+        seconds = self.group.timeout if timeout < timedelta(0) else max(timeout.total_seconds(), 0.001)
+        monitored_barrier(self.group, seconds, wait_all_ranks)
 
     # ---- operations: to all, from all
 

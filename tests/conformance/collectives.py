@@ -27,7 +27,9 @@ __all__ = ["GroupsTest", "in_place_of_gloo"]
 _WORLD_SIZE: Final = 4
 _LARGE_WORLD_SIZE: Final = 8
 
-with mock.patch.dict(os.environ, {"BACKEND": "gloo", "WORLD_SIZE": str(_WORLD_SIZE), "INIT_METHOD": "file://"}):
+with mock.patch.dict(
+    os.environ, {"BACKEND": "gloo", "WORLD_SIZE": str(_WORLD_SIZE), "INIT_METHOD": "file://"}
+):
     from torch.testing._internal.distributed import distributed_test
 _TIMEOUT: Final = timedelta(seconds=30)
 _NEEDS_GPUS: Final = {"skip_if_no_gpu", "skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu"}
@@ -105,7 +107,7 @@ def in_place_of_gloo() -> Iterator[None]:
     wanted: dict[str, Any] = {}
 
     def note(*args: Any, **kwargs: Any) -> Any:
-        """gloo is not told the group's name and ranks when it is made: keep them."""
+        """Keeps the group's name and ranks, which gloo is not told when it is made."""
         wanted.update(parameters.bind(*args, **kwargs).arguments)
         return make_group(*args, **kwargs)
 
