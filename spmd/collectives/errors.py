@@ -28,7 +28,13 @@ class CollectiveMismatchError(CollectiveError, ValueError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Not all ranks have made the call in time; the message names those that have not."""
+    """Not all ranks have made the call in time; the message names those that have not.
+
+    Attributes:
+        ranks: those, where it was found out.
+    """
+
+    ranks: Sequence[int] = ()
 
 
 class RankLostError(CollectiveError, ConnectionError):

@@ -102,6 +102,7 @@ class Group:
         *,
         blocks: bool,
         timeout: float | None = None,
+        inputs: Sequence[torch.Tensor] | None = None,
     ) -> GroupWork:
         """Run an operation after all before it.
 
@@ -111,12 +112,13 @@ class Group:
             perform: does it.
             blocks: the caller waits for it: do it on this thread.
             timeout: seconds; None for the group's.
+            inputs: what a profiler is told of; default the outputs.
         """
         self.members.check()
         limit = self.timeout if timeout is None else timeout
-        work = GroupWork(
-            text_of(signature), outputs, partial(self._perform, signature, perform, limit), self._sequencer
-        )
+        text = text_of(signature)
+        work = GroupWork(text, outputs, partial(self._perform, signature, perform, limit), self._sequencer)
+        work.show(text.partition("(")[0], outputs if inputs is None else inputs)
         if blocks:
             self._sequencer.run(work)
         else:
@@ -128,12 +130,18 @@ class Group:
         members.check()
         deadline = monotonic() + limit if limit > 0 else INFINITE
         try:
-            perform(self.algorithms, signature, deadline)
+            # Whatever thread this is: tensors may be leaves that require gradients, or of inference mode.
+            with torch._C._InferenceMode(True):  # type: ignore[attr-defined]
+                perform(self.algorithms, signature, deadline)
         except RanksMissingError as error:
             missing = ", ".join(members.describe(each) for each in error.ranks)
             who = members.describe(members.rank)
-            reason = f"{text_of(signature)} has timed out after {limit:g} s at {who}, waiting for {missing}"
+            reason = (
+                f"{text_of(signature)} has timed out after {limit:g} s at {who}, waiting for {missing}; "
+                "if they are only slow, give the group a longer timeout to wait"
+            )
             failure = CollectiveTimeoutError(reason)
+            failure.ranks = error.ranks
             members.fail(failure)
             raise failure from None
         except CollectiveError as error:

@@ -12,7 +12,7 @@ from spmd.collectives.errors import CollectiveError
 
 __all__ = ["bytes_of", "copy_bytes", "move", "of_even_size", "pieces"]
 
-_EMPTY = memoryview(b"")
+_EMPTY = memoryview(bytearray())
 
 _move: Any = ctypes.CDLL(None).memmove
 _move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]

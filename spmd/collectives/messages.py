@@ -116,6 +116,7 @@ class Messages:
         work = GroupWork(f"send of {size} bytes to {self._members.describe(to)}, tag {tag}", [tensor])
         with self._lock:
             self._members.check_rank(to)
+            work.show("send", [tensor])
             if size <= _SMALL_BYTES:
                 note = _HEADER.pack(_Kind.SMALL, tag, size, dtype)
                 self._bulk.send(self._peers[to], self._notes, [note, bytes_of(tensor)]).on_done(
@@ -144,6 +145,7 @@ class Messages:
             else:
                 self._check_sources(source)
                 self._receives.append(receive)
+            work.show("recvAnySource" if source == ANY else "recv", [tensor])  # as other backends name them
         if arrival is not None:
             self._match(receive, arrival)
         return work

@@ -139,6 +139,7 @@ class _Operation:
         """Wait until what was sent has arrived or was copied."""
         for rank, message in self._sent:
             self._wait(rank, message)
+        self._sent.clear()
 
     def wake(self) -> None:
         """End what is waited for in vain. From any thread."""
@@ -212,6 +213,8 @@ class NetworkCollectives:
         operation.receive(self._ranks[step.source], [bytes_of(each) for each in into])
         if step.reduces:
             assert reduction is not None
+            if step.to >= 0 and step.sends == step.takes:
+                operation.finish()  # it is about to change
             for mine, other in zip(targets, into, strict=True):
                 reduction.merge(mine, other)
 

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from spmd.collectives.group import Group
 from spmd.collectives.memory import pieces
 from spmd.collectives.messages import ANY
+from spmd.collectives.monitored import monitored_barrier
 from spmd.collectives.reductions import reduction_of
 from spmd.collectives.signature import signature
 from spmd.collectives.work import GroupWork
@@ -117,8 +118,11 @@ class FarcallProcessGroup(ProcessGroup):
             algorithms.all_gather(field, deadline, rows, indices)
             parts = [values.new_empty((int(count), *values.shape[1:])) for count in counts]
             algorithms.all_gather(field, deadline, parts, values)
-            total = torch.sparse_coo_tensor(torch.cat(rows, 1), torch.cat(parts), tensor.shape)
-            tensor.copy_(total.coalesce())
+            with torch.inference_mode(mode=False), torch.no_grad():  # the caller keeps what is made here
+                total = torch.sparse_coo_tensor(
+                    torch.cat(rows, 1), torch.cat(parts), tensor.shape, check_invariants=False
+                )
+                tensor.copy_(total.coalesce())
 
         return self._run(field, [tensor], perform, opts)
 
@@ -181,20 +185,14 @@ class FarcallProcessGroup(ProcessGroup):
         but gloo, so call this one, on the group.
 
         Args:
-            timeout: how long to wait.
-            wait_all_ranks: kept for c10d's sake: all missing ranks are named in any case.
+            timeout: how long to wait; default as long as the group's operations may take.
+            wait_all_ranks: name all missing ranks. Ranks that share no memory know of the first alone.
 
         Raises:
-            CollectiveTimeoutError: not all have come; names them.
+            CollectiveTimeoutError: not all have come.
         """
-        limit = self._limit(timeout)
-        self.group.run(
-            signature("monitored_barrier"),
-            [],
-            lambda algorithms, field, deadline: algorithms.barrier(field, deadline),
-            blocks=True,
-            timeout=limit,
-        ).wait()
+        seconds = self.group.timeout if timeout < timedelta(0) else max(timeout.total_seconds(), 0.001)
+        monitored_barrier(self.group, seconds, wait_all_ranks)
 
     # ---- operations: to all, from all
 
@@ -204,7 +202,7 @@ class FarcallProcessGroup(ProcessGroup):
     def _all_gather(self, outputs: Tensors, mine: torch.Tensor, opts: Any) -> GroupWork:
         self._check_count(outputs, "all_gather", "output")
         field = signature("all_gather", mine.dtype)
-        return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts)
+        return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts, [mine])
 
     def _perform_all_gather(
         self, outputs: Tensors, mine: torch.Tensor, algorithms: Any, field: bytes, deadline: float
@@ -239,7 +237,7 @@ class FarcallProcessGroup(ProcessGroup):
                 )
                 _settle(flat, output)
 
-        return self._run(field, list(outputs), perform, opts)
+        return self._run(field, list(outputs), perform, opts, inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         by_input = list(zip(*outputs, strict=True)) if len(outputs) == self.getSize() else []
@@ -255,7 +253,7 @@ class FarcallProcessGroup(ProcessGroup):
             for parts, mine in zip(by_input, inputs, strict=True):
                 self._perform_all_gather(parts, mine, algorithms, field, deadline)
 
-        return self._run(field, [each for parts in outputs for each in parts], perform, opts)
+        return self._run(field, [each for parts in outputs for each in parts], perform, opts, inputs)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         mine, root = self._one(inputs, "gather"), self._root(opts, "gather")
@@ -271,7 +269,7 @@ class FarcallProcessGroup(ProcessGroup):
             for part, target in zip(flat or [], targets, strict=True):
                 _settle(part, target)
 
-        return self._run(field, targets, perform, opts)
+        return self._run(field, targets, perform, opts, inputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
         output, root = self._one(outputs, "scatter"), self._root(opts, "scatter")
@@ -287,7 +285,7 @@ class FarcallProcessGroup(ProcessGroup):
             algorithms.scatter(field, deadline, flat, given, root)
             _settle(flat, output)
 
-        return self._run(field, [output], perform, opts)
+        return self._run(field, [output], perform, opts, sources)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
         sources = list(self._one(inputs, "reduce_scatter"))
@@ -335,7 +333,7 @@ class FarcallProcessGroup(ProcessGroup):
                 )
                 _settle(flat, output)
 
-        return self._run(field, list(outputs), perform, opts)
+        return self._run(field, list(outputs), perform, opts, [each for parts in sources for each in parts])
 
     def all_to_all_single(
         self,
@@ -354,7 +352,7 @@ class FarcallProcessGroup(ProcessGroup):
             algorithms.all_to_all(field, deadline, pieces(flat, takes), pieces(mine.contiguous(), gives))
             _settle(flat, output)
 
-        return self._run(field, [output], perform, opts)
+        return self._run(field, [output], perform, opts, [mine])
 
     def _splits(self, tensor: torch.Tensor, sizes: Sequence[int], what: str) -> list[int]:
         count, length = self.getSize(), tensor.shape[0] if tensor.dim() else 1
@@ -377,7 +375,7 @@ class FarcallProcessGroup(ProcessGroup):
             for part, output in zip(flat, outputs, strict=True):
                 _settle(part, output)
 
-        return self._run(field, list(outputs), perform, opts)
+        return self._run(field, list(outputs), perform, opts, inputs)
 
     # ---- from rank to rank
 
@@ -402,7 +400,14 @@ class FarcallProcessGroup(ProcessGroup):
 
     # ---- arguments
 
-    def _run(self, field: bytes, outputs: Tensors, perform: Callable[..., object], opts: Any) -> GroupWork:
+    def _run(
+        self,
+        field: bytes,
+        outputs: Tensors,
+        perform: Callable[..., object],
+        opts: Any,
+        inputs: Tensors | None = None,
+    ) -> GroupWork:
         for tensor in outputs:
             if tensor.device.type != "cpu":
                 raise ValueError(
@@ -410,9 +415,8 @@ class FarcallProcessGroup(ProcessGroup):
                     f"one on {tensor.device}"
                 )
         blocks = opts is not None and not opts.asyncOp
-        return self.group.run(
-            field, outputs, perform, blocks=blocks, timeout=self._limit(getattr(opts, "timeout", _UNSET))
-        )
+        timeout = self._limit(getattr(opts, "timeout", _UNSET))
+        return self.group.run(field, outputs, perform, blocks=blocks, timeout=timeout, inputs=inputs)
 
     def _limit(self, timeout: timedelta) -> float | None:
         return None if timeout <= timedelta(0) else timeout.total_seconds()
@@ -462,5 +466,5 @@ def _room(tensor: torch.Tensor) -> torch.Tensor:
 def _settle(flat: torch.Tensor, tensor: torch.Tensor) -> None:
     """Bring what is in ``flat`` into ``tensor``, unless it is the same."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
-        with torch.no_grad():
+        with torch.inference_mode():  # it may be a leaf that requires gradients, or of that mode
             tensor.copy_(flat)

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Work as _Work
 
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import interruptible, protected
+from spmd.collectives import profiling
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
 from spmd.collectives.sequencer import Sequencer
 
@@ -54,10 +55,15 @@ class GroupWork(_Work):
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
         self._settle: Callable[[], object] | None = None
+        self._end_event: Callable[[], object] | None = None
         self._limit = 0.0
         self._expired: Callable[[], object] | None = None
 
     # ---- whoever does it
+
+    def show(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Have PyTorch's profiler see the work, from now to its end."""
+        self._end_event = profiling.begin(operation, tensors)
 
     def expires(self, limit: float, expired: Callable[[], object]) -> None:
         """Have who waits give up after ``limit`` seconds; ``expired`` is called then, and the work fails."""
@@ -97,9 +103,14 @@ class GroupWork(_Work):
             if self.done:
                 return
             if self._settle is not None and error is None:
-                self._settle()
+                try:
+                    self._settle()
+                except Exception as failure:
+                    error = failure
+            if self._end_event is not None:
+                self._end_event()
             self.error = error
-            self._perform = self._settle = None
+            self._perform = self._settle = self._end_event = None
             self.done = True
             future = self._future
             waiters, self._waiters = self._waiters, []

@@ -1,12 +1,14 @@
-"""PyTorch's own RPC test suites, run against farcall: ``python -m pytest tests/conformance/suites.py``.
+"""PyTorch's own test suites, run against farcall: ``python -m pytest tests/conformance/suites.py``.
 
-The torch wheel carries the suites of ``torch.distributed.rpc``. With ``farcall.compat`` installed they test
-farcall instead. With ``CONFORMANCE_BACKEND=torch`` the very same tests run against PyTorch: the baseline, and
-the proof that the harness changes nothing. ``--runxfail`` runs those too that are listed as impossible.
+The torch wheel carries the suites of ``torch.distributed.rpc`` and of process groups. With
+``farcall.compat`` installed, and farcall's groups in place of gloo's, they test farcall instead. With
+``CONFORMANCE_BACKEND=torch`` the very same tests run against PyTorch: the baseline, and the proof that the
+harness changes nothing. ``--runxfail`` runs those too that are listed as impossible.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import unittest
 from typing import Any
@@ -19,6 +21,7 @@ import farcall.compat
 if os.environ.get("CONFORMANCE_BACKEND") != "torch":
     farcall.compat.install()  # before the suites are imported, which bind names of torch.distributed.rpc
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import TEST_SKIPS
 from torch.testing._internal.common_utils import TestCase, set_rng_seed
@@ -44,6 +47,7 @@ from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture i
     TensorPipeRpcAgentTestFixture,
 )
 
+from tests.conformance.collectives import GroupsTest, in_place_of_gloo
 from tests.conformance.expected import CANNOT_HOLD, FEWEST
 from tests.support.workers import RunWorkers, Worker
 
@@ -62,8 +66,10 @@ SUITES: dict[str, Any] = {
         ParameterServerTest,
         ReinforcementLearningRpcTest,
     )
-}
-"""By name, over PyTorch's default backend or what stands in for it."""
+} | {GroupsTest.__name__: GroupsTest}
+"""By name, over PyTorch's default backends or what stands in for them."""
+
+IS_FARCALL = os.environ.get("CONFORMANCE_BACKEND") != "torch"
 
 TESTS = [
     (suite, name) for suite, cls in SUITES.items() for name in unittest.TestLoader().getTestCaseNames(cls)
@@ -92,6 +98,10 @@ def run_rank(worker: Worker, suite: str, name: str) -> str:
     case.rank = worker.rank
     case.file_name = str(worker.folder / "store")
     try:
+        if isinstance(case, GroupsTest):
+            with in_place_of_gloo() if IS_FARCALL else contextlib.nullcontext():
+                case.run_rank(worker.folder)
+            return ""
         with mock.patch.object(dist, "destroy_process_group", _destroy_and_keep):
             getattr(case, name)()
     except unittest.SkipTest as skip:
@@ -109,6 +119,14 @@ def run_rank(worker: Worker, suite: str, name: str) -> str:
     return ""
 
 
+def _marks(suite: str, name: str) -> list[pytest.MarkDecorator]:
+    if name in CANNOT_HOLD:
+        return [pytest.mark.xfail(reason=CANNOT_HOLD[name], run=False)]
+    if suite == GroupsTest.__name__ and SUITES[suite](name).needs_gpus and not torch.cuda.is_available():
+        return [pytest.mark.skip(reason="needs GPUs")]
+    return []
+
+
 @pytest.mark.timeout(TIME_LIMIT + 30)
 @pytest.mark.parametrize(
     ("suite", "name"),
@@ -117,7 +135,7 @@ def run_rank(worker: Worker, suite: str, name: str) -> str:
             suite,
             name,
             id=f"{suite}.{name}",
-            marks=[pytest.mark.xfail(reason=CANNOT_HOLD[name], run=False)] if name in CANNOT_HOLD else [],
+            marks=_marks(suite, name),
         )
         for suite, name in TESTS
     ],
