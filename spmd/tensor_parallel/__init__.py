@@ -5,7 +5,7 @@ compute on local shards. It runs on any c10d backend.
 
 Example, under ``torchrun --nproc-per-node 2``::
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("farcall")
     mesh = init_device_mesh("cpu", (2,))
     mlp = nn.Sequential(OrderedDict(w1=nn.Linear(8, 32), act=nn.ReLU(), w2=nn.Linear(32, 8)))
     parallelize_module(mlp, mesh, {"w1": ColwiseParallel(), "w2": RowwiseParallel()})

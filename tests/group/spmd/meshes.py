@@ -8,26 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.support.process_groups import process_group
 from tests.support.workers import Worker
 
-__all__ = ["assert_same_gradients", "backward", "gradient_of", "in_mesh", "part", "process_group", "whole"]
+__all__ = ["assert_same_gradients", "backward", "gradient_of", "in_mesh", "part", "seeded_group", "whole"]
 
 
 @contextmanager
-def process_group(worker: Worker) -> Iterator[None]:
-    """A gloo group of the run's workers; all of them are seeded alike."""
-    dist.init_process_group(
-        "gloo", init_method=worker.init_method, rank=worker.rank, world_size=worker.world_size
-    )
-    torch.manual_seed(0)
-    try:
+def seeded_group(worker: Worker) -> Iterator[None]:
+    """A group of the run's workers, all of which are seeded alike."""
+    with process_group(worker):
+        torch.manual_seed(0)
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def in_mesh(
@@ -36,7 +31,7 @@ def in_mesh(
     """A task for ``run_workers``: ``task(mesh, *args)`` in a group with this mesh, default one dimension."""
 
     def run(worker: Worker, *args: Any) -> Any:
-        with process_group(worker):
+        with seeded_group(worker):
             mesh = init_device_mesh("cpu", shape or (worker.world_size,), mesh_dim_names=names)
             return task(mesh, *args)
 
