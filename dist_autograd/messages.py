@@ -28,7 +28,7 @@ from dist_autograd.graph import Mark
 from dist_autograd.recording import Origin
 from dist_autograd.remote_part import RemotePart
 from rpc.agent.agent import Agent
-from rpc.agent.pending_call import PendingCall
+from rpc.agent.calls import PendingCall
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rpc.agent.pending_call import PendingCall
+from rpc.agent.calls import PendingCall
 from rpc.errors import WorkerLostError
 from rpc.wire.frames import Frame
 

@@ -29,6 +29,7 @@ from rpc.api import (
     rpc_async,
     rpc_sync,
     set_rpc_timeout,
+    shutdown,
 )
 from rpc.group.workers import WorkerInfo
 from rpc.lifecycle.backend_registry import (
@@ -37,7 +38,6 @@ from rpc.lifecycle.backend_registry import (
     construct_rpc_backend_options,
     register_backend,
 )
-from rpc.lifecycle.shutdown import shutdown
 from rpc.lifecycle.startup import init_rpc, init_with_store
 from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.runtime import events

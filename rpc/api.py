@@ -1,4 +1,4 @@
-"""What users call: ``rpc_sync``, ``rpc_async`` and what goes with them. ``remote`` is in ``rref``."""
+"""What users call on a running agent. ``init_rpc`` is in ``rpc/lifecycle/``, ``remote`` in ``rref``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,7 @@ from rpc.group.workers import WorkerInfo
 from rpc.options import UNSET_TIMEOUT, RpcBackendOptions
 from rpc.runtime.current import current_agent
 
-__all__ = [
-    "UNSET_RPC_TIMEOUT",
-    "all_gather",
-    "barrier",
-    "get_debug_info",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "get_worker_infos",
-    "rpc_async",
-    "rpc_sync",
-    "set_rpc_timeout",
-]
+_agent: Final[Callable[[], AgentInterface]] = current_agent
 
 UNSET_RPC_TIMEOUT: Final = UNSET_TIMEOUT
 """As a ``timeout``: the default that ``init_rpc`` or ``set_rpc_timeout`` set."""
@@ -62,7 +51,7 @@ def rpc_sync(
         UnknownWorkerError: there is no such worker.
         SerializationError: an argument or the value cannot be sent.
         BlockingCallError: called inside an ``async def`` callee; use ``await rpc_async(...)`` there.
-        Exception: what ``func`` raised, of the same type, with the callee's traceback attached.
+        Exception: what ``func`` raised, of the same type, with the callee's traceback as a note.
 
     Example::
 
@@ -70,8 +59,7 @@ def rpc_sync(
     """
     if type(args) is not tuple:
         args = positional(args)
-    agent: AgentInterface = current_agent()
-    return agent.call(to, callable_(func), args, keywords(kwargs) if kwargs else {}, timeout)
+    return _agent().call(to, callable_(func), args, keywords(kwargs) if kwargs else {}, timeout)
 
 
 def rpc_async(
@@ -97,8 +85,7 @@ def rpc_async(
         futures = [rpc.rpc_async(worker, evaluate, args=(batch,)) for worker in workers]
         scores = [future.wait() for future in futures]
     """
-    agent: AgentInterface = current_agent()
-    future = agent.call_async(to, callable_(func), positional(args), keywords(kwargs), timeout)
+    future = _agent().call_async(to, callable_(func), positional(args), keywords(kwargs), timeout)
     collect(future)
     return future
 
@@ -112,10 +99,10 @@ def collect(future: Future[Any]) -> None:
 
 def callable_(func: Any) -> Callable[..., Any]:
     """``func``, if it can be called."""
-    if callable(func):
-        function: Callable[..., Any] = func
-        return function
-    raise TypeError(f"function should be callable, not {type(func).__name__} {func!r:.100}")
+    if not callable(func):
+        raise TypeError(f"function should be callable, not {type(func).__name__} {func!r:.100}")
+    function: Callable[..., Any] = func
+    return function
 
 
 def positional(args: Sequence[Any] | None) -> tuple[Any, ...]:
@@ -149,19 +136,17 @@ def get_worker_info(worker_name: WorkerReference | None = None) -> WorkerInfo:
     Raises:
         UnknownWorkerError: there is no worker of that name.
     """
-    agent: AgentInterface = current_agent()
-    return agent.get_worker_info(worker_name)
+    return _agent().get_worker_info(worker_name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:
     """Names and ids of all workers in the group, by id."""
-    agent: AgentInterface = current_agent()
-    return list(agent.get_worker_infos())
+    return list(_agent().get_worker_infos())
 
 
 def get_rpc_timeout() -> float:
     """The default timeout of calls, in seconds; 0 for none."""
-    return float(current_agent().rpc_timeout)
+    return float(_agent().rpc_timeout)
 
 
 def set_rpc_timeout(seconds: float) -> None:
@@ -170,7 +155,7 @@ def set_rpc_timeout(seconds: float) -> None:
     Raises:
         TypeError, ValueError: it is no number of seconds.
     """
-    current_agent().rpc_timeout = RpcBackendOptions(rpc_timeout=seconds).rpc_timeout
+    _agent().rpc_timeout = RpcBackendOptions(rpc_timeout=seconds).rpc_timeout
 
 
 def all_gather(
@@ -197,8 +182,7 @@ def all_gather(
 
         losses = rpc.all_gather(loss.item())      # {"trainer0": 0.31, "trainer1": 0.29}
     """
-    agent: AgentInterface = current_agent()
-    return agent.all_gather(obj, worker_names, timeout)
+    return _agent().all_gather(obj, worker_names, timeout)
 
 
 def barrier(worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
@@ -219,5 +203,35 @@ def get_debug_info() -> dict[str, int]:
 
         rpc.get_debug_info()["agent.pending_calls"]
     """
-    agent: AgentInterface = current_agent()
-    return agent.get_debug_info()
+    return _agent().get_debug_info()
+
+
+def shutdown(
+    graceful: bool = True,
+    timeout: float = 0.0,
+    *,
+    release_references: bool = True,
+    raise_on_leaks: bool = False,
+) -> None:
+    """Leave the group and end this process's agent.
+
+    Args:
+        graceful: wait first: in a static group until all workers have called ``shutdown`` and no call is
+            under way anywhere, calls made by calls included; in a dynamic one until this worker's own work
+            is done. Otherwise leave at once; calls under way fail, here and at the other workers. A call that
+            has timed out, or that nobody waits for any more, counts as under way until its callee has ended.
+            A worker that has died, or whose program has ended, is not waited for, and is no error here; if
+            it died or crashed, the log has a warning that names it.
+        timeout: seconds to wait for that; 0 for no limit: then a callee that never ends keeps all here.
+        release_references: give back all references to objects of others before leaving, so that their
+            owners free them.
+        raise_on_leaks: raise if others still hold references to objects of this worker at the end.
+
+    Raises:
+        NotInitializedError: there is no agent.
+        RpcError: another thread is waiting in ``shutdown`` already, or a callee called it gracefully.
+        RpcTimeoutError: not all work ended in time; names who is not in shutdown or still busy. This worker
+            has left all the same.
+        RRefError: others hold references, if asked to raise. This worker has left all the same.
+    """
+    _agent().shutdown(graceful, timeout, release_references=release_references, raise_on_leaks=raise_on_leaks)

@@ -1,7 +1,5 @@
-"""Device maps: which of a callee's devices stands for which of the caller's.
-
-A map is one-to-one, so that a result can travel back along the reversed map. Everything here only checks
-and normalizes; nothing moves a tensor.
+"""Device maps: which of a callee's devices stands for which of the caller's, one to one, so that a result can
+travel back. Everything here only checks and normalizes; nothing moves a tensor.
 """
 
 from __future__ import annotations
@@ -9,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
-
-__all__ = ["DeviceLike", "DeviceMap", "check_device_maps", "to_device_list", "to_device_map"]
 
 DeviceLike = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
@@ -23,18 +19,14 @@ def to_device_map(device_map: Mapping[DeviceLike, DeviceLike]) -> DeviceMap:
         ValueError: two devices are mapped to one.
         RuntimeError: from ``torch.device``, for something that names no device.
     """
-    normalized: DeviceMap = {}
     source_of: DeviceMap = {}
-    for source_like, target_like in device_map.items():
-        source, target = torch.device(source_like), torch.device(target_like)
-        if target in source_of:
+    for source, target in ((torch.device(a), torch.device(b)) for a, b in device_map.items()):
+        if source_of.setdefault(target, source) != source:
             raise ValueError(
                 f"`device_map` only supports 1-to-1 mapping: "
                 f"{source_of[target]} and {source} are both mapped to {target}"
             )
-        normalized[source] = target
-        source_of[target] = source
-    return normalized
+    return {source: target for target, source in source_of.items()}
 
 
 def to_device_list(devices: Iterable[DeviceLike]) -> list[torch.device]:
@@ -53,19 +45,16 @@ def check_device_maps(
     device_count: int,
     group: Collection[str] | None = None,
 ) -> None:
-    """Check one worker's device maps against the devices it has and the workers there are.
+    """Check one worker's device maps against the devices it has and the workers there are; ``ValueError``
+    says what is wrong.
 
     Args:
         name: the worker whose options these are.
         device_maps: its maps, by callee.
         devices: the CUDA devices it asked to use; empty for all that its maps name.
         device_count: how many CUDA devices its process sees.
-        group: names of all workers of a static group; ``None`` for a dynamic one, where a callee named in
-            a map may join later.
-
-    Raises:
-        ValueError: a map names an unknown callee, a device that does not exist or was not asked for, or
-            one target twice; or ``devices`` has one twice.
+        group: names of all workers of a static group; ``None`` for a dynamic one, where a callee may join
+            later.
     """
     if len(set(devices)) != len(devices):
         raise ValueError(f"Node {name} has duplicated devices: {_listed(devices)}")

@@ -103,9 +103,6 @@ class RemoteError(RpcError):
         self.remote_type = remote_type
         self.remote_traceback = remote_traceback
 
-    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, str, str]]:
-        return type(self), (str(self), self.remote_type, self.remote_traceback)
-
 
 class RpcTimeoutError(RpcError, TimeoutError):
     """A call did not finish within its timeout."""
@@ -124,9 +121,6 @@ class WorkerLostError(RpcError, ConnectionError):
         self.worker = worker
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, str, str]]:
-        return type(self), (str(self), self.worker, self.reason)
-
 
 class AutogradError(RpcError):
     """Distributed autograd cannot do this: there is no such context, or a root that it cannot begin from."""
@@ -142,9 +136,6 @@ class BackwardError(AutogradError):
     def __init__(self, message: str, worker: str = "") -> None:
         super().__init__(message)
         self.worker = worker
-
-    def __reduce__(self) -> tuple[type[BackwardError], tuple[str, str]]:
-        return type(self), (str(self), self.worker)
 
 
 class RRefError(RpcError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from importlib.metadata import entry_points
 from typing import Any, Final, Generic, Literal, TypeVar, cast
 
@@ -13,25 +14,13 @@ import torch
 from rpc.device_maps import DeviceLike, DeviceMap, to_device_list, to_device_map
 from rpc.errors import InvalidOptionError
 
-__all__ = [
-    "DEFAULT_INIT_METHOD",
-    "DEFAULT_NUM_WORKER_THREADS",
-    "DEFAULT_RPC_TIMEOUT",
-    "AgentOptions",
-    "InvalidOptionError",
-    "RpcBackendOptions",
-    "TensorPipeRpcBackendOptions",
-    "parse_listen",
-]
+__all__ = ["AgentOptions", "InvalidOptionError", "RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
 DEFAULT_RPC_TIMEOUT = 60.0
 UNSET_TIMEOUT: Final = -1.0
 """As a call's timeout: the agent's default."""
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
-
-MAX_STRIPES: Final = 64
-"""Over how many connections large messages to one worker may go."""
 
 _MIB = 1 << 20
 
@@ -45,28 +34,30 @@ class _Option(Generic[T, S]):
     Args:
         default: what an option that is not given is set to.
         check: called with the option's name and what is assigned.
-        copy: called with what is stored when it is read, where that can be changed.
+        copied: called with what is stored when it is read, where that can be changed.
     """
 
     def __init__(
-        self, default: S, check: Callable[[str, Any], T], copy: Callable[[T], T] | None = None
+        self, default: S, check: Callable[[str, Any], T], copied: Callable[[T], T] | None = None
     ) -> None:
         self._default = default
         self._check = check
-        self._copy = copy
+        self._copied = copied
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
-        self._slot = f"_{name}"
 
     def __get__(self, instance: object | None, owner: type) -> T:
         if instance is None:  # a dataclass asks for the default
             return self._default  # type: ignore[return-value]
-        value: T = instance.__dict__[self._slot]
-        return value if self._copy is None else self._copy(value)
+        value: T = instance.__dict__[self._name]
+        return value if self._copied is None else self._copied(value)
 
     def __set__(self, instance: object, value: S) -> None:
-        instance.__dict__[self._slot] = self._check(self._name, value)
+        instance.__dict__[self._name] = self._check(self._name, value)
+
+
+_Integer = _Option[int, int]
 
 
 def _wrong_type(name: str, value: object, wanted: str) -> TypeError:
@@ -93,10 +84,6 @@ _seconds_or_zero = _seconds(
 )
 
 
-def _interval_or_none(name: str, value: object) -> float | None:
-    return None if value is None else _positive_seconds(name, value)
-
-
 def _integer(least: int, most: float = math.inf) -> Callable[[str, Any], int]:
     def check(name: str, value: object) -> int:
         if not hasattr(value, "__index__") or isinstance(value, bool):
@@ -110,21 +97,23 @@ def _integer(least: int, most: float = math.inf) -> Callable[[str, Any], int]:
     return check
 
 
-def _string(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _wrong_type(name, value, "a string")
-    return value
+def _instance(kind: type[T], wanted: str) -> Callable[[str, Any], T]:
+    def check(name: str, value: object) -> T:
+        if not isinstance(value, kind):
+            raise _wrong_type(name, value, wanted)
+        return value
+
+    return check
 
 
-def _bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong_type(name, value, "True or False")
-    return value
+_string = _instance(str, "a string")
 
 
-def _transports(name: str, value: object) -> tuple[str, ...] | None:
-    if value is None:
-        return None
+def _or_none(check: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _transports(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise _wrong_type(name, value, "a sequence of names")
     names = tuple(value)
@@ -134,9 +123,7 @@ def _transports(name: str, value: object) -> tuple[str, ...] | None:
     return names
 
 
-def _listen(name: str, value: object) -> str | None:
-    if value is None:
-        return None
+def _listen(name: str, value: object) -> str:
     text = _string(name, value)
     parse_listen(text)
     return text
@@ -148,18 +135,11 @@ def _deserialization(name: str, value: Any) -> Literal["pickle", "safe"]:
     return cast('Literal["pickle", "safe"]', value)
 
 
-def _device_maps(
-    _: str, device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None
-) -> dict[str, DeviceMap]:
+DeviceMaps = Mapping[str, Mapping[DeviceLike, DeviceLike]]
+
+
+def _device_maps(_: str, device_maps: DeviceMaps | None) -> dict[str, DeviceMap]:
     return {callee: to_device_map(each) for callee, each in (device_maps or {}).items()}
-
-
-def _copy_of_device_maps(device_maps: dict[str, DeviceMap]) -> dict[str, DeviceMap]:
-    return {callee: dict(device_map) for callee, device_map in device_maps.items()}
-
-
-def _devices(_: str, devices: Iterable[DeviceLike] | None) -> list[torch.device]:
-    return to_device_list(devices or ())
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -183,10 +163,6 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host, int(port or 0)
 
 
-_RPC_TIMEOUT: Final = _Option(DEFAULT_RPC_TIMEOUT, _seconds_or_zero)
-_INIT_METHOD: Final = _Option(DEFAULT_INIT_METHOD, _string)
-
-
 @dataclass(eq=False)
 class RpcBackendOptions:
     """Options that every backend has; also the base class of a registered backend's own options.
@@ -200,8 +176,8 @@ class RpcBackendOptions:
         TypeError: a value is of the wrong type.
     """
 
-    rpc_timeout: _Option[float, float] = _RPC_TIMEOUT
-    init_method: _Option[str, str] = _INIT_METHOD
+    rpc_timeout: _Option[float, float] = _Option(DEFAULT_RPC_TIMEOUT, _seconds_or_zero)
+    init_method: _Option[str, str] = _Option(DEFAULT_INIT_METHOD, _string)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -209,22 +185,20 @@ class AgentOptions(RpcBackendOptions):
     """Options of farcall's agent. All can also be set as attributes, until ``init_rpc`` reads them.
 
     Args:
+        rpc_timeout, init_method: as for ``RpcBackendOptions``.
         num_worker_threads: threads that run what other workers call (default 16). More are started while
             all of them wait, so that calls which wait for calls make progress.
-        max_worker_threads: up to this many threads are started as fast as calls block (default 512). More
-            are still started, 20 a second, so that calls which wait for calls never wait for ever.
-        rpc_timeout: default timeout of a call, in seconds (default 60); 0 means none.
-        init_method: where the workers meet: ``env://`` (default), ``tcp://HOST:PORT``, ``file:///PATH``.
+        max_worker_threads: up to this many threads are started as fast as calls block (default 512); beyond,
+            20 a second.
         device_maps: for each callee, which of its devices stands for which of ours, one to one.
         devices: the local CUDA devices to use; default: those that the device maps name.
         dynamic: ask for a group that workers join and leave at any time, also where ``WORLD_SIZE`` is set
             in the environment (default ``False``: dynamic only if no world size is known).
         rendezvous_timeout: how long ``init_rpc`` waits for the store and the other workers, in seconds
-            (default 300). It is apart from ``rpc_timeout``, since workers may start minutes apart where
-            calls must be quick.
+            (default 300).
         switch_interval: the interpreter's thread switch interval while an agent runs, in seconds (default
-            0.0005; Python's own is 0.005). A call in a process whose main thread computes waits for
-            it two or three times. ``None`` leaves the interpreter's setting alone.
+            0.0005; Python's own is 0.005). A call in a process whose main thread computes waits for it two
+            or three times. ``None`` leaves it alone.
         send_queue_bytes: how much one connection keeps unsent before callers wait (default 64 MiB).
         max_message_bytes: the largest message accepted from a peer (default 64 GiB); up to 64 KiB are
             accepted always. Who sends more gets a ``SerializationError``.
@@ -232,19 +206,16 @@ class AgentOptions(RpcBackendOptions):
             first two, as far as this system has them).
         shared_memory_bytes: how much shared memory large tensors for workers on this host may take (default
             1 GiB), and how much of each peer's is taken; what does not fit goes through the socket. 0 turns
-            shared memory off. It is made as it is needed, kept for further messages, and given back after 20
-            idle seconds.
-        kept_memory_bytes: how much freed memory the process keeps for what it allocates next while an agent
-            runs (default 64 MiB), so that tensors made anew in each training step do not cost a fault for
-            every page. It is a setting of glibc, for the whole process and for each of glibc's arenas: the
-            process may be larger by that much, and by up to 64 MiB for each further thread that computes. 0
-            leaves the allocator alone, and so does an agent that finds ``MALLOC_TRIM_THRESHOLD_``,
-            ``MALLOC_MMAP_THRESHOLD_`` or the like in the environment, or another C library.
+            shared memory off. It is kept for further messages, and given back after 20 idle seconds.
+        kept_memory_bytes: how much freed memory the process keeps for what it allocates next (default 64
+            MiB), so that tensors made anew in each training step do not cost a fault for every page. A
+            setting of glibc, for each of its arenas: the process may be larger by that much, and by up to 64
+            MiB for each further thread that computes. 0 leaves the allocator alone, and so does an agent that
+            finds ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_`` or the like in the environment.
         tcp_stripes: over how many TCP connections messages of more than 1 MiB to one worker are spread, at
-            most 64 (default 1: over the one that everything goes over). It helps where the network limits
-            what a connection gets, as many clouds do. With more than 1, that many are opened beside the one
-            that there is, once the first such message has been sent. Two workers use the smaller number of
-            theirs. What cannot be opened is not used, and the log says so.
+            most 64 (default 1: over the one that everything goes over), for networks that limit what a
+            connection gets. They are opened beside that one after the first such message. Two workers use
+            the smaller number of theirs. What cannot be opened is not used, and the log says so.
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
             address that reaches the rendezvous, loopback if that is on loopback.
         deserialization: ``"pickle"`` (default), or ``"safe"``: accept only tensors, containers, scalars
@@ -261,26 +232,24 @@ class AgentOptions(RpcBackendOptions):
         rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
     """
 
-    rpc_timeout: _Option[float, float] = _RPC_TIMEOUT  # again, since here it is given by name only
-    init_method: _Option[str, str] = _INIT_METHOD
-    num_worker_threads: _Option[int, int] = _Option(DEFAULT_NUM_WORKER_THREADS, _integer(1))
-    max_worker_threads: _Option[int, int] = _Option(512, _integer(1))
-    device_maps: _Option[dict[str, DeviceMap], Mapping[str, Mapping[DeviceLike, DeviceLike]] | None] = (
-        _Option(None, _device_maps, _copy_of_device_maps)
-    )
+    rpc_timeout: _Option[float, float] = _Option(DEFAULT_RPC_TIMEOUT, _seconds_or_zero)  # by name only, here
+    init_method: _Option[str, str] = _Option(DEFAULT_INIT_METHOD, _string)
+    num_worker_threads: _Integer = _Option(DEFAULT_NUM_WORKER_THREADS, _integer(1))
+    max_worker_threads: _Integer = _Option(512, _integer(1))
+    device_maps: _Option[dict[str, DeviceMap], DeviceMaps | None] = _Option(None, _device_maps, copy.deepcopy)
     devices: _Option[list[torch.device], Iterable[DeviceLike] | None] = _Option(
-        None, _devices, list[torch.device]
+        None, lambda _, devices: to_device_list(devices or ()), copy.deepcopy
     )
-    dynamic: _Option[bool, bool] = _Option(False, _bool)
+    dynamic: _Option[bool, bool] = _Option(False, _instance(bool, "True or False"))
     rendezvous_timeout: _Option[float, float] = _Option(300.0, _positive_seconds)
-    switch_interval: _Option[float | None, float | None] = _Option(0.0005, _interval_or_none)
-    send_queue_bytes: _Option[int, int] = _Option(64 * _MIB, _integer(1))
-    max_message_bytes: _Option[int, int] = _Option(64 * 1024 * _MIB, _integer(1))
-    transports: _Option[tuple[str, ...] | None, Iterable[str] | None] = _Option(None, _transports)
-    shared_memory_bytes: _Option[int, int] = _Option(1024 * _MIB, _integer(0))
-    kept_memory_bytes: _Option[int, int] = _Option(64 * _MIB, _integer(0))
-    tcp_stripes: _Option[int, int] = _Option(1, _integer(1, MAX_STRIPES))
-    listen: _Option[str | None, str | None] = _Option(None, _listen)
+    switch_interval: _Option[float | None, float | None] = _Option(0.0005, _or_none(_positive_seconds))
+    send_queue_bytes: _Integer = _Option(64 * _MIB, _integer(1))
+    max_message_bytes: _Integer = _Option(64 * 1024 * _MIB, _integer(1))
+    transports: _Option[tuple[str, ...] | None, Iterable[str] | None] = _Option(None, _or_none(_transports))
+    shared_memory_bytes: _Integer = _Option(1024 * _MIB, _integer(0))
+    kept_memory_bytes: _Integer = _Option(64 * _MIB, _integer(0))
+    tcp_stripes: _Integer = _Option(1, _integer(1, 64))
+    listen: _Option[str | None, str | None] = _Option(None, _or_none(_listen))
     deserialization: _Option[Literal["pickle", "safe"], Literal["pickle", "safe"]] = _Option(
         "pickle", _deserialization
     )
@@ -312,35 +281,17 @@ class AgentOptions(RpcBackendOptions):
         self.devices = devices
 
 
+@dataclass(eq=False, kw_only=True)
 class TensorPipeRpcBackendOptions(AgentOptions):
     """Options under PyTorch's name and with PyTorch's arguments, for programs written for its agent.
 
-    farcall's own options have their defaults and can be set as attributes. ``_transports`` and ``_channels``
-    are accepted and have no effect.
-
-    Args:
-        num_worker_threads: see ``AgentOptions``; likewise rpc_timeout, init_method, device_maps, devices.
+    farcall's own options have their defaults. ``_transports`` and ``_channels`` are accepted and have no
+    effect.
 
     Example::
 
         options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, device_maps={"worker1": {0: 1}})
     """
 
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT,
-        init_method: str = DEFAULT_INIT_METHOD,
-        device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
-        devices: Iterable[DeviceLike] | None = None,
-        _transports: Sequence[str] | None = None,
-        _channels: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(
-            num_worker_threads=num_worker_threads,
-            rpc_timeout=rpc_timeout,
-            init_method=init_method,
-            device_maps=device_maps,
-            devices=devices,
-        )
+    _transports: InitVar[Sequence[str] | None] = None
+    _channels: InitVar[Sequence[str] | None] = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.pending_call import PendingCall
 from rpc.errors import RpcTimeoutError, RRefError
 from rpc.wire.frames import Frame
 from rref.protocol.messages import ForkId, RRefId

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rpc.agent.call_table import CallTable
 from rpc.agent.caller import Caller
+from rpc.agent.calls import CallTable
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Recording

@@ -253,19 +253,7 @@ class Server:
             if value.error is not None:
                 self._agent.fail(peer, frame.call_id, value.error)
                 return
-            callee = self._agent.runner
-            try:
-                function, args, kwargs = self._load(request, value)
-                result = callee.start(function, args, kwargs, request, callee.replier(request))
-            except BaseException as error:
-                self._agent.fail(peer, frame.call_id, error)
-            else:
-                if result is not LATER:
-                    del args, kwargs
-                    payload = callee.dump_reply(request, result, function)
-                    del function
-                    if payload is not None:
-                        callee.reply(request, result, payload)
+            self._agent.runner.run(request, lambda request: self._load(request, value))
 
         return self._accept_on_object(request, _target(frame), run)
 

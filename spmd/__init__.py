@@ -1,14 +1,16 @@
-"""Sharded execution: collectives on farcall's agent, and what stands on them.
+"""Sharded execution: collectives on farcall's agent, and tensor parallelism.
 
 Importing it registers the backend ``farcall`` with PyTorch. What it offers is imported when it is used.
 
 Example::
 
     import rpc, spmd
+    from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     rpc.init_rpc("worker0", rank=0, world_size=4)
     spmd.init_process_group()
-    torch.distributed.all_reduce(tensor)
+    mesh = init_device_mesh("cpu", (4,))
+    parallelize_module(mlp, mesh, {"w1": ColwiseParallel(), "w2": RowwiseParallel()})
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from spmd import backend
 
 if TYPE_CHECKING:
     from spmd.collectives.start import init_process_group
+    from spmd.tensor_parallel import explain
 
-__all__ = ["init_process_group"]
+__all__ = ["explain", "init_process_group"]
 
-_PLACES: Final = {"init_process_group": "spmd.collectives.start"}
+_PLACES: Final = {"explain": "spmd.tensor_parallel", "init_process_group": "spmd.collectives.start"}
 
 backend.register()
 

@@ -1,10 +1,9 @@
 """The agent: one per process, on which everything else is built. It composes its parts, and ends them.
 
-A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of calls and hands
-the frame (``outbox``) to the peer, which writes it to the socket. Frames come in on the loop's thread, in
-``dispatcher``: a request goes to the executor (``request_runner``), a reply to whoever waits for it
-(``pending_call``, ``futures``). The loop moves bytes and nothing else: no user code runs on it, no pickle is
-read on it.
+A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of ``calls``, and
+``dispatcher`` hands the frame to the peer, which writes it to the socket. There all frames come in, too: a
+request goes to the executor (``request_runner``), a reply to whoever waits for it (``calls``, ``futures``).
+The loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
 
 What stands on the agent extends it at four points: message kinds (``on``, and ``control`` for small messages
 that must arrive), the turns of its life (``hooks``), the tape (``tape``), and carriers and reducers
@@ -16,20 +15,16 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
-from rpc.agent.activity import Activity
-from rpc.agent.call_table import CallTable
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
-from rpc.agent.completions import Completions, do_all
-from rpc.agent.departure import Departure
+from rpc.agent.calls import CallTable
+from rpc.agent.departure import Activity, Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler
-from rpc.agent.futures import Future
+from rpc.agent.futures import Completions
 from rpc.agent.gather import Gathering
 from rpc.agent.hooks import Hooks
-from rpc.agent.outbox import Outbox
-from rpc.agent.peer_table import PeerTable
-from rpc.agent.pending_call import PendingCall
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Recording, Tape
 from rpc.bulk.point_to_point import Bulk
@@ -39,7 +34,7 @@ from rpc.errors import ForkedProcessError, RpcError
 from rpc.group.connections import Connections
 from rpc.group.control import Control
 from rpc.group.membership import Membership, WorkerReference
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
 from rpc.runtime.blocking import check_may_block
@@ -52,7 +47,7 @@ from rpc.runtime.process_tuning import ProcessTuning
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import TransportContext
 from rpc.transport.registry import transports
-from rpc.wire.frames import Frame, Kind
+from rpc.wire.frames import Kind
 
 __all__ = ["UNSET_TIMEOUT", "Agent"]
 
@@ -78,6 +73,9 @@ class Agent:
 
     info: WorkerInfo
     view: Membership
+    calls: CallTable
+    control: Control
+    dispatcher: Dispatcher
 
     def __init__(self, options: AgentOptions, listen_host: str, listen_port: int = 0) -> None:
         self.options = options
@@ -99,11 +97,16 @@ class Agent:
         self.mailbox = Mailbox(self.loop)
         self.executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)
         self._completions = Completions(self.executor)
-        self.run_soon, self.complete_soon = self._completions.run_soon, self._completions.complete_soon
-        self.activity = Activity(self.mailbox, self.executor)
+        self.run_soon = self._completions.run_soon
+        self.activity = Activity(
+            self.mailbox,
+            self.executor,
+            lambda: self.calls.unanswered() + self.control.unacknowledged(),
+            lambda: self.calls.opened + self.dispatcher.requests_begun + self.control.posted,
+        )
         self.postponed, self.something_ended = self.activity.postponed, self.activity.ended
 
-        self.peers = PeerTable(self._make_peer, self._connect, hooks, self.events)
+        self.peers = PeerTable(self._make_peer, self._connect, hooks.joined, self.events)
         self.peer, self.peer_for = self.peers.find, self.peers.ensure
         self.peer_by_incarnation = self.peers.by_incarnation
         self.connections = Connections(
@@ -114,31 +117,33 @@ class Agent:
         )
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
 
-        self.calls = CallTable(self, self.loop, lambda futures: self.complete_soon(*futures), self.events)
-        self.outbox = outbox = Outbox(self)
-        self.send, self.answer = outbox.send, outbox.answer
-        self.reply, self.dump_reply, self.fail = outbox.reply, outbox.dump_reply, outbox.fail
-        self.caller = Caller(self, outbox)
-        self.call = self.caller.ask
+        self.caller = Caller(self)
+        self.call, self.call_async = self.caller.ask, self.caller.call_async
+        self.calls = CallTable(self.caller, self.loop, self.events)
         self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer)
         self.all_gather = self.gathering.all_gather
-        self.runner = RequestRunner(self, outbox)
-        self.dispatcher = dispatcher = Dispatcher(self, self.runner.run)
+        self.runner = runner = RequestRunner(self)
+        self.reply, self.answer, self.fail = runner.reply, runner.answer, runner.fail
+        self.dispatcher = dispatcher = Dispatcher(self, runner.run)
+        self.send, self.followed = dispatcher.send, dispatcher.followed
         self.frames_received, self.take_inline = dispatcher.frames_received, dispatcher.take_inline
-        self.followed = dispatcher.followed
 
         self.shared_memory = SharedMemory(
             self.loop,
             self.mailbox.call,
             self.connections.lose,
-            lambda peer: bool(peer.member.host == self.view.me.host),
             bound=options.shared_memory_bytes,
             max_message_bytes=options.max_message_bytes,
             takes=self.serializer.allow is None,
         )
         self.share = self.shared_memory.send
         self.striping = Striping(
-            self.loop, self.mailbox, self.connections, self, options.tcp_stripes, options.max_message_bytes
+            self.loop,
+            self.mailbox,
+            self.connections,
+            self.frames_received,
+            options.tcp_stripes,
+            options.max_message_bytes,
         )
         self.connections.lane_came = self.striping.lane_came
         self.bulk = Bulk(self.share, self.striping.consider, self.lose)
@@ -146,7 +151,7 @@ class Agent:
         self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)
         hooks.gone.extend((self.shared_memory.peer_gone, self.striping.peer_gone, self.bulk.peer_gone))
         hooks.closed.append(self.bulk.close)
-        hooks.forked.append(self.bulk.abandon)
+        hooks.forked.extend((self.bulk.abandon, self.shared_memory.abandon, self.striping.abandon))
         for kind, handler in (
             (Kind.CONTROL, self.control.received),
             (Kind.GOODBYE, self.connections.goodbye_received),
@@ -158,10 +163,6 @@ class Agent:
         self.dispatcher.unwrap(Kind.IN_SEGMENT, self.shared_memory.unwrap)
         self.dispatcher.on(Kind.BULK, self.bulk.received, any_thread=True)
         self.dispatcher.on(Kind.BULK_CREDIT, self.bulk.credited, any_thread=True)
-        self.activity.count(
-            under_way=lambda: self.calls.unanswered() + self.control.unacknowledged(),
-            begun=lambda: self.calls.opened + dispatcher.requests_begun + self.control.posted,
-        )
         try:
             self.addresses = self.on_loop(self.connections.listen, listen_host, listen_port)
         except BaseException as error:
@@ -177,7 +178,6 @@ class Agent:
         """Take part in a group: from now on calls can be made and are answered.
 
         Args:
-            me: this worker.
             members: everybody known so far, with or without ``me``.
             group: a key that all members of this group, and no others, share.
             static: nobody joins later.
@@ -232,17 +232,6 @@ class Agent:
 
     # ---- what the API needs (AgentInterface)
 
-    def call_async(
-        self,
-        to: WorkerReference,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-    ) -> Future[Any]:
-        """Send a call and return its future; what cannot be sent raises here."""
-        return self.caller.future(self.caller.call(to, function, args, kwargs, timeout, coalesce=True))
-
     def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
         """This worker's name and id, or those of the one that ``worker`` names."""
         return self.info if worker is None else self.view.resolve(worker).info
@@ -279,11 +268,7 @@ class Agent:
     def on(
         self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
     ) -> None:
-        """Have frames of a kind from ``Kind.EXTENSION`` on passed to ``handler``.
-
-        It runs on the loop's thread, or with ``any_thread`` on any other: it must neither block nor run user
-        code. What does, it may return as a task for an executor thread. More is said in ``Dispatcher.on``.
-        """
+        """See ``Dispatcher.on``; only for kinds from ``Kind.EXTENSION`` on."""
         if kind < Kind.EXTENSION:
             raise ValueError(f"message kind {kind} is reserved")
         self.dispatcher.on(kind, handler, any_thread=any_thread, followed=followed)
@@ -295,23 +280,6 @@ class Agent:
             return None
         follow = tape.answered if answer else tape.received
         return follow(header[tape.key], source)
-
-    # ---- what pending calls need (CallOwner)
-
-    def decode(self, call: PendingCall, frame: Frame) -> Any:
-        if frame.kind == Kind.FAILURE:
-            raise self.serializer.load_exception(
-                frame.header, frame.buffers, call.arrivals, call.peer, codec=frame.codec
-            )
-        _, _, header, buffers, codec = frame
-        recording = self.recording_of(header, call.peer, answer=True) if header else None
-        connect = None if recording is None else recording.connect
-        return self.serializer.codecs[codec].loads(header, buffers, call.arrivals, call.peer, connect=connect)
-
-    def expire(self, call: PendingCall) -> BaseException | None:
-        error = self.calls.expire(call)
-        self.something_ended()  # if its callee is gone, or its answer has just come
-        return error
 
     # ---- the end
 
@@ -352,7 +320,7 @@ class Agent:
         if self.closed:
             return
         self.closed = True
-        do_all(
+        steps: tuple[Callable[[], object], ...] = (
             self.mailbox.close,
             *self.hooks.close,
             functools.partial(self._leave_group, reason),
@@ -363,6 +331,9 @@ class Agent:
             self._loop_thread.stop,
             self._process.restore,
         )
+        with ExitStack() as stack:
+            for step in reversed(steps):
+                stack.callback(step)
 
     def _leave_group(self, reason: str) -> None:
         if not self._loop_thread.is_current():
@@ -382,9 +353,8 @@ class Agent:
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.
 
-        The child has none of the agent's threads, and its locks may be held by threads that are not there,
-        so nothing is called that would take one. The descriptors are closed, or the parent's peers would
-        not notice the parent's death while the child lives.
+        No lock may be taken: threads may hold it that are not there. Descriptors are closed, or the parent's
+        peers would not notice its death while the child lives.
         """
         self.closed = True
         self.mailbox.close()
@@ -392,8 +362,6 @@ class Agent:
             handler()
         for connection in self.connections.connections(self.peers.all()):
             connection.abandon()
-        self.shared_memory.abandon()
-        self.striping.abandon()
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         self._process.restore(give_back=False)

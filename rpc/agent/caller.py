@@ -1,8 +1,8 @@
 """The caller's side: make a call of a function and its arguments, send it, and wait.
 
-A call is serialized on the caller's thread, entered into the table of calls, and its message handed to the
-outbox. All calls begin in ``request``, or in ``inquire`` where the thread waits for the answer at once. What
-comes of it is the business of ``pending_call``; how it is run, of ``request_runner``.
+A call is serialized on the caller's thread, entered into the table of calls, and sent (``dispatcher``). All
+calls begin in ``request``, or in ``inquire`` where the thread waits for the answer at once. What comes of it
+is the business of ``calls``; how it is run, of ``request_runner``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.outbox import Outbox
-from rpc.agent.pending_call import PendingCall
-from rpc.agent.ports import Sending
+from rpc.agent.ports import Calling
 from rpc.agent.tape import note
 from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
@@ -25,7 +24,7 @@ from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rpc.serialization.tracked import stand_ins
 from rpc.transport.base import INFINITE, QueueFull
-from rpc.wire.frames import Kind
+from rpc.wire.frames import Frame, Kind
 
 __all__ = ["UNSET_TIMEOUT", "Caller"]
 
@@ -37,11 +36,10 @@ _FEW: Final = 16
 
 
 class Caller:
-    """Makes the calls of one agent, from any thread."""
+    """Makes the calls of one agent, from any thread. It is the ``CallOwner`` of all."""
 
-    def __init__(self, agent: Sending, outbox: Outbox) -> None:
+    def __init__(self, agent: Calling) -> None:
         self._agent = agent
-        self._outbox = outbox
 
     @protected  # what travels beside the payload is sent, or taken back
     def call(
@@ -57,9 +55,9 @@ class Caller:
         """Send a call of a function; what cannot be sent raises here.
 
         Args:
-            coalesce: the caller does not wait for it now: where many calls are under way, it may be sent with
-                those that follow.
             timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
+            coalesce: nobody waits for it now: where many are under way, it may be sent with those that
+                follow.
         """
         peer = self._agent.peer(to)
         payload = self.dump_call(function, args, kwargs, peer)
@@ -80,6 +78,10 @@ class Caller:
         payload = self.dump_call(function, args, kwargs, peer)
         return self.inquire(peer, Kind.CALL, payload, timeout, function)
 
+    def call_async(self, *call: Any) -> Future[Any]:
+        """As ``call``, but return a future."""
+        return self.future(self.call(*call, coalesce=True))
+
     @protected
     def request(
         self,
@@ -91,12 +93,9 @@ class Caller:
         *,
         coalesce: bool = False,
     ) -> PendingCall:
-        """Send any message that is answered by a reply or a failure.
+        """Send any message that is answered by a reply or a failure; ``what`` is asked, for error messages.
 
-        A worker that is gone is not an error here, but the call's outcome.
-
-        Args:
-            what: what is asked, for error messages: a text or a function.
+        That a worker is gone is the call's outcome.
         """
         call = self._begin(peer, payload, timeout, what)
         self.transmit(call, kind, payload, coalesce=coalesce)
@@ -132,9 +131,8 @@ class Caller:
     def transmit(self, call: PendingCall, kind: int, payload: Payload, *, coalesce: bool = False) -> None:
         """Send the message of a call that is in the table; see ``request``."""
         try:
-            self._outbox.send(
-                call.peer, kind, call.call_id, payload, wait=call.timeout or INFINITE, coalesce=coalesce
-            )
+            wait = call.timeout or INFINITE
+            self._agent.send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=coalesce)
         except QueueFull:
             if self.drop(call):
                 call.settle(call.timeout_error())
@@ -177,10 +175,8 @@ class Caller:
             note(tape, recording, [], header, peer)
 
     def effective_timeout(self, timeout: float) -> float:
-        """A timeout as the user gave it, with ``UNSET_TIMEOUT`` replaced by the default.
-
-        Raises:
-            TypeError, ValueError: it is no number of seconds.
+        """A timeout as the user gave it, or the default; ``TypeError`` or ``ValueError`` if it is no number
+        of seconds.
         """
         try:
             if timeout == UNSET_TIMEOUT:
@@ -199,3 +195,24 @@ class Caller:
         future = Future.for_call(call)
         self._agent.calls.watch(call)
         return future
+
+    # ---- what pending calls need (CallOwner)
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        kind, _, header, buffers, codec = frame
+        agent = self._agent
+        if kind == Kind.FAILURE:
+            raise agent.serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
+        recording = agent.recording_of(header, call.peer, answer=True) if header else None
+        connect = None if recording is None else recording.connect
+        return agent.serializer.codecs[codec].loads(
+            header, buffers, call.arrivals, call.peer, connect=connect
+        )
+
+    def complete_soon(self, *futures: Future[Any]) -> None:
+        self._agent.run_soon([(future.complete, None) for future in futures])
+
+    def expire(self, call: PendingCall) -> BaseException | None:
+        error = self._agent.calls.expire(call)
+        self._agent.something_ended()  # if its callee is gone, or its answer has just come
+        return error

@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rpc.agent.activity import Activity
 from rpc.agent.hooks import Hooks
-from rpc.agent.peer_table import PeerTable
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.connections import Connections
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, wait_for_event
+from rpc.runtime.executor import Executor
 from rpc.runtime.loop import LoopThread
+from rpc.runtime.mailbox import Counter, Mailbox
 from rpc.wire.frames import Frame, Kind, encode
 
-__all__ = ["Departure"]
+__all__ = ["Activity", "Departure"]
 
 ROUNDS: Final = 3
 """The first ends when no call is under way anywhere, the second when all references are given back, the
@@ -34,15 +34,64 @@ third when everybody has seen what was not given back. Then all leave."""
 _CLOSED: Final = "another thread has ended the agent"
 
 
-class Departure:
-    """One agent's way out of its group.
+Count = Callable[[], int]
+
+
+class Activity:
+    """How much is under way on an agent, and who is told when that may have become nothing. From any thread.
+
+    Nothing can be on its way between two workers that is not under way at its sender: a call is until it is
+    answered, a control message until it is acknowledged.
 
     Args:
-        activity: what is under way here.
-        peers, connections: of this worker.
-        loop_thread: the agent's.
-        hooks: tell when the agent has ended.
+        parts_under_way, begun: how much the agent's other parts have under way, and how much has ever begun.
+
+    Attributes:
+        postponed: requests that no task works on, but which are still to be run or answered.
+        listener: who is told; None while it interests nobody.
     """
+
+    def __init__(
+        self, mailbox: Mailbox, executor: Executor, parts_under_way: Count = int, begun: Count = int
+    ) -> None:
+        self.postponed = Counter()
+        self.listener: Callable[[], object] | None = None
+        self.begun = begun
+        self._mailbox = mailbox
+        self._executor = executor
+        self._parts_under_way = parts_under_way
+        mailbox.when_emptied(self._look)
+
+    def under_way(self) -> int:
+        """How much is under way: calls and requests not answered yet, tasks, callbacks, control messages not
+        acknowledged.
+        """
+        # In this order: calls and postponed requests become tasks, and tasks leave things in the mailbox.
+        count = self._parts_under_way() + self.postponed.value
+        return count + self._executor.active() + self._mailbox.pending()
+
+    def listen(self, listener: Callable[[], object] | None) -> None:
+        """On the loop's thread: have ``listener`` called there whenever something may have ended, from now
+        on, or nobody any longer. (Only then is it worth the time to say so.)
+        """
+        if listener == self.listener:
+            return
+        self.listener = listener
+        self._executor.when_idle(None if listener is None else self.ended)
+        self.ended()  # what has ended since it was last counted could not say so
+
+    def ended(self) -> None:
+        """Something ended: this worker may have become idle."""
+        if self.listener is not None:
+            self._mailbox.call(self._look)
+
+    def _look(self) -> None:
+        if self.listener is not None:
+            self.listener()
+
+
+class Departure:
+    """One agent's way out of its group."""
 
     def __init__(
         self,
@@ -64,11 +113,8 @@ class Departure:
         hooks.closed.append(self._closed)
 
     def form(self, me: Member, members: Sequence[Member] | None) -> None:
-        """The group is formed.
-
-        Args:
-            me: this worker.
-            members: of a static group; None in a dynamic one, where each leaves when its own work is done.
+        """The group is formed of ``members``; None in a dynamic one, where each leaves when its own work is
+        done.
         """
         self._me = me
         self._termination = None if members is None else Termination(me, members, ROUNDS)
@@ -76,12 +122,9 @@ class Departure:
     def wait_for_all(
         self, timeout: float, release: Callable[[], object] | None, check: Callable[[], object] | None
     ) -> None:
-        """Wait for the end of all work, with all ``ROUNDS``; arguments as for ``wait``.
-
-        Args:
-            release: gives back all references, after the first round.
-            check: looks whether others hold references, after the second. If it raises, the third is waited
-                for all the same.
+        """Wait for the end of all work, with all ``ROUNDS``; see ``wait``. ``release`` gives back all
+        references, after the first round; ``check`` looks whether others hold references, after the second.
+        If that raises, the third is waited for all the same.
         """
         self.wait(timeout)
         if release is not None:
@@ -96,12 +139,8 @@ class Departure:
     def wait(self, timeout: float) -> None:
         """Wait for the end of a round (in a dynamic group: of this worker's own work). Ctrl-C interrupts.
 
-        Args:
-            timeout: seconds; 0 for no limit.
-
-        Raises:
-            RpcTimeoutError: it took longer; says who is not in shutdown, or who is still busy. Or another
-                thread has ended the agent.
+        ``RpcTimeoutError`` if it takes more than ``timeout`` seconds (0 for no limit); it says who is not in
+        shutdown, or still busy. Also if another thread has ended the agent.
         """
         ended = threading.Event()
         failure: list[str | None] = [None]

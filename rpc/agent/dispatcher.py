@@ -1,9 +1,12 @@
-"""What comes in: each frame goes to whom it concerns.
+"""Messages: how they go out, and to whom each goes that comes in.
 
-A request goes to the executor, where the runner runs it; a reply to whoever waits for it; any other frame to
-the handler of its kind. Every frame comes in by one door: on the loop's thread, or on a thread that has read
-it itself, or made the call to its own worker. What nobody but the loop may take in, such as references, is
-left to it.
+A message goes out as one small frame, through memory that both workers share, or as its buffers lie,
+whichever suits its size and its receiver.
+
+Of what comes in, a request goes to the executor, where the runner runs it; a reply to whoever waits for it;
+any other frame to the handler of its kind. Every frame comes in by one door: on the loop's thread, or on a
+thread that has read it itself, or made the call to its own worker. What nobody but the loop may take in, such
+as references, is left to it.
 """
 
 from __future__ import annotations
@@ -11,17 +14,19 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from rpc.agent.ports import Dispatching
 from rpc.agent.request_runner import Request
-from rpc.errors import ProtocolError, RpcError
+from rpc.errors import ProtocolError, RpcError, SerializationError
+from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
-from rpc.runtime.events import MessageReceived, RequestBegun
+from rpc.runtime.events import MessageReceived, MessageSent, RequestBegun
+from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
-from rpc.serialization.payload import Arrivals
-from rpc.wire.frames import Frame, Kind
+from rpc.serialization.payload import EXCEPTION, Arrivals, Payload
+from rpc.transport.base import INFINITE, SMALL_BYTES
+from rpc.wire.frames import Frame, Kind, encode, encode_small
 
 __all__ = ["Dispatcher", "KindHandler"]
 
@@ -32,33 +37,75 @@ KindHandler = Callable[[Peer, Frame], Task | None]
 
 _OWN_KINDS: Final = frozenset((Kind.CALL, Kind.REPLY, Kind.FAILURE))
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One line of the table of message kinds."""
-
-    handle: KindHandler
-    any_thread: bool
+_FEW: Final = 4
+"""A header of more entries is not taken to be small."""
 
 
 class Dispatcher:
-    """Takes in the frames of one agent.
+    """Sends and takes in the messages of one agent.
 
     Args:
         agent: see ``Dispatching``.
         run: runs a request, on an executor thread.
+
+    Attributes:
+        followed: kinds of frames behind which another most likely comes at once.
+        requests_begun: how many requests were ever taken in; of several simultaneous ones, some may be
+            counted late.
     """
 
     def __init__(self, agent: Dispatching, run: Callable[[Request], None]) -> None:
+        self.followed: set[int] = set()
+        self.requests_begun = 0
         self._agent = agent
         self._run = run
-        self._kinds: dict[int, _Entry] = {}
+        self._handlers: dict[int, KindHandler] = {}
+        self._any_thread: set[int] = set(_OWN_KINDS)
         self._openers: dict[int, Callable[[Peer, Frame], Frame]] = {}
-        self.followed: set[int] = set()
-        """Kinds of frames behind which another most likely comes at once."""
         self._numbers = itertools.count(1)
-        self.requests_begun = 0
-        """How many requests were ever taken in; of several simultaneous ones, some may be counted late."""
+
+    @protected
+    def send(
+        self,
+        peer: Peer,
+        kind: int,
+        call_id: int,
+        payload: Payload,
+        *,
+        wait: float = INFINITE,
+        coalesce: bool = False,
+    ) -> None:
+        """Send one message, from any thread; if that fails, what travels beside its buffers is taken back.
+
+        An exception that is larger than what the peer accepts goes out as its description alone.
+
+        Args:
+            wait: seconds to wait at most while too much is queued for that peer.
+            coalesce: see ``Connection.send_small``.
+        """
+        header, buffers = payload.header, payload.buffers
+        count = len(buffers)
+        events = self._agent.events
+        if events.message_sent:
+            events.tell(events.message_sent, MessageSent(peer.name, kind, sum(map(len, buffers))))
+        try:
+            if not count or (count == 1 and len(buffers[0]) <= SMALL_BYTES and len(header) <= _FEW):
+                frame = encode_small(kind, call_id, header, buffers, payload.codec)
+                if len(frame) > SMALL_FRAME_BYTES:
+                    peer.check_size(len(frame))
+                peer.send_small(frame, wait, coalesce=coalesce)
+            elif count == 1 or not self._agent.share(peer, kind, call_id, payload, wait):
+                pieces, size = encode(kind, call_id, header, buffers, payload.codec)
+                peer.check_size(size)
+                aliased = count > 1  # others may be the caller's own memory
+                peer.send(pieces, size, aliased=aliased, wait=wait)
+                self._agent.striping.consider(peer, size)
+        except BaseException as error:
+            self._agent.serializer.take_back(header, peer)
+            if EXCEPTION not in header or not isinstance(error, SerializationError | ProtocolError):
+                raise
+            described = self._agent.serializer.without_exception(header, error)
+            self.send(peer, kind, call_id, described, wait=wait, coalesce=coalesce)
 
     # ---- the table of message kinds
 
@@ -75,19 +122,23 @@ class Dispatcher:
         Raises:
             ValueError: the kind has a handler, or is the dispatcher's own.
         """
-        if kind in _OWN_KINDS or kind in self._kinds or kind in self._openers:
-            raise ValueError(f"message kind {kind} is taken")
-        self._kinds[kind] = _Entry(handler, any_thread)
+        self._check_free(kind)
+        self._handlers[kind] = handler
+        if any_thread:
+            self._any_thread.add(kind)
         if followed:
             self.followed.add(kind)
 
     def unwrap(self, kind: int, opener: Callable[[Peer, Frame], Frame]) -> None:
         """Have frames of a kind replaced by the messages that they stand for, on any thread."""
-        if kind in _OWN_KINDS or kind in self._kinds or kind in self._openers:
-            raise ValueError(f"message kind {kind} is taken")
+        self._check_free(kind)
         self._openers[kind] = opener
 
-    # ---- frames that have come
+    def _check_free(self, kind: int) -> None:
+        if kind in _OWN_KINDS or kind in self._handlers or kind in self._openers:
+            raise ValueError(f"message kind {kind} is taken")
+
+    # ---- messages that have come
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
         """On the loop's thread: take in frames of one worker, in order."""
@@ -102,17 +153,10 @@ class Dispatcher:
                 self._take_in(peer, frame, arrivals, tasks)
         except Exception as error:
             self._refuse(peer, error)
-        if tasks:
-            self._agent.run_soon(tasks)
-        self._agent.something_ended()
+        self._pass_on(tasks)
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool = False) -> Task | None:
-        """On any thread: take frames in from the front of the list, removing them, up to the first that needs
-        the loop.
-
-        Args:
-            keep: the thread wants something to do, which is returned, if there is anything.
-        """
+        """On any thread: see ``Receiver.take_inline``."""
         tasks: list[Task] = []
         try:
             while frames:
@@ -122,7 +166,10 @@ class Dispatcher:
                     break
                 if frame[0] in self._openers:
                     frame = self._openers[frame[0]](peer, frame)
-                if self._needs_loop(frame[0], frame[2]):
+                header = frame[2]
+                if frame[0] not in self._any_thread or (
+                    header and not self._agent.serializer.brings_nothing(header)
+                ):
                     frames.insert(0, frame)
                     break
                 self._take_in(peer, frame, None, tasks)
@@ -130,17 +177,15 @@ class Dispatcher:
             frames.clear()
             self._refuse(peer, error)
         mine = tasks.pop(0) if keep and tasks else None
-        if tasks:
-            self._agent.run_soon(tasks)
-        self._agent.something_ended()
+        self._pass_on(tasks)
         return mine
 
-    def _needs_loop(self, kind: int, header: dict[str, Any]) -> bool:
-        if kind not in _OWN_KINDS:
-            entry = self._kinds.get(kind)
-            if entry is None or not entry.any_thread:
-                return True
-        return bool(header) and not self._agent.serializer.brings_nothing(header)
+    def _pass_on(self, tasks: list[Task]) -> None:
+        agent = self._agent
+        if tasks:
+            agent.run_soon(tasks)
+        if agent.activity.listener is not None:  # whom it interests that this worker may have become idle
+            agent.something_ended()
 
     def _take_in(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
@@ -154,25 +199,19 @@ class Dispatcher:
         elif kind == Kind.REPLY or kind == Kind.FAILURE:
             self._answered(peer, frame, arrivals, tasks)
         else:
-            entry = self._kinds.get(kind)
-            if entry is None:
+            handler = self._handlers.get(kind)
+            if handler is None:
                 raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
-            task = entry.handle(peer, frame)
+            task = handler(peer, frame)
             if task is not None:
                 tasks.append(task)
 
     def _answered(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
-        calls = self._agent.calls
-        call = calls.take(frame.call_id)
-        if call is None:
-            calls.answered_late(frame.call_id)
-            return
-        if call.peer is not peer:
-            calls.restore(call)
-            raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
-        call.arrivals = arrivals
-        if call.settle(frame) and call.future is not None:
-            tasks.append((call.future.complete, None))
+        call = self._agent.calls.answered(frame.call_id, peer)
+        if call is not None:
+            call.arrivals = arrivals
+            if call.settle(frame) and call.future is not None:
+                tasks.append((call.future.complete, None))
 
     def _refuse(self, peer: Peer, error: Exception) -> None:
         """Whatever a malformed message makes fail, it ends this connection and nothing else."""
@@ -190,11 +229,8 @@ class Dispatcher:
         self.requests_begun = next(self._numbers)
 
     def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
-        """Have ``run`` run a request, which must be answered by ``reply`` or ``fail``, when all that
-        travelled beside its buffers is ready.
-
-        Args:
-            tasks: where to put it if it can run now.
+        """Have ``run`` run a request, which must be answered once, when all that travelled beside its buffers
+        is ready: at once by a task that is put among ``tasks``, or later.
         """
         agent = self._agent
         self.count_request()

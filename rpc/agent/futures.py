@@ -1,6 +1,6 @@
 """The future of a call that users hold, and waiting for many of them.
 
-When a reply arrives, it is only stored (see ``pending_call``). If a thread waits for it, that thread is
+When a reply arrives, it is only stored (see ``calls``). If a thread waits for it, that thread is
 woken, decodes it and completes the future, at no cost of a further hand-over; where nobody waits, an executor
 thread does it. Both may try: the second waits until the first has decoded. If Ctrl-C ends the wait of the
 first, an executor thread takes over.
@@ -13,17 +13,19 @@ import contextlib
 import functools
 import threading
 from _thread import LockType, allocate_lock
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import copy_context
 from typing import Any, Final, TypeVar, cast
 
 import torch
 
-from rpc.agent.pending_call import PendingCall
+from rpc.agent.calls import PendingCall
 from rpc.runtime.blocking import check_may_block, wait_for, wait_for_event
+from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.tasks import Task
 
-__all__ = ["Future", "collected_futures", "wait_all", "wait_futures"]
+__all__ = ["Completions", "Future", "collected_futures", "wait_all", "wait_futures"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -94,7 +96,7 @@ class Future(torch.futures.Future[T]):
                 _until_free(self._claim)  # another thread decodes
                 continue
             try:
-                self._ending = _decode(call), None
+                self._ending = call.result(), None
             except BaseException as error:
                 self._ending = None, error
                 if isinstance(error, KeyboardInterrupt):
@@ -209,17 +211,6 @@ def _until_free(lock: LockType) -> None:
 
 
 @interruptible
-def _decode(call: PendingCall) -> Any:
-    """The value of a call that has ended; raises its error."""
-    outcome = call.outcome
-    assert outcome is not None
-    call.what = None  # see ``PendingCall.result``
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return call.owner.decode(call, outcome)
-
-
-@interruptible
 def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | None) -> None:
     """Complete a future, which runs its callbacks, unless another thread has just done so."""
     try:
@@ -244,6 +235,32 @@ def _fail(
         wrapped.__cause__ = error
         error = wrapped
     future.set_exception(error)
+
+
+class Completions:
+    """Has tasks run, and futures completed, on executor threads. From any thread."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def run_soon(self, tasks: Sequence[Task]) -> None:
+        """Run tasks on executor threads; when these have ended, only futures are completed still."""
+        if not self._executor.submit_batch(tasks):
+            self._complete(tasks)
+
+    def stop(self, timeout: float) -> None:
+        """End the executor; what it has not begun is dropped, but futures are completed."""
+        dropped = self._executor.drop_backlog()
+        try:
+            self._executor.stop(timeout=timeout)
+        finally:
+            self._complete(dropped)
+
+    def _complete(self, tasks: Sequence[Task]) -> None:
+        with contextlib.ExitStack() as all_of_them:  # also when the callbacks of one raise
+            for function, argument in reversed(tasks):
+                if isinstance(getattr(function, "__self__", None), Future):
+                    all_of_them.callback(function, argument)
 
 
 @contextlib.contextmanager

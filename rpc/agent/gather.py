@@ -12,15 +12,14 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
-from rpc.agent.peer_table import PeerTable
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for_event
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import protected
@@ -132,7 +131,7 @@ class Gathering:
         whole = {"objects": objects}
         caller = self._caller
         return objects, {
-            name: caller.future(caller.call(name, _publish, (names, number), whole, call_timeout))
+            name: caller.call_async(name, _publish, (names, number), whole, call_timeout)
             for name in names[1:]
         }
 
@@ -159,7 +158,7 @@ class Gathering:
         caller = self._caller
         for name in others:
             with contextlib.suppress(RpcError):
-                caller.future(caller.call(name, _fail, (names, number, told), {}, UNSET_TIMEOUT))
+                caller.call_async(name, _fail, (names, number, told), {}, UNSET_TIMEOUT)
         return error
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
@@ -212,19 +211,18 @@ class Gathering:
             state.fail(error)
 
     def _closed(self) -> None:
-        with self._lock:
-            concerned = [(names, state) for (names, _), state in self._rounds.items()]
-        for names, state in concerned:
-            if not state.complete.is_set():
-                what = f"_all_gather among {list(names)} cannot complete"
-                state.fail(NotInitializedError(f"RPC has been shut down: {what}"))
+        self._end_rounds(None, lambda what: NotInitializedError(f"RPC has been shut down: {what}"))
 
     def _worker_gone(self, peer: Peer, reason: str) -> None:
+        self._end_rounds(peer.name, peer.lost_error)
+
+    def _end_rounds(self, member: str | None, error: Callable[[str], RpcError]) -> None:
+        """Fail those in which a worker takes part; None for all."""
         with self._lock:
-            concerned = [(names, state) for (names, _), state in self._rounds.items() if peer.name in names]
-        for names, state in concerned:
-            if not state.complete.is_set():
-                state.fail(peer.lost_error(f"_all_gather among {list(names)} cannot complete"))
+            rounds = [(names, state) for (names, _), state in self._rounds.items()]
+        for names, state in rounds:
+            if (member is None or member in names) and not state.complete.is_set():
+                state.fail(error(f"_all_gather among {list(names)} cannot complete"))
 
 
 def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:

@@ -12,14 +12,12 @@ __all__ = ["Hooks"]
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Handlers, each kind called in the order in which they were added.
+    """Handlers at the turns of an agent's life, each kind called in the order in which they were added.
 
-    Attributes:
-        joined: on the loop's thread, when another worker has become known.
-        gone: on the loop's thread, when a worker is gone for good, with the reason.
-        close: on the closing thread, when this worker leaves.
-        closed: on the closing thread, when this worker has left: nobody it waits for will answer any more.
-        forked: in a forked child, where they may wait for no lock.
+    ``joined`` and ``gone`` are called on the loop's thread, when another worker has become known, or is gone
+    for good, with the reason. ``close`` is called on the closing thread, when this worker leaves, ``closed``
+    when it has left: nobody it waits for will answer any more. ``forked`` in a forked child, where it may
+    wait for no lock.
     """
 
     joined: list[Callable[[Peer], object]] = field(default_factory=list)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rpc.agent.call_table import CallTable
+from rpc.agent.calls import CallTable
+from rpc.agent.departure import Activity
 from rpc.agent.tape import Recording, Tape
 from rpc.bulk.striping import Striping
 from rpc.group.membership import WorkerReference
@@ -18,7 +19,7 @@ from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
 
-__all__ = ["Answers", "Dispatching", "Running", "Sending"]
+__all__ = ["Calling", "Dispatching", "Running"]
 
 
 class _Common(Protocol):
@@ -28,66 +29,64 @@ class _Common(Protocol):
     def something_ended(self) -> None:
         """This worker may have become idle, which interests who waits to leave."""
 
+    def recording_of(
+        self, header: dict[str, Any], source: Peer, /, *, answer: bool = False
+    ) -> Recording | None:
+        """What a request with this header, or an answer, is noted in."""
 
-class Sending(_Common, Protocol):
-    """What the caller and the outbox need."""
+    def send(
+        self,
+        peer: Peer,
+        kind: int,
+        call_id: int,
+        payload: Payload,
+        *,
+        wait: float = ...,
+        coalesce: bool = ...,
+    ) -> None:
+        """See ``Dispatcher.send``."""
+
+
+class Calling(_Common, Protocol):
+    """What the caller needs."""
 
     rpc_timeout: float
     tape: Tape | None
     calls: CallTable
-    info: WorkerInfo
 
     def peer(self, callee: WorkerReference, /) -> Peer:
         """The peer that a callee names."""
 
-    striping: Striping
-
-    def share(self, peer: Peer, kind: int, call_id: int, payload: Payload, wait: float, /) -> bool:
-        """Send a message through shared memory, if it can be."""
-
-
-class Answers(Protocol):
-    """How requests are answered: the outbox's half of it."""
-
-    def reply(
-        self,
-        peer: Peer,
-        call_id: int,
-        value: Any,
-        of: object = None,
-        recording: Recording | None = None,
-        codec: int = 0,
-    ) -> None: ...
-
-    def dump_reply(
-        self, peer: Peer, value: Any, of: object, recording: Recording | None, codec: int = 0
-    ) -> Payload: ...
-
-    def fail(self, peer: Peer, call_id: int, error: BaseException) -> None: ...
-
-    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None: ...
+    def run_soon(self, tasks: Sequence[Task], /) -> None:
+        """Run tasks on executor threads."""
 
 
 class Running(_Common, Protocol):
     """What the request runner needs."""
 
+    tape: Tape | None
     executor: Executor
     postponed: Counter
     info: WorkerInfo
 
-    def recording_of(self, header: dict[str, Any], source: Peer, /) -> Recording | None:
-        """What a request with this header is noted in."""
 
-
-class Dispatching(_Common, Protocol):
+class Dispatching(Protocol):
     """What the dispatcher needs."""
 
+    serializer: Serializer
+    events: Events
     calls: CallTable
     executor: Executor
+    activity: Activity
     postponed: Counter
+    striping: Striping
 
-    def run_soon(self, tasks: Sequence[Task], /) -> None:
-        """Run tasks on executor threads."""
+    def something_ended(self) -> None: ...
+
+    def share(self, peer: Peer, kind: int, call_id: int, payload: Payload, wait: float, /) -> bool:
+        """Send a message through shared memory, if it can be."""
+
+    def run_soon(self, tasks: Sequence[Task], /) -> None: ...
 
     def lose(self, peer: Peer, reason: str, /) -> None:
         """Cut a worker off. From any thread."""

@@ -1,40 +1,43 @@
 """The callee's side: run what others ask for, and answer.
 
 Requests run on executor threads; ``async def`` functions run as coroutines on a loop of their own. Whatever
-a request does, it is answered exactly once: with its value, or with the exception.
+a request does, it is answered exactly once: with its value, or with the exception. If the value cannot be
+sent, with the error that says why; an exception that is too large is described.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import CoroutineType
 from typing import Any, Final
 
 import torch
 
-from rpc.agent.ports import Answers, Running
-from rpc.agent.tape import Recording
-from rpc.errors import NotInitializedError, RpcError, with_article
+from rpc.agent.ports import Running
+from rpc.agent.tape import Recording, note
+from rpc.errors import NotInitializedError, RpcError, WorkerLostError, with_article
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
+from rpc.runtime.events import RequestEnded
 from rpc.runtime.loop import LoopThread
+from rpc.serialization.codecs import PICKLE
+from rpc.serialization.exceptions import text_of
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
-__all__ = ["Request", "RequestRunner"]
+__all__ = ["LATER", "Request", "RequestRunner"]
+
+logger = logging.getLogger(__name__)
 
 
 class Request:
-    """A call that has arrived.
+    """A call that has arrived: who asks, what, and what travelled beside the pickle.
 
-    Attributes:
-        peer: who asks.
-        frame: what.
-        arrivals: what travelled beside the pickle.
-        recording: what it is noted in, once it is loaded.
+    ``recording`` is what it is noted in, once it is loaded.
     """
 
     __slots__ = ("arrivals", "frame", "peer", "recording")
@@ -45,6 +48,9 @@ class Request:
         self.arrivals = arrivals
         self.recording: Recording | None = None
 
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function and its arguments."""
 
 Answer = Callable[[Any, BaseException | None], None]
 """Called once, with the value or the exception."""
@@ -60,77 +66,38 @@ _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes
 """Values of just these types end without running code of the user's, unless hung onto a tensor."""
 
 
-class _Replier:
-    """Answers one call."""
-
-    __slots__ = ("_answers", "_call_id", "_codec", "_peer", "_recording")
-
-    def __init__(self, answers: Answers, request: Request) -> None:
-        self._answers = answers
-        self._peer = request.peer
-        self._call_id = request.frame.call_id
-        self._codec = request.frame.codec
-        self._recording = request.recording
-
-    def __call__(self, value: Any, error: BaseException | None) -> None:
-        if error is not None:
-            self._answers.fail(self._peer, self._call_id, error)
-        else:
-            self._answers.reply(self._peer, self._call_id, value, None, self._recording, self._codec)
-
-
 class RequestRunner:
-    """Runs requests. ``run`` is called on executor threads."""
+    """Runs requests, on executor threads, and answers them, from any."""
 
-    def __init__(self, agent: Running, answers: Answers) -> None:
+    def __init__(self, agent: Running) -> None:
         self._agent = agent
-        self._answers = answers
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
         self._stopped = False
 
-    def run(self, request: Request) -> None:
-        """Run a call and reply to it."""
+    def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
+        """Run a request and answer it; ``load`` reads it, where it is not a plain call."""
         try:
-            function, args, kwargs = self.load(request)
-            recording = request.recording
-            if recording is not None:
-                with recording:
-                    value = function(*args, **kwargs)
-            else:
-                value = function(*args, **kwargs)
-            if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
-                value = self._later(function, value, request, self.replier(request))
+            function, args, kwargs = (load or self.load)(request)
+            value = self.start(function, args, kwargs, request)
         except BaseException as error:
-            self._answers.fail(request.peer, request.frame.call_id, error)
-        else:
-            if value is not LATER:
-                del args, kwargs
-                payload = self.dump_reply(request, value, function)
-                del function  # now, since its destructor may be the user's
-                if payload is not None:
-                    self.reply(request, value, payload)
-
-    def dump_reply(self, request: Request, value: Any, function: Callable[..., Any]) -> Payload | None:
-        """The answer to a request; None if that is an error, which is sent."""
-        peer, frame = request.peer, request.frame
+            self.fail(request.peer, request.frame.call_id, error)
+            return
+        if value is LATER:
+            return
+        del args, kwargs
         # The memory that the arguments lie in goes back before the caller goes on, and may use it.
-        frame.buffers.clear()
+        request.frame.buffers.clear()
+        peer, codec = request.peer, request.frame.codec
         try:
-            return self._answers.dump_reply(peer, value, function, request.recording, frame.codec)
+            payload = self.dump_reply(peer, value, function, request.recording, codec)
         except BaseException as error:
-            self._answers.fail(peer, frame.call_id, error)
-            return None
-
-    def reply(self, request: Request, value: Any, payload: Payload) -> None:
-        """Answer a request with a value: the last thing that the thread does which has run it.
-
-        To be called with nothing else of the user's in hand.
-        """
-        peer = request.peer
+            self.fail(peer, request.frame.call_id, error)
+            return
+        del function  # now, since its destructor may be the user's
         large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
         self.lend_thread(peer, value, large=large)
-        self._answers.answer(peer, Kind.REPLY, request.frame.call_id, payload)
+        self.answer(peer, Kind.REPLY, request.frame.call_id, payload)
 
     def lend_thread(
         self, peer: Peer, value: Any = None, *, large: bool = False, at_once: bool = True
@@ -146,7 +113,7 @@ class RequestRunner:
             at_once = at_once and not large and type(value) in _WITHOUT_DESTRUCTOR
             self._agent.executor.lend(source, at_once=at_once)
 
-    def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    def load(self, request: Request) -> Call:
         """The function and arguments of a request; raises what unpickling raises."""
         agent, peer = self._agent, request.peer
         _, _, header, buffers, codec = request.frame
@@ -155,9 +122,8 @@ class RequestRunner:
             recording = request.recording = agent.recording_of(header, peer)
             if recording is not None:
                 connect = recording.connect
-        return agent.serializer.codecs[codec].load_call(
-            header, buffers, request.arrivals, peer, connect=connect
-        )
+        load = agent.serializer.codecs[codec].load_call
+        return load(header, buffers, request.arrivals, peer, connect=connect)
 
     def start(
         self,
@@ -165,21 +131,24 @@ class RequestRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         request: Request,
-        answer: Answer,
+        answer: Answer | None = None,
     ) -> Any:
         """Run a function, inside what the tape attached to the header of a loaded request.
 
         Returns:
-            Its value; or ``LATER``, and then ``answer`` is called, on some thread, when the future that it
-            returned (``async_execution``) or its coroutine (``async def``) is done.
+            Its value; or ``LATER``: then ``answer``, by default that of the request, is called on some thread
+            when the future that it returned (``async_execution``) or its coroutine (``async def``) is done.
 
         Raises:
             What the function raises right away; ``answer`` is not called then.
         """
-        with _followed(request):
+        if request.recording is None:
             value = function(*args, **kwargs)
+        else:
+            with request.recording:
+                value = function(*args, **kwargs)
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
-            return self._later(function, value, request, answer)
+            return self._later(function, value, request, answer or self.replier(request))
         return value
 
     def _later(self, function: Callable[..., Any], value: Any, request: Request, answer: Answer) -> Any:
@@ -212,7 +181,12 @@ class RequestRunner:
 
         def done(future: torch.futures.Future[Any]) -> None:
             try:
-                _answer_from_future(future, answer)
+                try:
+                    result = future.value()
+                except BaseException as error:
+                    answer(None, error)
+                else:
+                    answer(result, None)
             finally:
                 self._ended()
 
@@ -226,7 +200,7 @@ class RequestRunner:
     async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
         """Run an ``async def`` callee; what it returns is serialized on an executor thread."""
         try:
-            with _followed(request):
+            with request.recording or nullcontext():
                 value = await coroutine
         except BaseException as error:
             self._agent.executor.submit((_give, (answer, None, error)))
@@ -239,7 +213,77 @@ class RequestRunner:
 
     def replier(self, request: Request) -> Answer:
         """What answers a request later."""
-        return _Replier(self._answers, request)
+        peer, call_id, codec = request.peer, request.frame.call_id, request.frame.codec
+        recording = request.recording
+
+        def answer(value: Any, error: BaseException | None) -> None:
+            if error is not None:
+                self.fail(peer, call_id, error)
+            else:
+                self.reply(peer, call_id, value, None, recording, codec)
+
+        return answer
+
+    # ---- answers
+
+    def reply(
+        self,
+        peer: Peer,
+        call_id: int,
+        value: Any,
+        of: object = None,
+        recording: Recording | None = None,
+        codec: int = PICKLE,
+    ) -> None:
+        """Answer a request with the value of ``of``, a function or a text; if it cannot be sent, with that
+        error.
+        """
+        try:
+            payload = self.dump_reply(peer, value, of, recording, codec)
+        except BaseException as error:
+            self.fail(peer, call_id, error)
+        else:
+            self.answer(peer, Kind.REPLY, call_id, payload)
+
+    def dump_reply(
+        self, peer: Peer, value: Any, of: object, recording: Recording | None, codec: int = PICKLE
+    ) -> Payload:
+        """Serialize the value with which a request is answered; arguments are as for ``reply``."""
+        serializer = self._agent.serializer.codecs[codec]
+        tape = self._agent.tape
+        if tape is None or recording is None:
+            return serializer.dumps(value, peer, what=of)
+        tensors: list[torch.Tensor] = []
+        payload = serializer.dumps(value, peer, what=of, tracked=tensors)
+        if tensors:
+            note(tape, recording, tensors, payload.header, peer)
+        return payload
+
+    def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
+        """Answer a request with an exception."""
+        text = text_of(error)
+        logger.warning("a call from worker '%s' raised %s: %s", peer.name, type(error).__name__, text)
+        payload = self._agent.serializer.dump_exception(error, self._agent.info.name, peer)
+        self.answer(peer, Kind.FAILURE, call_id, payload)
+
+    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
+        """Answer a request by a message made already."""
+        events = self._agent.events
+        try:
+            self._agent.send(peer, kind, call_id, payload)
+            if events.request_ended:
+                ended = RequestEnded(peer.name, call_id, failed=kind == Kind.FAILURE)
+                events.tell(events.request_ended, ended)
+        except WorkerLostError as error:
+            # Nobody is left to be answered, which is no failure of this worker.
+            logger.debug("dropped an answer: %s", error)
+        except Exception as error:
+            if kind == Kind.FAILURE:
+                logger.exception("could not even send a failure to worker '%s'", peer.name)
+                raise
+            self.fail(peer, call_id, error)
+
+    # ---- coroutines
 
     def _coroutine_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -262,19 +306,6 @@ class RequestRunner:
             coroutines.stop()
 
 
-def _followed(request: Request) -> AbstractContextManager[Any]:
-    return nullcontext() if request.recording is None else request.recording
-
-
 def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:
     answer, value, error = arguments
     answer(value, error)
-
-
-def _answer_from_future(future: torch.futures.Future[Any], answer: Answer) -> None:
-    try:
-        value = future.value()
-    except BaseException as error:
-        answer(None, error)
-    else:
-        answer(value, None)

@@ -24,14 +24,8 @@ class Recording(Protocol):
     """Whether tensors that require grad are noted; else they are sent as such that don't."""
 
     def sent(self, tensors: list[Tensor], to: Peer) -> Any:
-        """Note the tensors of a message that is about to be sent.
-
-        Args:
-            tensors: those that require grad.
-            to: who gets the message.
-
-        Returns:
-            What its header is to say, as msgpack can encode it.
+        """Note the tensors that require grad of a message that is about to be sent; returns what its header
+        is to say, as msgpack can encode it.
         """
 
     def connect(self, tensors: list[Tensor]) -> Sequence[Tensor]:

@@ -40,13 +40,9 @@ def cost(size: int) -> int:
 
 
 class Inbound(Generic[P, M]):
-    """The receiver's side of a stream. ``posted`` and ``arrived`` return what matches now, in order.
-
-    Args:
-        first: the number of the first message.
+    """The receiver's side of a stream; ``first`` is the number of the first message. ``posted`` and
+    ``arrived`` return what matches now, in order.
     """
-
-    __slots__ = ("_arrived", "_held", "_next", "_posts", "_reported", "matched")
 
     def __init__(self, first: int = 0) -> None:
         self._posts: deque[P] = deque()
@@ -63,10 +59,8 @@ class Inbound(Generic[P, M]):
         return self._match()
 
     def arrived(self, sequence: int, message: M, size: int) -> list[tuple[P, M]]:
-        """A message has arrived.
-
-        Raises:
-            ProtocolError: its number was used, or the sender has run ahead farther than it may.
+        """A message has arrived. ``ProtocolError`` if its number was used, or the sender has run ahead
+        farther than it may.
         """
         ahead = (sequence - self._next) % SEQUENCES
         if sequence in self._arrived or ahead * _CONSTANT_COST > WINDOW:
@@ -113,13 +107,7 @@ class Inbound(Generic[P, M]):
 
 
 class Outbound(Generic[M]):
-    """The sender's side of a stream.
-
-    Args:
-        first: the number of the first message.
-    """
-
-    __slots__ = ("_matched", "_next", "_sent", "_waiting")
+    """The sender's side of a stream; ``first`` is the number of the first message."""
 
     def __init__(self, first: int = 0) -> None:
         self._waiting: deque[tuple[M, int]] = deque()

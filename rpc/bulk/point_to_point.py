@@ -25,15 +25,9 @@ from struct import Struct
 from typing import Any, Final
 
 from rpc.bulk.matching import SEQUENCES, Inbound, Outbound
-from rpc.bulk.ports import Peer, ShareMessage
 from rpc.bulk.transfer import Transfer, as_bytes
-from rpc.errors import (
-    ForkedProcessError,
-    NotInitializedError,
-    ProtocolError,
-    SerializationError,
-    WorkerLostError,
-)
+from rpc.errors import ForkedProcessError, NotInitializedError, ProtocolError, WorkerLostError
+from rpc.group.peer import Peer
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
@@ -52,8 +46,6 @@ Message = Sequence[memoryview]
 
 class _Stream:
     """All messages between this worker and one other under one tag, both ways."""
-
-    __slots__ = ("inbound", "incoming", "outbound", "outgoing", "peer", "tag", "unacknowledged")
 
     def __init__(self, peer: Peer, tag: int) -> None:
         self.peer = peer
@@ -90,7 +82,7 @@ class Bulk:
 
     def __init__(
         self,
-        share: ShareMessage,
+        share: Callable[[Peer, int, int, Payload, float], bool],
         sent_large: Callable[[Any, int], object],
         lose: Callable[[Any, str], object],
     ) -> None:
@@ -118,11 +110,7 @@ class Bulk:
         views = as_bytes(buffers)
         stream = self._stream(peer, tag)
         transfer = Transfer(peer, stream.outgoing, views, partial(self._withdraw, stream))
-        if transfer.size > peer.member.max_message_bytes:
-            raise SerializationError(
-                f"a message of {transfer.size} bytes to worker '{peer.name}' is over the limit of "
-                f"{peer.member.max_message_bytes} that it accepts: raise max_message_bytes in its options"
-            )
+        peer.check_size(transfer.size)
         with self._lock:
             self._check(peer)
             stream.outbound.add(transfer, transfer.size)
@@ -189,19 +177,19 @@ class Bulk:
                     return
                 sequence, transfer = following
                 stream.unacknowledged[sequence] = transfer
+            error: Exception | None = None
             try:
-                captured = self._transmit(stream, sequence, transfer)
-                error: Exception | None = None
-            except WorkerLostError as failure:
-                captured, error = True, failure
-            except Exception as failure:  # its receiver must not wait in vain, nor take the next one for it
-                captured, error = True, failure
-                self._lose(stream.peer, f"a bulk message to it cannot be sent: {failure}")
-            if captured:
-                with self._lock:
-                    mine = stream.unacknowledged.pop(sequence, None) is not None
-                if mine:
-                    transfer.end(error)
+                if not self._transmit(stream, sequence, transfer):
+                    continue  # it ends when it has arrived
+            except Exception as failure:
+                error = failure
+                if not isinstance(failure, WorkerLostError):
+                    # Its receiver must not wait in vain, nor take the next one for it.
+                    self._lose(stream.peer, f"a bulk message to it cannot be sent: {failure}")
+            with self._lock:
+                mine = stream.unacknowledged.pop(sequence, None) is not None
+            if mine:
+                transfer.end(error)
 
     def _transmit(self, stream: _Stream, sequence: int, transfer: Transfer) -> bool:
         """Send one message; returns whether its buffers are copied, so that they may change."""

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.group.connections import FAREWELL_SECONDS, Connections
@@ -46,12 +46,6 @@ _GRACE_SECONDS: Final = 0.2
 """When a lane ends, what has come on the connection is taken in first: it may say why."""
 
 
-class StripingEvents(Protocol):
-    """What lanes tell the agent, on the loop's thread."""
-
-    def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
-
-
 class _Lanes:
     """The lanes of one peer."""
 
@@ -69,12 +63,10 @@ class _Lanes:
 
 
 class Striping:
-    """All lanes of one agent. ``consider`` from any thread, everything else on the loop's.
+    """All lanes of one agent, at most ``count`` to each peer; with 1, it neither asks for any nor accepts
+    any.
 
-    Args:
-        loop, mailbox, connections, events: of the agent.
-        count: how many lanes it may have to each peer; with 1, it neither asks for any nor accepts any.
-        max_message_bytes: the largest message that it accepts.
+    ``consider`` from any thread, everything else on the loop's.
     """
 
     def __init__(
@@ -82,14 +74,14 @@ class Striping:
         loop: asyncio.AbstractEventLoop,
         mailbox: Mailbox,
         connections: Connections,
-        events: StripingEvents,
+        receive: Callable[[Peer, list[Frame]], object],
         count: int,
         max_message_bytes: int,
     ) -> None:
         self._loop = loop
         self._mailbox = mailbox
         self._connections = connections
-        self._events = events
+        self._receive = receive
         self._count = count
         self._max_message_bytes = max_message_bytes
         self._lanes: dict[Peer, _Lanes | None] = {}
@@ -109,7 +101,7 @@ class Striping:
         if peer in self._lanes or self._closed or not peer.connected:
             return  # other threads had something for it, or it opened them itself
         self._lanes[peer] = None
-        if self._connections.has_dialled(peer):
+        if peer.dialled:
             self._say(peer, {"ask": self._count})
         else:
             self._offer(peer, self._count)
@@ -129,23 +121,23 @@ class Striping:
 
     def received(self, peer: Peer, frame: Frame) -> None:
         """A peer says something about lanes."""
-        handlers: dict[str, Callable[[Peer, Any], None]] = {
-            "ask": self._asked,
-            "offer": self._offered,
-            "ready": self._ready,
-            "refuse": self._refused,
-            "left": self._has_left,
-        }
-        for key, value in frame.header.items():
-            if key not in handlers:
-                raise ProtocolError("an unknown message about lanes")
-            handlers[key](peer, value)
+        for said, value in frame.header.items():
+            match said, value:
+                case "ask", int(count) if count >= 2 and not peer.dialled:
+                    if self._lanes.get(peer) is None:  # else an offer was made while it asked
+                        self._asked(peer, count)
+                case "offer", [int(count), bytes(token)] if count >= 2 and len(token) == _TOKEN_BYTES:
+                    self._offered(peer, count, token)
+                case "ready", int(count):
+                    self._ready(peer, count)
+                case "refuse", reason:
+                    self._refused(peer, reason)
+                case "left", _:
+                    self._has_left(peer)
+                case _:
+                    raise ProtocolError("a malformed message about lanes")
 
-    def _asked(self, peer: Peer, count: object) -> None:
-        if not isinstance(count, int) or count < 2 or self._connections.has_dialled(peer):
-            raise ProtocolError("a malformed message about lanes")
-        if self._lanes.get(peer) is not None:
-            return  # an offer was made while it asked
+    def _asked(self, peer: Peer, count: int) -> None:
         if self._count == 1 or self._closed:
             self._say(peer, {"refuse": "the option tcp_stripes is 1 there"})
         else:
@@ -155,13 +147,8 @@ class Striping:
         lanes = self._lanes[peer] = _Lanes(count)
         self._say(peer, {"offer": [count, lanes.token]})
 
-    def _offered(self, peer: Peer, offer: object) -> None:
-        match offer:
-            case [int(count), bytes(token)] if count >= 2 and len(token) == _TOKEN_BYTES:
-                pass
-            case _:
-                raise ProtocolError("a malformed message about lanes")
-        if self._lanes.get(peer) is not None or not self._connections.has_dialled(peer):
+    def _offered(self, peer: Peer, count: int, token: bytes) -> None:
+        if self._lanes.get(peer) is not None or not peer.dialled:
             raise ProtocolError("it offers lanes for the second time, or is not the one to offer any")
         if self._count == 1 or self._closed:
             self._say(peer, {"refuse": "the option tcp_stripes is 1 there"})
@@ -170,14 +157,9 @@ class Striping:
         lanes.token = token
         lanes.task = self._loop.create_task(self._connect(peer, lanes))
 
-    def _ready(self, peer: Peer, count: object) -> None:
+    def _ready(self, peer: Peer, count: int) -> None:
         lanes = self._lanes.get(peer)
-        if (
-            lanes is None
-            or lanes.in_use
-            or count != len(lanes.open)
-            or set(lanes.open) != set(range(len(lanes.open)))
-        ):
+        if lanes is None or lanes.in_use or count != len(lanes.open) or {*lanes.open} != {*range(count)}:
             raise ProtocolError("it says that lanes are ready which are not there")
         self._use(peer, lanes)
 
@@ -188,7 +170,7 @@ class Striping:
         self._close_lanes(peer)
         self._fall_back(peer, legible(reason))
 
-    def _has_left(self, peer: Peer, _: object) -> None:
+    def _has_left(self, peer: Peer) -> None:
         lanes = self._lanes.get(peer)
         if lanes is None or lanes.left is None:
             raise ProtocolError("it lets this worker go, which does not leave")
@@ -198,10 +180,8 @@ class Striping:
     # ---- opening them
 
     def lane_came(self, connection: Connection, header: dict[str, Any]) -> None:
-        """Somebody has connected and says to be a lane: take the connection over, if that is true.
-
-        Raises:
-            ProtocolError: it is not.
+        """Somebody has connected and says to be a lane: take the connection over; ``ProtocolError`` if that
+        is not true.
         """
         token, number = header.get("token"), header.get("number")
         if (
@@ -215,7 +195,7 @@ class Striping:
                 break
         else:
             raise ProtocolError("a lane that belongs to no connection, or comes too late")
-        if not 0 <= number < lanes.count or number in lanes.open or self._connections.has_dialled(peer):
+        if not 0 <= number < lanes.count or number in lanes.open or peer.dialled:
             raise ProtocolError(f"a lane of the number {number!r}, where {lanes.count} are expected once")
         buffers, size = encode(Kind.WELCOME, 0, {}, ())
         connection.send(buffers, size, wait=False)
@@ -258,7 +238,7 @@ class Striping:
         connection.owner = _LaneOwner(self, peer)
         lanes.open[number] = connection
         arriving = main.lanes[1]
-        arriving.admit_lanes(lanes.count + 1)
+        arriving.lanes = lanes.count + 1
         connection.set_frame_limits(self._max_message_bytes, peer.member.max_message_bytes)
         connection.receive_with(number + 1, arriving)
 
@@ -287,7 +267,7 @@ class Striping:
             if lanes.leaving == len(lanes.open):
                 self._loop.call_soon(self._say, peer, {"left": True})
         if messages and peer.lost is None:
-            self._events.frames_received(peer, messages)
+            self._receive(peer, messages)
 
     def lane_lost(self, peer: Peer, reason: str) -> None:
         lanes = self._lanes.get(peer)

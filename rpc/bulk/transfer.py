@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from _thread import LockType, allocate_lock
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
 from rpc.bulk.copying import scatter
-from rpc.bulk.ports import Peer
 from rpc.errors import RpcError, RpcTimeoutError
-from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
+from rpc.group.peer import Peer
+from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.transport.inline_read.lease import Turn
+from rpc.transport.inline_read import Awaited
 
 __all__ = ["Transfer", "as_bytes"]
 
@@ -21,54 +19,33 @@ _SHORT_BYTES: Final = 256 << 10
 
 
 def as_bytes(buffers: Any) -> list[memoryview]:
-    """Buffers, or a single one, as views of bytes, without those that are empty.
-
-    Raises:
-        TypeError: one is no contiguous buffer.
+    """Buffers, or a single one, as views of bytes, without those that are empty; ``TypeError`` if one is not
+    contiguous.
     """
     several: Iterable[Any] = buffers if isinstance(buffers, list | tuple) else (buffers,)
     views = [memoryview(buffer) for buffer in several]
     return [view.cast("B") for view in views if view.nbytes]
 
 
-class Transfer:
+class Transfer(Awaited):
     """One message, sent or to be received. From any thread.
 
-    Args:
-        peer: the other worker.
-        what: names it in errors.
-        buffers: what is sent, or where it is to be received; None to receive the message's own buffers.
-        withdraw: takes the transfer back if it has not begun, and says whether it did.
+    ``buffers`` is what is sent, or where it is received; None for the message's own. ``withdraw`` takes the
+    transfer back if it has not begun, and says whether it did.
     """
-
-    __slots__ = (
-        "_callbacks",
-        "_delivered",
-        "_done",
-        "_error",
-        "_peer",
-        "_waiters",
-        "_withdraw",
-        "buffers",
-        "outcome",
-        "size",
-        "what",
-    )
 
     def __init__(
         self, peer: Peer, what: str, buffers: list[memoryview] | None, withdraw: Callable[[Transfer], bool]
     ) -> None:
-        self._peer = peer
+        super().__init__()
         self.what = what
         self.buffers = buffers
         self.size = sum(map(len, buffers or ()))
+        self._peer = peer
         self._done = False
-        self.outcome: Any = None
-        """For who reads the connection: None until it has ended, or the message is here."""
         self._withdraw = withdraw
         self._error: BaseException | None = None
         self._delivered: list[Sequence[memoryview]] = []
-        self._waiters: list[LockType | Turn] = []
         self._callbacks: list[Callable[[Transfer], object]] = []
 
     def done(self) -> bool:
@@ -99,35 +76,16 @@ class Transfer:
     @protected
     def _wait(self, deadline: float) -> None:
         check_may_block()
-        self._read(deadline)
-        while not self.done():
-            waiter = allocate_lock()
-            waiter.acquire()
-            self._waiters.append(waiter)
-            try:
-                self.fill()
-                if not self.done() and not wait_for(waiter, deadline):
-                    raise RpcTimeoutError(f"{self.what} has not ended in time")
-            finally:
-                self._waits_no_more(waiter)
-
-    def _read(self, deadline: float) -> None:
-        """Read the connection on this thread until the message is here, as long as that may be done."""
-        connection = self._peer.connection
-        reader = None if connection is None else connection.reader
-        turn = None if reader is None else reader.claim()
-        if reader is None or turn is None:
-            return
-        self._waiters.append(turn)
+        claimed = self._peer.claim()
         try:
-            reader.wait_for(self, deadline, turn)
+            if claimed is not None:
+                self.read(*claimed, deadline)
+            while not self._done:
+                self.fill()
+                if not self.done() and not self.sleep(deadline):
+                    raise RpcTimeoutError(f"{self.what} has not ended in time")
         finally:
-            self._waits_no_more(turn)
-
-    def _waits_no_more(self, waiter: LockType | Turn) -> None:
-        with contextlib.suppress(ValueError):  # it has been woken
-            self._waiters.remove(waiter)
-        self.fill()  # if nobody else does, since this thread was counted on
+            self.fill()  # if nobody else does, since this thread was counted on
 
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         """Have ``callback(self)`` called once it has ended, here or on the thread that ends it, which it must
@@ -159,7 +117,7 @@ class Transfer:
         elif not self._waiters:
             return True
         else:
-            self._wake()
+            self.wake()
         return False
 
     @protected
@@ -183,15 +141,8 @@ class Transfer:
         """It is over."""
         self._error = error
         self._done = self.outcome = True
-        self._wake()
+        self.wake()
         self._run_callbacks()
-
-    def _wake(self) -> None:
-        while self._waiters:
-            try:
-                self._waiters.pop().release()
-            except IndexError:
-                return
 
     @interruptible
     def _run_callbacks(self) -> None:

@@ -22,17 +22,13 @@ MISTAKEN: Final = "mistaken"
 
 
 def judge(hello: Hello, view: Membership, group: str, *, connected: bool, connecting: bool) -> Refusal | None:
-    """Decide about a hello.
+    """Decide about a hello: None to welcome it, else the refusal, which says nothing that lets a stranger in.
 
     Args:
-        hello: what the other side said.
         view: this worker's membership; in a dynamic group a newcomer joins it here.
         group: the group that this worker belongs to.
         connected: there is a connection to that worker already.
         connecting: this worker is trying to connect to that worker right now.
-
-    Returns:
-        None to welcome it, else the refusal. Its reason says nothing that would let a stranger in.
     """
     me, other = view.me, hello.member
     sides = f"worker '{other.name}' asked worker '{me.name}' (id {me.id})"

@@ -1,6 +1,6 @@
-"""Connections to the other workers: listening, connecting, noticing that one is gone.
+"""Connections to the other workers: listening, connecting, shaking hands, noticing that one is gone.
 
-Everything here runs on the loop's thread. A connection is owned by a ``Greeting`` until both sides know each
+Everything here runs on the loop's thread. A connection is owned by a ``_Greeting`` until both sides know each
 other, and by an ``_Established`` from then on, which passes its frames to the agent.
 """
 
@@ -9,19 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+import os
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any, Final, Protocol
 
 from rpc.errors import ProtocolError
 from rpc.group.admission import CROSSED, judge
 from rpc.group.connection_state import CONNECTING, Event
-from rpc.group.dialling import Unreachable, dial
-from rpc.group.greeting import Greeting
-from rpc.group.handshake import Authenticator, Hello, Refusal, legible
+from rpc.group.handshake import (
+    Authenticator,
+    Handshake,
+    Hello,
+    Message,
+    Refusal,
+    Role,
+    State,
+    Welcomed,
+    legible,
+)
 from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
-from rpc.group.ports import ConnectionEvents
+from rpc.group.workers import Member
 from rpc.runtime.tasks import Task
 from rpc.transport.base import (
     CLOSED_BY_PEER,
@@ -33,7 +43,7 @@ from rpc.transport.base import (
 )
 from rpc.wire.frames import Frame, Kind, encode
 
-__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "Connections"]
+__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +60,24 @@ CRASHED: Final = "its program was ended by an exception"
 """What a worker says first in its goodbye, if so: the others' logs should show it."""
 
 
+class ConnectionEvents(Protocol):
+    """What ``Connections`` asks and tells the agent, on the loop's thread except where noted."""
+
+    @property
+    def followed(self) -> Collection[int]:
+        """See ``Receiver``."""
+
+    def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
+
+    def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
+        """On any thread; see ``Receiver``."""
+
+    def peer_for(self, member: Member) -> Peer:
+        """The peer object of a member, made if need be."""
+
+    def peer_gone(self, peer: Peer, reason: str) -> None: ...
+
+
 class Connections:
     """All connections of one agent.
 
@@ -61,7 +89,6 @@ class Connections:
         authenticator: has other workers prove that they belong to the job; None to ask nothing.
 
     Attributes:
-        connect_seconds, farewell_seconds: see ``CONNECT_SECONDS`` and ``FAREWELL_SECONDS``.
         group: the key of the group, once it is formed.
         lane_came: takes over a connection that says to be a lane, or raises ``ProtocolError``.
         closed: this worker leaves, or has left.
@@ -80,14 +107,14 @@ class Connections:
         self.group = ""
         self.lane_came: Callable[[Connection, dict[str, Any]], None] | None = None
         self.closed = False
-        self._loop = loop
+        self.loop = loop
+        self.authenticator = authenticator
         self._transports = transports
         self._events = events
         self._max_frame_bytes = max_frame_bytes
-        self._authenticator = authenticator
         self._view: Membership | None = None
         self._listeners: list[Listener] = []
-        self._greetings: dict[Greeting, None] = {}  # in the order in which they began
+        self._greetings: dict[_Greeting, None] = {}  # in the order in which they began
         self._dialling: set[asyncio.Task[None]] = set()
 
     # ---- listening
@@ -113,13 +140,13 @@ class Connections:
         self._view, self.group = view, group
         for greeting in list(self._greetings):
             if greeting.hello is not None:
-                self.hello_received(greeting)
+                self._judge(greeting, greeting.hello)
 
     def _accepted(self, connection: Connection) -> None:
         self._greet(connection, None)
 
-    def _greet(self, connection: Connection, peer: Peer | None) -> Greeting:
-        greeting = Greeting(self._loop, self, connection, peer, self.connect_seconds, self._authenticator)
+    def _greet(self, connection: Connection, peer: Peer | None) -> _Greeting:
+        greeting = _Greeting(self, connection, peer)
         self._greetings[greeting] = None
         return greeting
 
@@ -127,7 +154,7 @@ class Connections:
 
     def loop_back(self, own_peer: Peer) -> None:
         """Connect this worker to itself; see ``Loopback``."""
-        connection = Loopback(self._loop)
+        connection = Loopback(self.loop)
         connection.start(_Established(self, own_peer))
         own_peer.step(Event.ACCEPT)
         own_peer.established(connection)
@@ -135,33 +162,39 @@ class Connections:
     def connect(self, peer: Peer) -> None:
         """Connect to a peer unless there is a connection or an attempt."""
         if not self.closed and peer.step(Event.DIAL):
-            task = self._loop.create_task(self._dial(peer))
+            task = self.loop.create_task(self._dial(peer))
             self._dialling.add(task)
             task.add_done_callback(self._dialling.discard)
 
     async def _dial(self, peer: Peer) -> None:
-        assert self._view is not None
-        same_host = peer.member.host == self._view.me.host
-        try:
-            connection = await dial(peer.member, self._transports, self.connect_seconds, same_host=same_host)
-        except Unreachable as error:
+        """Connect to a worker at the first of its addresses that answers."""
+        failures: list[str] = []
+        for address in peer.member.addresses:
+            scheme = address.partition(":")[0]
+            if scheme not in self._transports or (scheme == "unix" and not peer.near):
+                continue
+            try:
+                async with asyncio.timeout(self.connect_seconds):
+                    connection = await self._transports[scheme].connect(address)
+                break
+            except TimeoutError:
+                failures.append(f"{address}: no answer within {self.connect_seconds:g} s")
+            except Exception as error:  # unreachable, or an address that makes no sense
+                failures.append(f"{address}: {_why(error)}")
+        else:
             if not peer.connected:
-                self.lose(peer, str(error))
+                where = "; ".join(failures) or "any address known here"
+                self.lose(peer, f"it cannot be reached at {where}")
             return
         if self.closed or not peer.step(Event.REACH):
             _drop(connection, "not needed any more")
             return
+        assert self._view is not None
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group))
 
-    def has_dialled(self, peer: Peer) -> bool:
-        """Whether this side made the connection to a peer, and not the other."""
-        return peer.dialled
-
     async def connect_again(self, peer: Peer) -> Connection:
-        """One more connection over the network to a connected peer, not yet started.
-
-        Raises:
-            OSError: there is no way.
+        """One more connection over the network to a connected peer, not yet started. ``OSError`` if there is
+        no way.
         """
         addresses = [address for address in peer.member.addresses if address.startswith("tcp:")]
         for address in addresses[:-1]:
@@ -169,13 +202,36 @@ class Connections:
                 return await self._transports["tcp"].connect(address)
         return await self._transports["tcp"].connect(addresses[-1])
 
-    # ---- handshakes (GreetingEvents)
+    # ---- what handshakes come to
 
-    def hello_received(self, greeting: Greeting) -> None:
-        hello = greeting.hello
-        assert hello is not None
-        if self._view is None:
-            return  # ``join_group`` will judge it
+    def heard(self, greeting: _Greeting, said: Hello | Welcomed | Refusal) -> None:
+        """The other side wants to be let in, has let this worker in, or does not. Or its proof is wrong."""
+        peer = greeting.peer
+        match said:
+            case Hello() as hello:
+                greeting.hello = hello
+                if self._view is not None:  # else ``join_group`` will judge it
+                    self._judge(greeting, hello)
+            case Refusal() as refusal:
+                if peer is None:
+                    self._refuse(greeting, refusal)
+                    return
+                greeting.finish()
+                _drop(greeting.connection, "refused")
+                if refusal.code != CROSSED:
+                    self.lose(peer, f"it refused the connection: {refusal.reason}")
+                elif peer.step(Event.CROSS):
+                    self.loop.call_later(self.connect_seconds, self._crossed_expired, peer)
+            case Welcomed():
+                assert peer is not None
+                if peer.step(Event.WELCOME):
+                    peer.dialled = True
+                    self._establish(greeting, peer)
+                else:
+                    greeting.connection.close("not needed any more")
+
+    def _judge(self, greeting: _Greeting, hello: Hello) -> None:
+        assert self._view is not None
         known = self._view.find(hello.member.incarnation)
         peer = self._events.peer_for(known) if known else None
         refusal = judge(
@@ -191,46 +247,20 @@ class Connections:
         peer = peer or self._events.peer_for(hello.member)
         greeting.welcome()
         peer.step(Event.ACCEPT)
-        self._established(greeting, peer)
+        self._establish(greeting, peer)
 
-    def _refuse(self, greeting: Greeting, refusal: Refusal) -> None:
+    def _refuse(self, greeting: _Greeting, refusal: Refusal) -> None:
         if refusal.code != CROSSED:
             detail = f" ({refusal.detail})" if refusal.detail else ""
             logger.warning("refused %s: %s%s", greeting.connection.description, refusal.reason, detail)
         greeting.refuse(refusal)
 
-    def welcomed(self, greeting: Greeting) -> None:
-        peer = greeting.peer
-        assert peer is not None
-        if peer.step(Event.WELCOME):
-            greeting.finish()
-            peer.dialled = True
-            self._established(greeting, peer)
-        else:
-            greeting.connection.close("not needed any more")
-
-    def refused(self, greeting: Greeting, refusal: Refusal) -> None:
-        peer = greeting.peer
-        if peer is None:
-            self._refuse(greeting, refusal)
-            return
-        greeting.finish()
-        _drop(greeting.connection, "refused")
-        if refusal.code != CROSSED:
-            self.lose(peer, f"it refused the connection: {refusal.reason}")
-        elif peer.step(Event.CROSS):
-            self._loop.call_later(self.connect_seconds, self._crossed_expired, peer)
-
     def _crossed_expired(self, peer: Peer) -> None:
         if not peer.connected:
             self.lose(peer, f"it did not connect within {self.connect_seconds:g} s, as announced")
 
-    def lane_received(self, connection: Connection, header: dict[str, Any]) -> None:
-        if self.lane_came is None:
-            raise ProtocolError("a lane, which this worker does not take")
-        self.lane_came(connection, header)
-
-    def ended(self, greeting: Greeting, failure: str | None) -> None:
+    def ended(self, greeting: _Greeting, failure: str | None) -> None:
+        """A handshake is over: the connection has closed, because ``failure``, or it has succeeded."""
         self._greetings.pop(greeting, None)
         if failure is None or self.closed:
             return
@@ -241,12 +271,12 @@ class Connections:
             level = logging.WARNING if greeting.connection.received_anything else logging.DEBUG
             logger.log(level, "refused %s: %s", greeting.connection.description, failure)
 
-    def _established(self, greeting: Greeting, peer: Peer) -> None:
+    def _establish(self, greeting: _Greeting, peer: Peer) -> None:
+        greeting.finish()
         connection = greeting.connection
         connection.description = f"worker '{peer.name}'"
-        connection.set_frame_limits(
-            max(self._max_frame_bytes, SMALL_FRAME_BYTES), peer.member.max_message_bytes
-        )
+        received = max(self._max_frame_bytes, SMALL_FRAME_BYTES)
+        connection.set_frame_limits(received, peer.member.max_message_bytes)
         connection.owner = _Established(self, peer)
         peer.established(connection)
 
@@ -297,7 +327,7 @@ class Connections:
             peer.step(Event.LEAVE)
             connection = peer.gone("this worker has shut down")
             if connection is not None:
-                connection.owner = farewell = _Farewell(self._loop)
+                connection.owner = farewell = _Farewell(self.loop)
                 leaving.append(connection)
                 closed.append(farewell.closed)
                 with contextlib.suppress(ConnectionClosed):
@@ -311,23 +341,97 @@ class Connections:
                 connection.close("its peer does not read")  # unless it has closed: callers may wait for room
 
 
-class _Established:
-    """Owner of an established connection."""
+class _Greeting(SilentOwner):
+    """Owns a connection until both sides know each other: the shell round ``handshake``.
 
-    __slots__ = ("_connections", "_peer", "_receive", "_take_inline", "followed")
+    ``peer`` is whom this side connects to, None on the accepting side, where ``hello`` is to be judged.
+    """
+
+    def __init__(self, connections: Connections, connection: Connection, peer: Peer | None) -> None:
+        self.connection = connection
+        self.peer = peer
+        self.hello: Hello | None = None
+        self._connections = connections
+        role = Role.ACCEPTOR if peer is None else Role.DIALLER
+        self._handshake = Handshake(role, connections.authenticator)
+        seconds = connections.connect_seconds
+        late = f"no handshake within {seconds:g} s"
+        self._timer = connections.loop.call_later(seconds, connection.close, late)
+        connection.start(self)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the other side, or this one, has been told why it is not let in."""
+        return self._handshake.state is State.REFUSED
+
+    def greet(self, hello: Hello) -> None:
+        """At the dialler: begin."""
+        self._send(self._handshake.greet(hello))
+
+    def welcome(self) -> None:
+        """Let the other side in."""
+        self._send(self._handshake.welcome())
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Tell the other side why it is not let in, and hang up."""
+        self._send(self._handshake.refuse(refusal))
+        self.connection.close("refused", flush=True)
+
+    def finish(self) -> None:
+        """It is over: somebody else owns the connection now."""
+        self._timer.cancel()
+        self._connections.ended(self, None)
+
+    def _send(self, message: Message) -> None:
+        buffers, size = encode(message.kind, 0, message.header, ())
+        self.connection.send(buffers, size, wait=False)
+
+    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
+        for index, frame in enumerate(frames):
+            if connection.owner is not self:
+                connection.owner.frames_received(connection, frames[index:])
+                return
+            if self.is_refused:
+                return
+            try:
+                self._receive(frame)
+            except Exception as error:
+                # Nothing that a stranger says may do more than this.
+                known = isinstance(error, ProtocolError)
+                connection.close(str(error) if known else f"a malformed message ({type(error).__name__})")
+                return
+
+    def _receive(self, frame: Frame) -> None:
+        if frame.kind == Kind.LANE and self.peer is None and self._handshake.state is State.BEGUN:
+            if self._connections.lane_came is None:
+                raise ProtocolError("a lane, which this worker does not take")
+            self._connections.lane_came(self.connection, frame.header)
+            self.finish()
+            return
+        said = self._handshake.receive(frame.kind, frame.header)
+        if isinstance(said, Message):
+            self._send(said)
+        else:
+            self._connections.heard(self, said)
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        self._timer.cancel()
+        self._connections.ended(self, reason)
+
+
+class _Established:
+    """Owner of an established connection, which passes frames on to the agent."""
 
     def __init__(self, connections: Connections, peer: Peer) -> None:
         self._connections = connections
         self._peer = peer
-        self._receive: Callable[[Peer, list[Frame]], None] = connections._events.frames_received
-        self._take_inline = connections._events.take_inline
-        self.followed = connections._events.followed
+        events = connections._events
+        self.followed = events.followed
+        self.take_inline = partial(events.take_inline, peer)
+        self._receive = events.frames_received
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         self._receive(self._peer, frames)
-
-    def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
-        return self._take_inline(self._peer, frames, keep=keep)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         if reason == CLOSED_BY_PEER:
@@ -349,3 +453,10 @@ class _Farewell(SilentOwner):
 def _drop(connection: Connection, reason: str) -> None:
     connection.owner = SilentOwner()
     connection.close(reason)
+
+
+def _why(error: Exception) -> str:
+    """What hinders a connection, in the system's words."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(getattr(error, "strerror", None) or error)

@@ -31,15 +31,8 @@ ACK_SECONDS: Final = 0.025
 class Control:
     """Delivers each message exactly once while its receiver lives; order is not kept.
 
-    ``post`` may be called from any thread, everything else on the loop's thread.
-
-    Args:
-        loop: the agent's.
-        mailbox: what brings work to that loop.
-        lose: called with a peer to which a message cannot be sent, and why.
-
-    Attributes:
-        posted: how many messages were ever sent.
+    ``post`` may be called from any thread, everything else on the loop's thread. ``lose`` is called with a
+    peer to which a message cannot be sent, and why; ``posted`` counts all messages that were ever sent.
     """
 
     def __init__(

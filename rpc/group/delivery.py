@@ -38,16 +38,6 @@ class Delivery:
     """One end of the exactly-once exchange between two living workers. For one thread; no I/O, no clock.
 
     Each batch that ``outgoing`` returns goes into a frame; what is read goes through ``received``.
-
-    Example::
-
-        here, there = Delivery(), Delivery()
-        here.send(["delete", [7, 1]])
-        batch = here.outgoing()
-        assert there.received(batch) == [["delete", [7, 1]]]
-        assert there.received(batch) == []  # came twice
-        assert here.received(there.outgoing(acknowledge=True)) == []
-        assert here.unacknowledged == 0
     """
 
     __slots__ = ("_arrived", "_beyond", "_ever_sent", "_first", "_queue", "_sent", "_unanswered")
@@ -83,10 +73,8 @@ class Delivery:
         self._queue.append(message)
 
     def outgoing(self, *, acknowledge: bool = False) -> Batch | None:
-        """The next batch to write to the peer; ``None`` if there is none.
-
-        Args:
-            acknowledge: also if all that it can do is to acknowledge, and that need not be at once.
+        """The next batch to write to the peer, if there is one; with ``acknowledge`` also if all that it can
+        do is to acknowledge, and that need not be at once.
         """
         if not self.is_due and not (acknowledge and self._unanswered):
             return None
@@ -99,10 +87,8 @@ class Delivery:
 
     def received(self, batch: object) -> list[Any]:
         """Take in a batch from the peer, as ``outgoing`` made it; returns its messages that are new.
-
-        Raises:
-            ProtocolError: the batch is malformed, or acknowledges or numbers what it cannot. Nothing of
-                it has been taken in then.
+        ``ProtocolError`` if it is malformed, or acknowledges or numbers what it cannot; nothing of it has
+        been taken in then.
         """
         match batch:
             case [int(acked), int(start), list(messages)] if (

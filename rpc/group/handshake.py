@@ -79,19 +79,13 @@ TRANSITIONS: Final[Mapping[State, Mapping[int, State]]] = {
 """By the kind of a message, whoever says it."""
 
 _SAID_BY: Final = {
-    Kind.HELLO: Role.DIALLER,
-    Kind.CHALLENGE: Role.ACCEPTOR,
-    Kind.PROOF: Role.DIALLER,
-    Kind.WELCOME: Role.ACCEPTOR,
-    Kind.REFUSED: Role.ACCEPTOR,
+    Kind.HELLO: (Role.DIALLER, "hello"),
+    Kind.CHALLENGE: (Role.ACCEPTOR, "challenge"),
+    Kind.PROOF: (Role.DIALLER, "proof"),
+    Kind.WELCOME: (Role.ACCEPTOR, "welcome"),
+    Kind.REFUSED: (Role.ACCEPTOR, "refused"),
 }
-_NAMES: Final = {
-    Kind.HELLO: "hello",
-    Kind.CHALLENGE: "challenge",
-    Kind.PROOF: "proof",
-    Kind.WELCOME: "welcome",
-    Kind.REFUSED: "refused",
-}
+"""Who says each kind of message, and what it is called."""
 
 
 class Authenticator(Protocol):
@@ -150,12 +144,8 @@ class Welcomed:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a hello is not accepted.
-
-    Attributes:
-        code: for the program.
-        reason: for people on the other side, who may be strangers.
-        detail: for the log of this side only.
+    """Why a hello is not accepted: a code for programs, a reason for people on the other side, who may be
+    strangers, and a detail for the log of this side only.
     """
 
     code: str
@@ -176,15 +166,6 @@ class Handshake:
         role: which side.
         authenticator: None where whoever knows the group and the incarnation is let in. Both sides have one,
             or neither.
-
-    Example::
-
-        handshake = Handshake(Role.DIALLER)
-        send(handshake.greet(hello))
-        match handshake.receive(frame.kind, frame.header):
-            case Message(kind, header): ...  # send it
-            case Welcomed(): ...
-            case Refusal(code, reason): ...
     """
 
     def __init__(self, role: Role, authenticator: Authenticator | None = None) -> None:
@@ -210,9 +191,7 @@ class Handshake:
 
     def receive(self, kind: int, header: dict[str, Any]) -> Message | Hello | Welcomed | Refusal:
         """Take in a message; returns what is to be done. A refusal at the acceptor is to be sent.
-
-        Raises:
-            ProtocolError: it must not come now, or is malformed: the connection is to be closed.
+        ``ProtocolError`` if it must not come now, or is malformed: the connection is to be closed.
         """
         before = self.state
         self._step(kind, received=True)
@@ -247,8 +226,9 @@ class Handshake:
 
     def _step(self, kind: int, *, received: bool) -> None:
         possible = TRANSITIONS[self.state]
-        if kind not in possible or (_SAID_BY[kind] is self.role) is received:
-            expected = " or ".join(_NAMES[each] for each in possible if _SAID_BY[each] is not self.role)
+        if kind not in possible or (_SAID_BY[kind][0] is self.role) is received:
+            said_by = [_SAID_BY[each] for each in possible]
+            expected = " or ".join(name for role, name in said_by if role is not self.role)
             raise ProtocolError(f"expected {expected or 'nothing'}, got a frame of kind {kind}")
         self.state = possible[kind]
 

@@ -18,10 +18,7 @@ WorkerReference = str | int | WorkerInfo
 
 class Membership:
     """One worker's view of the group. For one thread at a time; reads by others see a consistent state.
-
-    Args:
-        me: this worker.
-        static: whether the group was complete when it was formed; nobody joins it later.
+    Nobody joins a ``static`` group after it was formed.
     """
 
     def __init__(self, me: Member, *, static: bool) -> None:
@@ -34,14 +31,8 @@ class Membership:
         self._add(me)
 
     def join(self, member: Member) -> bool:
-        """Take note of a member.
-
-        Returns:
-            Whether it is new.
-
-        Raises:
-            WorkerLostError: this incarnation is gone already.
-            GroupMismatchError: a present worker has its name or id.
+        """Take note of a member; returns whether it is new. ``WorkerLostError`` if this incarnation is gone
+        already, ``GroupMismatchError`` if a present worker has its name or id.
         """
         if member.incarnation in self._by_incarnation:
             return False
@@ -83,22 +74,15 @@ class Membership:
         """All present members, this one included, by id."""
         return sorted(self._by_incarnation.values(), key=lambda member: member.id)
 
-    def present_infos(self) -> list[WorkerInfo]:
-        """Name and id of all present members, this one included, by id."""
-        return [member.info for member in self.present()]
-
     def infos(self) -> list[WorkerInfo]:
         """Who takes part: in a static group all that formed it, gone or not; else all that are present."""
         if self.static:
             return [member.info for _, member in sorted(self._by_id.items())]
-        return self.present_infos()
+        return [member.info for member in self.present()]
 
     def resolve(self, callee: WorkerReference) -> Member:
-        """The member that a callee names, present or gone.
-
-        Raises:
-            UnknownWorkerError: nobody of that name or id was ever in the group.
-            ValueError: ``callee`` is neither str, int nor ``WorkerInfo``.
+        """The member that a callee names, present or gone. ``UnknownWorkerError`` if it was never in the
+        group, ``ValueError`` if ``callee`` is neither str, int nor ``WorkerInfo``.
         """
         member: Member | None
         match callee:

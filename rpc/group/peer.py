@@ -1,23 +1,25 @@
-"""A worker, as seen from this one: where its frames go out, and whether it is still there."""
+"""The workers, as seen from one: where their frames go out, and whether they are still there."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
-from typing import Any, Final
+from typing import Any
 
-from rpc.errors import WorkerLostError
+from rpc.errors import SerializationError, WorkerLostError
 from rpc.group.connection_state import TRANSITIONS, Event, State
+from rpc.group.membership import Membership, WorkerReference
 from rpc.group.workers import Member
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime import file_limit
+from rpc.runtime.blocking import wait_while
+from rpc.runtime.events import Events, PeerJoined
+from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import TaskSource
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
+from rpc.transport.inline_read import InlineReader, Turn
 
-__all__ = ["Peer"]
-
-_SLICE_SECONDS: Final = 0.5
-"""A signal right before a wait does not end it: no wait is longer than this."""
+__all__ = ["Peer", "PeerTable"]
 
 
 class Peer:
@@ -34,26 +36,6 @@ class Peer:
         near: it is on this host.
         is_self: it is this worker.
     """
-
-    __slots__ = (
-        "_connect",
-        "_lock",
-        "_near",
-        "_queue_limit",
-        "_room",
-        "_waiting",
-        "_waiting_bytes",
-        "agent",
-        "connection",
-        "dialled",
-        "incarnation",
-        "is_self",
-        "lost",
-        "main",
-        "member",
-        "name",
-        "state",
-    )
 
     def __init__(
         self,
@@ -84,7 +66,8 @@ class Peer:
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0
         self._queue_limit = send_queue_bytes
-        self._near = near
+        self.near = near
+        """Whether it is on this host."""
         self._room = threading.Condition(self._lock)
 
     def __repr__(self) -> str:
@@ -107,27 +90,33 @@ class Peer:
         connection = self.connection
         return None if connection is None else connection.reader
 
-    def lost_error(self, consequence: str = "") -> WorkerLostError:
-        """The error for whatever was asked of this worker and will not happen; a new one each time.
+    def claim(self) -> tuple[InlineReader, Turn] | None:
+        """Claim the connection for the current thread to read; see ``InlineReader.claim``."""
+        connection = self.connection
+        reader = None if connection is None else connection.reader
+        turn = None if reader is None else reader.claim()
+        return None if reader is None or turn is None else (reader, turn)
 
-        Args:
-            consequence: what will not happen.
-        """
+    def lost_error(self, consequence: str = "") -> WorkerLostError:
+        """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
         reason = self.lost or "the connection to it was closed"
         gone = f"worker '{self.name}' (id {self.member.id}) is gone: {reason}"
         return WorkerLostError(f"{gone}. {consequence}" if consequence else gone, self.name, reason)
 
+    def check_size(self, size: int) -> None:
+        """Raise ``SerializationError`` if it does not accept messages of so many bytes."""
+        limit = self.member.max_message_bytes
+        if size > limit:
+            raise SerializationError(
+                f"a message of {size} bytes to worker '{self.name}' is over the limit of {limit} that it "
+                "accepts: raise max_message_bytes in its options"
+            )
+
     def send(
         self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
     ) -> None:
-        """Send one frame, or keep it until there is a connection.
-
-        Args:
-            buffers, size, aliased, wait: see ``Connection.send``.
-
-        Raises:
-            WorkerLostError: the worker is gone.
-            QueueFull: too much is queued for it already.
+        """Send one frame, or keep it until there is a connection; see ``Connection.send``.
+        ``WorkerLostError`` if the worker is gone, ``QueueFull`` if too much is queued for it already.
         """
         connection = self.connection
         if connection is None:
@@ -162,8 +151,8 @@ class Peer:
         pieces = [self._capture(buffer) for buffer in buffers] if aliased else list(buffers)
         deadline = monotonic() + wait
         with self._lock:
-            while wait and self._is_full():
-                self._wait_for_room(deadline)
+            if wait and not wait_while(self._is_full, self._room, deadline):
+                raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
             if self.connection is not None:
                 return self.connection
             if self.lost is not None:
@@ -175,13 +164,6 @@ class Peer:
                 self._connect(self)
         return None
 
-    @interruptible
-    def _wait_for_room(self, deadline: float) -> None:
-        left = deadline - monotonic()
-        if left <= 0:
-            raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
-        self._room.wait(min(left, _SLICE_SECONDS))
-
     def _is_full(self) -> bool:
         waits = self.connection is None and self.lost is None
         return waits and self._waiting_bytes > self._queue_limit
@@ -191,7 +173,7 @@ class Peer:
         if type(buffer) is bytes:
             return buffer
         large = memoryview(buffer).nbytes > CAPTURED_BYTES
-        return buffer if large and not self._near else bytes(buffer)
+        return buffer if large and not self.near else bytes(buffer)
 
     def established(self, connection: Connection) -> None:
         """There is a connection: send what waits for it, in order, before anything else."""
@@ -214,3 +196,81 @@ class Peer:
         self._waiting.clear()
         self._waiting_bytes = 0
         self._room.notify_all()
+
+
+class PeerTable:
+    """The peers of one agent. Looking up is for any thread, everything else for the loop's.
+
+    Args:
+        make: makes the peer of a member.
+        connect: begins to connect to a peer; from any thread, and twice does no harm.
+        joined: called with each new peer, in order.
+
+    Attributes:
+        view, own: who is in the group, and this worker's peer for itself; set by ``form``.
+        by_incarnation: returns a peer, present or gone; None if it was never in the group.
+    """
+
+    view: Membership
+    own: Peer
+
+    def __init__(
+        self,
+        make: Callable[[Member], Peer],
+        connect: Callable[[Peer], None],
+        joined: Iterable[Callable[[Peer], object]],
+        events: Events,
+    ) -> None:
+        self._make = make
+        self._connect = connect
+        self._joined = joined
+        self._events = events
+        self._peers: dict[int, Peer] = {}
+        self._by_name: dict[str, Peer] = {}
+        self.by_incarnation: Callable[[int], Peer | None] = self._peers.get
+
+    def form(self, view: Membership, own: Peer) -> None:
+        """The group is formed; from any thread, since nobody else knows of it yet."""
+        self.view = view
+        self._peers[own.incarnation] = self.own = own
+
+    def find(self, worker: WorkerReference) -> Peer:
+        """The peer that a name, an id or a ``WorkerInfo`` means; see ``Membership.resolve``."""
+        if type(worker) is str:  # nothing else: 1.0 and True would be found under 1
+            peer = self._by_name.get(worker)
+            if peer is not None and peer.lost is None:  # else another may have the name now
+                return peer
+        peer = self._peers[self.view.resolve(worker).incarnation]
+        self._by_name[peer.name] = peer
+        return peer
+
+    def ensure(self, member: Member) -> Peer:
+        """The peer of a member, made if need be."""
+        peer = self._peers.get(member.incarnation)
+        if peer is None:
+            file_limit.provide_for(len(self._peers))
+            peer = self._peers[member.incarnation] = self._make(member)
+            self._by_name.clear()
+            for handler in self._joined:
+                handler(peer)
+            if self._events.peer_joined:
+                self._events.tell(self._events.peer_joined, PeerJoined(member.name, member.id))
+        return peer
+
+    def leave(self, peer: Peer, reason: str) -> None:
+        """A worker is gone for good."""
+        self.view.leave(peer.incarnation, reason)
+        self._by_name.clear()
+
+    def watch_over(self, peer: Peer) -> None:
+        """Be connected to a peer from now on, so that its death is noticed though nothing is sent to it."""
+        if not peer.connected:
+            self._connect(peer)
+
+    def present(self) -> list[Peer]:
+        """Everybody who is in the group now."""
+        return [self.ensure(member) for member in self.view.present()]
+
+    def all(self) -> list[Peer]:
+        """Everybody who has ever been in the group."""
+        return list(self._peers.values())

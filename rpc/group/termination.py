@@ -44,10 +44,8 @@ _ANSWER_SECONDS: Final = 1.0
 class Report:
     """What a worker says about itself at one moment; ``begun`` is read before ``active``.
 
-    Attributes:
-        active: how much is under way: calls and requests not answered, tasks, callbacks, control messages not
-            acknowledged.
-        begun: how many calls, requests and control messages have ever begun; grows with each.
+    ``active`` is how much is under way: calls, requests, tasks, callbacks, control messages not acknowledged;
+    ``begun`` how many of these have ever begun.
     """
 
     active: int
@@ -102,13 +100,6 @@ class Termination:
         me: this worker.
         members: all workers of the group, this one included.
         rounds: how many times everybody enters before everybody leaves.
-
-    Example::
-
-        termination = Termination(me, group.members)
-        for action in termination.enter(now, report, timeout=30):
-            match action:
-                case Send(incarnation, message): ...
     """
 
     def __init__(self, me: Member, members: Iterable[Member], rounds: int = 1) -> None:
@@ -195,11 +186,7 @@ class Termination:
         return self._go_on(report)
 
     def receive(self, sender: int, message: Any, now: float, report: Report) -> list[Action]:
-        """A message of another worker's termination.
-
-        Raises:
-            ProtocolError: it is none.
-        """
+        """A message of another worker's termination; ``ProtocolError`` if it is none."""
         match message:
             case [int(number), str(kind), *details]:
                 pass

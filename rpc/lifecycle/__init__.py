@@ -1,1 +1,1 @@
-"""From ``init_rpc`` to ``shutdown``."""
+"""``init_rpc``: backends, and the agent of our own one."""

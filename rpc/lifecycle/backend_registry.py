@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from rpc.errors import RpcError
 from rpc.lifecycle.own_backend import start_agent
-from rpc.options import (
-    DEFAULT_INIT_METHOD,
-    DEFAULT_RPC_TIMEOUT,
-    AgentOptions,
-    TensorPipeRpcBackendOptions,
-)
-
-__all__ = [
-    "BackendType",
-    "BackendValue",
-    "backend_registered",
-    "construct_rpc_backend_options",
-    "init_backend",
-    "register_backend",
-]
+from rpc.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, AgentOptions, TensorPipeRpcBackendOptions
 
 
 class BackendValue(NamedTuple):
@@ -33,10 +20,8 @@ class BackendValue(NamedTuple):
 
 
 class _OpenEnumeration(type):
-    """What an ``enum.Enum`` class offers (iteration, lookup by name, members as attributes), but open.
-
-    An ``Enum`` cannot gain members, and one made anew for each backend would disown the members that a
-    program already holds.
+    """What an ``enum.Enum`` class offers, but open: an ``Enum`` cannot gain members, and one made anew for
+    each backend would disown the members that a program already holds.
     """
 
     _members: dict[str, BackendType]
@@ -70,12 +55,7 @@ class _OpenEnumeration(type):
 
 class BackendType(metaclass=_OpenEnumeration):
     """The available backends, as an enumeration: ``BackendType.TENSORPIPE``, ``BackendType["TENSORPIPE"]``.
-
     ``register_backend`` adds to it.
-
-    Attributes:
-        name: the name it was registered under.
-        value: its two functions.
     """
 
     _members: ClassVar[dict[str, BackendType]]
@@ -87,18 +67,14 @@ class BackendType(metaclass=_OpenEnumeration):
     def __repr__(self) -> str:
         return f"BackendType.{self.name}"
 
-    def __reduce__(self) -> tuple[Callable[[str], BackendType], tuple[str]]:
-        return _member, (self.name,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, (BackendType, self.name)
 
 
 BackendType._members = {
     name: BackendType(name, BackendValue(options, start_agent))
     for name, options in (("FARCALL", AgentOptions), ("TENSORPIPE", TensorPipeRpcBackendOptions))
 }
-
-
-def _member(name: str) -> BackendType:
-    return BackendType[name]
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -129,10 +105,8 @@ def register_backend(
     """
     if backend_registered(backend_name):
         raise RpcError(f"RPC backend {backend_name}: already registered")
-    backend = BackendType(
-        backend_name, BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
-    )
-    BackendType._members[backend_name] = backend
+    value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    BackendType._members[backend_name] = backend = BackendType(backend_name, value)
     return backend
 
 
@@ -142,14 +116,7 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """Make a backend's options: its defaults, with what is given here.
-
-    Args:
-        backend: a member of ``BackendType``.
-        rpc_timeout: default timeout of a call, in seconds.
-        init_method: where the workers meet.
-        **kwargs: whatever else the backend's options have.
-    """
+    """Make a backend's options: its defaults, with what is given here, which may be all that they have."""
     return backend.value.construct_rpc_backend_options_handler(
         rpc_timeout=rpc_timeout, init_method=init_method, **kwargs
     )

@@ -1,4 +1,12 @@
-"""The backend that is our own agent: it listens, meets the others at the store, and leaves at the end."""
+"""The backend that is our own agent: it listens, meets the others at the store, and leaves at the end.
+
+What stands on every agent are *extensions*: functions ``install(agent)``, called before the agent joins its
+group, which add message kinds, carriers or a tape. One is named, not registered: by a distribution of its
+own, under the entry point group ``farcall.extensions``::
+
+    [project.entry-points."farcall.extensions"]
+    metrics = "my_package.metrics:install"
+"""
 
 from __future__ import annotations
 
@@ -8,6 +16,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 import torch
@@ -17,7 +26,6 @@ from rpc.device_maps import check_device_maps
 from rpc.errors import WorkerLostError
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo
-from rpc.lifecycle.extensions import install_extensions
 from rpc.options import UNSET_TIMEOUT, AgentOptions, parse_listen
 from rpc.rendezvous.address import host_identity, listen_address
 from rpc.rendezvous.arrivals import Group
@@ -29,9 +37,18 @@ from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.functions import main_identity
 
-__all__ = ["start_agent", "start_separate_agent"]
-
 logger = logging.getLogger(__name__)
+
+EXTENSIONS: Final = "farcall.extensions"
+
+_OURS: Final = (
+    EntryPoint("rref", "rref.installation:install", EXTENSIONS),
+    EntryPoint("dist_autograd", "dist_autograd.installation:install", EXTENSIONS),
+    EntryPoint("spmd", "spmd.collectives.store:install", EXTENSIONS),
+)
+"""What all workers take part in: contexts of distributed autograd follow their calls, and worker 0 serves a
+store to those who form process groups.
+"""
 
 _SHOWN_OF_ERROR: Final = 200
 """In so many characters the other workers are told of the exception that ended a program."""
@@ -40,13 +57,7 @@ _SHOWN_OF_ERROR: Final = 200
 def start_agent(
     store: SharedStore, name: str, rank: int, world_size: int | None, rpc_backend_options: AgentOptions
 ) -> Agent:
-    """Start an agent and join its group: the ``init_backend`` handler.
-
-    Args:
-        store: where the workers meet.
-        name, rank, world_size: as for ``init_rpc``.
-        rpc_backend_options: the agent's.
-    """
+    """Start an agent and join its group: the ``init_backend`` handler; arguments as for ``init_rpc``."""
     agent = _start(store, name, rank, world_size, rpc_backend_options, current=True)
     atexit.unregister(_leave_at_exit)  # what an earlier agent has left behind
     atexit.register(_leave_at_exit, weakref.ref(agent), os.getpid())
@@ -88,15 +99,16 @@ def _start(
             main_identity(),
             options.max_message_bytes,
         )
-        install_extensions(agent)
+        for extension in (*_OURS, *entry_points(group=EXTENSIONS)):
+            extension.load()(agent)
         agent.serializer.allow_function(_noop)
         group: Group
+        timeout, job = options.rendezvous_timeout, job_key(os.environ)
         if world_size is None:
-            joined = join_dynamic(store, draft, options.rendezvous_timeout, job=job_key(os.environ))
+            group = joined = join_dynamic(store, draft, timeout, job=job)
             agent.on_close(joined.leave)
-            group = joined
         else:
-            group = join_static(store, draft, world_size, options.rendezvous_timeout, job=job_key(os.environ))
+            group = join_static(store, draft, world_size, timeout, job=job)
         check_device_maps(
             name,
             options.device_maps,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -13,17 +12,9 @@ from rpc.group.workers import check_name
 from rpc.lifecycle import backend_registry
 from rpc.lifecycle.backend_registry import BackendType
 from rpc.lifecycle.own_backend import start_agent
-from rpc.options import (
-    AgentOptions,
-    RpcBackendOptions,
-)
+from rpc.options import AgentOptions, RpcBackendOptions
 from rpc.rendezvous.init_method import open_store, resolve_group
-from rpc.rendezvous.store import SharedStore
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
-
-logger = logging.getLogger(__name__)
-
-__all__ = ["init_rpc", "init_with_store"]
 
 
 def init_rpc(
@@ -58,19 +49,40 @@ def init_rpc(
         ...
         rpc.shutdown()
     """
-    _start(None, backend, name, rank, world_size, rpc_backend_options)
+    init_with_store(backend, None, name, rank, world_size, rpc_backend_options)
 
 
 def init_with_store(
     backend: BackendType | None,
-    store: Store,
+    store: Store | None,
     name: str,
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """As ``init_rpc``, with a c10d store that exists already in place of an ``init_method``."""
-    _start(store, backend, name, rank, world_size, rpc_backend_options)
+    """As ``init_rpc``, with a c10d store that exists already, if any, in place of an ``init_method``."""
+    backend, options = _check(name, backend, rpc_backend_options)
+    dynamic, timeout = False, options.rpc_timeout
+    if isinstance(options, AgentOptions):
+        dynamic, timeout = options.dynamic, options.rendezvous_timeout
+    place = resolve_group(rank, world_size, os.environ, dynamic, options.init_method if store is None else "")
+    shared = open_store(
+        options.init_method if store is None else store, place.rank, place.world_size, timeout=timeout
+    )
+    ours = _is_ours(backend)
+    # Kept until the process ends: others may still need a store that it serves, and c10d's file stores count
+    # the processes that let go of them.
+    atexit.register(lambda: shared)
+    agent = backend_registry.init_backend(
+        backend,
+        store=shared if ours else shared.store,
+        name=name,
+        rank=-1 if place.rank is None else place.rank,
+        world_size=place.world_size,
+        rpc_backend_options=options,
+    )
+    if not ours:
+        set_current_agent(agent)
 
 
 def _check(
@@ -110,41 +122,5 @@ def _backend_of(options: RpcBackendOptions) -> BackendType:
     raise TypeError(f"Could not infer backend for options {options}")
 
 
-def _start(
-    store: Store | None,
-    backend: BackendType | None,
-    name: str,
-    rank: int,
-    world_size: int | None,
-    rpc_backend_options: RpcBackendOptions | None,
-) -> None:
-    backend, options = _check(name, backend, rpc_backend_options)
-    ours = _is_ours(backend)
-    dynamic = isinstance(options, AgentOptions) and options.dynamic
-    timeout = options.rendezvous_timeout if isinstance(options, AgentOptions) else options.rpc_timeout
-    init_method = options.init_method if store is None else ""
-    place = resolve_group(rank, world_size, os.environ, dynamic, init_method)
-    shared = open_store(
-        options.init_method if store is None else store, place.rank, place.world_size, timeout=timeout
-    )
-    atexit.register(_keep, shared)
-    agent = backend_registry.init_backend(
-        backend,
-        store=shared if ours else shared.store,
-        name=name,
-        rank=-1 if place.rank is None else place.rank,
-        world_size=place.world_size,
-        rpc_backend_options=options,
-    )
-    if not ours:
-        set_current_agent(agent)
-
-
 def _is_ours(backend: BackendType) -> bool:
     return backend.value.init_backend_handler is start_agent
-
-
-def _keep(store: SharedStore) -> None:
-    """Kept until the process ends: others may still need a store that it serves, and c10d's file stores count
-    the processes that let go of them.
-    """

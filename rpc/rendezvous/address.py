@@ -14,8 +14,6 @@ from typing import Final
 from rpc.errors import RendezvousError
 from rpc.group.workers import Member
 
-__all__ = ["Probe", "dead_among", "host_identity", "is_loopback", "listen_address", "probe"]
-
 Probe = Callable[[Member], bool | None]
 """Tells whether a member lives: True, False, or None if that cannot be told from here."""
 
@@ -28,10 +26,9 @@ _ELSEWHERE: Final = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_IN
 
 @functools.cache
 def host_identity() -> str:
-    """Equal for two processes exactly if one can connect to the other's abstract Unix sockets.
-
-    That takes the same running kernel and the same network namespace. Where the kernel does not say
-    (other than Linux), it is the machine's name and hardware address.
+    """Equal for two processes exactly if one can connect to the other's abstract Unix sockets: the same
+    running kernel and network namespace. Where the kernel does not say, the machine's name and hardware
+    address.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -43,9 +40,8 @@ def host_identity() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` means this host alone, on every host: a loopback address or ``localhost``.
-
-    Names are not resolved: many a host calls itself by a name that it alone resolves to loopback.
+    """Whether ``host`` means this host alone, on every host: a loopback address or ``localhost``. Names are
+    not resolved: many a host calls itself by a name that it alone resolves to loopback.
     """
     if host.lower().rstrip(".") == "localhost":
         return True
@@ -56,15 +52,15 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_address(master: str | None, *, single_host: bool = False) -> tuple[str, int]:
-    """Choose where to listen for workers on other hosts: as narrow as the rendezvous allows.
+    """Choose where to listen for workers on other hosts, as narrow as the rendezvous allows: on loopback if
+    it is there, else at this machine's address on the route to it. Never a wildcard.
 
     Args:
         master: the host that serves the rendezvous; ``None`` if there is none (a file, a store in memory).
         single_host: all workers are known to be on this host.
 
     Returns:
-        Host and port; port 0 means any. The host is loopback if the rendezvous is, else this machine's
-        address on the route to ``master``. Never a wildcard.
+        Host and port; port 0 means any.
 
     Raises:
         RendezvousError: ``master`` cannot be resolved or has no route.
@@ -101,9 +97,8 @@ def _address_towards(where: tuple[object, ...], family: int) -> str:
 def probe(member: Member) -> bool | None:
     """Whether a member lives: connect to where it listens and hang up.
 
-    Its kernel accepts the connection, however busy the process is, and refuses it once the process is
-    gone. Unix addresses are random and used once, so on one host the answer is exact; a TCP port can have
-    passed to another process.
+    Its kernel accepts, however busy the process is, and refuses once the process is gone. Unix addresses are
+    used once, so on one host the answer is exact; a TCP port can have passed to another process.
     """
     here = member.host == host_identity()
     answer: bool | None = None
@@ -139,8 +134,6 @@ def _answers(family: int, where: object) -> bool | None:
 def dead_among(members: Iterable[Member], tell: Probe) -> set[int]:
     """Incarnations of those members that are certainly dead, several asked at a time."""
     asked = list(members)
-    if len(asked) < 2:
-        return {member.incarnation for member in asked if tell(member) is False}
-    with ThreadPoolExecutor(min(_PARALLEL_PROBES, len(asked)), "rpc-probe") as pool:
+    with ThreadPoolExecutor(_PARALLEL_PROBES, "rpc-probe") as pool:  # starts no more threads than it needs
         answers = zip(asked, pool.map(tell, asked), strict=True)
         return {member.incarnation for member, alive in answers if alive is False}

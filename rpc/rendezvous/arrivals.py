@@ -18,36 +18,15 @@ import msgpack
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member, WorkerInfo
 
-__all__ = [
-    "DEFAULT_PACE",
-    "Arrival",
-    "Conflict",
-    "Entry",
-    "Group",
-    "Kind",
-    "Pace",
-    "Verdict",
-    "describe_ranks",
-    "examine",
-    "mixed",
-]
-
 
 @dataclass(frozen=True)
 class Group:
-    """The outcome of a rendezvous.
+    """The outcome of a rendezvous."""
 
-    Attributes:
-        me: this worker; its id is final.
-        members: all members of a static group, by id; those of a dynamic group that joined before, and me.
-        key: names this group; the same text at all its members, and another for every other group.
-        static: whether nobody can join later.
-    """
-
-    me: Member
-    members: tuple[Member, ...]
-    key: str
-    static: bool
+    me: Member  # this worker; its id is final
+    members: tuple[Member, ...]  # by id: all of a static group; of a dynamic one who joined before, and me
+    key: str  # names this group: the same text at all its members, and another for every other group
+    static: bool  # nobody can join later
 
     @property
     def others(self) -> tuple[Member, ...]:
@@ -72,19 +51,12 @@ DEFAULT_PACE = Pace()
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A worker that wants to join.
+    """A worker that wants to join."""
 
-    Attributes:
-        index: its place in the order of arrivals, from 1; 0 before it has one.
-        member: who it is; in a static group its id is its rank, in a dynamic one it may be -1.
-        world_size: how many workers it expects; 0 in a dynamic group.
-        process: which process it is, for people.
-    """
-
-    index: int
-    member: Member
-    world_size: int
-    process: str
+    index: int  # its place in the order of arrivals, from 1; 0 before it has one
+    member: Member  # in a static group its id is its rank, in a dynamic one it may be -1
+    world_size: int  # how many workers it expects; 0 in a dynamic group
+    process: str  # which process it is, for people
 
     @classmethod
     def of(cls, member: Member, world_size: int) -> Arrival:
@@ -97,8 +69,7 @@ class Arrival:
 
     def pack(self) -> bytes:
         """As a record for the store."""
-        packed: bytes = msgpack.packb([self.member.to_wire(), self.world_size, self.process])
-        return packed
+        return bytes(msgpack.packb([self.member.to_wire(), self.world_size, self.process]))
 
     @classmethod
     def unpack(cls, index: int, packed: bytes) -> Arrival:
@@ -142,8 +113,7 @@ class Verdict:
 
     def pack(self) -> bytes:
         """As a record for the store."""
-        packed: bytes = msgpack.packb([self.kind.value, self.detail])
-        return packed
+        return bytes(msgpack.packb([self.kind.value, self.detail]))
 
     @classmethod
     def unpack(cls, packed: bytes) -> Verdict:
@@ -187,20 +157,13 @@ class Conflict:
 
 
 def examine(arrivals: Iterable[Arrival], world_size: int) -> tuple[Arrival, ...] | Conflict | None:
-    """Tell what the arrivals for a static group make: the group by rank, none at all, or not yet one.
-
-    Args:
-        arrivals: in any order; of those of one incarnation the last counts.
-        world_size: as the worker of rank 0 has it.
+    """Tell what the arrivals for a static group make: the group by rank, none at all, or not yet one. Of
+    those of one incarnation the last counts. ``world_size`` is as the worker of rank 0 has it.
     """
-    latest = {
-        arrival.member.incarnation: arrival for arrival in sorted(arrivals, key=lambda each: each.index)
-    }
-    ordered = sorted(latest.values(), key=lambda arrival: (arrival.member.id, arrival.index))
-    conflict = _conflict(ordered, world_size)
-    if conflict is not None:
-        return conflict
-    return tuple(ordered) if len(ordered) == world_size else None
+    latest = {each.member.incarnation: each for each in sorted(arrivals, key=lambda each: each.index)}
+    ordered = sorted(latest.values(), key=lambda each: (each.member.id, each.index))
+    complete = tuple(ordered) if len(ordered) == world_size else None
+    return _conflict(ordered, world_size) or complete
 
 
 def _conflict(ordered: Sequence[Arrival], world_size: int) -> Conflict | None:
@@ -218,17 +181,13 @@ def _conflict(ordered: Sequence[Arrival], world_size: int) -> Conflict | None:
                 f"ranks go from 0 to {world_size - 1}.",
                 (arrival,),
             )
-    ranks: dict[int, Arrival] = {}
-    names: dict[str, Arrival] = {}
+    claimed: dict[tuple[str, object], Arrival] = {}
     for arrival in ordered:
-        name, rank = arrival.member.name, arrival.member.id
-        for what, key, first in (
-            ("name", repr(name), names.setdefault(name, arrival)),
-            ("rank", str(rank), ranks.setdefault(rank, arrival)),
-        ):
+        for what, key in ("name", arrival.member.name), ("rank", arrival.member.id):
+            first = claimed.setdefault((what, key), arrival)
             if first is not arrival:
                 return Conflict(
-                    f"the {what} {key} is not unique: it is claimed by {first} and by {arrival}. "
+                    f"the {what} {key!r} is not unique: it is claimed by {first} and by {arrival}. "
                     f"Every worker needs a {what} of its own.",
                     (first, arrival),
                 )

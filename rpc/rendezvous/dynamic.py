@@ -23,14 +23,11 @@ from rpc.rendezvous.store import (
     Abandoned,
     Backoff,
     Log,
-    OutOfTime,
     SharedStore,
     StoreLost,
     Waiting,
     run_with_deadline,
 )
-
-__all__ = ["DynamicGroup", "join_dynamic"]
 
 _GONE = Verdict(Kind.GONE)
 
@@ -60,15 +57,8 @@ def join_dynamic(
     tell: Probe = probe,
     pace: Pace = DEFAULT_PACE,
 ) -> DynamicGroup:
-    """Join a dynamic group, or found it.
-
-    Args:
-        store: where its workers meet. It must outlive this worker if others are to join later.
-        me: this worker; it listens on its addresses already. With id -1 it gets the smallest free one.
-        timeout: seconds to wait for the store and for others that are joining.
-        job: keeps jobs apart that share a store.
-        tell: tells whether a member lives.
-        pace: how patient to be.
+    """Join a dynamic group, or found it; arguments as for ``join_static``. With id -1, ``me`` gets the
+    smallest free one. The store must outlive this worker if others are to join later.
 
     Raises:
         GroupMismatchError: a living member has this worker's name or rank, or a static group lives in this
@@ -101,7 +91,7 @@ class _Joining:
         place = log.append(self.arrival)
         try:
             members = self._members_before(log, place)
-        except (RendezvousError, OutOfTime, Abandoned):
+        except (RendezvousError, Abandoned):
             log.decide(place, _GONE)
             raise
         me, taken = self.arrival.member, {member.id for member in members}
@@ -155,13 +145,10 @@ class _Joining:
                 patience = 0.0 if alive is False else self.pace.undecided
             if time.monotonic() - began >= patience:
                 log.decide(entry.index, _GONE)
-            else:
-                try:
-                    backoff.pause()
-                except OutOfTime:
-                    raise RendezvousTimeoutError(
-                        f"{self.arrival} waited {self.waiting.timeout:g} s at {self.store.description} to "
-                        f"join its dynamic group: {arrival or 'a worker'} is joining too and does not finish."
-                    ) from None
+            elif not backoff.pause():
+                raise RendezvousTimeoutError(
+                    f"{self.arrival} waited {self.waiting.timeout:g} s at {self.store.description} to "
+                    f"join its dynamic group: {arrival or 'a worker'} is joining too and does not finish."
+                )
             entry = log.entry(entry.index)
         return entry

@@ -1,12 +1,12 @@
 """What arguments, ``init_method`` and environment say: a worker's rank, its group's size, and their store.
 
 The store of ``env://`` and ``tcp://`` is made here and not by ``torch.distributed.rendezvous``, which has
-rank 0 wait in C++ until all workers have connected and cannot say which are missing. The addresses, the
-environment and torchrun's own store are treated as it does, and it opens every URL that is not known here.
+rank 0 wait in C++ until all workers have connected and cannot say which are missing. Addresses, environment
+and torchrun's own store are treated as there, which also opens every URL that is not known here.
 
-Three things differ. Clients connect in Python until somebody listens, which is quiet, prompt and can be
-interrupted. Where the rendezvous is on loopback, the store listens there and nowhere else. And a store
-file is left where it is: removing it can never be told apart from losing the first record of the next group.
+Three things differ. Clients connect in Python until somebody listens, which is quiet and can be interrupted.
+Where the rendezvous is on loopback, the store listens there and nowhere else. And a store file is left where
+it is: removing it can never be told apart from losing the first record of the next group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import errno
 import functools
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -26,9 +26,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.rendezvous.address import is_loopback
-from rpc.rendezvous.store import Backoff, OutOfTime, SharedStore, Waiting, first_line, run_with_deadline
-
-__all__ = ["Place", "job_key", "open_store", "resolve_group"]
+from rpc.rendezvous.store import (
+    Backoff,
+    Opener,
+    SharedStore,
+    Waiting,
+    first_line,
+    run_with_deadline,
+)
 
 _PROBE_SECONDS: Final = 2.0
 _CONNECT_SECONDS: Final = 5.0
@@ -37,23 +42,16 @@ _FILE_TIMEOUT: Final = timedelta(seconds=5)
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place in the group, as far as arguments and environment tell.
+    """A worker's place in the group, as far as arguments and environment tell."""
 
-    Attributes:
-        rank: ``None`` if a dynamic group is to choose it.
-        world_size: ``None`` for a dynamic group.
-        single_host: all workers are known to be on this host.
-    """
-
-    rank: int | None
-    world_size: int | None
-    single_host: bool = False
+    rank: int | None  # None if a dynamic group is to choose it
+    world_size: int | None  # None for a dynamic group
+    single_host: bool = False  # all workers are known to be on this host
 
 
 def job_key(environ: Mapping[str, str]) -> str:
-    """What separates jobs that share a store: ``FARCALL_JOB``, else torchrun's run id, else ``default``.
-
-    torchrun's restart count is left out on purpose: after a restart it differs between nodes.
+    """What separates jobs that share a store: ``FARCALL_JOB``, else torchrun's run id, else ``default``. (Not
+    torchrun's restart count, which differs between nodes after a restart.)
     """
     return environ.get("FARCALL_JOB") or environ.get("TORCHELASTIC_RUN_ID") or "default"
 
@@ -69,13 +67,10 @@ def resolve_group(
 
     Args:
         rank: the argument; ``None`` or -1 if it was left out.
-        world_size: the argument; ``None``, 0 or -1 if it was left out.
+        world_size: the argument; ``None``, 0 or -1 if it was left out. Without any the group is dynamic.
         environ: the environment, with ``RANK`` and ``WORLD_SIZE`` as torchrun sets them.
         dynamic: a dynamic group is asked for, whatever ``WORLD_SIZE`` says. Then the rank may be unknown.
         init_method: may carry ``?rank=R&world_size=W``.
-
-    Returns:
-        The worker's place. Without a world size the group is dynamic.
 
     Raises:
         GroupMismatchError: the rank is missing or outside the group, a value is not a number, or a world
@@ -160,15 +155,11 @@ def open_store(
     Raises:
         RendezvousTimeoutError: nobody serves the store, or it does not answer.
         RendezvousError: the URL or the environment lacks something, or the address is taken.
-
-    Example::
-
-        store = open_store("tcp://127.0.0.1:29500", 0, 2, timeout=60)
     """
     if not isinstance(init_method, str):
         given = f"the {type(init_method).__name__} given"
         return SharedStore(None, init_method, given, _host_of(init_method))
-    opener: Callable[[Waiting], Store]
+    opener: Opener
     url, master = urlsplit(init_method), None
     match url.scheme:
         case "env" | "tcp":
@@ -258,9 +249,7 @@ class _TcpStore:
             except (OSError, RuntimeError) as error:
                 reason = first_line(error)
                 port_is_free = isinstance(error, ConnectionRefusedError)
-            try:
-                backoff.pause()
-            except OutOfTime:
+            if not backoff.pause():
                 remedy = (
                     "Its port is taken by another program; choose another."
                     if self.serve
@@ -269,24 +258,13 @@ class _TcpStore:
                 )
                 raise RendezvousTimeoutError(
                     f"{self.description} has not been reachable for {waiting.timeout:g} s: {reason}. {remedy}"
-                ) from None
+                )
 
     def _as_server(self, waiting: Waiting) -> Store | None:
         """Serve it; None if somebody else has the port."""
         listener = self._listen_on_loopback() if self.use_libuv and is_loopback(self.host) else None
         try:
-            # Shared with any other store of this process on this port, such as a process group's.
-            return TCPStore(
-                self.host,
-                self.port,
-                None,
-                True,
-                timeout=timedelta(seconds=max(1.0, waiting.remaining)),
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listener,
-                use_libuv=self.use_libuv,
-            )
+            return self._made(waiting.remaining, serve=True, listener=listener)
         except RuntimeError as error:
             if "EADDRINUSE" in str(error) or "already in use" in str(error):
                 return None
@@ -299,36 +277,35 @@ class _TcpStore:
         """A socket that listens on loopback only; None if the port is taken: the store finds out by whom."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         address = "127.0.0.1" if self.host.lower().rstrip(".") == "localhost" else self.host
-        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, self.port))
-            listener.listen(1024)
+            return socket.create_server((address, self.port), family=family, backlog=1024).detach()
         except OSError as error:
-            listener.close()
             if error.errno == errno.EADDRINUSE:
                 return None
             raise RendezvousError(
                 f"rank 0 cannot listen on {_joined(self.host, self.port)}: {error}"
             ) from error
-        return listener.detach()
 
     def _as_client(self, waiting: Waiting) -> Store:
         """Connect to it; first in Python, since a store of C++ prints warnings while nobody listens."""
         socket.create_connection(
             (self.host, self.port), min(_PROBE_SECONDS, max(0.05, waiting.remaining))
         ).close()
-        store = TCPStore(
-            self.host,
-            self.port,
-            None,
-            False,
-            timeout=timedelta(seconds=min(_CONNECT_SECONDS, max(1.0, waiting.remaining))),
-            wait_for_workers=False,
-            use_libuv=self.use_libuv,
-        )
+        store = self._made(min(_CONNECT_SECONDS, waiting.remaining), serve=False)
         store.set_timeout(timedelta(seconds=waiting.timeout))
         return store
+
+    def _made(self, seconds: float, *, serve: bool, listener: int | None = None) -> Store:
+        return TCPStore(
+            self.host,
+            self.port,
+            is_master=serve,
+            timeout=timedelta(seconds=max(1.0, seconds)),
+            wait_for_workers=False,
+            multi_tenant=serve,  # with other stores of this process on this port, such as a process group's
+            master_listen_fd=listener,
+            use_libuv=self.use_libuv,
+        )
 
 
 def _joined(host: str, port: int) -> str:

@@ -1,26 +1,23 @@
 """Static groups: a number of workers, known beforehand, that start together.
 
-*Arriving.* Each worker appends its arrival to the log and waits for a verdict on it. It waits for nothing
-else, so that processes have no counter to keep in step.
+*Arriving.* Each worker appends its arrival to the log and waits for a verdict on it, and for nothing else.
 
 *The coordinator* is the worker of rank 0 (if several claim that rank, the earliest that lives). It reads
 the log until every rank has arrived, and then publishes the group and a verdict for each. What cannot be one
-group is refused, for everybody who has arrived, by a verdict that says why.
+group is refused, for everybody who has arrived, by a verdict that says why. It stays until all have read
+theirs, since its process may serve the store.
 
 *The dead.* An attempt that was killed leaves arrivals of dead processes. So before arrivals in conflict are
 refused, and before arrivals older than the coordinator's own are accepted, they are probed: does somebody
 still listen there? The dead are gone. So is a place in the log that was taken and never written; should its
 process only be slow, it finds that out and appends itself again.
 
-*The end.* The coordinator stays until all have read their verdict, since its process may serve the store;
-after that nobody needs it.
-
 *Latecomers.* A worker that arrives when its group is complete, because its rank or name was given twice,
 finds nobody coordinating. If a living worker of the group last formed has its place, it gives up and says so.
 So does a coordinator, for all who have arrived: theirs is another job, which happens to meet here too.
 
-*Dynamic groups* may use the same log, before and after, but not while the static group lives: of living
-workers of both kinds the one that arrived later yields.
+*Dynamic groups* may use the same log, before and after: of living workers of both kinds the one that arrived
+later yields.
 """
 
 from __future__ import annotations
@@ -43,16 +40,7 @@ from rpc.rendezvous.arrivals import (
     examine,
     mixed,
 )
-from rpc.rendezvous.store import (
-    Abandoned,
-    Backoff,
-    Log,
-    OutOfTime,
-    SharedStore,
-    Waiting,
-)
-
-__all__ = ["join_static"]
+from rpc.rendezvous.store import Abandoned, Backoff, Log, SharedStore, Waiting
 
 
 def join_static(
@@ -123,9 +111,7 @@ class _Joining:
     def run(self) -> Verdict:
         """Returns the verdict on this worker, when those who rely on it have read theirs."""
         try:
-            verdict = self._give(self._find())
-        except OutOfTime:
-            verdict = self._give(self._out_of_time())
+            verdict = self._give(self._find() or self._out_of_time())
         except Abandoned:
             self._give(Verdict(Kind.INTERRUPTED, f"{self._arrival}, who coordinates, was interrupted."))
             raise
@@ -133,8 +119,8 @@ class _Joining:
         self._await_readers({each.index: each.member for each in self._others})
         return verdict
 
-    def _find(self) -> Verdict:
-        """Wait until there is a verdict, or this worker can tell it."""
+    def _find(self) -> Verdict | None:
+        """Wait until there is a verdict, or this worker can tell it; None if there is no time left."""
         doubt_since: float | None = None
         while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
             if given is not None:  # this process was so slow to write its arrival that it was given up
@@ -148,7 +134,8 @@ class _Joining:
                         return Verdict(Kind.MISMATCH, reason)
                 case None:
                     doubt_since = None
-            self._backoff.pause()
+            if not self._backoff.pause():
+                return None
         return given
 
     def _look(self) -> Verdict | _Doubt | None:
@@ -212,10 +199,8 @@ class _Joining:
         return bool(dead)
 
     def _who_has_our_place(self) -> str | None:
-        """Says so, if a living worker of the group last formed has our rank or name.
-
-        One whose address somebody has who has arrived now is no more: an address serves one process at a
-        time.
+        """Says so, if a living worker of the group last formed has our rank or name. One whose address
+        somebody has who has arrived now is no more.
         """
         me = self._me
         members = self.log.last_group()
@@ -242,8 +227,10 @@ class _Joining:
         for entry in self.log.read():
             if entry.arrival is None:
                 self.log.decide(entry.index, Verdict(Kind.GONE))  # it is to arrive after us
-            elif entry.index < index and not entry.arrival.world_size:
-                names += [entry.arrival.member.name] if self._tell(entry.arrival.member) is not False else []
+                continue
+            arrival, member = entry.arrival, entry.arrival.member
+            if entry.index < index and not arrival.world_size and self._tell(member) is not False:
+                names.append(member.name)
         return mixed("a dynamic group", names) if names else None
 
     def _out_of_time(self) -> Verdict:
@@ -282,7 +269,5 @@ class _Joining:
                     for index, member in unread.items()
                     if member.incarnation not in dead and not self._store.has(f"arrival/{index}/read")
                 }
-            try:
-                backoff.pause()
-            except OutOfTime:
+            if not backoff.pause():
                 return

@@ -2,12 +2,11 @@
 
 *Threads.* A c10d store waits in C++: Ctrl-C does not reach it, and a server that is stopped or is no store at
 all holds it far beyond its timeout. So all that touches a store runs on a helper thread, while the caller
-waits for it in Python, where a signal or the deadline ends the wait at once. The helper notices at its next
-pause.
+waits for it in Python, where a signal or the deadline ends the wait. The helper notices at its next pause.
 
 *The log.* A counter gives an arrival its place, then a key holds the record, and another its verdict, which
 is set once and by compare-and-set. Places are never used again, so nothing that an earlier group or attempt
-has left behind can be taken for an answer, and a store serves any number of groups in a row.
+has left behind can be taken for an answer.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 import msgpack
@@ -29,18 +28,6 @@ from rpc.errors import RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Verdict
 
-__all__ = [
-    "Abandoned",
-    "Backoff",
-    "Log",
-    "OutOfTime",
-    "SharedStore",
-    "StoreLost",
-    "Waiting",
-    "first_line",
-    "run_with_deadline",
-]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -49,11 +36,6 @@ _GRACE_SECONDS: Final = 2.0
 """How long past the deadline the helper may take to say what was missing."""
 
 _SLICE_SECONDS: Final = 0.2
-_LONGEST_PAUSE_SECONDS: Final = 0.25
-
-
-class OutOfTime(Exception):
-    """The deadline has passed. Whoever knows what was waited for turns this into an error for the user."""
 
 
 class Abandoned(Exception):
@@ -77,30 +59,29 @@ class Waiting:
         """Seconds to the deadline, never negative."""
         return max(0.0, self._deadline - time.monotonic())
 
-    def pause(self, seconds: float) -> None:
-        """Sleep; raises ``Abandoned`` or ``OutOfTime`` as soon as it applies."""
+    def pause(self, seconds: float) -> bool:
+        """Sleep, at most to the deadline; returns whether there is time left, or raises ``Abandoned``."""
         if self._abandoned.wait(min(seconds, self.remaining)):
             raise Abandoned
-        if self.remaining == 0:
-            raise OutOfTime
+        return self.remaining > 0
 
     def abandon(self) -> None:
         """Nobody waits any longer. From any thread."""
         self._abandoned.set()
 
 
+@dataclass
 class Backoff:
-    """Pauses that grow by half each time, from one millisecond to a longest."""
+    """Pauses that grow by half each time, from one millisecond to a longest, in seconds."""
 
-    def __init__(self, waiting: Waiting, longest: float = _LONGEST_PAUSE_SECONDS) -> None:
-        self._waiting = waiting
-        self._longest = longest
-        self._next = 0.001
+    waiting: Waiting
+    longest: float = 0.25
+    _next: float = 0.001
 
-    def pause(self) -> None:
-        """Sleep a little longer than the last time."""
-        self._waiting.pause(self._next)
-        self._next = min(self._next * 1.5, self._longest)
+    def pause(self) -> bool:
+        """Sleep a little longer than the last time; as ``Waiting.pause``."""
+        seconds, self._next = self._next, min(self._next * 1.5, self.longest)
+        return self.waiting.pause(seconds)
 
     def restart(self) -> None:
         """Something happened: be quick again."""
@@ -155,37 +136,29 @@ def _start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures
     return outcome
 
 
+Opener = Callable[[Waiting], Store]
+
+
+@dataclass
 class SharedStore:
     """A c10d store with what is needed to open it again, under a prefix of its own.
 
     Keep it for as long as others may need the store: with rank 0's goes the server. Used by one thread at
     a time. Whatever is asked of it raises ``StoreLost`` if the store does not answer.
-
-    Attributes:
-        store: the store itself, without the prefix; what a registered backend gets.
-        description: names it in errors.
-        master: the host that serves it; ``None`` for a file or a store in memory.
     """
 
-    def __init__(
-        self,
-        opener: Callable[[Waiting], Store] | None,
-        store: Store,
-        description: str,
-        master: str | None,
-        prefix: str = "",
-    ) -> None:
-        self._opener = opener
-        self.store = store
-        self.description = description
-        self.master = master
-        self._prefix = prefix
-        self._file = _FileIdentity.of(store)
+    opener: Opener | None  # opens it again; None if nothing is known of how
+    store: Store  # without the prefix; what a registered backend gets
+    description: str  # names it in errors
+    master: str | None  # the host that serves it; None for a file or a store in memory
+    prefix: str = ""  # of all keys
+
+    def __post_init__(self) -> None:
+        self._file = _FileIdentity.of(self.store)
 
     def under(self, prefix: str) -> SharedStore:
         """The same store with all keys under a prefix."""
-        prefix = f"{self._prefix}{prefix}/"
-        return SharedStore(self._opener, self.store, self.description, self.master, prefix)
+        return replace(self, prefix=f"{self.prefix}{prefix}/")
 
     def run(self, work: Callable[[Waiting], T], timeout: float) -> T:
         """Run ``work`` as ``run_with_deadline`` does, and once more whenever the store was lost on the way.
@@ -204,17 +177,15 @@ class SharedStore:
                 return work(waiting)
             except StoreLost as lost:
                 # The server of a rank 0 that is just leaving, most likely: the next one's is to come.
-                if self._opener is None:
+                if self.opener is None:
                     raise RendezvousError(
                         f"{self.description} failed in the middle of the rendezvous: {lost}. It was "
                         f"passed as an object, so that it cannot be opened again; is the process that serves "
                         f"it gone?"
                     ) from lost
-                self.store = self._opener(waiting)
+                self.store = self.opener(waiting)
                 self._file = _FileIdentity.of(self.store)
-                try:
-                    backoff.pause()
-                except OutOfTime:
+                if not backoff.pause():
                     raise RendezvousTimeoutError(
                         f"{self.description} was opened again each time that it failed, until "
                         f"{waiting.timeout:g} s were over. The last time it said: {lost}"
@@ -222,7 +193,7 @@ class SharedStore:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; returns the sum."""
-        return int(self._ask(lambda store: store.add(self._prefix + key, amount)))
+        return int(self._ask(lambda store: store.add(self.prefix + key, amount)))
 
     def counter(self, key: str) -> int:
         """What a counter is at; 0 if there is none."""
@@ -230,19 +201,19 @@ class SharedStore:
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value, whatever was there."""
-        self._ask(lambda store: store.set(self._prefix + key, value))  # type: ignore[arg-type]
+        self._ask(lambda store: store.set(self.prefix + key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes | None:
         """The value; None if there is none. Never waits for one."""
-        return self._ask(lambda store: store.get(self._prefix + key)) if self.has(key) else None
+        return self._ask(lambda store: store.get(self.prefix + key)) if self.has(key) else None
 
     def has(self, *keys: str) -> bool:
         """Whether there are values for all these keys."""
-        return bool(self._ask(lambda store: store.check([self._prefix + key for key in keys])))
+        return bool(self._ask(lambda store: store.check([self.prefix + key for key in keys])))
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set a value if it is still ``expected`` (empty: there is none); returns what it is afterwards."""
-        name = self._prefix + key
+        name = self.prefix + key
         return self._ask(lambda store: store.compare_set(name, expected, desired))  # type: ignore[arg-type]
 
     def _ask(self, question: Callable[[Store], T]) -> T:
@@ -284,10 +255,7 @@ def first_line(error: BaseException) -> str:
 
 
 class Log:
-    """The log of arrivals of one job, and the static groups that were made of them.
-
-    All that workers publish passes through here. ``store`` is under the job's prefix.
-    """
+    """The log of arrivals of one job, and the static groups made of them. ``store`` is under its prefix."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
@@ -301,10 +269,8 @@ class Log:
         return index
 
     def read(self) -> list[Entry]:
-        """All entries that are not settled, in order.
-
-        Only new ones are asked for, and those whose arrival was not written the last time. ``entry`` tells
-        of an older one what has become of it since.
+        """All entries that are not settled, in order. Only new ones are asked for, and those whose arrival
+        was not written the last time.
         """
         end = self._store.counter("arrivals") + 1
         unwritten = [entry.index for entry in self._open.values() if entry.arrival is None]

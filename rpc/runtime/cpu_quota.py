@@ -1,9 +1,9 @@
 """How many cores this process can keep busy.
 
-A container is often given less than the cores that it sees: a *quota*, so much computing time in each
-period of 0.1 s. Who has used it up stands still until the period is over, all of its threads, so that a
-thread that spins beside one that computes costs that one far more than it may save. Quotas belong to
-control groups (``cgroups`` of Linux, version 1 or 2), and count for all groups below.
+A container is often given less than the cores that it sees: a *quota*, so much computing time in each period
+of 0.1 s. When it is used up, all of the process's threads stand still until the period is over, so a thread
+that spins beside one that computes costs that one far more than it may save. Quotas belong to control groups
+(``cgroups`` of Linux, version 1 or 2), and count for all groups below.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
-
-__all__ = ["usable_cores"]
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _MEMBERSHIP: Final = Path("/proc/self/cgroup")
@@ -42,25 +40,21 @@ def _quotas(groups: Path, membership: Path) -> Iterator[float]:
     except OSError:  # another system, or nothing is mounted there
         return
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
-        quota = _quota_1 if controllers else _quota_2
         # In a container, the path may be as seen from outside; the root is the container's own group then.
         group = PurePosixPath(path.lstrip("/"))
         for each in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such group, or no quota
-                yield quota(groups / controllers / each)
+                yield _quota(groups / controllers / each, version=1 if controllers else 2)
 
 
-def _quota_1(group: Path) -> float:
-    quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+def _quota(group: Path, version: int) -> float:
+    if version == 1:
+        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+    else:
+        quota, period = map(int, (group / "cpu.max").read_text().split())  # ValueError where it says "max"
     if quota < 0:
         raise ValueError("no quota")
     return quota / period
-
-
-def _quota_2(group: Path) -> float:
-    quota, period = (group / "cpu.max").read_text().split()
-    return int(quota) / int(period)  # ValueError where it says "max"

@@ -7,8 +7,6 @@ from typing import Any
 
 from rpc.errors import AlreadyInitializedError, ForkedProcessError, NotInitializedError
 
-__all__ = ["check_not_forked", "clear_current_agent", "current_agent", "is_initialized", "set_current_agent"]
-
 _agent: Any = None
 _forked_from: int | None = None
 _inherited: list[Any] = []
@@ -51,8 +49,7 @@ def set_current_agent(agent: Any) -> None:
     global _agent, _forked_from
     if _agent is not None:
         raise AlreadyInitializedError("RPC is already initialized in this process: call shutdown() first")
-    _agent = agent
-    _forked_from = None
+    _agent, _forked_from = agent, None
 
 
 def clear_current_agent(agent: Any) -> None:
@@ -65,15 +62,11 @@ def clear_current_agent(agent: Any) -> None:
 def _forked() -> None:
     """In a child that was just forked: the parent's agent is not ours, whatever its memory looks like."""
     global _agent, _forked_from
-    agent = _agent
-    if agent is None:
-        return
-    _agent = None
-    _forked_from = os.getppid()
-    _inherited.append(agent)
-    leave = getattr(agent, "abandon_after_fork", None)
-    if leave is not None:
-        leave()
+    if _agent is not None:
+        agent, _agent, _forked_from = _agent, None, os.getppid()
+        _inherited.append(agent)
+        if (leave := getattr(agent, "abandon_after_fork", None)) is not None:
+            leave()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -1,8 +1,8 @@
 """Events: what happens on an agent, told to who listens, for metrics, traces and profilers.
 
-Each kind of event is a frozen dataclass. Handlers are called with one, on the thread on which it happened,
-which may be the agent's loop: they must be quick and must not block. What they raise is logged. Where nobody
-listens, an event costs one test of a tuple and is not even made::
+Handlers are called on the thread on which an event happened, which may be the agent's loop: they must be
+quick and must not block. What they raise is logged. Where nobody listens, an event costs one test of a tuple
+and is not even made::
 
     if events.call_begun:
         events.tell(events.call_begun, CallBegun(...))
@@ -48,63 +48,39 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """At the caller: a call, or another request that is answered, is about to be sent.
+    """At the caller: a call, or another request that is answered, is about to be sent."""
 
-    Attributes:
-        call_id: names the call among those of this worker; the callee's events have it, too.
-        to: the callee's name.
-        what: what is called or asked, by name.
-    """
-
-    call_id: int
-    to: str
-    what: str
+    call_id: int  # names it among those of this worker; the callee's events have it, too
+    to: str  # the callee's name
+    what: str  # what is called or asked, by name
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """At the caller: a call has been answered, has failed, or has been given up. It is told of calls that
-    began while somebody listened to it or to ``CallBegun``.
-
-    Attributes:
-        call_id, to, what: as of ``CallBegun``.
-        seconds: since it began.
-        error: why it has no answer (the callee is lost, its time is over, it could not be sent); None if it
-            was answered, also with an exception of the callee's.
-    """
+    """At the caller: a call that began while somebody listened to this or to ``CallBegun`` is over."""
 
     call_id: int
     to: str
     what: str
-    seconds: float
-    error: BaseException | None
+    seconds: float  # since it began
+    error: BaseException | None  # why there is no answer; None if there is one, also if that is an exception
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBegun:
-    """At the callee: a request of another worker has come in. It runs when a thread is free.
+    """At the callee: a request of another worker has come in. It runs when a thread is free."""
 
-    Attributes:
-        source: the caller's name.
-        call_id: as in the caller's events.
-    """
-
-    source: str
-    call_id: int
+    source: str  # the caller's name
+    call_id: int  # as in the caller's events
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """At the callee: the answer to a request is on its way.
-
-    Attributes:
-        source, call_id: as of ``RequestBegun``.
-        failed: the answer is an exception.
-    """
+    """At the callee: the answer to a request is on its way."""
 
     source: str
     call_id: int
-    failed: bool
+    failed: bool  # the answer is an exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,70 +102,27 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class MessageSent:
-    """A request or an answer is about to be written to a connection or to shared memory.
+    """A request or an answer is about to be written to a connection or to shared memory."""
 
-    Attributes:
-        to: the receiver's name.
-        kind: of message, a ``rpc.wire.frames.Kind``.
-        size: of what it carries, in bytes, without headers.
-    """
-
-    to: str
-    kind: int
-    size: int
+    to: str  # the receiver's name
+    kind: int  # a ``rpc.wire.frames.Kind``
+    size: int  # of what it carries, in bytes, without headers
 
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """A message has come in.
+    """A message has come in."""
 
-    Attributes:
-        source: the sender's name.
-        kind, size: as of ``MessageSent``.
-    """
-
-    source: str
+    source: str  # the sender's name
     kind: int
     size: int
 
 
 Handlers = tuple[Callable[[Any], object], ...]
 
-_KINDS: Final = (
-    CallBegun,
-    CallEnded,
-    RequestBegun,
-    RequestEnded,
-    PeerJoined,
-    PeerLost,
-    MessageSent,
-    MessageReceived,
-)
-
-
-def _attribute(kind: type) -> str:
-    """The attribute of ``Events`` that holds the handlers of a kind: ``call_begun`` for ``CallBegun``."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
-
 
 class Events:
-    """Who listens to the events of one agent. From any thread.
-
-    Attributes:
-        call_begun, ...: the handlers of each kind of event; empty where nobody listens.
-    """
-
-    __slots__ = (
-        "_lock",
-        "call_begun",
-        "call_ended",
-        "message_received",
-        "message_sent",
-        "peer_joined",
-        "peer_lost",
-        "request_begun",
-        "request_ended",
-    )
+    """Who listens to the events of one agent: for each kind its handlers, mostly none. From any thread."""
 
     call_begun: Handlers
     call_ended: Handlers
@@ -202,15 +135,15 @@ class Events:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        for kind in _KINDS:
-            setattr(self, _attribute(kind), ())
+        for attribute in _ATTRIBUTES.values():
+            setattr(self, attribute, ())
 
     def listen(self, kind: type[E], handler: Callable[[E], object]) -> ExitStack:
         """Have ``handler`` called with each event of a kind from now on; see ``rpc.events.listen``."""
-        if kind not in _KINDS:
-            known = ", ".join(each.__name__ for each in _KINDS)
+        if kind not in _ATTRIBUTES:
+            known = ", ".join(each.__name__ for each in _ATTRIBUTES)
             raise TypeError(f"{kind!r} is no kind of event; there are: {known}")
-        attribute = _attribute(kind)
+        attribute = _ATTRIBUTES[kind]
 
         def called(event: E) -> None:  # an object of its own, so that one handler may listen twice
             handler(event)
@@ -232,6 +165,15 @@ class Events:
                 handler(event)
             except Exception:
                 logger.exception("a handler of %s failed", type(event).__name__)
+
+
+_ATTRIBUTES: Final[dict[type, str]] = {
+    kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()  # ``call_begun`` for ``CallBegun``
+    for kind in (
+        *(CallBegun, CallEnded, RequestBegun, RequestEnded),
+        *(PeerJoined, PeerLost, MessageSent, MessageReceived),
+    )
+}
 
 
 def listen(kind: type[E], handler: Callable[[E], object]) -> ExitStack:

@@ -1,25 +1,20 @@
 """The threads that run user code: as many as are needed, never so few that a call waits for ever.
 
-A task goes straight to an idle thread where there is one, and else into a backlog. Up to ``workers``
-threads are started as tasks come. They may all be blocked — in locks, in ``Future.wait``, in calls that
-wait for calls — where nobody can see it, so a monitor looks at the backlog once a tick: if tasks wait and
-none was begun or finished since the last look, it starts more threads, doubling what is above the base
-number each time: calls that nest 200 deep, each waiting for the next, get there in a few ticks. Threads
-above the base number retire when they have been idle for a while. Beyond ``ceiling`` threads, which nesting
-hardly ever needs but thousands of blocking calls take at once, one more is started every few ticks: tasks
-that wait for tasks that wait still get on, however deep they nest.
+Up to ``workers`` threads are started as tasks come. They may all be blocked, in locks or in calls that wait
+for calls, where nobody can see it. So a monitor looks at the backlog once a tick: if tasks wait and none was
+begun or finished since the last look, it starts more threads, doubling what is above the base number each
+time. Calls that nest 200 deep get there in a few ticks. Idle threads above the base number retire. Beyond
+``ceiling`` threads, which thousands of blocking calls take at once, one more is started every few ticks:
+tasks that wait for tasks still get on, however deep they nest.
 
-Waking a thread costs two switches of the interpreter, so at most one thread is being woken at any time;
-when it runs, and tasks still wait, it wakes the next. Quick tasks are thus all done by the first thread
-before the second has the interpreter, slow or blocking ones spread at once. So while there is a backlog,
-some thread that was woken or started is about to look at it, or the monitor ticks.
+Waking a thread costs two switches of the interpreter, so one thread at most is being woken at any time; when
+it runs, and tasks still wait, it wakes the next. Quick tasks are thus all done by the first thread, slow ones
+spread at once. While there is a backlog, some thread that was woken is about to look at it, or the monitor
+ticks.
 
-A thread takes tasks from the backlog without the lock, and keeps account of what it has finished by itself:
-when many quick tasks wait, each costs little more than its call. The lock is taken to go idle, and to wake.
-
-A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its next task without a
-hand-over. It is idle all the same: where tasks find no other idle thread, and no more are to be started, it
-is called back.
+A thread takes tasks without the lock, and keeps account of what it has finished by itself. The lock is taken
+to go idle, and to wake. A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its
+next task without a hand-over; it is called back where tasks find no other thread.
 """
 
 from __future__ import annotations
@@ -49,8 +44,7 @@ class _Worker:
     """What the executor knows of one thread.
 
     Attributes:
-        finished: tasks that the thread has done; nobody else writes it.
-        brought: tasks that it has got at a source; nobody else writes it.
+        finished, brought: tasks that the thread has done, and got at a source; nobody else writes these.
         source: where it is lent to, or will if there is nothing to do after its task.
         wake: released when an idle thread is to look at the backlog.
     """
@@ -65,6 +59,12 @@ class _Worker:
         self.wake.acquire()
         self.thread = threading.Thread(target=executor._run, args=(self,), name=name, daemon=True)
 
+    def call(self) -> None:
+        """Have the thread, idle or lent, look at the backlog."""
+        self.wake.release()
+        if self.source is not None:
+            self.source.wake()
+
 
 class Executor:
     """Runs tasks on daemon threads. All methods may be called from any thread.
@@ -76,9 +76,7 @@ class Executor:
 
     Example::
 
-        executor = Executor(workers=16, name="farcall")
-        executor.submit((print, "on another thread"))
-        executor.stop()
+        Executor(workers=16, name="farcall").submit((print, "on another thread"))
     """
 
     def __init__(self, workers: int, name: str, ceiling: int = 512) -> None:
@@ -87,7 +85,6 @@ class Executor:
         self._workers = workers
         self._ceiling = max(workers, ceiling)
         self._ticks_beyond = 0
-        self._ceiling_told = False
         self._name = name
         self._lock = threading.RLock()  # a finalizer that runs while it is held may submit something
         self._idle: list[_Worker] = []
@@ -124,9 +121,8 @@ class Executor:
         return True
 
     def lend(self, source: TaskSource, *, at_once: bool = True) -> None:
-        """For a task that is about to end: have its thread wait for its next one at a source.
-
-        The place is claimed now if ``at_once``, and given up if there is anything else to do; or else later.
+        """For a task that is about to end: have its thread wait for its next one at a source, whose place is
+        claimed now if ``at_once``.
         """
         worker: _Worker | None = getattr(self._current, "worker", None)
         free = not self._backlog and not self._stopped
@@ -167,26 +163,18 @@ class Executor:
         return dropped
 
     def stop(self, timeout: float | None = 5.0) -> bool:
-        """Take no more tasks, drop those that wait, and join the threads.
+        """Take no more tasks, drop those that wait, join the threads, and say whether all have ended.
 
         Args:
-            timeout: seconds to wait for tasks that still run; their threads are daemons and are left
-                behind after that.
-
-        Returns:
-            Whether all threads have ended.
+            timeout: seconds to wait for tasks that still run; their threads are daemons, and left behind
+                then.
         """
         with self._lock:
             self._stopped = True
             self.drop_backlog()
-            idle, self._idle = self._idle, []
-            lent, self._lent = self._lent, []
-        for worker in idle:
-            worker.wake.release()
-        for worker in lent:
-            worker.wake.release()
-            if worker.source is not None:
-                worker.source.wake()
+            waiting, self._idle, self._lent = self._idle + self._lent, [], []
+        for worker in waiting:
+            worker.call()
         self._starved.set()
         deadline = None if timeout is None else time.monotonic() + timeout
         current = threading.current_thread()
@@ -206,20 +194,14 @@ class Executor:
         """With the lock held and a backlog: let one more thread take from it, or the monitor see to it."""
         if self._waking:
             return  # that thread will look at the backlog
-        if self._idle:
-            worker = self._idle[-1]
-            del self._idle[-1]
-            self._waking = True
-            worker.wake.release()
-        elif len(self._threads) < self._workers and self._start_thread():
+        if not self._idle and len(self._threads) < self._workers and self._start_thread():
             return
-        elif self._lent:
-            worker = self._lent[-1]
-            del self._lent[-1]
+        waiting = self._idle or self._lent
+        if waiting:
+            worker = waiting[-1]
+            del waiting[-1]
             self._waking = True
-            worker.wake.release()
-            if worker.source is not None:
-                worker.source.wake()
+            worker.call()
         elif not self._starved.is_set():
             self._starved.set()
 
@@ -356,15 +338,18 @@ class Executor:
             return self._submitted - len(self._backlog) + self._finished()
 
     def _grow(self) -> bool:
-        """Double the threads above the base number; returns false if the system gives none.
-
-        Beyond the ceiling, add one now and then.
+        """Double the threads above the base number, or beyond the ceiling add one now and then; returns false
+        if the system gives none.
         """
         grown = False
         threads = len(self._threads)
         wanted = min(max(1, threads - self._workers), self._ceiling - threads)
         if wanted <= 0:
-            self._tell_of_ceiling(threads)
+            if self._ticks_beyond == 0:
+                text = (
+                    "%d threads are blocked, %d tasks wait: threads are added slowly now (max_worker_threads)"
+                )
+                logger.warning(text, threads, len(self._backlog))
             self._ticks_beyond += 1
             if self._ticks_beyond % _TICKS_BEYOND_CEILING:
                 return True
@@ -375,9 +360,3 @@ class Executor:
                     break
                 grown = True
         return grown
-
-    def _tell_of_ceiling(self, threads: int) -> None:
-        if not self._ceiling_told:
-            self._ceiling_told = True
-            text = "%d threads are blocked, %d tasks wait: threads are added slowly now (max_worker_threads)"
-            logger.warning(text, threads, len(self._backlog))

@@ -13,21 +13,11 @@ import os
 import resource
 from typing import Final
 
-__all__ = ["provide_for"]
-
 logger = logging.getLogger(__name__)
 
 _FOR_A_PEER: Final = 6
 """Its connection, what threads need to read it, and a socket for shared memory, with some on their way."""
 _FOR_ALL_ELSE: Final = 64
-
-
-def _open_now() -> int:
-    """How many files are open; 0 if the system does not tell. Those of earlier peers count twice then."""
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
 
 
 def provide_for(peers: int) -> None:
@@ -37,10 +27,8 @@ def provide_for(peers: int) -> None:
     at once, one may find the limit raised by the other, which does no harm.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return
     needed = _open_now() + _FOR_A_PEER * peers + _FOR_ALL_ELSE
-    if needed <= soft:
+    if soft == resource.RLIM_INFINITY or needed <= soft:
         return
     enough = max(needed, 2 * soft)
     granted = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
@@ -48,6 +36,14 @@ def provide_for(peers: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
     if granted < needed:
         _warn(granted)
+
+
+def _open_now() -> int:
+    """How many files are open; 0 if the system does not tell. Those of earlier peers count twice then."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
 
 
 @functools.cache

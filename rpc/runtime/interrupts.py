@@ -1,18 +1,15 @@
 """Ctrl-C does not tear short sections of ours.
 
 Python's own handler of SIGINT raises ``KeyboardInterrupt`` on the main thread between any two instructions:
-also between taking a lock and the ``try`` that lets go of it, between a system call and the note of what it
-did, and once more in the code that cleans up after the first. So the few functions that must run to their end
+also between taking a lock and the ``try`` that lets go of it. So the few functions that must run to their end
 are marked ``protected``, and those which block, and may be interrupted although a protected one called them,
 ``interruptible``. While an agent runs, our handler looks up the stack from where the signal came: the
 innermost marked function decides. Below a protected one the signal is sent again a moment later, until it
-comes where it may raise, together with all that have come meanwhile: like any signal, it waits once.
-(Source of the idea: Trio, ``_core/_ki.py``.)
+comes where it may raise; all that have come meanwhile count as one. A mark is a constant in the function's
+code, so it costs nothing until a signal comes. (Source of the idea: Trio, ``_core/_ki.py``.)
 
-A mark is a constant in the function's code, so it costs nothing until a signal comes.
-
-This stands in for Python's default handler only. Who has installed another, or starts the agent on another
-thread than the main one, gets what Python does. A program's own signal handlers should not raise.
+This stands in for Python's default handler only: not for one that a program has installed, nor where the
+agent is started on another thread than the main one.
 """
 
 from __future__ import annotations
@@ -24,8 +21,6 @@ import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, TypeVar, cast
-
-__all__ = ["defer_interrupts", "interruptible", "protected", "restore_interrupts"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from rpc.errors import BlockingCallError
 from rpc.runtime.blocking import forbid_blocking
 
-__all__ = ["LoopThread"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -41,7 +39,6 @@ class LoopThread:
         self.loop = _new_loop()
         self._no_blocking = no_blocking
         self._stopping = False
-        self._ended = False
         self._last_task: asyncio.Task[None] | None = None
         self._waited_for: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -60,7 +57,6 @@ class LoopThread:
                     logger.exception("code on the thread %s wanted to end it", self._thread.name)
         finally:
             self.loop.close()
-            self._ended = True
             for future in list(self._waited_for):
                 future.cancel()
 
@@ -94,7 +90,7 @@ class LoopThread:
             raise
         self._waited_for.add(future)
         try:
-            if self._ended:
+            if self.loop.is_closed():
                 future.cancel()
             return future.result(timeout)
         except concurrent.futures.CancelledError:

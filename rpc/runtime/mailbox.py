@@ -12,8 +12,6 @@ from typing import Any, Final
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
 
-__all__ = ["Counter", "Mailbox"]
-
 logger = logging.getLogger(__name__)
 
 _GATHER_SECONDS: Final = 0.005
@@ -24,9 +22,6 @@ class Mailbox:
 
     A finalizer may run in the middle of a locked section of ours, on any thread, so nothing here takes a
     lock: what is deferred goes into a ``SimpleQueue``, and the loop is woken once for all of it.
-
-    Args:
-        loop: the agent's.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -40,22 +35,20 @@ class Mailbox:
     @protected
     def soon(self, function: Callable[[Any], object], argument: Any) -> None:
         """Run ``function(argument)`` as soon as the loop can."""
-        if self._closed:
-            return
-        self._queue.put((function, argument))
-        if not self._woken:
-            self._woken = True
-            self.call(self._run)
+        if not self._closed:
+            self._queue.put((function, argument))
+            if not self._woken:
+                self._woken = True
+                self.call(self._run)
 
     @protected
     def gathered(self, function: Callable[[Any], object], argument: Any) -> None:
         """As ``soon``, for what is in no hurry: it is done together with what follows in the next moments."""
-        if self._closed:
-            return
-        self._queue.put((function, argument))
-        if not self._timed:
-            self._timed = True
-            self.call(self._loop.call_later, _GATHER_SECONDS, self._run)
+        if not self._closed:
+            self._queue.put((function, argument))
+            if not self._timed:
+                self._timed = True
+                self.call(self._loop.call_later, _GATHER_SECONDS, self._run)
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
         """``call_soon_threadsafe``, and nothing once the loop has ended."""

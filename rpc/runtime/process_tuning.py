@@ -4,13 +4,10 @@
 times, 5 ms each by Python's default. So the interval is shortened.
 
 *Freed memory.* A training step allocates its gradients and activations anew each time. Left alone, glibc
-gives such memory back to the kernel as soon as some megabytes lie free, and each step pays a fault for every
-page of it: the backward of a model with 4 MB of parameters took 3.4 ms, and takes 1.8 ms without faults
-(measured). So glibc is told to keep more. The setting counts for each of glibc's arenas: the main thread's
-keeps as much free memory as the option says, that of another thread 64 MiB at most, which is the size of its
-heaps. What is larger than 32 MiB goes back to the kernel always.
-
-*Ctrl-C* is deferred in short sections: see ``interrupts``.
+gives such memory back to the kernel, and each step pays a fault for every page of it: the backward of a model
+with 4 MB of parameters took 3.4 ms, and takes 1.8 ms without faults. So glibc is told to keep more, in each
+of its arenas: the main thread's keeps as much as the option says, another thread's 64 MiB at most, which is
+the size of its heaps. What is larger than 32 MiB goes back to the kernel always.
 """
 
 from __future__ import annotations
@@ -18,11 +15,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from dataclasses import dataclass
 from typing import Final
 
 from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
-
-__all__ = ["ProcessTuning"]
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -41,29 +37,25 @@ _USERS_TUNABLES: Final = tuple(
 )
 
 
+@dataclass
 class ProcessTuning:
-    """One agent's settings.
-
-    Args:
-        switch_interval: in seconds; None leaves the interpreter's alone. A shorter one stays.
-        kept_memory_bytes: how much freed memory to keep. The allocator is left alone if that is 0, if it is
-            not glibc's, or where the environment says what it shall do.
+    """One agent's settings. The allocator is left alone if it is not glibc's, or where the environment says
+    what it shall do.
     """
 
-    def __init__(self, switch_interval: float | None, kept_memory_bytes: int) -> None:
-        self._switch_interval = switch_interval
-        self._kept_memory_bytes = kept_memory_bytes
-        self._interval_before: float | None = None
-        self._libc: ctypes.CDLL | None = None
+    switch_interval: float | None  # in seconds; None leaves the interpreter's alone. A shorter one stays
+    kept_memory_bytes: int  # how much freed memory to keep; 0 leaves the allocator alone
+    _interval_before: float | None = None
+    _libc: ctypes.CDLL | None = None
 
     def apply(self) -> None:
         """Put the settings into effect, until ``restore``."""
         defer_interrupts()
-        if self._switch_interval is not None:
+        if self.switch_interval is not None:
             self._interval_before = sys.getswitchinterval()
-            sys.setswitchinterval(min(self._interval_before, self._switch_interval))
+            sys.setswitchinterval(min(self._interval_before, self.switch_interval))
         libc = ctypes.CDLL(None)
-        size = self._kept_memory_bytes
+        size = self.kept_memory_bytes
         if size and hasattr(libc, "gnu_get_libc_version") and not _is_set_by_user():
             self._libc = libc
             mapped_from = min(max(size, _SMALLEST_MMAP_THRESHOLD), _LARGEST_MMAP_THRESHOLD)
@@ -71,12 +63,7 @@ class ProcessTuning:
             libc.mallopt(_M_TRIM_THRESHOLD, min(size, _INT_MAX))
 
     def restore(self, *, give_back: bool = True) -> None:
-        """Undo ``apply``.
-
-        Args:
-            give_back: return to the kernel what lies free. (A forked child had better not touch it: it shares
-                that memory with its parent.)
-        """
+        """Undo ``apply``, and return to the kernel what lies free, unless that is a parent's memory."""
         restore_interrupts()
         if self._interval_before is not None:
             sys.setswitchinterval(self._interval_before)

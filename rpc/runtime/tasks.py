@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Task", "TaskSource"]
-
 Task = tuple[Callable[..., object], Any]
 """A function and its single argument."""
 
@@ -18,11 +16,8 @@ class TaskSource(Protocol):
         """Take the place for the current thread, which may have it already; false if it cannot have it."""
 
     def next_task(self, timeout: float | None) -> Task | None:
-        """Having claimed the place: wait for a task, and give up the place.
-
-        Returns:
-            None after ``timeout`` seconds, or when ``wake`` was called, or whenever else it likes: at once if
-            the place was lost again.
+        """Having claimed the place: wait for a task, and give up the place. None after ``timeout`` seconds,
+        when ``wake`` was called, and whenever else it likes.
         """
 
     def leave(self) -> None:

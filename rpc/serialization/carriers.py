@@ -7,34 +7,27 @@ what describes the object goes into the message's header, where the receiver ado
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from rpc.errors import SerializationError
-from rpc.serialization.payload import EXCEPTION, TRACKED, Arrivals, Destination, Source
-
-__all__ = ["Carrier", "Carriers", "arrived", "receiving"]
+from rpc.serialization.payload import Arrivals
 
 
 class Carrier(Protocol):
-    """How objects of a type travel beside the payload. Its methods are called from any thread.
-
-    ``to`` and ``source`` are the very ``Destination`` and ``Source`` that the serializer was given.
+    """How objects of a type travel beside the payload. Its methods are called from any thread, with the very
+    ``Destination`` and ``Source`` that the serializer was given.
     """
 
     kind: str
     """The key of the descriptors in the header: short, and no other carrier's."""
 
     def depart(self, obj: Any, to: Any) -> Any:
-        """Called while ``obj`` is pickled, once for each message that it is in.
-
-        Args:
-            obj: what is to travel.
-            to: where to; None outside of any message, where all it can do is to raise, with a reason.
-
-        Returns:
-            A descriptor of it that msgpack can encode.
+        """Called while ``obj`` is pickled, once for each message that it is in; returns a descriptor of it
+        that msgpack can encode. ``to`` is None outside of any message, where all it can do is to raise, with
+        a reason.
         """
 
     def take_back(self, descriptors: list[Any], to: Any) -> None:
@@ -46,87 +39,20 @@ class Carrier(Protocol):
         """
 
     def ready(self, objects: Any, when_ready: Callable[[], object]) -> bool:
-        """Whether user code may have these objects now.
-
-        If not, ``when_ready`` must be called once, on any thread, when it may.
+        """Whether user code may have these objects now. If not, ``when_ready`` is called once, on any thread,
+        when it may.
         """
 
 
-class Carriers:
-    """The carriers of one serializer. ``register`` before messages flow; the others from any thread."""
-
-    def __init__(self) -> None:
-        self._carriers: dict[str, Carrier] = {}
-        self.brings_nothing: Final = self._carriers.keys().isdisjoint
-        """Whether there is nothing to adopt in a message with this header."""
-
-    def register(self, carrier: Carrier) -> None:
-        """Make a carrier known under its kind.
-
-        Raises:
-            ValueError: another carrier has that kind, or it is one of the header's own keys.
-        """
-        taken = carrier.kind in (EXCEPTION, TRACKED)
-        if taken or self._carriers.setdefault(carrier.kind, carrier) is not carrier:
-            raise ValueError(f"carrier kind {carrier.kind!r} is taken")
-
-    def adopt(self, header: dict[str, Any], source: Source) -> Arrivals | None:
-        """Adopt everything that travelled beside a message's payload. To be called once, on receipt.
-
-        Returns:
-            The objects, to be given to what loads the payload; None if there are none.
-
-        Raises:
-            SerializationError: the header is malformed, or a carrier cannot read its descriptors.
-        """
-        if self.brings_nothing(header):
-            return None
-        arrivals: Arrivals = {}
-        for kind in self._carriers.keys() & header.keys():
-            descriptors = header[kind]
-            if type(descriptors) is not list:
-                raise SerializationError(
-                    f"a message from worker '{source.name}' has a malformed '{kind}' header"
-                )
-            try:
-                arrivals[kind] = self._carriers[kind].arrive(descriptors, source)
-            except Exception as error:
-                raise SerializationError(
-                    f"a message from worker '{source.name}' has unreadable '{kind}' descriptors: {error}"
-                ) from error
-        return arrivals
-
-    def ready(self, arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:
-        """Whether user code may have all that arrived; if not, ``when_ready`` is called once it may."""
-        return _Readiness(
-            [(self._carriers[kind], objects) for kind, objects in arrivals.items()], when_ready
-        ).all_ready()
-
-    def take_back(self, header: dict[str, Any], to: Destination) -> None:
-        """A message with this header was not sent: tell its carriers."""
-        for kind in header.keys() & self._carriers.keys():
-            self._carriers[kind].take_back(header[kind], to)
-
-    def without_descriptors(self, header: dict[str, Any]) -> dict[str, Any]:
-        """A header without what its carriers have put there."""
-        return {key: value for key, value in header.items() if key not in self._carriers}
+def are_ready(rest: Iterator[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> bool:
+    """Whether what is left of the arrivals is ready; if not, go on there once the next has become so."""
+    go_on = functools.partial(_go_on, rest, when_ready)  # no closure, whose cycle would keep it all
+    return all(carrier.ready(objects, go_on) for carrier, objects in rest)
 
 
-class _Readiness:
-    """How far what arrived has become ready. Not closures, whose cycle would keep it until a collection."""
-
-    __slots__ = ("_rest", "_when_ready")
-
-    def __init__(self, arrived: Sequence[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> None:
-        self._rest = iter(arrived)
-        self._when_ready = when_ready
-
-    def all_ready(self) -> bool:
-        return all(carrier.ready(objects, self._go_on) for carrier, objects in self._rest)
-
-    def _go_on(self) -> None:
-        if self.all_ready():
-            self._when_ready()
+def _go_on(rest: Iterator[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> None:
+    if are_ready(rest, when_ready):
+        when_ready()
 
 
 class _Receiving(threading.local):

@@ -7,54 +7,40 @@ for peers in other languages: see ``Serializer.register_codec``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn, Protocol
-
-from torch import Tensor
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from rpc.errors import SerializationError
-from rpc.serialization.payload import Arrivals, Connect, Destination, Payload, Source
-
-__all__ = ["PICKLE", "Call", "Codec", "Codecs"]
+from rpc.serialization.payload import Arrivals, Connect, Destination, Payload, Source, Tracked
 
 PICKLE: Final = 0
 """The codec of a message that does not say otherwise."""
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Call = tuple[Function, Args, Kwargs]
 """A function, its positional and its keyword arguments."""
 
+T_co = TypeVar("T_co", covariant=True)
 
-class Codec(Protocol):
-    """One way to write and read messages. From any thread."""
 
-    id: int
-    """Its number in messages, 0 to 255; 0 is pickle."""
+class Load(Protocol[T_co]):
+    """Rebuilds what another worker sent.
 
-    def dump_call(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        to: Destination,
-        *,
-        tracked: list[Tensor] | None = None,
-    ) -> Payload:
-        """Serialize a call.
+    Args:
+        header: the message's header.
+        buffers: belong to the receiver now; large tensors are made over their memory.
+        arrivals: what ``adopt`` made of the header.
+        source: who sent it.
+        connect: makes those tensors that the sender put into ``tracked`` part of a graph here, in that
+            order; without, they are leaves that require grad.
 
-        Args:
-            func: anything that can be called: see ``functions`` for how it travels in pickles.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            to: where it goes.
-            tracked: a list for those tensors among the arguments that require grad, in an order that the
-                receiver finds again; None if nobody wants to know.
+    Raises:
+        FunctionNotFoundError: a function or class that it names cannot be imported here.
+        SerializationError: it cannot be read, or safe mode does not admit something in it.
+    """
 
-        Raises:
-            SerializationError: something cannot be sent; names which argument, its type and why. Nothing has
-                departed then.
-            RpcError: an argument travels beside the payload and refuses, for a reason of its own.
-        """
-
-    def load_call(
+    def __call__(
         self,
         header: dict[str, Any],
         buffers: Sequence[Any],
@@ -62,29 +48,38 @@ class Codec(Protocol):
         source: Source,
         *,
         connect: Connect | None = None,
-    ) -> Call:
-        """Rebuild a call.
+    ) -> T_co: ...
+
+
+class Codec(Protocol):
+    """One way to write and read messages. From any thread.
+
+    ``dump_call`` and ``dumps`` raise ``SerializationError`` if something cannot be sent, which says which
+    part, of which type, and why; and another ``RpcError`` if what travels beside the payload refuses.
+    """
+
+    id: int
+    """Its number in messages, 0 to 255; 0 is pickle."""
+
+    def dump_call(
+        self, func: Function, args: Args, kwargs: Kwargs, to: Destination, *, tracked: Tracked = None
+    ) -> Payload:
+        """Serialize a call.
 
         Args:
-            header: the message's header.
-            buffers: belong to the receiver now; large tensors are made over their memory.
-            arrivals: what ``adopt`` made of the header.
-            source: who sent it.
-            connect: makes those tensors that the sender put into ``tracked`` part of a graph here, in that
-                order; without, they are leaves that require grad.
-
-        Raises:
-            FunctionNotFoundError: the function, or a class among the arguments, cannot be imported here.
-            SerializationError: it cannot be read, or safe mode does not admit something in it.
+            func: anything that can be called: see ``functions`` for how it travels in pickles.
+            args, kwargs: its arguments.
+            to: where it goes.
+            tracked: a list for those tensors among the arguments that require grad, in an order that the
+                receiver finds again; None if nobody wants to know.
         """
 
+    @property
+    def load_call(self) -> Load[Call]:
+        """Rebuild a call."""
+
     def dumps(
-        self,
-        value: Any,
-        to: Destination | None,
-        *,
-        what: object = None,
-        tracked: list[Tensor] | None = None,
+        self, value: Any, to: Destination | None, *, what: object = None, tracked: Tracked = None
     ) -> Payload:
         """Serialize a value.
 
@@ -94,22 +89,11 @@ class Codec(Protocol):
                 nothing can travel beside the payload.
             what: for error messages: a text that names the object, or the function whose result it is.
             tracked: as for ``dump_call``.
-
-        Raises:
-            SerializationError: it cannot be sent; says which part of it, of which type, and why.
-            RpcError: a part of it travels beside the payload and refuses, for a reason of its own.
         """
 
-    def loads(
-        self,
-        header: dict[str, Any],
-        buffers: Sequence[Any],
-        arrivals: Arrivals | None,
-        source: Source,
-        *,
-        connect: Connect | None = None,
-    ) -> Any:
-        """Rebuild a value; arguments and errors as for ``load_call``."""
+    @property
+    def loads(self) -> Load[Any]:
+        """Rebuild a value."""
 
 
 class Codecs(dict[int, Codec]):

@@ -1,20 +1,16 @@
 """How exceptions travel.
 
 The caller gets an exception of the same type, with the same arguments, attributes and notes; the callee's
-traceback, with those of its causes, is a note of it and so is printed with every traceback. Attributes that
-cannot be sent are left out, and a note says so.
-
-It gets a ``RemoteError`` instead, with the same text and the same note, if the exception cannot be rebuilt
-as itself: its class is missing here, or its constructor does not take the arguments that it leaves in
-``args``. And always for these, which would mean something else if raised by the caller's own thread:
-
-- what is no ``Exception``: ``SystemExit``, ``KeyboardInterrupt``, ``GeneratorExit`` and
-  ``asyncio.CancelledError`` are about the thread or task that raised them;
-- ``torch.jit.Error``, since ``torch.distributed.rpc`` raises a ``RuntimeError`` when TorchScript fails.
+traceback, with those of its causes, is a note of it. Attributes that cannot be sent are left out, and a note
+says so. It gets a ``RemoteError`` instead, with the same text and the same note, if the exception cannot be
+rebuilt as itself: its class is missing here, or does not take the arguments that it leaves in ``args``. And
+always for what is no ``Exception`` (``SystemExit``, ``KeyboardInterrupt``, ``asyncio.CancelledError``), which
+is about the thread or task that raised it, and for ``torch.jit.Error``, since ``torch.distributed.rpc``
+raises a ``RuntimeError`` when TorchScript fails.
 
 An exception's header is ``{"!": [type, text, traceback, worker]}``, so that all this is known even when no
 pickle can be read; then come the buffers of the exception itself, none if it could not be pickled. Of what
-is longer than anybody reads, a header has the beginning and the end.
+is too long, a header has the beginning and the end.
 """
 
 from __future__ import annotations
@@ -31,8 +27,6 @@ from rpc.errors import RemoteError, RpcError, SerializationError
 from rpc.serialization.failures import type_name
 from rpc.serialization.payload import EXCEPTION, Payload, Source
 
-__all__ = ["dump_exception", "load_exception", "shortened", "text_of"]
-
 _MAX_TRACEBACK: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
 _MAX_TYPE_ALONE: Final = 512
@@ -46,12 +40,8 @@ _OWN_FOLDERS: Final = tuple(
 
 
 def dump_exception(error: BaseException, worker: str, dumps: Callable[[Any, object], Payload]) -> Payload:
-    """Serialize an exception. Never raises, whatever the exception's own methods do.
-
-    Args:
-        error: the exception, with its traceback.
-        worker: this worker's name, which the caller is told.
-        dumps: serializes a value for the caller; also takes what to call it in errors.
+    """See ``Serializer.dump_exception``. ``dumps`` serializes a value for the caller, and takes what to call
+    it in errors.
     """
     header = [type_name(type(error)), text_of(error), _traceback(error), worker]
     payload = Payload({}, [])
@@ -63,12 +53,7 @@ def dump_exception(error: BaseException, worker: str, dumps: Callable[[Any, obje
 
 
 def shortened(header: dict[str, Any], reason: BaseException) -> dict[str, Any]:
-    """The header of an exception that is too large to be sent: its description alone, cut.
-
-    Args:
-        header: of the payload, without what travels beside it.
-        reason: why it cannot be sent.
-    """
+    """The header of an exception that is too large to be sent: its description alone, cut, and the reason."""
     kind, text, remote_traceback, worker = header[EXCEPTION]
     said = f"{_cut(text, _MAX_TEXT_ALONE)}\nIt was too large to be sent: {text_of(reason)}".lstrip()
     described = [_cut(kind, _MAX_TYPE_ALONE), said, remote_traceback[-_MAX_TRACEBACK_ALONE:], worker]
@@ -107,13 +92,7 @@ class _Reduced:
 
 
 def load_exception(header: dict[str, Any], source: Source, load: Callable[[], Any] | None) -> Exception:
-    """Rebuild an exception. Raises nothing but ``KeyboardInterrupt``.
-
-    Args:
-        header: of the message.
-        source: who sent it.
-        load: rebuilds the exception itself, if it has been sent.
-    """
+    """See ``Serializer.load_exception``. ``load`` rebuilds the exception itself, if it has been sent."""
     try:
         kind, text, remote_traceback, worker = map(str, header[EXCEPTION])
     except (KeyError, TypeError, ValueError):
@@ -123,15 +102,14 @@ def load_exception(header: dict[str, Any], source: Source, load: Callable[[], An
     if load is not None:
         try:
             loaded = load()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as reason:
-            why = _reason(reason)
-        else:
             if isinstance(loaded, Exception):
                 error = loaded
             else:
                 why = f"it was rebuilt as a {type_name(type(loaded))}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as reason:
+            why = _reason(reason)
     if error is None:
         error = RemoteError(
             f"Original exception on remote side was {kind}, raised by worker '{worker}'"
@@ -183,9 +161,8 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _leave_out_own_frames(described: traceback.TracebackException | None, raised_by_us: bool) -> None:
-    """Leave out leading frames in our own files: where in our code that was tells a user nothing.
-
-    Of errors that we raise ourselves, in their causes too, and all frames if there are no others.
+    """Leave out leading frames in our own files; of errors that we raise ourselves, in their causes too, and
+    all frames if there are no others.
     """
     while described is not None:
         frames = described.stack

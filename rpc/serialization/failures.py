@@ -12,8 +12,6 @@ from rpc.errors import RpcError, SerializationError, with_article
 from rpc.serialization.functions import not_found
 from rpc.serialization.payload import Destination
 
-__all__ = ["cannot_call", "cannot_send", "describe", "type_name", "unreadable"]
-
 Attempt = Callable[[Any], object]
 """Pickles an object without sending it, or raises."""
 

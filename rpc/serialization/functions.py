@@ -1,18 +1,17 @@
 """How functions and classes travel: by name if the other side can import them, by value if not.
 
-*By name* means that the pickle holds module and qualified name, and the receiver imports them. That is how
-everything travels that its module holds under its own name, except in ``__main__``.
+*By name*: the pickle holds module and qualified name, and the receiver imports them. So travels all that its
+module holds under its own name, except in ``__main__``.
 
-*By value* means that code, defaults, closure and the globals that it uses are pickled (cloudpickle does
-this), and the receiver makes a new function or class of them. So travel lambdas, functions and classes
-defined inside functions, those that their module does not hold under their name (the function under a
-decorator), and those of modules named to ``cloudpickle.register_pickle_by_value``. What they refer to
-goes through our pickler again, so that tensors and remote references in a closure travel as always.
+*By value*: code, defaults, closure and the globals that it uses are pickled (cloudpickle does this), and the
+receiver makes a new function or class of them. So travel lambdas, what is defined inside functions, what its
+module does not hold under its name (the function under a decorator), and what is in modules named to
+``cloudpickle.register_pickle_by_value``. What they refer to goes through our pickler again, so that tensors
+and remote references in a closure travel as always.
 
-What ``__main__`` defines goes by name if the other side runs the same ``__main__``, and by value
-otherwise. The same means: a script of the same file name and the same content (``main_identity``). In a
-notebook, an interactive session, ``python -c`` or on standard input there is no such script, and more can
-be defined at any time, so that everything goes by value, except from a process to itself. A child that
+What ``__main__`` defines goes by name if the other side runs the same ``__main__``: a script of the same file
+name and the same content (``main_identity``). Otherwise, and always in a notebook, an interactive session,
+``python -c`` or on standard input, it goes by value, except from a process to itself. A child that
 ``multiprocessing`` spawned runs its parent's script under the name ``__mp_main__``; it counts as
 ``__main__``. (So what a script defines only ``if __name__ == "__main__"`` is not found in such a child.)
 """
@@ -51,19 +50,15 @@ class ByValue(Protocol):
     to: Destination | None
 
     @property
-    def by_value(self) -> Any:
-        """The pickler of cloudpickle for this message: it knows which functions share their globals."""
+    def by_value(self) -> Any: ...
 
-
-# ---- the identity of __main__
 
 _identity: tuple[int, str] = (0, "")
 
 
 def main_identity() -> str:
-    """What this process runs as ``__main__``, such that equal texts mean that names defined there mean the
-    same thing: the script's file name and a hash of its content. Without a script, a text that no other
-    process has.
+    """What this process runs as ``__main__``: the script's file name and a hash of its content; without a
+    script, a text that no other process has.
     """
     global _identity
     process = os.getpid()
@@ -86,19 +81,12 @@ def _read_main_identity() -> str:
     return f"process:{os.getpid()}:{uuid.uuid4().hex}"
 
 
-# ---- names
-
 builtin_names: Final[dict[BuiltinFunctionType, tuple[str, str]]] = {}
 """Where builtin functions have been found: their own names often say something else."""
 
 
 def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
-    """Module and qualified name under which the other side finds ``obj``; None if it must go by value.
-
-    Args:
-        obj: a function, class, operator or anything else that may be found by name.
-        to: the other side.
-    """
+    """Module and qualified name under which the other side finds ``obj``; None if it must go by value."""
     if cloudpickle.list_registry_pickle_by_value():
         return None
     try:  # the usual case: its module holds it under its own name
@@ -144,11 +132,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def resolve(module: str, name: str) -> Any:
-    """Import what a name means here. Named in pickles.
-
-    Raises:
-        FunctionNotFoundError: there is no such module, or it has no such name.
-    """
+    """Import what a name means here, or raise ``FunctionNotFoundError``. Named in pickles."""
     try:
         return _modules[module].__dict__[name]
     except (KeyError, AttributeError):
@@ -177,9 +161,6 @@ def not_found(module: str, name: str, why: str) -> FunctionNotFoundError:
     )
     what = f"{module}.{name}" if name else module
     return FunctionNotFoundError(f"cannot find '{what}' on the receiving worker: {why}. {hint}")
-
-
-# ---- reducing
 
 
 def reduce_importable(obj: FunctionType | type, pickler: ByValue) -> Any:

@@ -1,9 +1,9 @@
 """Where tensors lie in memory: out of a tensor into a buffer, and out of a buffer into a tensor.
 
-Memory of up to ``INLINE_BYTES`` is copied into the pickle, which costs less than a buffer of its own; where
-a message has few tensors, so are larger ones, as long as all of it stays small. Larger memory becomes a
-buffer without being copied. A tensor's memory is read through its address and
-never through ``Tensor.numpy()``, which would forbid the caller to resize the tensor for ever after.
+Memory of up to ``INLINE_BYTES`` is copied into the pickle, which costs less than a buffer of its own; where a
+message has few tensors, so are larger ones. Larger memory becomes a buffer without being copied. A tensor's
+memory is read through its address and never through ``Tensor.numpy()``, which would forbid the caller to
+resize the tensor for ever after.
 """
 
 from __future__ import annotations
@@ -42,13 +42,7 @@ class _Region(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # an array type
 
 
 def memory_at(address: int, size: int, owner: object) -> bytes | PickleBuffer:
-    """The bytes of memory that ``owner`` keeps alive: a copy if they are few, the memory itself otherwise.
-
-    Args:
-        address: where the memory begins.
-        size: how many bytes it has.
-        owner: what must live as long as the memory is used.
-    """
+    """``size`` bytes of memory that ``owner`` keeps alive: a copy if they are few, else the memory itself."""
     if not address and size:
         raise ValueError(f"{size} bytes that lie nowhere")
     if size <= INLINE_BYTES:
@@ -86,11 +80,7 @@ def settle(buffer: Any) -> Any:
 
 
 def over(data: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """A tensor over ``data``, which becomes its own. No view of another tensor.
-
-    Raises:
-        RuntimeError: the shape reaches beyond the memory.
-    """
+    """A tensor over ``data``, which becomes its own; ``RuntimeError`` if the shape reaches beyond it."""
     if type(data) is bytes:
         data = bytearray(data)
     memory = torch.from_numpy(np.ndarray((len(data),), "B", data)).untyped_storage()
@@ -98,27 +88,19 @@ def over(data: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[i
 
 
 def warm_up() -> None:
-    """To be called on one thread, before others use ``over``.
-
-    On the first use of ``set_``, PyTorch 2.13 looks something up under a lock of its own. If that lets go of
-    the interpreter, to collect garbage for one thing, another thread may come to that lock with the
-    interpreter in hand, and neither gets on any more.
+    """To be called on one thread, before others use ``over``: on the first use of ``set_``, PyTorch 2.13
+    looks something up under a lock of its own, and while it lets go of the interpreter there, another thread
+    may come to that lock with the interpreter in hand, and neither gets on any more.
     """
     over(b"\0", torch.uint8, (1,), (1,))
 
 
 class Layout(NamedTuple):
-    """How the elements of a strided tensor lie in memory, from its first to its last.
+    """How the elements of a strided tensor lie in memory."""
 
-    Attributes:
-        span: elements from the first to the last, gaps included.
-        distinct: how many different elements there are, if none overlap; dimensions of stride 0 count once.
-        overlapping: some elements may share memory, other than through a stride of 0.
-    """
-
-    span: int
-    distinct: int
-    overlapping: bool
+    span: int  # elements from the first to the last, gaps included
+    distinct: int  # different elements, if none overlap; dimensions of stride 0 count once
+    overlapping: bool  # some elements may share memory, other than through a stride of 0
 
     @property
     def dense(self) -> bool:

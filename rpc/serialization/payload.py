@@ -7,8 +7,6 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-__all__ = ["EXCEPTION", "TRACKED", "Arrivals", "Buffer", "Connect", "Destination", "Payload", "Source"]
-
 Buffer = bytes | bytearray | memoryview
 """A contiguous run of bytes: ``len()`` is their number."""
 
@@ -19,6 +17,9 @@ Connect = Callable[[list[Tensor]], Sequence[Tensor]]
 """Makes those tensors of a message that require grad at the sender part of the receiver's graph: takes
 their values, returns what stands for them."""
 
+Tracked = list[Tensor] | None
+"""Where those tensors of a message go that require grad; None if nobody wants to know."""
+
 EXCEPTION: Final = "!"
 """The header's key for the description of an exception."""
 
@@ -27,23 +28,20 @@ TRACKED: Final = "tensors"
 
 
 class Destination(Protocol):
-    """Where a message goes. Carriers get to see this very object."""
+    """Where a message goes: a worker's name, and its ``main_identity()``, "" if that is not known."""
 
     @property
-    def name(self) -> str:
-        """The worker's name, for error messages."""
+    def name(self) -> str: ...
 
     @property
-    def main(self) -> str:
-        """The other side's ``main_identity()``; "" if it is not known."""
+    def main(self) -> str: ...
 
 
 class Source(Protocol):
-    """Where a message came from. Carriers get to see this very object."""
+    """Where a message came from: a worker's name."""
 
     @property
-    def name(self) -> str:
-        """The worker's name, for error messages."""
+    def name(self) -> str: ...
 
 
 class Payload:

@@ -14,30 +14,27 @@ itself is a tensor, ``tensors`` is its arguments of ``dense``.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from rpc.errors import RpcError, SerializationError
-from rpc.serialization.codecs import PICKLE, Call
+from rpc.serialization.codecs import PICKLE, Args, Call, Function, Kwargs, Load
 from rpc.serialization.failures import cannot_call, cannot_send, unreadable
 from rpc.serialization.functions import name_of, resolve
 from rpc.serialization.memory import inline_limit
-from rpc.serialization.payload import TRACKED, Arrivals, Connect, Destination, Payload, Source
+from rpc.serialization.payload import TRACKED, Arrivals, Connect, Destination, Payload, Source, Tracked
 from rpc.serialization.pickler import PROTOCOL, Read, Reducers, dump, load
-from rpc.serialization.portable import PortablePickler, PythonUDF, ReplacementPickler
+from rpc.serialization.portable import PortablePickler, PythonUDF
 from rpc.serialization.safe import AllowList, checked_dense
 from rpc.serialization.settings import Settings
 from rpc.serialization.tensors import dense, plain
 from rpc.serialization.tracked import rebuilt
-
-__all__ = ["PickleCodec"]
 
 _NUMBERS: Final = frozenset((NoneType, bool, int, float, complex))
 _SCALARS: Final = _NUMBERS | {str, bytes}
@@ -55,6 +52,42 @@ _INLINE_ALONE: Final = inline_limit(1)
 
 Taken = tuple[Sequence[Any], dict[str, Any], Sequence[Any]]
 """Arguments with None where a tensor was, and the tensors: their places, and the arguments of ``dense``."""
+
+R = TypeVar("R")
+
+
+def _loader(build: Callable[[PickleCodec, Any, Connect | None], R], what: str) -> Load[R]:
+    """The method of ``PickleCodec`` that reads a message and builds what its record says.
+
+    Args:
+        build: makes it of the record.
+        what: what a message is called in errors, with a place for the sender's name.
+    """
+
+    def loads(
+        self: PickleCodec,
+        header: dict[str, Any],
+        buffers: Sequence[Any],
+        arrivals: Arrivals | None,
+        source: Source,
+        *,
+        connect: Connect | None = None,
+    ) -> R:
+        if _inference():
+            with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
+                return loads(self, header, buffers, arrivals, source, connect=connect)
+        try:
+            if arrivals is None and len(buffers) == 1:
+                return build(self, self._read(buffers[0]), connect)
+            if TRACKED in header:
+                buffers, arrivals = rebuilt(header, buffers, arrivals, connect, self._read)
+            return build(self, load(buffers, arrivals, self._read), connect)
+        except RpcError:
+            raise
+        except Exception as error:
+            raise unreadable(error, what.format(source.name)) from error
+
+    return loads  # type: ignore[return-value]  # without ``self``, once it is a method
 
 
 class PickleCodec:
@@ -75,21 +108,13 @@ class PickleCodec:
         self._read: Read = pickle.loads if allow is None else allow.read
         self._dense = dense if allow is None else checked_dense
 
-    # ---- calls
-
     def dump_call(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        to: Destination,
-        *,
-        tracked: list[Tensor] | None = None,
+        self, func: Function, args: Args, kwargs: Kwargs, to: Destination, *, tracked: Tracked = None
     ) -> Payload:
         """Serialize a call."""
         record: Any
-        prepare: Callable[[Any], Any] | None = None
-        if self._settings.pickler is None:
+        replacement = self._settings.pickler
+        if replacement is None:
             named = name_of(func, to)
             if named is not None:
                 module, name = named
@@ -104,7 +129,7 @@ class PickleCodec:
                 record = (None, func, args, kwargs, ())
         else:
             record = PythonUDF(func, args, kwargs)
-            prepare = functools.partial(_replaced, self._settings.pickler)
+        prepare = None if replacement is None else lambda call: (None, None, *replacement.serialize(call), ())
         try:
             return dump(record, to, self._reducers, prepare=prepare, tracked=tracked)
         except Exception as error:
@@ -112,52 +137,28 @@ class PickleCodec:
         # Out here, so that no error is the other's context.
         raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to))
 
-    def load_call(
-        self,
-        header: dict[str, Any],
-        buffers: Sequence[Any],
-        arrivals: Arrivals | None,
-        source: Source,
-        *,
-        connect: Connect | None = None,
-    ) -> Call:
-        """Rebuild a call."""
-        if _inference():
-            with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
-                return self.load_call(header, buffers, arrivals, source, connect=connect)
-        try:
-            simple = arrivals is None and len(buffers) == 1
-            record = self._read(buffers[0]) if simple else self._record(header, buffers, arrivals, connect)
-            module, name, args, kwargs, tensors = record
-            if self._allow is not None:
-                func = self._allow.callee(module, name, args, kwargs)
-            elif module is not None:
-                func = resolve(module, name)
-            elif name is not None:
-                func = name
-            else:
-                data, table = args, kwargs
-                pickler = self._settings.pickler or PortablePickler()
-                func, args, kwargs = pickler.deserialize(data, table)
-                return func, tuple(args or ()), dict(kwargs or {})
-            if tensors:
-                args = list(args)
-                self._fill_in(args, kwargs, tensors, connect)
-            return func, tuple(args), kwargs
-        except RpcError:
-            raise
-        except Exception as error:
-            raise unreadable(error, f"a call from worker '{source.name}'") from error
+    def _call_of(self, record: Any, connect: Connect | None) -> Call:
+        module, name, args, kwargs, tensors = record
+        if self._allow is not None:
+            func = self._allow.callee(module, name, args, kwargs)
+        elif module is not None:
+            func = resolve(module, name)
+        elif name is not None:
+            func = name
+        else:
+            data, table = args, kwargs
+            pickler = self._settings.pickler or PortablePickler()
+            func, args, kwargs = pickler.deserialize(data, table)
+            return func, tuple(args or ()), dict(kwargs or {})
+        if tensors:
+            args = list(args)
+            self._fill_in(args, kwargs, tensors, connect)
+        return func, tuple(args), kwargs
 
-    # ---- values
+    load_call = _loader(_call_of, "a call from worker '{}'")
 
     def dumps(
-        self,
-        value: Any,
-        to: Destination | None,
-        *,
-        what: object = None,
-        tracked: list[Tensor] | None = None,
+        self, value: Any, to: Destination | None, *, what: object = None, tracked: Tracked = None
     ) -> Payload:
         """Serialize a value."""
         kind = type(value)
@@ -217,36 +218,19 @@ class PickleCodec:
             seen.add(id(tensor))
         return self.dumps(distinct, to, what=what)
 
-    def loads(
-        self,
-        header: dict[str, Any],
-        buffers: Sequence[Any],
-        arrivals: Arrivals | None,
-        source: Source,
-        *,
-        connect: Connect | None = None,
-    ) -> Any:
-        """Rebuild a value."""
-        if _inference():
-            with torch.inference_mode(False):
-                return self.loads(header, buffers, arrivals, source, connect=connect)
-        try:
-            simple = arrivals is None and len(buffers) == 1
-            record = self._read(buffers[0]) if simple else self._record(header, buffers, arrivals, connect)
-            value, tensors = record
-            if not tensors:
-                return value
-            if value is None:
-                if connect is None or len(tensors) < _WITH_GRAD:
-                    return self._dense(*tensors)
-                return connect([self._dense(*tensors[:3])])[0]
-            items = list(value)
-            self._fill_in(items, {}, tensors, connect)
-            return items if type(value) is list else tuple(items)
-        except RpcError:
-            raise
-        except Exception as error:
-            raise unreadable(error, f"what worker '{source.name}' sent") from error
+    def _value_of(self, record: Any, connect: Connect | None) -> Any:
+        value, tensors = record
+        if not tensors:
+            return value
+        if value is None:
+            if connect is None or len(tensors) < _WITH_GRAD:
+                return self._dense(*tensors)
+            return connect([self._dense(*tensors[:3])])[0]
+        items = list(value)
+        self._fill_in(items, {}, tensors, connect)
+        return items if type(value) is list else tuple(items)
+
+    loads = _loader(_value_of, "what worker '{}' sent")
 
     def load_tensors(self, buffers: Sequence[Any], source: Source) -> list[Tensor | None]:
         """Rebuild what ``dump_tensors`` serialized.
@@ -262,21 +246,8 @@ class PickleCodec:
             return tensors
         raise SerializationError(f"what worker '{source.name}' sent should be tensors")
 
-    # ---- for both
-
     def _try(self, part: Any, to: Destination | None) -> None:
         dump(part, to, self._reducers, trial=True)
-
-    def _record(
-        self,
-        header: dict[str, Any],
-        buffers: Sequence[Any],
-        arrivals: Arrivals | None,
-        connect: Connect | None,
-    ) -> Any:
-        if TRACKED in header:
-            buffers, arrivals = rebuilt(header, buffers, arrivals, connect, self._read)
-        return load(buffers, arrivals, self._read)
 
     def _fill_in(
         self, items: list[Any], words: dict[str, Any], tensors: Sequence[Any], connect: Connect | None
@@ -295,11 +266,6 @@ class PickleCodec:
             everything[type(place) is str][place] = rebuild(*usual)
 
 
-def _replaced(pickler: ReplacementPickler, call: PythonUDF) -> tuple[Any, ...]:
-    """The record of a call that a replacement pickler serializes."""
-    return (None, None, *pickler.serialize(call), ())
-
-
 def _without_gaps(tensor: Tensor) -> Any:
     """The arguments of ``dense`` for a small tensor with gaps or overlaps, as the gradient of a sum is."""
     usual = not tensor.__dict__ and tensor.layout is torch.strided and not tensor.is_nested
@@ -307,18 +273,10 @@ def _without_gaps(tensor: Tensor) -> Any:
 
 
 def _take_tensors(
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    tracked: list[Tensor] | None = None,
-    gradients: bool = False,
+    args: Sequence[Any], kwargs: dict[str, Any], tracked: Tracked = None, gradients: bool = False
 ) -> Taken | None:
-    """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else.
-
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-        tracked: as for ``Codec.dump_call``; filled only if this succeeds.
-        gradients: small ones need not arrive with the gaps that they have.
+    """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else. Small
+    ``gradients`` need not arrive with the gaps that they have.
     """
     tensors: list[Any] = []
     taken: list[Tensor] = []

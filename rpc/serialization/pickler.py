@@ -1,14 +1,15 @@
 """The pickler: protocol 5, with one table that says how a type travels.
 
-``reducer_override`` sees every object that is not a plain scalar or container. It looks up the object's
-class in ``Reducers``, and after it the classes it derives from; what is found there reduces the object,
-everything else is pickled as ever. Larger memory leaves the pickle as buffers, in protocol 5's way.
+``reducer_override`` sees every object that is not a plain scalar or container, and looks its class up in
+``Reducers``; what is not found there is pickled as ever. Larger memory leaves the pickle as buffers, in
+protocol 5's way.
 """
 
 from __future__ import annotations
 
 import copyreg
 import enum
+import functools
 import io
 import pickle
 import threading
@@ -32,10 +33,8 @@ from rpc.serialization.functions import (
     reduce_script_module,
 )
 from rpc.serialization.memory import INLINE_BYTES, settle
-from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload
+from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload, Tracked
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
-
-__all__ = ["PROTOCOL", "Pickler", "Read", "Reducer", "Reducers", "dump", "load", "plainly", "sending"]
 
 PROTOCOL: Final = 5
 
@@ -105,29 +104,18 @@ class Reducers(dict[type, Reducer | None]):
 
 
 class Pickler(pickle.Pickler):
-    """Pickles one message. Made by ``dump``, which also sets the attributes.
-
-    Attributes:
-        reducers: how types travel.
-        to: where the message goes; None if that is not known.
-        trial: nothing will be sent: nothing departs.
-        tracked: where tensors that require grad go, to be sent apart; None if they stay in the pickle.
-        carried: what travels beside the pickle, by kind: its carrier, and the descriptors.
-    """
+    """Pickles one message. Made by ``dump``, which also sets the attributes."""
 
     reducers: Reducers
     to: Destination | None = None
-    trial = False
-    tracked: list[torch.Tensor] | None = None
-    carried: dict[str, tuple[Carrier, list[Any]]] | None = None
-    _by_value: Any = None
+    trial = False  # nothing will be sent: nothing departs
+    tracked: Tracked = None  # where tensors that require grad go, if they do not stay in the pickle
+    carried: dict[str, tuple[Carrier, list[Any]]] | None = None  # by kind: its carrier, and the descriptors
 
-    @property
+    @functools.cached_property
     def by_value(self) -> Any:
         """The pickler of cloudpickle for this message: it knows which functions share their globals."""
-        if self._by_value is None:
-            self._by_value = cloudpickle.Pickler(io.BytesIO())
-        return self._by_value
+        return cloudpickle.Pickler(io.BytesIO())
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for every object that is no plain scalar or container."""
@@ -165,9 +153,9 @@ def dump(
     *,
     prepare: Callable[[Any], Any] | None = None,
     trial: bool = False,
-    tracked: list[torch.Tensor] | None = None,
+    tracked: Tracked = None,
 ) -> Payload:
-    """Pickle one object.
+    """Pickle one object; whatever that raises, what has departed by then is taken back.
 
     Args:
         record: the object.
@@ -177,9 +165,6 @@ def dump(
             ``PortablePickler``, counts as part of this message.
         trial: only find out whether it can be pickled.
         tracked: the tensors that require grad are put in here, and pickled apart: see ``tracked``.
-
-    Raises:
-        Exception: whatever pickling raises; what has departed by then is taken back.
     """
     buffers: list[Buffer] = []
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -17,8 +18,6 @@ import torch
 from rpc.errors import RpcError
 from rpc.serialization import pickler as messages
 from rpc.serialization.failures import unreadable
-
-__all__ = ["PortablePickler", "PythonUDF", "ReplacementPickler", "dumps_with_tensors", "loads_with_tensors"]
 
 
 class PythonUDF(NamedTuple):
@@ -32,11 +31,9 @@ class PythonUDF(NamedTuple):
 class ReplacementPickler(Protocol):
     """What can replace the pickler of outgoing calls: see ``rpc.use_pickler``."""
 
-    def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        """Turn an object into bytes and a list of tensors."""
+    def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]: ...
 
-    def deserialize(self, data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-        """The reverse of ``serialize``."""
+    def deserialize(self, data: bytes, tensors: Sequence[torch.Tensor]) -> Any: ...
 
 
 _PLACE: Final = bytearray()
@@ -60,13 +57,7 @@ class _TablePickler(messages.Pickler):
         return super().reducer_override(obj)
 
     def carry(self, obj: Any, carrier: Any) -> tuple[Any, ...]:
-        if self.host is None:
-            return super().carry(obj, carrier)
-        return self.host.carry(obj, carrier)
-
-
-def _stays(buffer: pickle.PickleBuffer) -> bool:
-    return buffer.raw().obj is not _PLACE
+        return super().carry(obj, carrier) if self.host is None else self.host.carry(obj, carrier)
 
 
 def received(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,52 +65,12 @@ def received(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def dumps_with_tensors(
-    obj: Any, reducers: Mapping[type, Callable[[Any], Any]] | None = None
-) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle an object, leaving out its tensors. Needs no running agent.
-
-    Used inside ``__getstate__`` while a message is pickled, what travels beside the pickle (remote
-    references) travels with that message; elsewhere it is refused.
-
-    Args:
-        obj: the object.
-        reducers: how objects of exactly these classes are reduced: functions that take the object and
-            return what ``__reduce_ex__`` may return.
-
-    Returns:
-        The bytes, and the tensors that they refer to.
-    """
-    stream = io.BytesIO()
-    pickler = _TablePickler(stream, messages.PROTOCOL, buffer_callback=_stays)
-    host = messages.sending.pickler
-    if host is not None:
-        pickler.host, pickler.to, pickler.trial, pickler.reducers = host, host.to, host.trial, host.reducers
-    else:
-        pickler.reducers = messages.Reducers()
-    pickler.table = []
-    pickler.own_reducers = reducers or {}
-    pickler.dump(obj)
-    return stream.getvalue(), pickler.table
-
-
-def loads_with_tensors(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """Unpickle what ``dumps_with_tensors`` made. The tensors become part of the object.
-
-    Raises:
-        FunctionNotFoundError: the bytes name a function or class that cannot be imported here.
-        SerializationError: they cannot be unpickled for another reason.
-    """
-    try:
-        return pickle.loads(data, buffers=tensors)
-    except RpcError:
-        raise
-    except Exception as error:
-        raise unreadable(error, "what was serialized") from error
-
-
 class PortablePickler:
-    """Pickles by the rules of this package, into bytes and a list of tensors.
+    """Pickles by the rules of this package, into bytes and a list of tensors. Needs no running agent.
+
+    Attributes:
+        reducers: how objects of exactly these classes are reduced: functions that take the object and return
+            what ``__reduce_ex__`` may return. For derived classes to set.
 
     Example::
 
@@ -128,10 +79,37 @@ class PortablePickler:
         assert pickler.deserialize(data, tensors)["weight"] is tensors[0]
     """
 
+    reducers: Mapping[type, Callable[[Any], Any]] = MappingProxyType({})
+
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        """As ``dumps_with_tensors``."""
-        return dumps_with_tensors(obj)
+        """Pickle an object, leaving out its tensors; returns the bytes and the tensors that they refer to.
+
+        Used inside ``__getstate__`` while a message is pickled, what travels beside the pickle (remote
+        references) travels with that message; elsewhere it is refused.
+        """
+        stream = io.BytesIO()
+        pickler = _TablePickler(
+            stream, messages.PROTOCOL, buffer_callback=lambda buffer: buffer.raw().obj is not _PLACE
+        )
+        host = messages.sending.pickler
+        if host is not None:
+            pickler.host, pickler.to, pickler.trial = host, host.to, host.trial
+        pickler.reducers = messages.Reducers() if host is None else host.reducers
+        pickler.table = []
+        pickler.own_reducers = self.reducers
+        pickler.dump(obj)
+        return stream.getvalue(), pickler.table
 
     def deserialize(self, data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-        """As ``loads_with_tensors``."""
-        return loads_with_tensors(data, tensors)
+        """Unpickle what ``serialize`` made. The tensors become part of the object.
+
+        Raises:
+            FunctionNotFoundError: the bytes name a function or class that cannot be imported here.
+            SerializationError: they cannot be unpickled for another reason.
+        """
+        try:
+            return pickle.loads(data, buffers=tensors)
+        except RpcError:
+            raise
+        except Exception as error:
+            raise unreadable(error, "what was serialized") from error

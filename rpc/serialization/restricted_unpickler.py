@@ -19,17 +19,12 @@ from typing import Any, Final, Protocol
 
 from rpc.errors import SerializationError
 
-__all__ = ["Admission", "Machine"]
-
 _MAX_TUPLE_DEPTH: Final = 100
 _MIN_TUPLE_WEIGHT: Final = 1 << 16
 _HASHED_IN_DEPTH: Final = (tuple, frozenset)
 _MARK: Final = object()
 
-_u16: Final = struct.Struct("<H").unpack_from
-_u32: Final = struct.Struct("<I").unpack_from
-_i32: Final = struct.Struct("<i").unpack_from
-_f64: Final = struct.Struct(">d").unpack_from
+_u32: Final = struct.Struct("<I").unpack
 
 
 class Admission(Protocol):
@@ -43,13 +38,7 @@ class Admission(Protocol):
 
 
 class Machine:
-    """Reads one pickle.
-
-    Args:
-        allow: what is admitted.
-        data: the pickle.
-        buffers: what left it, in order.
-    """
+    """Reads one pickle, ``data``, and what left it, ``buffers``."""
 
     def __init__(self, allow: Admission, data: bytes, buffers: Iterable[Any]) -> None:
         self._allow = allow
@@ -66,10 +55,8 @@ class Machine:
         """Depth and weight of tuples that hold tuples, and the tuple itself."""
 
     def run(self) -> Any:
-        """The object that the pickle describes.
-
-        Raises:
-            SerializationError: the pickle is malformed, or names what is not admitted.
+        """The object that the pickle describes; ``SerializationError`` if it is malformed, or names what is
+        not admitted.
         """
         data, stack = self._data, self._stack
         try:
@@ -87,8 +74,6 @@ class Machine:
             raise
         except Exception as error:
             raise SerializationError(f"a pickle is malformed: {type(error).__name__}: {error}") from error
-
-    # ---- reading
 
     def _take(self, size: int) -> bytes:
         start = self._at
@@ -109,17 +94,9 @@ class Machine:
                 return items
         raise SerializationError("a pickle refers to a mark that it has not made")
 
-    # ---- instructions
-
     def _protocol(self) -> None:
         if self._byte() != 5:
             raise SerializationError("a pickle is not of protocol 5")
-
-    def _skip(self, _: object) -> None:
-        """What has been taken is of no use."""
-
-    def _get(self, index: int) -> None:
-        self._stack.append(self._memo[index])
 
     def _tuple(self, size: int) -> None:
         if len(self._stack) < size:
@@ -208,8 +185,6 @@ class Machine:
                 raise SerializationError(f"a pickle sets '{name}' of a {type(instance).__name__}")
             setattr(instance, name, value)
 
-    # ---- checks
-
     def _pop(self, kind: type) -> Any:
         return self._exactly(self._stack.pop(), kind)
 
@@ -252,9 +227,10 @@ def _read(length_bytes: int, make: Callable[[bytes], Any]) -> Callable[[Machine]
     return instruction
 
 
-def _fixed(size: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
-    """An instruction that is followed by so many bytes."""
-    return lambda machine: machine._stack.append(make(machine._take(size)))
+def _number(form: str) -> Callable[[Machine], None]:
+    """An instruction that is followed by a number, in a format of ``struct``."""
+    layout = struct.Struct(form)
+    return lambda machine: machine._stack.extend(layout.unpack(machine._take(layout.size)))
 
 
 def _text(data: bytes) -> str:
@@ -267,9 +243,9 @@ def _integer(data: bytes) -> int:
 
 _STOP: Final = ord(".")
 
-_INSTRUCTIONS: Final[dict[int, Callable[[Machine], None]]] = {
+_INSTRUCTIONS: Final[dict[int, Callable[[Machine], object]]] = {
     0x80: Machine._protocol,
-    0x95: lambda machine: machine._skip(machine._take(8)),  # a frame, which only helps reading files
+    0x95: lambda machine: machine._take(8),  # a frame, which only helps reading files
     ord("N"): _push(lambda: None),
     0x88: _push(lambda: True),
     0x89: _push(lambda: False),
@@ -278,10 +254,10 @@ _INSTRUCTIONS: Final[dict[int, Callable[[Machine], None]]] = {
     ord(")"): _push(tuple),
     0x8F: _push(set),
     ord("("): _push(lambda: _MARK),
-    ord("J"): _fixed(4, lambda data: _i32(data)[0]),
-    ord("K"): _fixed(1, lambda data: data[0]),
-    ord("M"): _fixed(2, lambda data: _u16(data)[0]),
-    ord("G"): _fixed(8, lambda data: _f64(data)[0]),
+    ord("J"): _number("<i"),
+    ord("K"): _number("<B"),
+    ord("M"): _number("<H"),
+    ord("G"): _number(">d"),
     0x8A: _read(1, _integer),
     0x8B: _read(4, _integer),
     0x8C: _read(1, _text),
@@ -292,8 +268,8 @@ _INSTRUCTIONS: Final[dict[int, Callable[[Machine], None]]] = {
     0x8E: _read(8, bytes),
     0x96: _read(8, bytearray),
     0x94: lambda machine: machine._memo.append(machine._stack[-1]),
-    ord("h"): lambda machine: machine._get(machine._byte()),
-    ord("j"): lambda machine: machine._get(_u32(machine._take(4))[0]),
+    ord("h"): lambda machine: machine._stack.append(machine._memo[machine._byte()]),
+    ord("j"): lambda machine: machine._stack.append(machine._memo[_u32(machine._take(4))[0]]),
     0x85: lambda machine: machine._tuple(1),
     0x86: lambda machine: machine._tuple(2),
     0x87: lambda machine: machine._tuple(3),
@@ -304,8 +280,8 @@ _INSTRUCTIONS: Final[dict[int, Callable[[Machine], None]]] = {
     ord("u"): lambda machine: machine._put(machine._since_mark()),
     0x90: Machine._add_items,
     0x91: Machine._frozenset,
-    ord("0"): lambda machine: machine._skip(machine._stack.pop()),
-    ord("1"): lambda machine: machine._skip(machine._since_mark()),
+    ord("0"): lambda machine: machine._stack.pop(),
+    ord("1"): Machine._since_mark,
     0x93: Machine._global,
     ord("R"): Machine._reduce,
     0x81: lambda machine: machine._new({}),

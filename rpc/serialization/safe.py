@@ -43,22 +43,12 @@ from rpc.serialization.functions import name_of
 from rpc.serialization.memory import layout_of
 from rpc.serialization.restricted_unpickler import Machine
 
-__all__ = ["AllowList", "checked_dense"]
-
 _CONSTANTS: Final = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class AllowList:
-    """What may occur in messages that are read in safe mode. Threads may share it.
-
-    Args:
-        also: another list: what it admits, now or later, is admitted, too.
-
-    Example::
-
-        allow = AllowList()
-        allow.function(score)
-        allow.cls(Request)
+    """What may occur in messages that are read in safe mode. Threads may share it. What the list ``also``
+    admits, now or later, is admitted, too.
     """
 
     def __init__(self, also: AllowList | None = None) -> None:
@@ -68,30 +58,20 @@ class AllowList:
         """Classes of which a pickle may make instances, and set their attributes."""
 
     def function(self, function: Callable[..., Any]) -> None:
-        """Admit a function, or anything else that can be called by name.
-
-        Raises:
-            ValueError: it has no name under which it could be imported.
-        """
+        """Admit a function, or anything else that can be called by name; ``ValueError`` if it has none."""
         if isinstance(function, type):
             raise ValueError(f"{function!r} is a class: use cls(), which admits its instances too")
         self._named[_name(function)] = function
 
     def cls(self, kind: type) -> None:
-        """Admit a class: its instances, and the class itself as what is called or as an argument.
-
-        Raises:
-            ValueError: it has no name under which it could be imported.
+        """Admit a class: its instances, and the class itself as what is called or as an argument;
+        ``ValueError`` if it has no name under which it could be imported.
         """
         self._named[_name(kind)] = kind
         self._classes[kind] = None
 
     def find(self, module: str, name: str) -> Any:
-        """What the list admits under a name.
-
-        Raises:
-            SerializationError: nothing.
-        """
+        """What the list admits under a name; ``SerializationError`` if nothing."""
         key = (module, name)
         found = _CONSTRUCTORS.get(key) or self._named.get(key)
         if found is None:
@@ -110,10 +90,8 @@ class AllowList:
         return kind in self._classes
 
     def read(self, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
-        """Read a pickle and its buffers, which must be a tuple.
-
-        Raises:
-            SerializationError: it holds what is not admitted, or it is malformed.
+        """Read a pickle, which must be of a tuple, and its buffers; ``SerializationError`` if it is
+        malformed, or holds what is not admitted.
         """
         record = Machine(self, bytes(data), buffers).run()
         if type(record) is not tuple:
@@ -121,10 +99,8 @@ class AllowList:
         return record
 
     def callee(self, module: Any, name: Any, args: Any, kwargs: Any) -> Any:
-        """The function of a call that has been read (see ``pickle_codec``).
-
-        Raises:
-            SerializationError: it is not admitted, or the call is malformed.
+        """The function of a call that has been read (see ``pickle_codec``); ``SerializationError`` if it is
+        not admitted, or the call is malformed.
         """
         if module is None and name is None:
             raise SerializationError("the call is of a kind that safe mode does not read")
@@ -167,9 +143,8 @@ def _item_size(dtype: Any) -> int:
 
 
 def _check_shape(shape: Any, stride: Any) -> None:
-    if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
-        raise SerializationError("a tensor has a malformed shape")
-    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, *stride)):
+    are_tuples = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
+    if not are_tuples or not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, *stride)):
         raise SerializationError("a tensor has a malformed shape")
 
 
@@ -204,17 +179,14 @@ def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
     checked: dict[Callable[..., Any], Callable[..., Any]] = {
         tensors.dense: checked_dense,
         tensors.placed: _placed,
-        tensors.conjugated: tensors.conjugated,
-        tensors.negated: tensors.negated,
-        tensor_kinds.parameter: tensor_kinds.parameter,
         tensor_kinds.sparse_coo: functools.partial(tensor_kinds.sparse_coo, check=True),
         tensor_kinds.sparse_compressed: functools.partial(tensor_kinds.sparse_compressed, check=True),
         tensor_kinds.on_meta: _on_meta,
         tensor_kinds.constant: _constant,
-        carriers.arrived: carriers.arrived,
         collections.OrderedDict: _ordered_dict,
     }
-    kinds: list[Any] = [torch.Size, torch.device, complex, collections.deque]
+    kinds: list[Any] = [tensors.conjugated, tensors.negated, tensor_kinds.parameter, carriers.arrived]
+    kinds += [torch.Size, torch.device, complex, collections.deque]
     kinds += [dt.date, dt.time, dt.datetime, dt.timedelta, dt.timezone]
     kinds += filter(_is_exception, vars(builtins).values())
     kinds += [getattr(errors, name) for name in errors.__all__]

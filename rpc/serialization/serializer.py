@@ -1,9 +1,8 @@
 """How what calls take and give becomes bytes, and back: the face of this room.
 
-``dump_call`` and ``dumps`` turn a call or a value into a ``Payload``: a header, and buffers in the form of
-some codec. On the other side ``adopt`` is called with the header on receipt, and ``load_call`` or ``loads``
-with the buffers when somebody wants the object; that is what runs user code. ``dump_exception`` and
-``load_exception`` do the same for exceptions. Example::
+``dump_call``, ``dumps`` and ``dump_exception`` make a ``Payload``: a header, and buffers in the form of some
+codec. On the other side ``adopt`` is called with the header on receipt, and ``load_call``, ``loads`` or
+``load_exception`` with the buffers when somebody wants the object; that is what runs user code. Example::
 
     payload = caller.dump_call(torch.add, (x, 1), {}, peer)
     ...  # payload.header, payload.buffers and payload.codec reach the other side
@@ -14,18 +13,17 @@ with the buffers when somebody wants the object; that is what runs user code. ``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
+from rpc.errors import SerializationError
 from rpc.serialization import exceptions, memory
-from rpc.serialization.carriers import Carrier, Carriers
+from rpc.serialization.carriers import Carrier, are_ready
 from rpc.serialization.codecs import PICKLE, Codec, Codecs
-from rpc.serialization.payload import Arrivals, Destination, Payload, Source
+from rpc.serialization.payload import EXCEPTION, TRACKED, Arrivals, Destination, Payload, Source
 from rpc.serialization.pickle_codec import PickleCodec
 from rpc.serialization.pickler import Reducers, plainly
 from rpc.serialization.safe import AllowList
 from rpc.serialization.settings import Settings, process_settings
-
-__all__ = ["Serializer"]
 
 
 class Serializer:
@@ -41,11 +39,9 @@ class Serializer:
         self.allow = AllowList(settings.allowed) if safe else None
         """What safe mode admits; None without safe mode."""
         self._reducers = Reducers()
-        self._carriers = carriers = Carriers()
-        self.adopt = carriers.adopt
-        self.ready = carriers.ready
-        self.brings_nothing = carriers.brings_nothing
-        self.take_back = carriers.take_back
+        self._carriers: dict[str, Carrier] = {}
+        self.brings_nothing: Final = self._carriers.keys().isdisjoint
+        """Whether there is nothing to adopt in a message with this header."""
         pickle = PickleCodec(self._reducers, settings, self.allow)
         self.dump_call, self.load_call = pickle.dump_call, pickle.load_call
         self.dumps, self.loads = pickle.dumps, pickle.loads
@@ -54,41 +50,25 @@ class Serializer:
         self.codecs = Codecs({PICKLE: pickle})
         """For messages that name theirs; the methods above are those of pickle."""
 
-    # ---- extending it
-
     def register_carrier(self, kind: type, carrier: Carrier) -> None:
-        """Have objects of a type travel beside the payload.
-
-        Args:
-            kind: the type; types derived from it are meant too.
-            carrier: see ``Carrier``. It may carry several types.
-
-        Raises:
-            ValueError: another carrier has the same ``carrier.kind``.
+        """Have objects of a type, or of one derived from it, travel beside the payload; ``ValueError`` if
+        another carrier has the same ``carrier.kind``. A carrier may be registered for several types.
         """
-        self._carriers.register(carrier)
+        taken = carrier.kind in (EXCEPTION, TRACKED)
+        if taken or self._carriers.setdefault(carrier.kind, carrier) is not carrier:
+            raise ValueError(f"carrier kind {carrier.kind!r} is taken")
         self._reducers.register(kind, lambda obj, pickler: pickler.carry(obj, carrier))
 
     def register_reducer(self, kind: type, reduce: Callable[[Any], Any]) -> None:
-        """Say how objects of a type travel in pickles, without changing how they are pickled elsewhere.
-
-        Args:
-            kind: the type; types derived from it are meant too, unless they have a reducer of their own.
-            reduce: takes the object and returns what ``__reduce_ex__`` may return, or NotImplemented to
-                leave the object to plain pickle.
-
-        Example::
+        """Say how objects of a type, or of one derived from it, travel in pickles: ``reduce`` returns what
+        ``__reduce_ex__`` may return, or NotImplemented to leave the object to plain pickle. Example::
 
             serializer.register_reducer(Connection, lambda connection: (Connection, (connection.url,)))
         """
         self._reducers.register(kind, plainly(reduce))
 
     def register_codec(self, codec: Codec) -> None:
-        """Read and write messages in another codec, too.
-
-        Raises:
-            ValueError: its number is taken, or none.
-        """
+        """Read and write messages in another codec, too; ``ValueError`` if its number is taken, or none."""
         if not 0 <= codec.id < 256 or self.codecs.setdefault(codec.id, codec) is not codec:
             raise ValueError(f"codec number {codec.id!r} is taken, or not in 0 to 255")
 
@@ -97,15 +77,47 @@ class Serializer:
         if self.allow is not None:
             self.allow.function(function)
 
-    # ---- exceptions
+    def adopt(self, header: dict[str, Any], source: Source) -> Arrivals | None:
+        """Adopt everything that travelled beside a message's payload. To be called once, on receipt; returns
+        the objects, for what loads the payload, or None.
+
+        Raises:
+            SerializationError: the header is malformed, or a carrier cannot read its descriptors.
+        """
+        if self.brings_nothing(header):
+            return None
+        arrivals: Arrivals = {}
+        for kind in self._carriers.keys() & header.keys():
+            descriptors = header[kind]
+            if type(descriptors) is not list:
+                raise SerializationError(
+                    f"a message from worker '{source.name}' has a malformed '{kind}' header"
+                )
+            try:
+                arrivals[kind] = self._carriers[kind].arrive(descriptors, source)
+            except Exception as error:
+                raise SerializationError(
+                    f"a message from worker '{source.name}' has unreadable '{kind}' descriptors: {error}"
+                ) from error
+        return arrivals
+
+    def ready(self, arrivals: Arrivals, when_ready: Callable[[], object]) -> bool:
+        """Whether user code may have all that arrived; if not, ``when_ready`` is called once it may."""
+        rest = iter([(self._carriers[kind], objects) for kind, objects in arrivals.items()])
+        return are_ready(rest, when_ready)
+
+    def take_back(self, header: dict[str, Any], to: Destination) -> None:
+        """A message with this header was not sent: tell its carriers."""
+        for kind in header.keys() & self._carriers.keys():
+            self._carriers[kind].take_back(header[kind], to)
 
     def dump_exception(
         self, error: BaseException, worker: str, to: Destination | None = None, *, codec: int = PICKLE
     ) -> Payload:
-        """Serialize an exception. Never raises, whatever the exception's own methods do.
+        """Serialize an exception, with its traceback. Never raises, whatever the exception's own methods do.
 
         Args:
-            error: the exception, with its traceback.
+            error: the exception.
             worker: this worker's name, which the caller is told.
             to: the caller. Without it, exception classes that ``__main__`` defines travel by value, so that
                 the caller's ``except`` clauses do not match them.
@@ -133,13 +145,9 @@ class Serializer:
         return exceptions.load_exception(header, source, load if buffers else None)
 
     def without_exception(self, header: dict[str, Any], reason: BaseException) -> Payload:
-        """What is sent in the place of a serialized exception that cannot be sent, since it is too large.
-
-        The caller gets a ``RemoteError`` that has the type, what there is room for of text and traceback,
-        and the reason. What travels beside the payload must have been taken back.
-
-        Args:
-            header: of the payload, with what the agent has added.
-            reason: why it cannot be sent.
+        """What is sent in the place of a serialized exception that is too large to be sent: the caller gets a
+        ``RemoteError`` with the type, what there is room for of text and traceback, and the reason. What
+        travels beside the payload must have been taken back.
         """
-        return Payload(exceptions.shortened(self._carriers.without_descriptors(header), reason), [])
+        kept = {key: value for key, value in header.items() if key not in self._carriers}
+        return Payload(exceptions.shortened(kept, reason), [])

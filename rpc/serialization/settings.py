@@ -1,7 +1,5 @@
-"""What the user's own modules say about serialization: another pickler, and what safe mode admits.
-
-They may say it when they are imported, before there is an agent, so that it belongs to the process. It is
-the only thing here that does; all else belongs to the agent's ``Serializer``.
+"""What the user's own modules say about serialization: another pickler, and what safe mode admits. They may
+say it when they are imported, before there is an agent, so that it belongs to the process.
 """
 
 from __future__ import annotations
@@ -13,36 +11,24 @@ from typing import Any, Final
 from rpc.serialization.portable import ReplacementPickler
 from rpc.serialization.safe import AllowList
 
-__all__ = ["Settings", "allow_class", "allow_function", "process_settings", "use_pickler"]
-
 
 class Settings:
-    """What a serializer asks for while it works, so that it may change at any time.
-
-    Attributes:
-        allowed: what safe mode admits, besides what the agent needs.
-        pickler: what serializes calls in place of our pickler; None for ours.
-    """
+    """What a serializer asks for while it works, so that it may change at any time."""
 
     def __init__(self) -> None:
-        self.allowed = AllowList()
-        self.pickler: ReplacementPickler | None = None
+        self.allowed = AllowList()  # in safe mode, besides what the agent needs
+        self.pickler: ReplacementPickler | None = None  # what serializes calls in place of ours
 
 
 process_settings: Final = Settings()
 
 
 def allow_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function be called in safe mode (``deserialization="safe"``), in this process.
+    """Let a function be called in safe mode (``deserialization="safe"``), in this process. A decorator.
 
     Args:
-        function: whatever can be called and has a name to import it by.
-
-    Returns:
-        The function, so that this is also a decorator.
-
-    Raises:
-        ValueError: it is a class, or has no such name.
+        function: whatever can be called and has a name to import it by; ``ValueError`` for anything else,
+            and for a class.
 
     Example::
 
@@ -54,16 +40,11 @@ def allow_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def allow_class(kind: type) -> type:
-    """Admit a class in safe mode, in this process: its instances, and calls of it.
+    """Admit a class in safe mode, in this process: its instances, and calls of it. A decorator.
 
     Args:
-        kind: the class. If it defines ``__setstate__``, that must stand hostile input.
-
-    Returns:
-        The class, so that this is also a decorator.
-
-    Raises:
-        ValueError: it has no name to import it by.
+        kind: has a name to import it by, else ``ValueError``. If it defines ``__setstate__``, that must stand
+            hostile input.
     """
     process_settings.allowed.cls(kind)
     return kind

@@ -7,6 +7,7 @@ and subclasses; storages. Attributes set on a tensor travel with it. Subclasses 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -24,14 +25,14 @@ from rpc.serialization.tracked import is_tracked, take_out
 _COMPRESSED_BY_ROW: Final = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
 _WHOLE_BYTES: Final = (torch.quint8, torch.qint8, torch.qint32)
+Shape = tuple[int, ...]
+
 _OWN_REDUCE: Final = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
 
 def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
-    """Reduce any tensor.
-
-    Raises:
-        SerializationError: it is on a device that it cannot leave, or its memory is gone.
+    """Reduce any tensor; ``SerializationError`` if it is on a device that it cannot leave, or its memory is
+    gone.
     """
     kind = type(tensor)
     tracked = getattr(pickler, "tracked", None)
@@ -75,27 +76,21 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
             "`set_device_map` on `TensorPipeRpcBackendOptions`"
         )
     tensor = tensor.detach()
-    parts: tuple[Tensor, ...]
     if tensor.is_nested:
-        parts = (
-            tensor.values(),
-            tensor._nested_tensor_size(),
-            tensor._nested_tensor_strides(),
-            tensor._nested_tensor_storage_offsets(),
-        )
-        return nested, (*parts, requires_grad)
-    layout = tensor.layout
+        sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
+        parts = tensor.values(), sizes, strides, tensor._nested_tensor_storage_offsets()
+        return made, ("nested", requires_grad, *parts)
+    shape, layout = (*tensor.shape,), tensor.layout
     if layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values())
-        return sparse_coo, (*parts, (*tensor.shape,), tensor.is_coalesced(), requires_grad)
+        return sparse_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced(), requires_grad)
     if layout in _COMPRESSED_BY_ROW:
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        return sparse_compressed, (*parts, (*tensor.shape,), layout, requires_grad)
+        indices = tensor.crow_indices(), tensor.col_indices()
+        return sparse_compressed, (*indices, tensor.values(), shape, layout, requires_grad)
     if layout in _COMPRESSED_BY_COLUMN:
-        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-        return sparse_compressed, (*parts, (*tensor.shape,), layout, requires_grad)
+        indices = tensor.ccol_indices(), tensor.row_indices()
+        return sparse_compressed, (*indices, tensor.values(), shape, layout, requires_grad)
     if tensor.is_mkldnn:
-        return mkldnn, (tensor.to_dense(), requires_grad)
+        return made, ("mkldnn", requires_grad, tensor.to_dense())
     if tensor.is_quantized:
         return _reduce_quantized(tensor)
     return reduce_strided(tensor, requires_grad)
@@ -104,13 +99,14 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
 def _reduce_quantized(tensor: Tensor) -> tuple[Any, ...]:
     scheme = tensor.qscheme()
     if tensor.dtype in _WHOLE_BYTES and scheme is torch.per_tensor_affine:
-        return per_tensor_quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+        return made, ("quantized", False, tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
     if tensor.dtype in _WHOLE_BYTES and scheme is torch.per_channel_affine:
         scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        return per_channel_quantized, (tensor.int_repr(), scales, zero_points, tensor.q_per_channel_axis())
+        parts = tensor.int_repr(), scales, zero_points, tensor.q_per_channel_axis()
+        return made, ("quantized per channel", False, *parts)
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.clone()
-    # PyTorch's own reduction knows the other schemes; the storage leaves the pickle here.
+    # PyTorch's own reduction, which warns, knows the other schemes; the storage leaves the pickle here.
     reduced: tuple[Any, ...] = Tensor.__reduce_ex__(tensor, 5)  # type: ignore[no-untyped-call]  # untyped in torch
     return reduced
 
@@ -136,9 +132,7 @@ def subclassed(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tenso
         return tensor.as_subclass(kind).requires_grad_(requires_grad)
 
 
-def wrapper(
-    kind: Any, inner: dict[str, Any], context: Any, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> Tensor:
+def wrapper(kind: Any, inner: dict[str, Any], context: Any, shape: Shape, stride: Shape) -> Tensor:
     """Rebuild a tensor of a wrapper subclass from the tensors inside."""
     rebuilt: Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
     return rebuilt
@@ -147,68 +141,50 @@ def wrapper(
 def sparse_coo(
     indices: Tensor,
     values: Tensor,
-    shape: tuple[int, ...],
+    shape: Shape,
     coalesced: bool,
     requires_grad: bool,
     *,
     check: bool = False,
 ) -> Tensor:
     """Rebuild a sparse tensor in coordinate layout; it is coalesced if the original was."""
-    return torch.sparse_coo_tensor(
-        indices,
-        values,
-        shape,
-        device="cpu",
-        requires_grad=requires_grad,
-        is_coalesced=coalesced,
-        check_invariants=check,
+    tensor = torch.sparse_coo_tensor(
+        indices, values, shape, device="cpu", is_coalesced=coalesced, check_invariants=check
     )
+    return tensor.requires_grad_(requires_grad)
 
 
 def sparse_compressed(
-    compressed: Tensor,
-    plain_indices: Tensor,
+    starts: Tensor,
+    indices: Tensor,
     values: Tensor,
-    shape: tuple[int, ...],
+    shape: Shape,
     layout: torch.layout,
     requires_grad: bool,
     *,
     check: bool = False,
 ) -> Tensor:
     """Rebuild a sparse tensor in CSR, CSC, BSR or BSC layout."""
-    return torch.sparse_compressed_tensor(
-        compressed,
-        plain_indices,
-        values,
-        shape,
-        layout=layout,
-        device="cpu",
-        requires_grad=requires_grad,
-        check_invariants=check,
+    tensor = torch.sparse_compressed_tensor(
+        starts, indices, values, shape, layout=layout, device="cpu", check_invariants=check
     )
+    return tensor.requires_grad_(requires_grad)
 
 
-def nested(values: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, requires_grad: bool) -> Tensor:
-    """Rebuild a nested tensor in strided layout."""
-    return torch._nested_view_from_buffer_copy(values, sizes, strides, offsets).requires_grad_(requires_grad)
+_MAKERS: Final[dict[str, Callable[..., Tensor]]] = {
+    "nested": torch._nested_view_from_buffer_copy,
+    "mkldnn": Tensor.to_mkldnn,
+    "quantized": torch._make_per_tensor_quantized_tensor,
+    "quantized per channel": torch._make_per_channel_quantized_tensor,
+}
 
 
-def per_tensor_quantized(integers: Tensor, scale: float, zero_point: int) -> Tensor:
-    """Rebuild a tensor that is quantized with one scale; the integers' type tells the tensor's."""
-    return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
+def made(kind: str, requires_grad: bool, *parts: Any) -> Tensor:
+    """Rebuild a tensor for which PyTorch has a function of its parts."""
+    return _MAKERS[kind](*parts).requires_grad_(requires_grad)
 
 
-def per_channel_quantized(integers: Tensor, scales: Tensor, zero_points: Tensor, axis: int) -> Tensor:
-    """Rebuild a tensor that is quantized with a scale per channel."""
-    return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
-
-
-def mkldnn(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Rebuild a tensor in MKL-DNN's opaque layout."""
-    return tensor.to_mkldnn().requires_grad_(requires_grad)
-
-
-def on_meta(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Tensor:
+def on_meta(dtype: str, shape: Shape, stride: Shape, requires_grad: bool) -> Tensor:
     """Rebuild a meta tensor, which has no elements."""
     empty = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta")
     return empty.requires_grad_(requires_grad)

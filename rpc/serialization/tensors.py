@@ -36,13 +36,7 @@ _CODES: Final[dict[torch.dtype, str]] = {
 }
 """NumPy's letters for the types that are most frequent, and never conjugated."""
 
-_INTEGERS: Final = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By size in bytes: a type that stands for any other where elements are only copied."""
 
 _SMALL_SPAN: Final = 512
@@ -59,14 +53,12 @@ ITEM_SIZES: Final = {code: kind.itemsize for code, kind in _TYPES.items()}
 
 
 def plain(tensor: Tensor, inline: int = INLINE_BYTES) -> tuple[Any, ...] | None:
-    """The arguments of ``dense`` for the usual case of a tensor: contiguous, on the CPU, of a usual type.
+    """The arguments of ``dense`` for the usual case of a tensor: contiguous, on the CPU, of a usual type;
+    None for any other.
 
     Args:
         tensor: its class must be exactly ``torch.Tensor``. Its attributes are not looked at.
         inline: up to how many bytes its elements are copied; beyond, they are referred to.
-
-    Returns:
-        None for any other case.
     """
     code = _CODES.get(tensor.dtype)
     if (
@@ -99,11 +91,8 @@ def dense(code: str, shape: tuple[int, ...], data: Any, requires_grad: bool = Fa
 
 
 def reduce_strided(tensor: Tensor, requires_grad: bool) -> tuple[Any, ...]:
-    """Reduce a strided CPU tensor, of class ``torch.Tensor``, of any type and any strides.
-
-    Args:
-        tensor: without gradient history.
-        requires_grad: what the rebuilt tensor's flag is to be.
+    """Reduce a strided CPU tensor, of class ``torch.Tensor`` and without gradient history, of any type and
+    any strides.
     """
     if tensor.is_conj():
         return conjugated, (tensor.conj(), requires_grad)
@@ -139,8 +128,7 @@ def _check_memory(tensor: Tensor, span: int) -> None:
 def _copy_without_gaps(tensor: Tensor) -> Tensor:
     """The distinct elements, contiguous; where the stride was 0, the size is 1."""
     core = tensor.as_strided(
-        [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)],
-        tensor.stride(),
+        [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)], tensor.stride()
     )
     return core.view(_INTEGERS[tensor.itemsize]).contiguous()
 

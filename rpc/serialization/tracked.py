@@ -22,8 +22,6 @@ from rpc.serialization.carriers import arrived
 from rpc.serialization.memory import settle
 from rpc.serialization.payload import TRACKED, Arrivals, Connect
 
-__all__ = ["is_tracked", "rebuilt", "stand_ins", "take_out"]
-
 _NO_PARAMETERS: Final = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 """Types of usual arguments."""
 
@@ -36,9 +34,8 @@ def is_tracked(tensor: Tensor) -> bool:
 
 
 def stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with a tensor computed from it in the place of each parameter.
-
-    Gradients for that tensor are gradients of the parameter. Nothing changes where gradients are off.
+    """The arguments of a call, with a tensor computed from it in the place of each parameter, so that
+    gradients for that tensor are the parameter's. Nothing changes where gradients are off.
     """
     if not torch.is_grad_enabled():
         return args, kwargs
@@ -89,18 +86,11 @@ def rebuilt(
     connect: Connect | None,
     read: Callable[..., Any],
 ) -> tuple[Sequence[Any], Arrivals]:
-    """Read the tensors of a message that were pickled apart.
-
-    Args:
-        header, buffers, arrivals: of the message.
-        connect: makes them part of a graph; without, they arrive as leaves that require grad.
-        read: reads a pickle, as ``pickle.loads`` does.
+    """Read the tensors of a message that were pickled apart, and make them part of a graph; without
+    ``connect``, they arrive as leaves that require grad. ``read`` is as ``pickle.loads``.
 
     Returns:
         The buffers of the pickle proper, and what it is to be read with.
-
-    Raises:
-        SerializationError: the message is malformed.
     """
     place = header[TRACKED]
     if type(place) is not int or not 0 < place < len(buffers):

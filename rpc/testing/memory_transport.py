@@ -8,74 +8,36 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from rpc.transport.base import (
-    CLOSED_BY_PEER,
-    INFINITE,
-    Accepted,
-    Connection,
-    ConnectionClosed,
-    ConnectionOwner,
-)
-from rpc.transport.inline_read.reader import InlineReader
-from rpc.wire.frames import PREAMBLE, Frame, decode_one
+from rpc.transport.base import CLOSED_BY_PEER, Accepted, Connection, ConnectionOwner, DirectConnection
+from rpc.wire.frames import Frame, decode_one
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
 
 
-class MemoryConnection:
+class MemoryConnection(DirectConnection):
     """One end of a connection."""
 
-    owner: ConnectionOwner
-    reader: InlineReader | None = None
-    over_network = False
-
     def __init__(self, description: str) -> None:
-        self.description = description
+        super().__init__(description)
         self.received_anything = False
         self.other: MemoryConnection = self
         self.inbox: deque[Frame | None] = deque()
         """What is on its way here; None is the end."""
-        self.open = True
         self.started = False
 
     def start(self, owner: ConnectionOwner) -> None:
-        self.owner = owner
+        super().start(owner)
         self.started = True
 
-    def set_frame_limits(self, received: int, sent: int) -> None:
-        pass
-
-    def send(
-        self,
-        buffers: Sequence[Any],
-        size: int,
-        *,
-        aliased: bool = False,
-        wait: float = INFINITE,
-        last: bool = False,
-    ) -> None:
-        self.send_small(b"".join(buffers), wait)
-
-    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
-        if not self.open:
-            raise ConnectionClosed(f"the connection to {self.description} is closed")
-        assert frame != PREAMBLE
-        self.other.inbox.append(decode_one(bytearray(frame)))
-
-    def flush(self) -> None:
-        pass
+    def pass_on(self, frame: bytearray) -> None:
+        self.other.inbox.append(decode_one(frame))
 
     def close(self, reason: str, *, flush: bool = False) -> None:
         if self.open:
-            self.open = False
             self.other.inbox.append(None)
-            self.owner.connection_lost(self, reason)
-
-    def abandon(self) -> None:
-        self.open = False
+        super().close(reason)
 
     def deliver(self) -> None:
         """Let the next thing arrive."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from rpc.errors import RpcError
+from rpc.runtime.blocking import INFINITE
 from rpc.runtime.tasks import Task
-from rpc.transport.inline_read.reader import InlineReader
-from rpc.transport.inline_read.spin import Spinners
+from rpc.transport.inline_read import InlineReader, Receiver, Spinners
 from rpc.wire.frames import Frame
 
 __all__ = [
@@ -26,15 +26,13 @@ __all__ = [
     "Connection",
     "ConnectionClosed",
     "ConnectionOwner",
+    "DirectConnection",
     "Listener",
     "QueueFull",
     "SilentOwner",
     "Transport",
     "TransportContext",
 ]
-
-
-INFINITE: Final = float("inf")
 
 CAPTURED_BYTES: Final = 1 << 20
 """Across hosts, larger tensors are sent from where they are, and must not change meanwhile."""
@@ -50,12 +48,8 @@ CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """What all transports of one agent are made with.
-
-    Attributes:
-        loop: the agent's.
-        send_queue_bytes: callers wait while more than this is queued for a peer.
-        spinners: the agent's threads that spin while they wait.
+    """What all transports of one agent are made with: its loop, how many bytes may be queued for a peer
+    before callers wait, and its threads that spin.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -71,21 +65,12 @@ class QueueFull(RpcError):
     """The other side does not take what is queued for it, and the sender's patience is over."""
 
 
-class ConnectionOwner(Protocol):
-    """Who a connection reports to: on the loop's thread, except where noted."""
-
-    followed: Collection[int]
-    """Kinds of frames behind which another most likely comes at once."""
+class ConnectionOwner(Receiver, Protocol):
+    """Who a connection reports to. ``take_inline`` is called by connections with a ``reader``, on any thread;
+    everything else on the loop's.
+    """
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None: ...
-
-    def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
-        """On any thread, which has read them: take frames in from the front of the list, up to the first that
-        needs the loop, removing them. Only connections with a ``reader`` call it.
-
-        Args:
-            keep: the thread wants something to do, which is returned, if there is anything.
-        """
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         """Called exactly once; nothing is received after it."""
@@ -99,7 +84,7 @@ class SilentOwner:
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         pass
 
-    def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
+    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
         return None
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
@@ -159,9 +144,7 @@ class Connection(Protocol):
 
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
         """As ``send``, for a frame in one piece: of ``SMALL_BYTES``, and what a prefix and a header take.
-
-        Args:
-            coalesce: it is one of many: it may go out with those that follow, moments later, or at ``flush``.
+        With ``coalesce`` it may go out with those that follow, moments later, or at ``flush``.
         """
 
     def flush(self) -> None:
@@ -172,6 +155,59 @@ class Connection(Protocol):
 
     def abandon(self) -> None:
         """In a forked child: let go of the descriptor, which the parent goes on using."""
+
+
+class DirectConnection:
+    """A ``Connection`` within this process: what is sent is copied at once, and never waits.
+
+    Derived classes have ``pass_on``, which takes the bytes of one frame, and ``close``.
+    """
+
+    owner: ConnectionOwner
+    reader: InlineReader | None = None
+    over_network = False
+    received_anything = True
+
+    def __init__(self, description: str) -> None:
+        self.description = description
+        self.open = True
+
+    def pass_on(self, frame: bytearray) -> None:
+        """Bring a frame to the other end."""
+        raise NotImplementedError
+
+    def start(self, owner: ConnectionOwner) -> None:
+        self.owner = owner
+
+    def set_frame_limits(self, received: int, sent: int) -> None:
+        pass
+
+    def send(
+        self,
+        buffers: Sequence[Any],
+        size: int,
+        *,
+        aliased: bool = False,
+        wait: float = INFINITE,
+        last: bool = False,
+    ) -> None:
+        if not self.open:
+            raise ConnectionClosed(f"the connection to {self.description} is closed")
+        self.pass_on(bytearray().join(buffers))
+
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
+        self.send((frame,), len(frame))
+
+    def flush(self) -> None:
+        pass
+
+    def close(self, reason: str, *, flush: bool = False) -> None:
+        if self.open:
+            self.open = False
+            self.owner.connection_lost(self, reason)
+
+    def abandon(self) -> None:
+        self.open = False
 
 
 Accepted = Callable[[Connection], None]
@@ -202,7 +238,5 @@ class Transport(Protocol):
 
     async def connect(self, address: str) -> Connection:
         """Connect to where a listener of this scheme said it listens; the result is not yet started.
-
-        Raises:
-            OSError: nobody listens there, or it cannot be reached.
+        ``OSError`` if nobody listens there, or it cannot be reached.
         """

@@ -2,20 +2,69 @@
 
 A ``ByteStream`` is non-blocking, so any thread may use it, and the loop watches its descriptor.
 ``SocketStream`` is the one over a socket; one that encrypts would wrap another.
+
+*System calls that keep the interpreter.* ``socket.send`` lets go of the GIL round the system call, and in a
+process whose other threads compute, it gets the GIL back a switch interval later: milliseconds for a call
+that takes two microseconds. A non-blocking send or receive of a small message never waits, so here it is made
+through ``ctypes.PyDLL``, which keeps the GIL. Large transfers, which copy for long, go through the socket and
+let others run. Each such call returns -1 when it did not succeed, whatever the reason; the caller then asks
+the socket itself, which says whether it would block or is broken. That keeps ``errno`` out of the fast path.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import platform
+import select
 import socket
-from collections.abc import Sequence
-from typing import Final, Protocol
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
-from rpc.transport import syscalls
+__all__ = [
+    "AVAILABLE",
+    "ONE",
+    "ByteStream",
+    "Number",
+    "ReceiveBuffer",
+    "SocketStream",
+    "Watch",
+    "raise_event",
+    "receive",
+]
 
-__all__ = ["ByteStream", "SocketStream"]
+AVAILABLE: Final = sys.platform == "linux"
+"""Whether there are calls that keep the interpreter; elsewhere use the socket."""
 
 _JOINED_BYTES: Final = 16 << 10
 """So little is quicker copied into one piece than written by a call that lets go of the interpreter."""
+
+_FLAGS: Final[int] = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
+
+# No function gets ``argtypes``: converting through them costs more than the calls do. All integers passed
+# fit a C int, or are wrapped.
+_libc = ctypes.PyDLL(None) if AVAILABLE else None
+_send: Any = _libc["send"] if _libc else None
+_epoll_ctl: Any = _libc["epoll_ctl"] if _libc else None
+
+receive: Any = _libc["recv"] if _libc else None
+"""``counts.extend(map(receive, (number,), *buffer.whole))`` receives once, and notes how much.
+
+All of that happens within C code: no signal handler, and so no exception and no change of the ``Number``
+that names the socket, comes between the look at it, the system call, and the note.
+"""
+
+Number: Final = ctypes.c_int
+
+raise_event: Any = _libc["eventfd_write"] if _libc else None
+"""Takes the number of an eventfd, and ``ONE``, and makes it readable.
+
+Keeping the interpreter, it leaves no time between the caller's look at the number and the system call, in
+which another thread could close it and the number become somebody else's.
+"""
+
+ONE: Final = ctypes.c_uint64(1)
 
 
 class ByteStream(Protocol):
@@ -30,20 +79,13 @@ class ByteStream(Protocol):
         """The descriptor that is readable, or writable, when there may be something to do."""
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Write as much as is taken now; returns how many bytes that are, 0 for none.
-
-        Raises:
-            OSError: the stream is broken.
+        """Write as much as is taken now; returns how many bytes that are. ``OSError`` if the stream is
+        broken.
         """
 
     def read_into(self, buffer: memoryview) -> int | None:
-        """Read what is there, at most as much as the buffer holds.
-
-        Returns:
-            How many bytes; 0 at the end of the stream, None if there is nothing now.
-
-        Raises:
-            OSError: the stream is broken.
+        """Read at most what the buffer holds; returns how many bytes, 0 at the end, None if there are none
+        now. ``OSError`` if the stream is broken.
         """
 
     def close(self) -> None:
@@ -51,10 +93,7 @@ class ByteStream(Protocol):
 
 
 class SocketStream:
-    """A connected stream socket, which it owns.
-
-    Small writes and reads keep the interpreter (see ``syscalls``); large ones let others run.
-    """
+    """A connected stream socket, which it owns. Small writes keep the interpreter."""
 
     plain = True
 
@@ -67,9 +106,10 @@ class SocketStream:
         return self._descriptor
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
-        if syscalls.AVAILABLE and sum(map(len, pieces)) <= _JOINED_BYTES:
+        if AVAILABLE and sum(map(len, pieces)) <= _JOINED_BYTES:
+            # Allocates nothing that could start a garbage collection, and with it a finalizer that sends too.
             data = pieces[0] if len(pieces) == 1 and type(pieces[0]) is bytes else b"".join(pieces)
-            count = syscalls.send_bytes(self._descriptor, data)
+            count: int = _send(self._descriptor, data, len(data), _FLAGS)
             if count > 0 or not data:
                 return max(count, 0)
         try:
@@ -86,10 +126,54 @@ class SocketStream:
     def close(self) -> None:
         self.socket.close()
 
-    def shut_down(self) -> None:
-        """End both directions; the descriptor stays."""
-        self.socket.shutdown(socket.SHUT_RDWR)
 
-    def abandon(self) -> int:
-        """Give up the descriptor without closing it; returns it, -1 if it is closed."""
-        return self.socket.detach()
+class ReceiveBuffer:
+    """Receives repeatedly into one writable buffer, whose address is looked up once."""
+
+    def __init__(self, buffer: bytearray) -> None:
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        self.whole: tuple[Any, ...] = (
+            (ctypes.c_void_p(self._address),),
+            (ctypes.c_size_t(len(buffer)),),
+            (_FLAGS,),
+        )
+        """For ``receive``: to the beginning of the buffer, as much as it holds."""
+
+    def receive(self, descriptor: int, offset: int, capacity: int) -> int:
+        """Receive at most ``capacity`` bytes, which must fit, to ``offset``; returns how many, 0 at the end
+        of the stream, or -1: ask the socket.
+        """
+        where, room = ctypes.c_void_p(self._address + offset), ctypes.c_size_t(capacity)
+        count: int = receive(descriptor, where, room, _FLAGS)
+        return count
+
+
+class _EpollEvent(ctypes.Structure):
+    _pack_ = 1 if platform.machine() == "x86_64" else 0
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+_EPOLL_CTL_MOD: Final = 3
+_READABLE: Final = ctypes.byref(_EpollEvent(1, 0))
+_NOTHING: Final = ctypes.byref(_EpollEvent(0, 0))
+
+
+class Watch:
+    """An epoll object for one socket, to be watched in its place: readable when the socket is.
+
+    ``suspend`` makes it not so, ``resume`` so again: from any thread, in half a microsecond, and without
+    letting go of the interpreter. The end of the stream shows also while it is suspended.
+    """
+
+    def __init__(self, socket_descriptor: int) -> None:
+        self._epoll = select.epoll()
+        self._epoll.register(socket_descriptor, select.EPOLLIN)
+        self.descriptor = self._epoll.fileno()
+        change = functools.partial(_epoll_ctl, self.descriptor, _EPOLL_CTL_MOD, socket_descriptor)
+        self.suspend: Callable[[], int] = functools.partial(change, _NOTHING)
+        self.resume: Callable[[], int] = functools.partial(change, _READABLE)
+
+    def close(self) -> None:
+        """Close the epoll object; what follows does nothing."""
+        self.suspend = self.resume = int
+        self._epoll.close()

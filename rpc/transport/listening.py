@@ -20,14 +20,7 @@ _SILENT_SECONDS: Final = 10.0
 
 
 class SocketListener:
-    """Hands over accepted sockets as they come. On the loop's thread.
-
-    Args:
-        loop: the running loop.
-        sock: bound and listening; closed by ``close``.
-        address: what peers connect to.
-        accepted: called with each new socket.
-    """
+    """Hands over sockets that a bound and listening one accepts, as they come. On the loop's thread."""
 
     def __init__(
         self,

@@ -42,7 +42,6 @@ def transports(context: TransportContext, chosen: Iterable[str] | None = None) -
     """The transports of an agent, by scheme, best first.
 
     Args:
-        context: what they are made with.
         chosen: their names, in any order; default: those for this system.
 
     Raises:

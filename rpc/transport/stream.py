@@ -7,23 +7,19 @@ removed, so that no thread can write to a descriptor number that already belongs
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
-from typing import Any, Final
+from typing import Final
 
 from rpc.errors import ProtocolError
-from rpc.transport import syscalls
-from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner
-from rpc.transport.byte_stream import SocketStream
-from rpc.transport.inline_read.lease import LOOP, Turn
-from rpc.transport.inline_read.reader import AVAILABLE, InlineReader
-from rpc.transport.inline_read.spin import Spinners
+from rpc.transport import byte_stream
+from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
+from rpc.transport.byte_stream import ReceiveBuffer, SocketStream
+from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import Outgoing, Reassembly
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import PREAMBLE, Frame
+from rpc.wire.frames import PREAMBLE, Decoder, Frame
 
 __all__ = ["StreamConnection"]
 
@@ -36,54 +32,45 @@ _RELEASE_SECONDS: Final = 0.001
 
 
 class StreamConnection:
-    """Frames over a connected stream socket.
+    """Frames over a connected stream socket, which it owns.
 
     ``send``, ``send_small`` and ``flush`` may be called from any thread, everything else on the loop's only.
-
-    Args:
-        loop: the running loop.
-        sock: connected; the connection owns it from here on.
-        description: names the other end in logs.
-        send_queue_bytes: callers of ``send`` wait while more than this is queued.
-        captured_bytes: memory of the caller's, where it is no longer than this, may change as soon as
-            ``send`` returns.
-        spinners: the threads of this agent that spin.
+    Arguments are as for ``WriteQueue``.
     """
 
     owner: ConnectionOwner
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        context: TransportContext,
         sock: socket.socket,
         description: str,
-        send_queue_bytes: int,
         captured_bytes: int = CAPTURE_ALL,
-        spinners: Spinners | None = None,
     ) -> None:
-        self._loop = loop
+        self._loop = loop = context.loop
         self._stream = SocketStream(sock)
-        self._decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
-        self._scratch = syscalls.ReceiveBuffer(self._decoder.scratch) if syscalls.AVAILABLE else None
+        self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
+        self._scratch = ReceiveBuffer(decoder.scratch) if byte_stream.AVAILABLE else None
+        self.reader: InlineReader | None = None
+        if AVAILABLE and self._scratch is not None and self._stream.plain:
+            self.reader = InlineReader(self, sock.fileno(), decoder, self._scratch, context.spinners)
         self._queue = WriteQueue(
             loop,
             self._stream,
             description,
-            send_queue_bytes,
+            context.send_queue_bytes,
             captured_bytes,
-            before_waiting=self._before_waiting,
+            before_waiting=self.reader.leave if self.reader else int,
             failed=self._write_failed,
             emptied=self._finished,
         )
+        self._tell_loop = self._queue.tell_loop
         self.send, self.send_small, self.flush = self._queue.send, self._queue.send_small, self._queue.drain
         self.over_network = sock.family in (socket.AF_INET, socket.AF_INET6)
         self.received_anything = False
         self._open = True
         self._closing: str | None = None
         self._watched_by_epoll = False
-        self.reader: InlineReader | None = None
-        if AVAILABLE and self._stream.plain:
-            self.reader = InlineReader(self, self._stream.fileno(), self._decoder, spinners or Spinners())
 
     @property
     def description(self) -> str:
@@ -104,11 +91,8 @@ class StreamConnection:
         self._queue.outgoing.max_bytes = sent
 
     def receive_with(self, lane: int, arriving: Reassembly) -> None:
-        """Take in chunks of large messages together with other connections to the same peer.
-
-        Args:
-            lane: the number of this one; the first has 0.
-            arriving: that of the first.
+        """Take in chunks of large messages together with other connections to the same peer: as number
+        ``lane`` (the first has 0), into what the first has.
         """
         self._decoder.lane, self._decoder.arriving = lane, arriving
 
@@ -222,14 +206,6 @@ class StreamConnection:
         with self._queue.lock:
             self._close_descriptors()
 
-    def _tell_loop(self, callback: Any, *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
-            self._loop.call_soon_threadsafe(callback, *arguments)
-
-    def _before_waiting(self) -> None:
-        if self.reader is not None:
-            self.reader.leave()
-
     # ---- the end: the loop's thread
 
     def _close_descriptors(self) -> None:
@@ -269,7 +245,7 @@ class StreamConnection:
                 self._close_descriptors()
             else:  # the thread that reads notices, and closes them when it has left
                 with contextlib.suppress(OSError):
-                    self._stream.shut_down()
+                    self._stream.socket.shutdown(socket.SHUT_RDWR)
         self._decoder.clear()  # the rest of the connection may live until garbage is collected
         self.owner.connection_lost(self, reason)
 
@@ -279,6 +255,6 @@ class StreamConnection:
         if self.reader is not None:
             self.reader.closed = True
             self.reader.close()
-        descriptor = self._stream.abandon()
+        descriptor = self._stream.socket.detach()
         if descriptor >= 0:
             os.close(descriptor)

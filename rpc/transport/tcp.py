@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+from asyncio.staggered import staggered_race
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
@@ -71,47 +71,19 @@ class TcpTransport:
         host, _, port = address.removeprefix("tcp:").rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         targets = await self._resolve(host, int(port))
-        attempts: list[asyncio.Task[socket.socket]] = []
-        chosen: asyncio.Task[socket.socket] | None = None
-        try:
-            chosen = await self._first_connected(targets, attempts)
-        finally:
-            for attempt in attempts:
-                if not attempt.done():
-                    attempt.cancel()
-                elif attempt is not chosen and not attempt.exception():
-                    attempt.result().close()
-        return self._connection(chosen.result(), address)
+        # A simple form of RFC 8305, "Happy Eyeballs": each address is tried a little after the one before, or
+        # at once if that has failed.
+        sock, _, failures = await staggered_race(
+            [partial(self._connected, family, where) for family, where in targets], _NEXT_ADDRESS_SECONDS
+        )
+        if sock is None:
+            raise failures[0] or ConnectionError(f"{address} cannot be reached")
+        return self._connection(sock, address)
 
     async def _resolve(self, host: str, port: int) -> list[tuple[int, Any]]:
         """Families and addresses of a host, best first."""
         found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return [(family, where) for family, _, _, _, where in found]
-
-    async def _first_connected(
-        self, targets: Sequence[tuple[int, Any]], attempts: list[asyncio.Task[socket.socket]]
-    ) -> asyncio.Task[socket.socket]:
-        """Try all addresses, each a little after the one before, or at once if all before have failed.
-
-        A simple form of RFC 8305, "Happy Eyeballs".
-
-        Args:
-            targets: families and addresses, best first.
-            attempts: filled with all that were begun; the caller sees to those that were in vain.
-        """
-        remaining = deque(targets)
-        while True:
-            waiting = [attempt for attempt in attempts if not attempt.done()]
-            if remaining:
-                waiting.append(self._loop.create_task(self._connected(*remaining.popleft())))
-                attempts.append(waiting[-1])
-            elif not waiting:
-                await attempts[0]  # raises why the best address cannot be reached
-            patience = _NEXT_ADDRESS_SECONDS if remaining else None
-            done, _ = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            for attempt in done:
-                if attempt.exception() is None:
-                    return attempt
 
     async def _connected(self, family: int, where: Any) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -131,14 +103,7 @@ class TcpTransport:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)
         else:
             _give_up_on_silence(sock)
-        return StreamConnection(
-            self._loop,
-            sock,
-            description,
-            self._context.send_queue_bytes,
-            CAPTURED_BYTES,
-            self._context.spinners,
-        )
+        return StreamConnection(self._context, sock, description, CAPTURED_BYTES)
 
 
 def _give_up_on_silence(sock: socket.socket) -> None:

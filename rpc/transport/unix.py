@@ -33,7 +33,6 @@ class UnixTransport:
     available: Final = sys.platform == "linux"
 
     def __init__(self, context: TransportContext) -> None:
-        self._loop = context.loop
         self._context = context
 
     def listen(self, host: str, port: int, accepted: Accepted) -> SocketListener:
@@ -49,18 +48,9 @@ class UnixTransport:
                 logger.warning("turned away a process of user %d on unix:@%s", user, name)
                 connected.close()
                 return
-            description = f"process {process} on this host"
-            accepted(
-                StreamConnection(
-                    self._loop,
-                    connected,
-                    description,
-                    self._context.send_queue_bytes,
-                    spinners=self._context.spinners,
-                )
-            )
+            accepted(StreamConnection(self._context, connected, f"process {process} on this host"))
 
-        return SocketListener(self._loop, sock, f"unix:@{name}", on_socket)
+        return SocketListener(self._context.loop, sock, f"unix:@{name}", on_socket)
 
     async def connect(self, address: str) -> StreamConnection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -76,9 +66,7 @@ class UnixTransport:
             _, user = _peer_process(sock)
             if user != os.geteuid():
                 raise PermissionError(f"{address} belongs to user {user}, not to user {os.geteuid()}")
-            return StreamConnection(
-                self._loop, sock, address, self._context.send_queue_bytes, spinners=self._context.spinners
-            )
+            return StreamConnection(self._context, sock, address)
         except BaseException:
             sock.close()
             raise

@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.blocking import wait_while
+from rpc.runtime.interrupts import protected
 from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.byte_stream import ByteStream
 from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage, Outgoing
@@ -48,8 +49,6 @@ _LOOP_BYTES: Final = 128 << 10
 _COALESCED_FRAMES: Final = 32
 """So many frames are not kept waiting for more."""
 _PIECES_PER_WRITE: Final = 64
-_SLICE_SECONDS: Final = 0.5
-"""A signal right before a wait does not end it: no wait is longer than this."""
 _CHUNK_END: Final = memoryview(b"")
 """Marks in the queue where a chunk ends."""
 
@@ -134,7 +133,7 @@ class WriteQueue:
             self._last = b"".join(pieces)  # not into the queue, where it would overtake what is being sent
         elif in_chunks:
             self._send_chunked(pieces, size, aliased)
-        elif not self._write_now(pieces, aliased):
+        elif not self._write_now(pieces, size, aliased=aliased):
             self._enqueue([self._capture(piece) for piece in pieces] if aliased else pieces, size)
         if self:
             self.drain()
@@ -150,9 +149,9 @@ class WriteQueue:
                 self.drain()
             elif not self._flushing:
                 self._flushing = True
-                self._tell_loop(self._flush)
+                self.tell_loop(self._flush)
             return
-        if self._queue or not self._write_frame(frame):
+        if not self._write_now((frame,), len(frame)):
             self._enqueue([frame], len(frame))
         if self._queue or self.outgoing.unsent:
             self.drain()
@@ -190,27 +189,22 @@ class WriteQueue:
 
     def _is_ready(self, wait: float, in_chunks: bool) -> bool:
         """Whether there is any point in sending; waits for room if asked to."""
-        if wait:
-            full = self.outgoing.unsent if in_chunks else self._queued_bytes
-            if full > self._queue_limit:
-                self._before_waiting()
-                if not (self.outgoing.wait_for_room(wait) if in_chunks else self._wait_for_room(wait)):
-                    raise QueueFull(f"{self.description} does not take what is queued for it")
+        if wait and (self.outgoing.is_full() if in_chunks else self._is_full()):
+            self._before_waiting()
+            deadline = monotonic() + wait
+            if not (self.outgoing.wait_for_room(deadline) if in_chunks else self._wait_for_room(deadline)):
+                raise QueueFull(f"{self.description} does not take what is queued for it")
         if not self._open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         # After a write error it is about to be closed: what was received before is still being read.
         return self.error is None
 
-    @interruptible
-    def _wait_for_room(self, seconds: float) -> bool:
-        deadline = monotonic() + seconds
+    def _is_full(self) -> bool:
+        return self._open and self._queued_bytes > self._queue_limit
+
+    def _wait_for_room(self, deadline: float) -> bool:
         with self._count_lock:
-            while self._open and self._queued_bytes > self._queue_limit:
-                left = deadline - monotonic()
-                if left <= 0:
-                    return False
-                self._room.wait(min(left, _SLICE_SECONDS))
-        return True
+            return wait_while(self._is_full, self._room, deadline)
 
     def _enqueue(self, pieces: Iterable[Any], size: int) -> None:
         with self._count_lock:
@@ -228,36 +222,24 @@ class WriteQueue:
         self._flushing = False
         self.drain()
 
-    def _write_frame(self, frame: bytes) -> bool:
-        """Whether a small frame is out of the caller's hands: written, or its rest at the queue's front."""
-        if not self.lock.acquire(False):
-            return False
-        try:
-            if self._queue or not self._open:
-                return False
-            count = self._stream.write((frame,))
-            if count < len(frame):
-                self._put_back([frame[count:]])
-        except OSError as error:
-            self._fail(error)
-        finally:
-            self.lock.release()
-        return True
-
-    def _write_now(self, pieces: Sequence[Any], aliased: bool) -> bool:
-        """As ``_write_frame``, for a frame of any size in several pieces."""
+    def _write_now(self, pieces: Sequence[Any], size: int, *, aliased: bool = False) -> bool:
+        """Whether a frame is out of the caller's hands: written, or its rest at the queue's front."""
         if self._queue or not self.lock.acquire(False):
             return False
         try:
             if self._queue or not self._open:
                 return False
-            left = deque(pieces)
-            self._write_all(left)
-            if left:
+            count = self._stream.write(pieces[:_PIECES_PER_WRITE])
+            if count < size:
+                left = deque(pieces)
+                _discard(left, count)
+                self._write_all(left)
                 self._put_back([self._capture(piece) for piece in left] if aliased else left)
-            return True
+        except OSError as error:
+            self._fail(error)
         finally:
             self.lock.release()
+        return True
 
     def _send_chunked(self, pieces: Sequence[Any], size: int, aliased: bool) -> None:
         outgoing = self.outgoing
@@ -267,10 +249,10 @@ class WriteQueue:
                 message.replace(self._capture)
             outgoing.add(message)
             for drain in outgoing.other_lanes:
-                self._tell_loop(drain)
+                self.tell_loop(drain)
 
     def _write_beginning(self, message: ChunkedMessage, aliased: bool) -> bool:
-        """As ``_write_now`` for a message in chunks, of which others are left to the loop."""
+        """As ``_write_now``, for a message in chunks, of which others are left to the loop."""
         if self._queue or self.outgoing or not self.lock.acquire(False):
             return False
         try:
@@ -323,7 +305,7 @@ class WriteQueue:
     def _stall(self) -> None:
         if self.error is None and not self._stalled:
             self._stalled = True
-            self._tell_loop(self._watch)
+            self.tell_loop(self._watch)
 
     def _write_batch(self) -> int:
         """Write some of the queue, in one system call; returns how many bytes, 0 if the stream takes none."""
@@ -376,7 +358,7 @@ class WriteQueue:
         """Send no more. What the peer sent before it broke off is still to be read, so the loop closes."""
         self.error = error.with_traceback(None)  # which would keep what all callers have in hand
         self._forget()
-        self._tell_loop(self._failed)
+        self.tell_loop(self._failed)
 
     def _forget(self) -> None:
         with self._count_lock:
@@ -386,11 +368,12 @@ class WriteQueue:
             self._room.notify_all()
         self.outgoing.close()
 
-    # ---- the loop's thread
-
-    def _tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
+    def tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call something soon."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
             self._loop.call_soon_threadsafe(callback, *arguments)
+
+    # ---- the loop's thread
 
     def _watch(self) -> None:
         if self._open:
@@ -414,10 +397,8 @@ class WriteQueue:
 
 
 def _discard(pieces: deque[Any], count: int) -> bool:
-    """Remove the first ``count`` bytes, and all empty pieces before what is left.
-
-    Returns:
-        Whether a chunk ended there.
+    """Remove the first ``count`` bytes, and all empty pieces before what is left; returns whether a chunk
+    ended there.
     """
     chunk_ended = False
     while pieces:

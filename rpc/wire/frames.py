@@ -13,34 +13,37 @@ other. All integers are little-endian::
 Of a message that is too large to be one frame, prefix, table and header are the body of a frame of kind
 ``OPENING``; the buffers follow in frames of kind ``CHUNK``. In both, the call id is the number of the message
 between these two workers; a chunk's prefix has, in place of header length and buffer count, where in the
-message it belongs (u64). ``chunking.py`` says more, and ``decoder.py`` is the receiving side.
+message it belongs (u64). See ``chunking.py``.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from struct import Struct
+from struct import Struct, pack, unpack_from
 from typing import Any, Final, NamedTuple
 
 import msgpack
 
 from rpc.errors import ProtocolError
-from rpc.wire.chunking import MAX_BUFFERS, ChunkedMessage
+from rpc.wire.chunking import MAX_BUFFERS, ChunkedMessage, Reassembly, Room, allocate
 
 __all__ = [
     "MAX_BUFFERS",
     "MAX_HEADER_BYTES",
     "PREAMBLE",
     "PROTOCOL_VERSION",
+    "Decoder",
     "Frame",
     "Kind",
-    "chunk_offset",
     "chunk_prefix",
     "chunked",
     "decode_one",
     "encode",
     "encode_small",
+    "new_tuple",
     "pack_header",
+    "unpack_header",
 ]
 
 PROTOCOL_VERSION: Final = 2
@@ -60,12 +63,18 @@ _packers: Final[list[Any]] = []
 """Those at rest: each has a buffer that takes longer to get than most headers to pack. Taking one out leaves
 none to a finalizer, or another thread, that comes between."""
 
-_new_frame: Final = tuple.__new__
+_RECEIVE_BUFFER_BYTES: Final = 256 << 10
+_BETWEEN_CHUNKS_BYTES: Final = 4096
+"""How much is received to where it does not stay while a chunk may begin."""
+
+_FEW: Final = 4
+"""More frames that come together are left to the loop."""
+
+new_tuple: Final = tuple.__new__
 """Makes a named tuple without the Python function that it has for a constructor."""
 
 _pack_prefix = _PREFIX.pack
-unpack_prefix = _PREFIX.unpack_from
-
+_unpack_prefix = _PREFIX.unpack_from
 
 Prefix = tuple[int, int, int, int, int, int]
 """Body length, call id, header length, number of buffers, kind, codec."""
@@ -99,11 +108,12 @@ class Kind:
     EXTENSION: Final = 32
 
 
-class Frame(NamedTuple):
-    """One message as it came off the wire.
+_ABOUT_CHUNKS: Final = frozenset((Kind.OPENING, Kind.CHUNK))
 
-    ``kind`` is a plain int, so that kinds of extensions need no registration here. ``codec`` says how the
-    payload is encoded; see ``rpc.serialization``.
+
+class Frame(NamedTuple):
+    """One message as it came off the wire. ``kind`` is a plain int, so that kinds of extensions need no
+    registration here. ``codec`` says how the payload is encoded.
     """
 
     kind: int
@@ -113,15 +123,10 @@ class Frame(NamedTuple):
     codec: int = 0
 
 
-def padding_after(offset: int) -> int:
-    """How many bytes lie between a buffer that ends at ``offset`` in its body and the next."""
-    return -offset % ALIGNMENT
-
-
 def encode(
     kind: int, call_id: int, header: dict[str, Any], buffers: Sequence[Any], codec: int = 0
 ) -> tuple[list[Any], int]:
-    """Lay out one frame.
+    """Lay out one frame. Returns the pieces to send, in order, and the sum of their lengths in bytes.
 
     Args:
         kind: what the frame is.
@@ -129,9 +134,6 @@ def encode(
         header: a map that msgpack can encode; an empty one takes no bytes.
         buffers: contiguous runs of bytes; they are referenced, not copied.
         codec: how the buffers are encoded.
-
-    Returns:
-        The pieces to send, in order, and the sum of their lengths in bytes.
     """
     packed_header: bytes = pack_header(header) if header else b""
     count = len(buffers)
@@ -144,11 +146,11 @@ def encode(
         head = _pack_prefix(body, call_id, len(packed_header), count, kind, codec) + packed_header
         return ([head, buffers[0]] if count else [head]), PREFIX_BYTES + body
     lengths = [len(buffer) for buffer in buffers]
-    table = Struct(f"<{count - 1}Q").pack(*lengths[:-1])
+    table = pack(f"<{count - 1}Q", *lengths[:-1])
     offset = len(table) + len(packed_header) + lengths[0]
     pieces: list[Any] = [b"", buffers[0]]
     for buffer, length in zip(buffers[1:], lengths[1:], strict=True):
-        padding = padding_after(offset)
+        padding = -offset % ALIGNMENT
         if padding:
             pieces.append(_ZEROS[:padding])
         if length:
@@ -161,10 +163,7 @@ def encode(
 def encode_small(
     kind: int, call_id: int, header: dict[str, Any], buffers: Sequence[Any], codec: int = 0
 ) -> bytes:
-    """A frame with at most one buffer, in one piece: the shape of most messages.
-
-    Arguments are as for ``encode``.
-    """
+    """As ``encode``, for a frame with at most one buffer, in one piece: the shape of most messages."""
     packed: bytes = pack_header(header) if header else b""
     if not buffers:
         return _pack_prefix(len(packed), call_id, len(packed), 0, kind, codec) + packed
@@ -184,24 +183,34 @@ def chunk_prefix(number: int, offset: int, length: int) -> bytes:
     return _CHUNK_PREFIX.pack(length, number, offset, Kind.CHUNK, 0)
 
 
-def chunk_offset(prefix: Prefix) -> int:
-    """Where in its message a chunk with this prefix belongs."""
-    return prefix[2] | prefix[3] << 32
-
-
 def decode_one(data: bytearray) -> Frame:
     """The frame that ``data`` consists of, over that memory. Raises ``ProtocolError`` if it is not one."""
     view = memoryview(data)
     if len(data) < PREFIX_BYTES:
         raise ProtocolError(f"{len(data)} bytes are too few for a frame")
-    prefix = unpack_prefix(view)
+    prefix = _unpack_prefix(view)
     if prefix[0] != len(data) - PREFIX_BYTES:
         raise ProtocolError(f"a frame of {len(data)} bytes says that its body has {prefix[0]}")
-    check_layout(prefix)
-    return build(prefix, view[PREFIX_BYTES:])
+    return _build(prefix, view[PREFIX_BYTES:])
 
 
-def check_layout(prefix: Prefix) -> None:
+def _build(prefix: Prefix, body: bytearray | memoryview) -> Frame:
+    """The frame of this prefix, over the memory of its body. Raises ``ProtocolError`` if it is malformed."""
+    _, call_id, header_length, count, kind, codec = prefix
+    if count == 1 and not header_length:  # as most are
+        return new_tuple(Frame, (kind, call_id, {}, [body], codec))
+    _check_layout(prefix)
+    view = memoryview(body)
+    header, places = _lay_open(prefix, view)
+    return new_tuple(Frame, (kind, call_id, header, [view[begin:end] for begin, end in places], codec))
+
+
+def _start_of_buffers(prefix: Prefix) -> int:
+    """Where in a body the first buffer begins, behind table and header."""
+    return 8 * max(0, prefix[3] - 1) + prefix[2]
+
+
+def _check_layout(prefix: Prefix) -> None:
     """Raise ``ProtocolError`` if a body of this length cannot hold the header and the table of buffers."""
     body_length, _, header_length, count, _, _ = prefix
     if header_length > MAX_HEADER_BYTES or count > MAX_BUFFERS:
@@ -209,59 +218,33 @@ def check_layout(prefix: Prefix) -> None:
             f"a frame of {count} buffers and a header of {header_length} bytes is over the limits "
             f"of {MAX_BUFFERS} and {MAX_HEADER_BYTES}"
         )
-    table_length = table_bytes(count)
-    if table_length + header_length > body_length:
+    if _start_of_buffers(prefix) > body_length:
         raise ProtocolError(
             f"a frame of {body_length} bytes cannot hold {count} buffers "
             f"and a header of {header_length} bytes"
         )
 
 
-def build(prefix: Prefix, body: memoryview) -> Frame:
-    """The frame of this prefix, over the memory of its body. Raises ``ProtocolError`` if it is malformed."""
-    _, call_id, header_length, count, kind, codec = prefix
-    if count == 1:
-        if not header_length:
-            return _new_frame(Frame, (kind, call_id, {}, [body], codec))
-        header, buffer = unpack_header(body[:header_length]), body[header_length:]
-        return _new_frame(Frame, (kind, call_id, header, [buffer], codec))
-    table_length = table_bytes(count)
-    offset = table_length + header_length
-    header = unpack_header(body[table_length:offset]) if header_length else {}
-    buffers: list[Any] = []
-    for end in buffer_ends(body, len(body), offset, count):
-        buffers.append(body[offset:end])
-        offset = end + padding_after(end)
-    return Frame(kind, call_id, header, buffers, codec)
-
-
-def table_bytes(count: int) -> int:
-    """How long the table of a frame is."""
-    return 8 * (count - 1) if count > 1 else 0
-
-
-def buffer_ends(table: memoryview, body_length: int, start: int, count: int) -> list[int]:
-    """Where in its body each buffer ends; the first begins at ``start``.
-
-    Args:
-        table: begins with the lengths of all buffers but the last.
+def _lay_open(prefix: Prefix, body: memoryview) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """The header, and where in the body each buffer begins and ends, of a prefix that has passed
+    ``_check_layout``. Of the body, table and header are enough.
     """
-    ends: list[int] = []
-    offset = start
-    for length in Struct(f"<{max(0, count - 1)}Q").unpack_from(table):
-        end = offset + length
-        ends.append(end)
-        offset = end + padding_after(end)
-        if end > body_length:
-            break
-    if offset > body_length:
-        bad = len(ends) - (ends[-1] > body_length)
-        raise ProtocolError(f"buffer {bad} of {count} ends beyond its frame of {body_length} bytes")
+    body_length, _, header_length, count, _, _ = prefix
+    begin = _start_of_buffers(prefix)
+    header = unpack_header(body[begin - header_length : begin]) if header_length else {}
+    places: list[tuple[int, int]] = []
+    for length in unpack_from(f"<{count - 1}Q", body) if count > 1 else ():
+        end = begin + length
+        places.append((begin, end))
+        begin = end + -end % ALIGNMENT
+        if begin > body_length:
+            bad = len(places) - (end > body_length)
+            raise ProtocolError(f"buffer {bad} of {count} ends beyond its frame of {body_length} bytes")
     if count:
-        ends.append(body_length)
-    elif offset != body_length:
-        raise ProtocolError(f"{body_length - offset} bytes of a frame belong to no buffer")
-    return ends
+        places.append((begin, body_length))
+    elif begin != body_length:
+        raise ProtocolError(f"{body_length - begin} bytes of a frame belong to no buffer")
+    return header, places
 
 
 def pack_header(header: dict[str, Any]) -> bytes:
@@ -284,3 +267,241 @@ def unpack_header(packed: memoryview) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise ProtocolError(f"a frame's header is a {type(header).__name__}, not a map")
     return header
+
+
+class Decoder:
+    """Turns the bytes of one connection into frames. For one thread at a time.
+
+    ``buffer()`` says where the next bytes are to be received to, ``received(n)`` returns the frames that are
+    complete then. A frame that fits the receive buffer is copied out of it; for a larger one, or a chunk,
+    memory is allocated when the length has been checked, and filled in place. Buffers of frames are writable
+    and the receiver's own. After a ``ProtocolError`` the decoder must not be used again.
+
+    Args:
+        max_frame_bytes: frames with a longer body are refused; may be changed at any time.
+
+    Attributes:
+        scratch: the receive buffer, where all bytes go that are not the rest of a large frame.
+        scratch_offset: where in ``scratch`` the next bytes go, or -1 in the middle of a large frame.
+        scratch_end: how far to receive into it: no more than a little where a chunk may begin.
+        postponed: a frame over the limit came right behind those just returned, which may be what raises
+            the limit. Call ``received(0)`` when they are dealt with.
+        arriving: puts large messages together; several connections to one peer share it.
+        lane: the number of this connection among those.
+    """
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        self.postponed = False
+        self.scratch = bytearray(_RECEIVE_BUFFER_BYTES)
+        self.scratch_offset = 0
+        self.scratch_end = len(self.scratch)
+        self.arriving = Reassembly(allocate)
+        self.lane = 0
+        self._view = memoryview(self.scratch)
+        self._start = 0
+        self._greeted = False
+        self._large: Prefix | None = None  # of the frame whose body is being filled, if it is no chunk
+        self._chunk = (0, 0)
+        self._parts: deque[memoryview] = deque()
+        self._body = self._view[:0]
+        self._filled = 0
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes go: never empty."""
+        if self.scratch_offset < 0:
+            return self._body[self._filled :]
+        return self._view[self.scratch_offset : self.scratch_end]
+
+    def received(self, count: int) -> list[Frame]:
+        """Take note that ``count`` bytes were written to the start of ``buffer()``; returns the frames that
+        are complete now, in order. Raises ``ProtocolError`` if the bytes are not what the protocol allows.
+        """
+        frames: list[Frame] = []
+        if self.scratch_offset < 0:
+            self._filled += count
+            if self._filled == len(self._body):
+                self._body_filled(frames)
+            return frames
+        end = self.scratch_offset + count
+        if self._greeted or self._read_preamble(end):
+            self._read_frames(frames, end)
+        else:
+            self.scratch_offset = end
+        return frames
+
+    def clear(self) -> None:
+        """Let go of what has begun to arrive: the rest will not come, and nothing else will."""
+        if not self.lane:  # else others go on with what is open
+            self.arriving.clear()
+        self._parts.clear()
+        self._body = self._view[:0]
+
+    def is_between_frames(self) -> bool:
+        """Whether a frame is next, and may come as a whole: no other has been begun."""
+        return not self.scratch_offset and self.scratch_end == len(self.scratch) and self._greeted
+
+    def whole_frames(self, count: int) -> list[Frame] | None:
+        """The frames that ``count`` bytes are which have come between frames; the decoder's state stays.
+
+        None if these are anything but a few whole frames, each well-formed and complete in itself.
+        """
+        frames: list[Frame] = []
+        start = 0
+        try:
+            while start + PREFIX_BYTES <= count and len(frames) < _FEW:
+                frame, start = self._frame_at(start, count)
+                if frame is None:
+                    return None
+                frames.append(frame)
+        except ProtocolError:  # ``received`` finds it too, and says so
+            return None
+        return frames if start == count and frames else None
+
+    def _frame_at(self, start: int, end: int) -> tuple[Frame | None, int]:
+        """The frame at ``start`` of the receive buffer, where what has come ends at ``end``, and its end.
+
+        None, and ``start``, if it is not there as a whole, or over the limit, or about a message in chunks.
+        """
+        prefix = _unpack_prefix(self.scratch, start)
+        stop = start + PREFIX_BYTES + prefix[0]
+        if stop > end or prefix[0] > self.max_frame_bytes or prefix[4] in _ABOUT_CHUNKS:
+            return None, start
+        return _build(prefix, self.scratch[start + PREFIX_BYTES : stop]), stop
+
+    def _read_preamble(self, end: int) -> bool:
+        got = bytes(self._view[: min(end, len(PREAMBLE))])
+        if not MAGIC.startswith(got[: len(MAGIC)]):
+            raise ProtocolError(f"the peer does not speak farcall's protocol (it began with {got!r})")
+        if len(got) < len(PREAMBLE):
+            return False
+        if got[-1] != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the peer speaks version {got[-1]} of farcall's protocol, this worker version "
+                f"{PROTOCOL_VERSION}"
+            )
+        self._start = len(PREAMBLE)
+        self._greeted = True
+        return True
+
+    def _read_frames(self, frames: list[Frame], end: int) -> None:
+        start, self._start = self._start, 0
+        self.postponed = False
+        within = False
+        missing = 0
+        while end - start >= PREFIX_BYTES and not within:
+            frame, start = self._frame_at(start, end)
+            if frame is not None:
+                frames.append(frame)
+                continue
+            prefix = _unpack_prefix(self.scratch, start)
+            body, length = start + PREFIX_BYTES, prefix[0]
+            if length > self.max_frame_bytes:
+                if frames:
+                    self.postponed = True
+                    break
+                raise ProtocolError(f"a frame of {length} bytes is over the limit of {self.max_frame_bytes}")
+            if prefix[4] == Kind.CHUNK:
+                available = self._view[body : min(body + length, end)]
+                start = body + len(available)
+                within = not self._read_chunk(prefix, available, frames)
+                continue
+            _check_layout(prefix)
+            if body + length <= end:  # an opening
+                opening = self._view[body : body + length]
+                if frames and length >= PREFIX_BYTES and _unpack_prefix(opening)[0] > self.max_frame_bytes:
+                    self.postponed = True
+                    break
+                self._open(prefix, opening)
+                start = body + length
+            elif PREFIX_BYTES + length > len(self._view):
+                self._body = allocate(length)
+                self._filled = end - body
+                self._body[: self._filled] = self._view[body:end]
+                self._large = prefix
+                start = end
+                within = True
+            else:
+                missing = body + length - end
+                break
+        if start and start != end:
+            # What is left is the beginning of a frame: move it to the front, where all of it will fit.
+            self._view[: end - start] = self._view[start:end].tobytes()
+        self.scratch_offset = -1 if within else end - start
+        self._set_scratch_end(missing)
+
+    def _body_filled(self, frames: list[Frame]) -> None:
+        """The memory that ``buffer`` pointed to is full."""
+        if self._parts:  # the rest of a chunk
+            self._body, self._filled = self._parts.popleft(), 0
+            return
+        if self._large is None:
+            self._chunk_complete(frames)
+        elif self._large[4] == Kind.OPENING:
+            self._open(self._large, self._body)
+        else:
+            frames.append(_build(self._large, self._body))
+        self._large = None
+        self._body = self._view[:0]
+        self.scratch_offset = 0
+        self._set_scratch_end(0)
+
+    def _set_scratch_end(self, missing: int) -> None:
+        self.scratch_end = len(self.scratch)
+        if self.arriving:
+            room = self.scratch_offset + max(missing, _BETWEEN_CHUNKS_BYTES)
+            self.scratch_end = min(self.scratch_end, room)
+
+    # ---- messages in chunks
+
+    def _open(self, prefix: Prefix, opening: memoryview) -> None:
+        """A message begins that comes in chunks, of which these are prefix, table and header."""
+        number, arriving = prefix[1], self.arriving
+        if number in arriving.open_messages:
+            arriving.open_again(number, self.lane)
+            return
+        if len(opening) < PREFIX_BYTES:
+            raise ProtocolError(f"an opening of {len(opening)} bytes is too short")
+        inner = _unpack_prefix(opening)
+        length, call_id, _, count, kind, codec = inner
+        start, promised = _start_of_buffers(inner), arriving.promised - arriving.leeway
+        if length > self.max_frame_bytes or length - start > self.max_frame_bytes - promised:
+            raise ProtocolError(
+                f"a message of {length} bytes, where {promised} are open, is over the limit of "
+                f"{self.max_frame_bytes}"
+            )
+        _check_layout(inner)
+        if not count or kind in _ABOUT_CHUNKS or PREFIX_BYTES + start != len(opening):
+            raise ProtocolError(f"a malformed opening of a message of kind {kind} with {count} buffers")
+        header, places = _lay_open(inner, opening[PREFIX_BYTES:])
+        begins = [*(begin for begin, _ in places), length]
+        rooms = [
+            Room(end - begin, following - begin)
+            for (begin, end), following in zip(places, begins[1:], strict=True)
+        ]
+        arriving.open(number, (kind, call_id, header, codec), rooms, start % ALIGNMENT, self.lane)
+
+    def _read_chunk(self, prefix: Prefix, available: memoryview, frames: list[Frame]) -> bool:
+        """A chunk begins, of which some is available; returns whether that is all of it."""
+        length, number = prefix[:2]
+        offset = prefix[2] | prefix[3] << 32  # see ``chunk_prefix``
+        parts = self.arriving.begin(number, offset, length)
+        self._chunk = number, length
+        while available:
+            part = parts.popleft()
+            count = min(len(part), len(available))
+            part[:count] = available[:count]
+            available = available[count:]
+            if count < len(part):
+                parts.appendleft(part[count:])
+        if not parts:
+            self._chunk_complete(frames)
+            return True
+        self._body, self._filled, self._parts = parts.popleft(), 0, parts
+        return False
+
+    def _chunk_complete(self, frames: list[Frame]) -> None:
+        whole = self.arriving.filled(*self._chunk)
+        if whole is not None:
+            (kind, call_id, header, codec), buffers = whole
+            frames.append(Frame(kind, call_id, header, buffers, codec))

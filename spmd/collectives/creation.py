@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from rpc.errors import InvalidOptionError
 from rpc.options import AgentOptions
+from spmd.collectives import resharding
 from spmd.collectives.group import Group
 from spmd.collectives.node import Node, find_node
 from spmd.collectives.process_group import FarcallProcessGroup
@@ -30,6 +31,7 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
         raise InvalidOptionError(
             f"backend 'farcall' takes rpc.AgentOptions for pg_options, not {type(agent_options).__name__}"
         )
+    resharding.install()
     timeout = options.timeout.total_seconds()
     size, rank = options.group_size, options.group_rank
     ranks = list(options.global_ranks_in_group) or list(range(size))

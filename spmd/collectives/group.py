@@ -70,7 +70,7 @@ class Group:
         formation = form(bulk, peers, rank, name, share, timeout or INFINITE)
         tag = formation.first_tag
         self.messages = Messages(bulk, peers, self.members, tag + _NOTES, tag + _DATA, node.agent.run_soon)
-        self._algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tag))
+        self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tag))
         self._sequencer = Sequencer(f"farcall-group-{name}")
         self._closed = False
         self.messages.begin()
@@ -132,7 +132,7 @@ class Group:
         try:
             # Whatever thread this is: tensors may be leaves that require gradients, or of inference mode.
             with torch._C._InferenceMode(True):  # type: ignore[attr-defined]
-                perform(self._algorithms, signature, deadline)
+                perform(self.algorithms, signature, deadline)
         except RanksMissingError as error:
             missing = ", ".join(members.describe(each) for each in error.ranks)
             who = members.describe(members.rank)

@@ -7,8 +7,8 @@ once and written to the others' once. While a rank reads one part, the next is a
 
     fill 0, publish, wait;  then for each part: fill s + 1, publish; read s; wait
 
-*Reduction to all.* Each rank reduces one chunk of each part, from the others' slots and its own tensor, into
-its slot of another round, where the others read the result::
+*Reduction to all* of large tensors of more than two ranks. Each rank reduces one chunk of each part, from the
+others' slots and its own tensor, into its slot of another round, where the others read the result::
 
     fill 0;  then for each part: fill s + 1;  reduce s into a slot;  read the results of s - 1
 
@@ -33,12 +33,9 @@ from spmd.collectives.signature import FIELD_BYTES, what_differs
 __all__ = ["LocalCollectives", "header_bytes"]
 
 _SMALL_BYTES: Final = 32 << 10
-"""Up to so much, every rank reduces everything: one round instead of two."""
+"""Up to so much, every rank reduces everything."""
 
 _ALIGNMENT: Final = 64
-
-Part = Callable[[int, int], object]
-"""Given the address of a rank's slot data, and the number of the part."""
 
 
 def header_bytes(size: int) -> int:
@@ -85,7 +82,7 @@ class LocalCollectives:
         self,
         signature: bytes,
         deadline: float,
-        fill: Part | None,
+        fill: Callable[[int], object] | None,
         read: Callable[[int, int, int], object],
         part: int,
         sends: Sequence[int],
@@ -94,14 +91,15 @@ class LocalCollectives:
         """Parts of up to ``part`` bytes from everybody to everybody.
 
         Args:
-            fill: fills this rank's slot; None if it has nothing to give.
+            fill: fills this rank's next slot with a part; None if it has nothing to give.
             read: given a rank, its slot's address and the part's number; called for each other rank.
             sends, takes: how many bytes this rank has for each, and expects of each.
         """
         board = self._board
-        self._sizes.pack_into(board.header(self._me, board.round + 1), FIELD_BYTES, *sends)
+        others = [0 if rank == self._me else size for rank, size in enumerate(sends)]
+        self._sizes.pack_into(board.header(self._me, board.round + 1), FIELD_BYTES, *others)
         if fill is not None:
-            fill(board.address(self._me, board.round + 1), 0)
+            fill(0)
         number = self._open(signature, deadline)
         parts = 1
         for rank in self._everybody:
@@ -112,16 +110,38 @@ class LocalCollectives:
                     f"rank {self._names[rank]} has {given[self._me]} bytes for rank {self._names[self._me]}, "
                     f"which expects {takes[rank]}"
                 )
-        for step in range(parts):
-            if step + 1 < parts:
-                if fill is not None:
-                    fill(board.address(self._me, board.round + 1), step + 1)
-                following = board.publish()
+
+        def take(number: int, step: int) -> None:
             for rank in self._others:
                 if takes[rank]:
                     read(rank, board.address(rank, number), step)
+
+        self._in_parts(number, parts, fill, take, deadline)
+
+    def _in_parts(
+        self,
+        number: int,
+        parts: int,
+        fill: Callable[[int], object] | None,
+        read: Callable[[int, int], object],
+        deadline: float,
+    ) -> None:
+        """Read the parts of an operation, and fill each a step ahead; the first has been published.
+
+        Args:
+            number: the round of the first part.
+            fill: fills this rank's next slot with a part; None if it has nothing to give.
+            read: given the round and the number of a part.
+        """
+        for step in range(parts):
+            following = 0
             if step + 1 < parts:
-                board.wait_for(following, deadline)
+                if fill is not None:
+                    fill(step + 1)
+                following = self._board.publish()
+            read(number, step)
+            if following:
+                self._board.wait_for(following, deadline)
                 number = following
 
     # ---- operations
@@ -144,9 +164,9 @@ class LocalCollectives:
         targets = [each.data_ptr() for each in outputs]
         limits = [each.nbytes for each in outputs]
 
-        def fill(slot: int, step: int) -> None:
+        def fill(step: int) -> None:
             begin = step * SLOT_BYTES
-            move(slot, source, begin, min(begin + SLOT_BYTES, size))
+            move(self._next_slot(), source, begin, min(begin + SLOT_BYTES, size))
 
         def read(rank: int, slot: int, step: int) -> None:
             begin = step * SLOT_BYTES
@@ -169,9 +189,9 @@ class LocalCollectives:
         targets = [each.data_ptr() for each in outputs or ()]
         takes = [each.nbytes for each in outputs] if outputs is not None else [0] * self._size
 
-        def fill(slot: int, step: int) -> None:
+        def fill(step: int) -> None:
             begin = step * SLOT_BYTES
-            move(slot, source, begin, min(begin + SLOT_BYTES, mine.nbytes))
+            move(self._next_slot(), source, begin, min(begin + SLOT_BYTES, mine.nbytes))
 
         def read(rank: int, slot: int, step: int) -> None:
             begin = step * SLOT_BYTES
@@ -188,9 +208,9 @@ class LocalCollectives:
         address, size = tensor.data_ptr(), tensor.nbytes
         is_root = self._me == root
 
-        def fill(slot: int, step: int) -> None:
+        def fill(step: int) -> None:
             begin = step * SLOT_BYTES
-            move(slot, address, begin, min(begin + SLOT_BYTES, size))
+            move(self._next_slot(), address, begin, min(begin + SLOT_BYTES, size))
 
         def read(rank: int, slot: int, step: int) -> None:
             begin = step * SLOT_BYTES
@@ -215,8 +235,8 @@ class LocalCollectives:
         limits = [each.nbytes for each in outputs]
         me = self._me
 
-        def fill(slot: int, step: int) -> None:
-            begin = step * part
+        def fill(step: int) -> None:
+            slot, begin = self._next_slot(), step * part
             for rank in self._others:
                 move(slot + rank * part, sources[rank], begin, min(begin + part, sizes[rank]))
 
@@ -250,7 +270,7 @@ class LocalCollectives:
         reduction: Reduction,
     ) -> None:
         """``output`` becomes the reduction of all ranks' inputs at this rank's place. All have one size."""
-        board, me, dtype = self._board, self._me, output.dtype
+        me, dtype = self._me, output.dtype
         part = self._chunk_bytes(output.nbytes * self._size)
         count = part // dtype.itemsize
         sources = [each.data_ptr() for each in inputs]
@@ -258,7 +278,7 @@ class LocalCollectives:
         own, result = pieces(inputs[me].view(-1), count), pieces(output.view(-1), count)
 
         def fill(step: int) -> None:
-            slot, begin = board.address(me, board.round + 1), step * part
+            slot, begin = self._next_slot(), step * part
             for rank in self._others:
                 move(slot + rank * part, sources[rank], begin, min(begin + part, total))
 
@@ -276,14 +296,7 @@ class LocalCollectives:
         number = self._open(signature, deadline)
         if not total:
             return
-        for step in range(parts):
-            if step + 1 < parts:
-                fill(step + 1)
-                following = board.publish()
-            read(number, step)
-            if step + 1 < parts:
-                board.wait_for(following, deadline)
-                number = following
+        self._in_parts(number, parts, fill, read, deadline)
 
     def all_reduce(
         self,
@@ -302,7 +315,7 @@ class LocalCollectives:
         Args:
             last: no other ranks' tensors are reduced into the result later.
         """
-        if tensor.nbytes <= _SMALL_BYTES:
+        if self._size == 2 or tensor.nbytes <= _SMALL_BYTES:
             self._reduce_everything(signature, deadline, tensor, reduction, root, last)
         else:
             self._reduce_in_chunks(signature, deadline, tensor, reduction, root, last)
@@ -316,14 +329,27 @@ class LocalCollectives:
         root: int | None,
         last: bool,
     ) -> None:
-        board = self._board
-        move(board.address(self._me, board.round + 1), tensor.data_ptr(), 0, tensor.nbytes)
+        """Every rank reduces all: between two it moves as many bytes as reducing halves, and waits less."""
+        board, dtype, everybody = self._board, tensor.dtype, self._everybody
+        address, total = tensor.data_ptr(), tensor.nbytes
+        results = pieces(tensor.view(-1), SLOT_BYTES // dtype.itemsize)
+        keeps = root is None or root == self._me
+
+        def fill(step: int) -> None:
+            begin = step * SLOT_BYTES
+            move(self._next_slot(), address, begin, min(begin + SLOT_BYTES, total))
+
+        def read(number: int, step: int) -> None:
+            result = results[step]
+            if keeps and len(result):
+                terms = [board.tensor(rank, number, dtype)[: len(result)] for rank in everybody]
+                reduction.reduce(terms, result)
+                if last:
+                    reduction.finish(result, self._size)
+
+        fill(0)
         number = self._open(signature, deadline)
-        if root is None or root == self._me:
-            count, dtype, flat = tensor.numel(), tensor.dtype, tensor.view(-1)
-            reduction.reduce([board.tensor(r, number, dtype)[:count] for r in self._everybody], flat)
-            if last:
-                reduction.finish(flat, self._size)
+        self._in_parts(number, len(results), fill, read, deadline)
 
     def _reduce_in_chunks(
         self,
@@ -346,7 +372,7 @@ class LocalCollectives:
         results: list[int] = []
 
         def fill(step: int) -> None:
-            slot, begin = board.address(me, board.round + 1), step * chunk * size
+            slot, begin = self._next_slot(), step * chunk * size
             for rank in self._others:
                 start = begin + rank * chunk
                 move(slot + rank * chunk, address, start, min(start + chunk, total))
@@ -387,6 +413,10 @@ class LocalCollectives:
         read(steps - 1)
 
     # ---- memory
+
+    def _next_slot(self) -> int:
+        """Where the data of this rank's next round lies."""
+        return self._board.address(self._me, self._board.round + 1)
 
     def _chunk_bytes(self, total: int) -> int:
         """What each rank's share of a part is: as even as can be, and no more than fits into a slot."""

@@ -1,17 +1,25 @@
-"""The suites themselves, as classes that the harness can run.
+"""PyTorch's own test suites, run against farcall: ``python -m pytest tests/conformance/suites.py``.
 
-Importing this module imports PyTorch's test code, which binds names of ``torch.distributed.rpc`` as it is
-at that moment: install ``farcall.compat`` first.
+The torch wheel carries the suites of ``torch.distributed.rpc``, which test farcall where ``farcall.compat``
+is installed, and one of process groups, which tests farcall's in gloo's place (``groups.py``). With
+``CONFORMANCE_BACKEND=torch`` the very same tests run against PyTorch: the baseline, and the proof that the
+harness changes nothing. ``--runxfail`` runs those too that are listed as impossible.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
+import os
 import unittest
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
+
+import pytest
+
+import farcall.compat
+
+if os.environ.get("CONFORMANCE_BACKEND") != "torch":
+    farcall.compat.install()  # before the suites are imported, which bind names of torch.distributed.rpc
 
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import TEST_SKIPS
@@ -38,10 +46,9 @@ from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture i
     TensorPipeRpcAgentTestFixture,
 )
 
-from tests.conformance.collectives import GroupsTest, in_place_of_gloo
-
-__all__ = ["SUITES", "Test", "run_rank", "tests", "workers_of"]
-
+from tests.conformance.expected import CANNOT_HOLD, FEWEST
+from tests.conformance.groups import GroupsTest, in_place_of_gloo
+from tests.support.workers import RunWorkers, Worker
 
 SUITES: dict[str, Any] = {
     suite.__name__: type(suite.__name__, (suite, TensorPipeRpcAgentTestFixture, TestCase), {})
@@ -59,78 +66,77 @@ SUITES: dict[str, Any] = {
         ReinforcementLearningRpcTest,
     )
 } | {GroupsTest.__name__: GroupsTest}
-"""The suites by name, over PyTorch's default backends or what stands in for them."""
+"""By name, over PyTorch's default backends or what stands in for them."""
 
+IS_FARCALL = os.environ.get("CONFORMANCE_BACKEND") != "torch"
 
-_SECONDS_TO_LET_GO = 0.1
+TESTS = [
+    (suite, name) for suite, cls in SUITES.items() for name in unittest.TestLoader().getTestCaseNames(cls)
+]
+
+TIME_LIMIT = 60.0
 
 _destroy_process_group = dist.destroy_process_group
+_never_freed: list[Any] = []
 
 
-def _destroy_what_is_at_rest(*group: Any) -> None:
-    """Destroys process groups when gloo's threads have let go of the tensors of the last collective.
+def _destroy_and_keep(*group: Any) -> None:
+    """Destroys process groups, but never frees them.
 
-    For that they need the interpreter's lock, which PyTorch holds while it waits for these threads to end:
-    on a busy machine its own RPC hangs there too. Nothing tells when they are done.
+    Whoever frees one waits, interpreter in hand, for gloo's threads, and these need the interpreter to let go
+    of the last collective: on a busy machine PyTorch's own RPC hangs there too.
     """
-    time.sleep(_SECONDS_TO_LET_GO)
+    _never_freed.extend(dist.distributed_c10d._world.pg_map)
     _destroy_process_group(*group)
 
 
-class Test(NamedTuple):
-    """One test of one suite."""
-
-    suite: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.suite}.{self.name}"
-
-
-def tests() -> list[Test]:
-    """All tests of all suites, in the order of their names."""
-    return [
-        Test(suite, name)
-        for suite, cls in SUITES.items()
-        for name in unittest.TestLoader().getTestCaseNames(cls)
-    ]
-
-
-def workers_of(test: Test) -> int:
-    """How many processes a test takes: one for each worker."""
-    workers: int = SUITES[test.suite](test.name).world_size
-    return workers
-
-
-def run_rank(test: Test, rank: int, folder: Path, *, farcall: bool = True) -> None:
-    """Runs one worker's part of a test, in a process of its own.
-
-    Args:
-        test: which one.
-        rank: which worker this is.
-        folder: the test's own, shared by its workers.
-        farcall: whether process groups are farcall's, where those of gloo would be.
-
-    Raises:
-        unittest.SkipTest: PyTorch skips the test on this machine.
-        Exception: what the test raises.
-    """
+def run_rank(worker: Worker, suite: str, name: str) -> str:
+    """One worker's part of a test; why PyTorch skips it on this machine, or an empty string."""
     set_rng_seed(1234)  # type: ignore[no-untyped-call]
-    case = SUITES[test.suite](test.name)
-    case.rank = rank
-    case.file_name = str(folder / "store")
+    case = SUITES[suite](name)
+    case.rank = worker.rank
+    case.file_name = str(worker.folder / "store")
     try:
         if isinstance(case, GroupsTest):
-            with in_place_of_gloo() if farcall else contextlib.nullcontext():
-                case.run_rank(folder)
-            return
-        with mock.patch.object(dist, "destroy_process_group", _destroy_what_is_at_rest):
-            getattr(case, test.name)()
+            with in_place_of_gloo() if IS_FARCALL else contextlib.nullcontext():
+                case.run_rank(worker.folder)
+            return ""
+        with mock.patch.object(dist, "destroy_process_group", _destroy_and_keep):
+            getattr(case, name)()
+    except unittest.SkipTest as skip:
+        return str(skip)
     except SystemExit as end:
-        for skip in TEST_SKIPS.values():
-            if skip.exit_code == end.code:
-                raise unittest.SkipTest(skip.message) from None
+        if not end.code:
+            return ""
+        for known in TEST_SKIPS.values():
+            if known.exit_code == end.code:
+                return str(known.message)
         raise
     finally:
         if dist.is_initialized():
-            _destroy_what_is_at_rest()
+            _destroy_and_keep()
+    return ""
+
+
+def _marks(suite: str, name: str) -> list[pytest.MarkDecorator]:
+    if name in CANNOT_HOLD:
+        return [pytest.mark.xfail(reason=CANNOT_HOLD[name], run=False)]
+    if suite == GroupsTest.__name__ and GroupsTest(name).needs_gpus:
+        return [pytest.mark.skip(reason="needs GPUs")]  # so no group is formed to find that out
+    return []
+
+
+@pytest.mark.timeout(TIME_LIMIT + 30)
+@pytest.mark.parametrize(
+    ("suite", "name"),
+    [pytest.param(suite, name, id=f"{suite}.{name}", marks=_marks(suite, name)) for suite, name in TESTS],
+)
+def test_of_pytorch(run_workers: RunWorkers, suite: str, name: str) -> None:
+    count: int = SUITES[suite](name).world_size
+    if any(skips := run_workers(run_rank, count, [suite, name], time_limit=TIME_LIMIT)):
+        pytest.skip(max(skips))
+
+
+def test_the_list_of_what_cannot_hold_names_tests_and_is_short() -> None:
+    assert CANNOT_HOLD.keys() <= {name for _, name in TESTS}
+    assert sum(name not in CANNOT_HOLD for _, name in TESTS) >= FEWEST

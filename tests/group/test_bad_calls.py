@@ -293,8 +293,7 @@ def time_out_calls(too_soon: float) -> None:
 
 
 def time_out_everything(worker: Worker) -> None:
-    options = rpc.AgentOptions(init_method=worker.init_method)
-    rpc.init_rpc(worker.name, rank=0, world_size=2, rpc_backend_options=options)
+    worker.join()
     too_soon = 0.02
     given_up = rpc.remote("worker1", Slow, timeout=too_soon)
     refused(RpcTimeoutError, "Slow", given_up._get_future().wait)

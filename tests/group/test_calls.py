@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import RpcTimeoutError, UnknownWorkerError, WorkerLostError
-from tests.support.serving import first_of, in_group, in_worker0, open_gate, serve, wait_at_gate
+from rpc.errors import RpcTimeoutError, UnknownWorkerError
+from tests.support.serving import first_of, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 # ---- whom
@@ -28,15 +28,6 @@ def test_a_callee_is_named_by_name_rank_or_info() -> None:
     assert [rpc.rpc_sync(to, my_name) for to in ("worker1", 1, rpc.get_worker_info("worker1"))] == [
         "worker1"
     ] * 3
-
-
-def everybody_calls_everybody(worker: Worker) -> list[str]:
-    return [rpc.rpc_sync(rank, my_name) for rank in range(worker.world_size)]
-
-
-def test_every_worker_calls_every_other_and_itself(run_workers: RunWorkers) -> None:
-    names = [f"worker{rank}" for rank in range(3)]
-    assert run_workers(in_group(everybody_calls_everybody), 3) == [names] * 3
 
 
 # ---- with what
@@ -71,15 +62,6 @@ def test_arguments_are_captured_and_belong_to_the_callee() -> None:
 
 def echo(value: Any) -> Any:
     return value
-
-
-@in_worker0()
-def test_tensors_of_any_size_come_back_equal() -> None:
-    equal = []
-    for elements in (0, 1, 1 << 10, 1 << 16, (1 << 22) + 1):
-        tensor = torch.arange(elements, dtype=torch.float32)
-        equal.append(torch.equal(rpc.rpc_sync("worker1", echo, args=(tensor,)), tensor))
-    assert equal == [True] * 5
 
 
 # ---- many at once
@@ -179,34 +161,6 @@ def test_a_future_times_out_though_nobody_waits_for_it() -> None:
     with pytest.raises(RpcTimeoutError) as caught:
         future.value()
     assert type(caught.value).__name__ == "RpcTimeoutError"
-
-
-# ---- how it ends: the worker is gone
-
-
-def call_and_catch(worker: Worker) -> list[tuple[str, str]]:
-    with worker.group():
-        waiting = [rpc.rpc_async("worker1", wait_at_gate, args=(str(number),)) for number in range(3)]
-        waits: list[Callable[[], Any]] = [
-            lambda: rpc.rpc_sync("worker1", wait_at_gate, args=("last",)),
-            *(future.wait for future in waiting),
-            lambda: rpc.rpc_sync("worker1", my_name),
-        ]
-        lost = []
-        for wait in waits:
-            with pytest.raises(WorkerLostError, match=r"worker 'worker1' \(id 1\) is gone") as caught:
-                wait()
-            assert isinstance(caught.value, ConnectionError)
-            lost.append((caught.value.worker, rpc.rpc_sync("worker2", my_name)))
-    return lost
-
-
-def test_calls_to_a_killed_worker_fail_at_once_and_others_go_on(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([call_and_catch, serve, serve])
-    assert {workers[1].wait_for("at the gate") for _ in range(4)} == {"0", "1", "2", "last"}
-    workers[1].kill()
-    assert workers[0].result() == [("worker1", "worker2")] * 5
-    workers.results()
 
 
 # ---- how it does not begin

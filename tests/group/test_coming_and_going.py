@@ -14,7 +14,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import rpc
 from rpc.errors import WorkerLostError
 from rpc.options import AgentOptions
-from tests.support.serving import in_group
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -126,10 +125,3 @@ def test_simultaneous_first_calls_between_all_pairs(run_workers: RunWorkers, ele
     workers.wait_for("ready")
     workers.tell("go")
     assert workers.results() == [5] * 6
-
-
-def test_a_worker_may_call_before_others_have_returned_from_init(run_workers: RunWorkers) -> None:
-    def call_at_once(worker: Worker) -> int:
-        return int(rpc.rpc_sync((worker.rank + 1) % worker.world_size, int, args=("7",)))
-
-    assert run_workers(in_group(call_at_once), 4) == [7] * 4

@@ -19,7 +19,6 @@ import torch
 
 import rpc
 from rpc.errors import RpcError, WorkerLostError
-from rpc.options import AgentOptions
 from tests.support.refusals import refused
 from tests.support.serving import open_gate, serve, wait_at_gate
 from tests.support.tracked import Tracked
@@ -98,7 +97,12 @@ def wait_in_every_way(worker: Worker) -> list[str]:
             assert lost_error.reason in str(lost_error), name
         asked_text = str(errors["rpc_sync"])
         assert asked_text.endswith(". wait_at_gate was not answered")
-        for use in (held.to_here, held.rpc_sync().say_name, held.remote().say_name):
+        uses: tuple[Callable[[], object], ...] = (
+            *(held.to_here, held.rpc_sync().say_name, held.remote().say_name),
+            lambda: held.rpc_async().say_name().wait(),
+            lambda: rpc.rpc_sync("worker2", rpc.RRef.to_here, args=(held,)),
+        )
+        for use in uses:
             refused(RpcError, lost(dead, 1), use)
         for call in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait()):
             refused(WorkerLostError, lost(dead, 1), call, dead, my_name)
@@ -172,18 +176,10 @@ def test_what_a_killed_caller_left_is_dropped_quietly(run_workers: RunWorkers) -
 # ---- in init_rpc
 
 
-def init(worker: Worker, init_method: str, world_size: int) -> None:
-    rpc.init_rpc(
-        worker.name,
-        rank=worker.rank,
-        world_size=world_size,
-        rpc_backend_options=AgentOptions(init_method=init_method, rendezvous_timeout=25),
-    )
-
-
 def join_and_greet(worker: Worker, init_method: str, world_size: int) -> list[str]:
     worker.report("joining")
-    init(worker, init_method, world_size)
+    worker.world_size = world_size
+    worker.join(init_method=init_method, rendezvous_timeout=25)
     names = rpc.all_gather(my_name())
     rpc.shutdown()
     return sorted(names)

@@ -9,16 +9,9 @@ import torch
 
 import rpc
 from rpc.errors import RRefError, WorkerLostError
-from rpc.options import AgentOptions
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers
-
-
-def join(worker: Worker, name: str = "", rank: int | None = None) -> None:
-    options = AgentOptions(init_method=worker.init_method, rendezvous_timeout=15.0, dynamic=True)
-    rank = worker.rank if rank is None else rank
-    rpc.init_rpc(name or worker.name, rank=rank, rpc_backend_options=options)
 
 
 def start(run_workers: RunWorkers, size: int) -> Workers:
@@ -137,7 +130,7 @@ def test_a_killed_worker_comes_back_under_its_name(run_workers: RunWorkers) -> N
 def leave_and_rejoin(worker: Worker) -> list[str]:
     seen = []
     for number in range(5):
-        join(worker)
+        worker.join(dynamic=True)
         seen += call_all()
         assert torch.equal(rpc.rpc_sync("worker0", torch.full, args=((2,), number)), torch.full((2,), number))
         rpc.shutdown()

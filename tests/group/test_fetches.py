@@ -93,33 +93,6 @@ def test_an_object_whose_fetch_was_given_up_is_confirmed_all_the_same() -> None:
     assert (rref.to_here(), rref.confirmed_by_owner(), rref.to_here()) == (3, True, 3)
 
 
-@in_worker0()
-def test_creations_are_answered_though_nobody_fetches() -> None:
-    """Objects that nobody fetches for a while: their creations are answered without a fetch."""
-    rrefs = [rpc.remote("worker1", int, args=(number,)) for number in range(50)]
-    for rref in rrefs:
-        rref._get_future().wait()
-    unanswered = current_agent().calls.unanswered()
-    assert ([rref.to_here() for rref in rrefs], unanswered) == (list(range(50)), 0)
-
-
-def objects_here() -> int:
-    return int(current_agent().extensions["rref"].counts()["objects"])
-
-
-@in_worker0()
-def test_short_lived_references_leave_nothing() -> None:
-    """How many objects the owner still has after many short lives."""
-    for number in range(300):
-        assert rpc.remote("worker1", int, args=(number,)).to_here() == number
-    references = current_agent().extensions["rref"]
-    while references.counts()["users"]:
-        pass
-    while left := rpc.rpc_sync("worker1", objects_here):
-        assert left <= 300
-    assert int(left) == 0
-
-
 promises: dict[int, torch.futures.Future[int]] = {}
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import rpc
 from tests.support.serving import in_worker0, open_gate, wait_at_gate
-
-Futures = list[torch.futures.Future[Any]]
 
 
 def add(x: int, y: int) -> int:
@@ -23,17 +20,6 @@ def fail(message: str) -> None:
 
 def call(x: int, y: int = 1, to: str = "worker1") -> rpc.Future[int]:
     return rpc.rpc_async(to, add, args=(x, y))
-
-
-# ---- as PyTorch's
-
-
-@in_worker0()
-def test_collect_all_and_wait_all_of_pytorch() -> None:
-    calls: Futures = [call(number) for number in range(20)]
-    collected = [each.value() for each in torch.futures.collect_all(calls).wait()]
-    calls = [call(number, to=f"worker{number % 2}") for number in range(20)]
-    assert [collected, torch.futures.wait_all(calls)] == [list(range(1, 21))] * 2
 
 
 # ---- awaited

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 import resource
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import rpc
@@ -16,9 +14,10 @@ from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
 from rref.requests import CREATE, name_creation
 from tests.support.hostile import Hostile, Target, frame, target
+from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.serving import open_gate, wait_at_gate
 from tests.support.tracked import Tracked
-from tests.support.workers import RunWorkers, Worker, WorkerProcess
+from tests.support.workers import RunWorkers, WorkerProcess, Workers
 from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
 
 PREFIX = struct.Struct("<QQIIB3x")
@@ -31,19 +30,6 @@ def my_name() -> str:
 
 def log_lines(worker: WorkerProcess) -> list[str]:
     return worker.log.read_text().splitlines()
-
-
-def follow(worker: Worker) -> Any:
-    """In a dynamic group, runs what the test tells it to, until that is ``None``."""
-    with worker.group(dynamic=True):
-        worker.report("ready")
-        while (order := worker.wait_for("order")) is not None:
-            worker.report("done", order())
-
-
-def order(worker: WorkerProcess, function: Callable[[], Any]) -> Any:
-    worker.tell("order", function)
-    return worker.wait_for("done")
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
@@ -103,31 +89,23 @@ def say_goodbye(at: Target) -> None:
         assert peer.is_hung_up()
 
 
-def start_group(run_workers: RunWorkers) -> Any:
-    workers = run_workers.start(follow, 1)
-    workers[0].wait_for("ready")
-    workers.add(follow)
-    workers[1].wait_for("ready")
+def start_group(run_workers: RunWorkers) -> Workers:
+    workers = start_followers(run_workers, 1, dynamic=True)
+    add_follower(workers, dynamic=True)
     return workers
-
-
-def dismiss(workers: Any) -> None:
-    for worker in workers:
-        worker.tell("order", None)
-    workers.results()
 
 
 def test_malformed_messages_close_that_connection_and_no_other(run_workers: RunWorkers) -> None:
     workers = start_group(run_workers)
-    at = order(workers[1], target)
-    before = order(workers[1], open_descriptors)
-    order(workers[0], lambda: break_rules(at))
-    order(workers[0], lambda: say_goodbye(at))
-    assert order(workers[0], lambda: rpc.rpc_sync("worker1", rpc.get_worker_infos)) == [
+    at = ask(workers[1], target)
+    before = ask(workers[1], open_descriptors)
+    ask(workers[0], break_rules, at)
+    ask(workers[0], say_goodbye, at)
+    assert ask(workers[0], rpc.rpc_sync, "worker1", rpc.get_worker_infos) == [
         rpc.WorkerInfo("worker0", 0),
         rpc.WorkerInfo("worker1", 1),
     ]
-    more = order(workers[1], open_descriptors) - before  # the connection with worker0 may have got some
+    more = ask(workers[1], open_descriptors) - before  # the connection with worker0 may have got some
     assert len(more) < len(BROKEN) // 4
     dismiss(workers)
     lines = log_lines(workers[1])
@@ -200,13 +178,13 @@ def work_on_each_other() -> bool:
 
 def test_random_messages_of_members_are_survived_and_take_no_memory(run_workers: RunWorkers) -> None:
     workers = start_group(run_workers)
-    at = order(workers[1], target)
-    order(workers[0], lambda: fuzz(at, 0, 50))
-    before = order(workers[1], memory)
+    at = ask(workers[1], target)
+    ask(workers[0], fuzz, at, 0, 50)
+    before = ask(workers[1], memory)
     for seed in range(1, 6):
-        order(workers[0], functools.partial(fuzz, at, seed, 100))
-        assert order(workers[1], work_on_each_other)
-    assert order(workers[1], memory) - before < 30
+        ask(workers[0], fuzz, at, seed, 100)
+        assert ask(workers[1], work_on_each_other)
+    assert ask(workers[1], memory) - before < 30
     dismiss(workers)
     surprises = ("deferred action", "Exception in callback", "Task exception")
     assert not [line for line in log_lines(workers[1]) if any(each in line for each in surprises)]
@@ -221,11 +199,11 @@ def announce_much(at: Target) -> None:
 
 def test_what_is_announced_and_never_sent_takes_no_memory(run_workers: RunWorkers) -> None:
     workers = start_group(run_workers)
-    at = order(workers[1], target)
-    before = order(workers[1], memory)
-    order(workers[0], lambda: announce_much(at))
-    assert order(workers[1], work_on_each_other)
-    assert order(workers[1], memory) - before < 30
+    at = ask(workers[1], target)
+    before = ask(workers[1], memory)
+    ask(workers[0], announce_much, at)
+    assert ask(workers[1], work_on_each_other)
+    assert ask(workers[1], memory) - before < 30
     dismiss(workers)
 
 
@@ -246,8 +224,8 @@ def leave_something(at: Target) -> None:
 
 def test_what_a_member_left_is_freed_though_not_all_have_met_it(run_workers: RunWorkers) -> None:
     workers = start_group(run_workers)
-    at = order(workers[1], target)
-    order(workers[0], lambda: leave_something(at))
+    at = ask(workers[1], target)
+    ask(workers[0], leave_something, at)
     assert workers[1].wait_for("freed") == "left"
     dismiss(workers)
 
@@ -276,12 +254,12 @@ def wait_for_answer() -> Any:
 
 def test_only_who_was_called_can_answer(run_workers: RunWorkers) -> None:
     workers = start_group(run_workers)
-    at = order(workers[1], target)
-    order(workers[1], call_and_wait)
+    at = ask(workers[1], target)
+    ask(workers[1], call_and_wait)
     workers[0].wait_for("at the gate")
-    order(workers[0], lambda: answer_for_others(at))
-    order(workers[0], open_gate)
-    assert order(workers[1], wait_for_answer) == "genuine"
+    ask(workers[0], answer_for_others, at)
+    ask(workers[0], open_gate)
+    assert ask(workers[1], wait_for_answer) == "genuine"
     dismiss(workers)
     assert re.search(
         r"worker 'evil1' .* malformed message: an answer to a call that worker 'worker0' got",

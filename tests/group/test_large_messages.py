@@ -13,22 +13,11 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
+from rpc.errors import RemoteError, RpcTimeoutError, SerializationError
 from tests.support.orders import ask, dismiss, start_followers
 from tests.support.serving import WAIT_SECONDS, first_of, in_group, in_worker0, serve
+from tests.support.transfers import ACROSS, MIB, begin_to_send, echo, small_call, total, waiting
 from tests.support.workers import RunWorkers, Worker
-
-MIB = 1 << 20
-ACROSS: dict[str, Any] = {"transports": ["tcp"], "shared_memory_bytes": 0}
-"""Options of workers that are to behave as if they were on different hosts."""
-
-
-def echo(value: Any) -> Any:
-    return value
-
-
-def total(*tensors: torch.Tensor) -> float:
-    return sum(float(tensor.sum()) for tensor in tensors)
 
 
 @in_worker0(**ACROSS)
@@ -123,24 +112,6 @@ def test_an_error_over_the_callers_limit_is_described(run_workers: RunWorkers, l
 
 
 # ---- peers that stop and die
-
-waiting: list[rpc.Future[Any]] = []
-
-
-def begin_to_send(count: int) -> None:
-    tensor = torch.ones(16 * MIB)
-    waiting.extend(rpc.rpc_async("worker1", total, args=(tensor,)) for _ in range(count))
-
-
-def all_are_lost() -> int:
-    for future in waiting:
-        with pytest.raises(WorkerLostError, match="'worker1'"):
-            future.wait()
-    return len(waiting)
-
-
-def small_call(to: str) -> int:
-    return int(rpc.rpc_sync(to, torch.add, args=(1, 0)))
 
 
 def memory() -> int:

@@ -15,8 +15,8 @@ import torch
 import rpc
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.errors import NotInitializedError, RpcError, WorkerLostError
-from rpc.options import AgentOptions
 from rpc.runtime.current import clear_current_agent, current_agent
+from rref.value import Value
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, current_worker
 
@@ -99,9 +99,15 @@ def test_the_function_of_a_forgotten_creation_is_not_destroyed_on_the_loop(run_w
     workers.results()
 
 
+def is_in(thread: threading.Thread, function: Callable[..., object]) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def leave_at_once(worker: Worker) -> list[Any]:
-    options = AgentOptions(init_method=worker.init_method)
-    rpc.init_rpc(worker.name, rank=worker.rank, world_size=2, rpc_backend_options=options)
+    worker.join()
     if worker.rank:
         worker.wait_for("end")
         rpc.shutdown(graceful=False)
@@ -114,6 +120,7 @@ def leave_at_once(worker: Worker) -> list[Any]:
     ]
     agent: Agent = current_agent()
     until(lambda: agent.departure._waiting is not None and agent.calls)
+    until(lambda: is_in(waiting[0][0], Value.wait))
     with pytest.raises(RpcError, match="by another thread already"):
         rpc.shutdown()
     rpc.shutdown(graceful=False)
@@ -134,8 +141,7 @@ def test_whoever_waits_is_told_when_another_thread_leaves(run_workers: RunWorker
 
 
 def come_back_while_another_thread_is_still_leaving(worker: Worker) -> int:
-    options = AgentOptions(init_method=worker.init_method)
-    rpc.init_rpc(worker.name, rank=0, world_size=1, rpc_backend_options=options)
+    worker.join()
     agent: Agent = current_agent()
     about_to_clear, go_on = threading.Event(), threading.Event()
 
@@ -164,8 +170,7 @@ def test_a_thread_that_is_late_to_leave_leaves_the_next_agent_alone(run_workers:
 
 
 def make_a_future_as_another_thread_leaves(worker: Worker) -> None:
-    options = AgentOptions(init_method=worker.init_method)
-    rpc.init_rpc(worker.name, rank=0, world_size=1, rpc_backend_options=options)
+    worker.join()
     agent: Agent = current_agent()
     call = agent.caller.call(worker.name, wait_to_be_made, (), {}, UNSET_TIMEOUT)
     rpc.shutdown(graceful=False)
@@ -180,8 +185,7 @@ def test_a_future_that_is_made_as_another_thread_leaves_is_completed(run_workers
 
 
 def leave_while_a_call_waits_for_a_dead_worker(worker: Worker) -> Any:
-    options = AgentOptions(init_method=worker.init_method, dynamic=True)
-    rpc.init_rpc(worker.name, rank=worker.rank, rpc_backend_options=options)
+    worker.join(dynamic=True)
     if worker.rank:
         worker.report("here")
         time.sleep(100)
@@ -210,9 +214,8 @@ def test_a_dynamic_worker_can_leave_when_the_worker_that_it_waits_for_dies(run_w
 
 
 def fail_to_listen(worker: Worker) -> tuple[str, list[str]]:
-    options = AgentOptions(init_method=worker.init_method, listen="203.0.113.7")
     with pytest.raises(OSError, match="cannot listen") as caught:
-        rpc.init_rpc(worker.name, rank=0, world_size=1, rpc_backend_options=options)
+        worker.join(listen="203.0.113.7")
     return str(caught.value), [thread.name for thread in threading.enumerate()]
 
 
@@ -223,9 +226,8 @@ def test_an_agent_that_cannot_listen_says_where_and_leaves_no_thread(run_workers
 
 
 def come_and_go(worker: Worker) -> int:
-    options = AgentOptions(init_method=worker.init_method)
     for _ in range(3):
-        rpc.init_rpc(worker.name, rank=0, world_size=1, rpc_backend_options=options)
+        worker.join()
         rpc.rpc_sync(worker.name, abs, (-1,))
         rpc.shutdown()
     gc.collect()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 import rpc
-from rpc.errors import RpcTimeoutError, RRefError, WorkerLostError
-from tests.support.serving import in_worker0, open_gate, serve, wait_at_gate
-from tests.support.workers import RunWorkers, Worker
+from rpc.errors import RpcTimeoutError, RRefError
+from tests.support.serving import in_worker0, open_gate, wait_at_gate
 
 
 class Account:
@@ -217,37 +216,3 @@ def test_a_reference_may_be_forgotten_as_soon_as_it_is_passed_on() -> None:
         for number in range(100)
     ]
     assert [call.wait() for call in calls] == list(range(1, 101))
-
-
-# ---- the owner is gone
-
-
-def use_after_loss(worker: Worker) -> list[str]:
-    with worker.group():
-        rref = rpc.remote("worker1", Account, args=(3,))
-        assert rref.rpc_sync().look() == rref.to_here().balance == 3
-        held = [rref.rpc_async().hold(), rpc.remote("worker1", wait_at_gate)._get_future()]
-        worker.report("holding")
-        waits: list[Callable[[], Any]] = [
-            *(each.wait for each in held),
-            rref.to_here,
-            lambda: rref.rpc_sync().look(),
-            lambda: rref.rpc_async().look().wait(),
-            lambda: rref.remote().look(),
-            lambda: rpc.rpc_sync("worker2", owned_here, args=(rref,)),
-        ]
-        ended = []
-        for wait in waits:
-            with pytest.raises((WorkerLostError, RRefError), match=r"'worker1'.* is gone") as caught:
-                wait()
-            ended.append(type(caught.value).__name__)
-    return ended
-
-
-def test_references_to_a_killed_owner_fail_at_once(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([use_after_loss, serve, serve])
-    workers[0].wait_for("holding")
-    assert [workers[1].wait_for("at the gate") for _ in range(2)] == ["", ""]
-    workers[1].kill()
-    assert workers[0].result()[:3] == ["WorkerLostError"] * 3
-    workers.results()

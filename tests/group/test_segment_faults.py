@@ -13,7 +13,7 @@ import torch
 
 import rpc
 from rpc.bulk import copying
-from rpc.bulk.shared_memory import ledger
+from rpc.bulk.shared_memory.memory import Ledger
 from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
 from tests.support.leftovers import nothing_left
@@ -230,7 +230,7 @@ def fall_back(_: Worker, reason: str, prepare: Callable[[], object] = int) -> No
 
 
 def read_another_nonce() -> None:
-    ledger.Ledger.nonce = lambda self: bytes(32)  # type: ignore[method-assign]
+    Ledger.nonce = lambda self: bytes(32)  # type: ignore[method-assign]
 
 
 def open_no_more_files() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +10,8 @@ import torch
 
 import rpc
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, RRefError, WorkerLostError
-from rpc.options import AgentOptions
-from tests.support.serving import Gate, in_group, open_gate, report, wait_at_gate
+from tests.support.serving import Gate, in_group, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker, current_worker
-
-
-def join(worker: Worker) -> None:
-    options = AgentOptions(init_method=worker.init_method, rendezvous_timeout=15.0)
-    rpc.init_rpc(worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options)
-
 
 # ---- graceful: all work everywhere is done first
 
@@ -62,32 +54,8 @@ def test_nobody_leaves_while_calls_cause_calls(run_workers: RunWorkers, begin: C
     workers.results()
 
 
-def call_again(worker: Worker) -> torch.futures.Future[Any]:
-    return rpc.rpc_async("worker1", wait_at_gate).then(
-        lambda _: rpc.rpc_sync("worker1", report, args=("called back",))
-    )
-
-
-def test_callbacks_that_make_calls_are_waited_for(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([in_group(call_again_and_forget), serve_until_told])
-    workers[1].wait_for("at the gate")
-    workers[1].tell("open")
-    workers[1].wait_for("called back")
-    workers.results()
-
-
-def call_again_and_forget(worker: Worker) -> None:
-    call_again(worker)
-
-
-def serve_until_told(worker: Worker) -> None:
-    with worker.group():
-        worker.wait_for("open")
-        open_gate()
-
-
 def shut_down_early(worker: Worker) -> None:
-    join(worker)
+    worker.join()
     worker.report("joined")
     if worker.rank == 1:
         worker.wait_for("go")
@@ -109,7 +77,7 @@ def test_who_is_in_shutdown_serves_until_all_are(run_workers: RunWorkers) -> Non
 
 
 def be_busy(worker: Worker) -> str:
-    join(worker)
+    worker.join()
     if worker.rank == 0:
         rpc.rpc_async("worker1", wait_at_gate)
     worker.wait_for("go")
@@ -142,7 +110,7 @@ def hold_until_closed() -> None:
 
 
 def leave_at_once(worker: Worker) -> list[str]:
-    join(worker)
+    worker.join()
     future = rpc.rpc_async("worker1", wait_at_gate)
     rref = rpc.remote("worker1", wait_at_gate)
     worker.wait_for("go")
@@ -157,7 +125,7 @@ def leave_at_once(worker: Worker) -> list[str]:
 
 
 def call_who_leaves(worker: Worker) -> list[str]:
-    join(worker)
+    worker.join()
     held = rpc.rpc_async("worker0", hold_until_closed)
     worker.report("called")
     reasons = []
@@ -180,12 +148,12 @@ def test_an_ungraceful_shutdown_leaves_at_once(run_workers: RunWorkers) -> None:
 
 
 def end_without_shutdown(worker: Worker) -> None:
-    join(worker)
+    worker.join()
     worker.wait_for("go")
 
 
 def wait_for_who_ends(worker: Worker) -> str:
-    join(worker)
+    worker.join()
     held = rpc.rpc_async("worker0", hold_until_closed)
     with pytest.raises(WorkerLostError) as caught:
         held.wait()
@@ -203,26 +171,8 @@ def test_a_process_that_ends_says_goodbye(run_workers: RunWorkers) -> None:
 # ---- what is left
 
 
-def number_of_threads() -> int:
-    return len([thread for thread in threading.enumerate() if thread.name.startswith("farcall")])
-
-
-def count_threads(worker: Worker) -> list[int]:
-    counts = [number_of_threads()]
-    with worker.group():
-        rpc.rpc_sync("worker1", torch.add, args=(1, 1))
-        counts.append(number_of_threads())
-    return [*counts, number_of_threads()]
-
-
-def test_no_thread_is_left(run_workers: RunWorkers) -> None:
-    for before, during, after in run_workers(count_threads, 2):
-        assert (before, after) == (0, 0)
-        assert during > 0
-
-
 def leak(worker: Worker) -> str:
-    join(worker)
+    worker.join()
     rref = rpc.remote("worker1", list) if worker.rank == 0 else None
     rpc.barrier()
     if worker.rank == 0:

@@ -1,22 +1,16 @@
-"""Strangers who connect to a worker's process: the log says what they said, and the worker lives on."""
+"""Strangers in numbers do a worker no harm; what they may say is in ``unit/rpc/group/test_greeting.py``."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
-import re
 import resource
 from typing import Any
 
-import pytest
-
 import rpc
-from rpc.runtime.current import current_agent
-from rpc.wire.frames import PREAMBLE, Kind
-from tests.support.hostile import Hostile, Target, frame, target
+from rpc.wire.frames import PREAMBLE
+from tests.support.hostile import Hostile, Target, target
 from tests.support.serving import first_of, in_group, serve
-from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, WorkerProcess
 
 
@@ -26,64 +20,6 @@ def my_name(*_: Any) -> str:
 
 def log_lines(worker: WorkerProcess) -> list[str]:
     return worker.log.read_text().splitlines()
-
-
-# ---- before the handshake
-
-STRANGERS: dict[str, tuple[bytes, str]] = {
-    "an HTTP request": (
-        b"GET / HTTP/1.1\r\nHost: worker1\r\n\r\n",
-        r"does not speak farcall's protocol \(it began with b'GET / HT'\)",
-    ),
-    "half a preamble": (PREAMBLE[:4], "no handshake within 0.3 s"),
-    "a call": (
-        PREAMBLE + frame(Kind.CALL, {}, [b"cos\nsystem\n(S'touch pwned'\ntR."]),
-        "expected hello, .*kind 5",
-    ),
-    "random bytes": (
-        PREAMBLE + random.Random(1).randbytes(5000),
-        "a frame of [0-9]+ bytes is over",
-    ),
-}
-"""What is said, and what the log says of it. ``unit/rpc/group/test_greeting.py`` has many more."""
-
-
-def meet_strangers(_: Worker, scheme: str) -> str:
-    at: Target = rpc.rpc_sync("worker1", target)
-    rpc.rpc_sync("worker1", be_impatient)
-    with Hostile(at, scheme):
-        pass  # only wants to know whether somebody listens, which is not worth a line
-    for name, (data, _text) in STRANGERS.items():
-        with Hostile(at, scheme) as peer:
-            peer.say(data)
-            assert peer.is_hung_up(), name
-    assert not os.path.exists("pwned")
-    rpc.rpc_sync("worker1", wait_until_all_are_gone)
-    return str(rpc.rpc_sync("worker1", my_name))
-
-
-def wait_until_all_are_gone() -> None:
-    until(lambda: not current_agent().connections.handshaking)
-
-
-def be_impatient() -> None:
-    current_agent().connections.connect_seconds = 0.3
-
-
-@pytest.mark.parametrize("scheme", ["unix", "tcp"])
-def test_strangers_are_refused_one_by_one_and_the_log_says_why(run_workers: RunWorkers, scheme: str) -> None:
-    meet = in_group(lambda worker: meet_strangers(worker, scheme))
-    workers = run_workers.start([meet, serve])
-    assert workers.results() == ["worker1", None]
-    lines = log_lines(workers[1])
-    who = rf"process {workers[0].pid} on this host" if scheme == "unix" else r"127\.0\.0\.1:[0-9]+"
-    assert len(lines) == len(STRANGERS)
-    for line, (name, (_, text)) in zip(lines, STRANGERS.items(), strict=True):
-        assert re.match(f"refused {who}: .*{text}", line), f"{name}: {line}"
-        assert len(line) < 500
-
-
-# ---- many of them
 
 
 def memory() -> int:

@@ -16,24 +16,13 @@ import torch
 
 import rpc
 from benchmarks.striping import limit_connections
-from rpc.errors import WorkerLostError
 from tests.support.orders import ask, dismiss, follow_orders, start_followers
 from tests.support.serving import first_of, in_group, report
 from tests.support.streams import until
+from tests.support.transfers import ACROSS, MIB, all_are_lost, begin_to_send, echo, small_call, total
 from tests.support.workers import RunWorkers, Worker
 
-MIB = 1 << 20
-ACROSS: dict[str, Any] = {"transports": ["tcp"], "shared_memory_bytes": 0}
-"""Options of workers that are to behave as if they were on different hosts."""
 STRIPED: dict[str, Any] = {**ACROSS, "tcp_stripes": 4}
-
-
-def echo(value: Any) -> Any:
-    return value
-
-
-def total(tensor: torch.Tensor) -> float:
-    return float(tensor.sum())
 
 
 def connections() -> Iterator[socket.socket]:
@@ -126,24 +115,6 @@ def test_two_workers_may_want_different_numbers(run_workers: RunWorkers, mine: i
 
 
 # ---- the end
-
-waiting: list[rpc.Future[Any]] = []
-
-
-def begin_to_send(count: int) -> None:
-    tensor = torch.ones(16 * MIB)
-    waiting.extend(rpc.rpc_async("worker1", total, args=(tensor,)) for _ in range(count))
-
-
-def all_are_lost() -> int:
-    for future in waiting:
-        with pytest.raises(WorkerLostError, match="'worker1'"):
-            future.wait()
-    return len(waiting)
-
-
-def small_call(to: str) -> int:
-    return int(rpc.rpc_sync(to, torch.add, args=(1, 0)))
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["the sender", "the receiver"])

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sized
 from typing import Any
 
+from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.pending_call import PendingCall
 from rpc.errors import ProtocolError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Executor
@@ -15,8 +15,6 @@ from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame
 from tests.support.members import peer
 from tests.support.streams import until
-
-__all__ = ["Owner", "fail", "when_waiting"]
 
 
 class Owner:
@@ -56,8 +54,9 @@ class Owner:
     def answered(self, call: PendingCall) -> None:
         self.open.pop(call.call_id, None)
 
-    def complete_soon(self, future: Future[Any]) -> None:
-        self.executor.submit((future.complete, None))
+    def complete_soon(self, *futures: Future[Any]) -> None:
+        for future in futures:
+            self.executor.submit((future.complete, None))
 
     def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
         return None

@@ -7,8 +7,6 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Clockwork", "Timer"]
-
 
 class Timer:
     """A timer handle that can only be cancelled."""

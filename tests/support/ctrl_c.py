@@ -12,8 +12,6 @@ from typing import Any
 
 from tests.support.streams import until
 
-__all__ = ["CtrlC", "interrupted_at"]
-
 _PAUSE = 0.02
 
 

@@ -7,8 +7,6 @@ from typing import Final
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["EFFORT", "PROFILE"]
-
 EFFORT: Final = int(os.environ.get("FARCALL_TEST_EFFORT", "1"))
 
 PROFILE: Final = settings(

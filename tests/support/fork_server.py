@@ -31,8 +31,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["ForkServer", "ForkServerError", "become_subreaper"]
-
 WorkerMain = Callable[[int], int]
 """What runs in a forked worker: it gets the descriptor of its channel and returns an exit status."""
 

@@ -10,28 +10,7 @@ import msgpack
 from hypothesis import strategies as st
 
 from rpc.wire import frames
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import Frame, Kind, encode
-
-__all__ = [
-    "BUFFER",
-    "LIMIT",
-    "Message",
-    "as_messages",
-    "chunkings",
-    "encoded",
-    "endless",
-    "feed",
-    "greeted",
-    "headers",
-    "large_messages",
-    "packed",
-    "prefix",
-    "segment_lists",
-    "small_messages",
-    "stream_of",
-    "u64",
-]
+from rpc.wire.frames import Decoder, Frame, Kind, encode
 
 LIMIT = 8 << 20
 BUFFER = len(Decoder(LIMIT).scratch)

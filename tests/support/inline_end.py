@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from rpc.agent.call_table import CallTable
+from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.dispatcher import Dispatcher
-from rpc.agent.pending_call import PendingCall
 from rpc.agent.request_runner import Request
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
@@ -17,12 +17,10 @@ from rpc.runtime.mailbox import Counter
 from rpc.runtime.tasks import Task
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import Connection
-from rpc.transport.inline_read.reader import InlineReader
+from rpc.transport.inline_read import InlineReader
 from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
 from tests.support.members import peer
 from tests.support.streams import SOON, Recorder, open_connection, skip_preamble, until
-
-__all__ = ["ANYWHERE", "ON_LOOP", "End", "frame"]
 
 ON_LOOP = Kind.EXTENSION
 """A kind of frame that only the loop takes in."""
@@ -42,7 +40,8 @@ class Agent:
         self.serializer = Serializer()
         self.events = Events()
         self.postponed = Counter()
-        self.calls = CallTable(self, loop.loop, lambda futures: None)
+        self.activity = SimpleNamespace(listener=None)
+        self.calls = CallTable(self, loop.loop)
         self.passed_on: list[int] = []
         """Calls that were given to other threads."""
         self.lost: list[str] = []
@@ -59,7 +58,7 @@ class Agent:
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         return bytes(frame.buffers[0])
 
-    def complete_soon(self, future: Any) -> None:
+    def complete_soon(self, *futures: Any) -> None:
         raise AssertionError("there are no futures here")
 
     def expire(self, call: PendingCall) -> BaseException | None:
@@ -109,7 +108,7 @@ class End(Recorder):
         self.dispatcher.frames_received(self.peer, frames)
         super().frames_received(connection, frames)
 
-    def take_inline(self, connection: Connection, frames: list[Frame], *, keep: bool) -> Task | None:
+    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
         return self.dispatcher.take_inline(self.peer, frames, keep=keep)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:

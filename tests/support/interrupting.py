@@ -12,8 +12,6 @@ import pytest
 from tests.support.leftovers import process_state
 from tests.support.streams import until
 
-__all__ = ["interrupted", "press"]
-
 _AGAIN_SECONDS: Final = 1.0
 """A signal that comes right before a thread falls asleep in a lock is noticed with the next one only."""
 

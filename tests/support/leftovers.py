@@ -25,8 +25,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["LeftBehind", "Process", "Snapshot", "descendants", "nothing_left", "process_state", "processes"]
-
 _PATIENCE = 3.0  # seconds that things may take to vanish after they were told to
 _PAUSE = 0.02
 _PROC = Path("/proc")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 
-__all__ = ["ask_nobody", "member", "peer"]
-
 
 def member(name: str, worker_id: int = 0, incarnation: int | None = None, *addresses: str) -> Member:
     """A worker on this host; its incarnation is 100 and its id unless given."""

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-__all__ = ["Hosts", "enter", "hosts"]
-
 _CLONE_NEWNET = 0x40000000
 
 

@@ -22,8 +22,6 @@ from rpc.transport.registry import transports
 from rpc.wire.frames import Frame, Kind, encode_small
 from tests.support.streams import SOON
 
-__all__ = ["GROUP", "MESSAGE", "MakeNode", "Node", "pair", "refusals"]
-
 GROUP = "job/1"
 MESSAGE = Kind.EXTENSION
 
@@ -108,7 +106,9 @@ class Node:
     def peer_for(self, member: Member) -> Peer:
         peer = self.peers.get(member.incarnation)
         if peer is None:
-            peer = self.peers[member.incarnation] = Peer(member, self._connect)
+            peer = self.peers[member.incarnation] = Peer(
+                member, self._connect, near=member.host == self.member.host
+            )
         return peer
 
     def _connect(self, peer: Peer) -> None:

@@ -17,8 +17,6 @@ from typing import Any
 
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers
 
-__all__ = ["add_follower", "ask", "dismiss", "follow_orders", "start_followers"]
-
 
 def follow_orders(worker: Worker, **options: Any) -> None:
     """Joins the group and runs what the test asks for; leaves gracefully when dismissed."""

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["refused"]
-
 
 def refused(
     error: type[BaseException], match: str, call: Callable[..., Any], *args: Any, **kwargs: Any

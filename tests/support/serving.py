@@ -18,18 +18,6 @@ from typing import Any
 
 from tests.support.workers import RunWorkers, Task, Worker, current_worker
 
-__all__ = [
-    "Gate",
-    "first_of",
-    "in_all",
-    "in_group",
-    "in_worker0",
-    "open_gate",
-    "report",
-    "serve",
-    "wait_at_gate",
-]
-
 WAIT_SECONDS = 20.0
 """Longer than anything here takes, shorter than a run's time limit: what times out says what it was."""
 
@@ -70,7 +58,7 @@ def in_worker0(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            first = functools.partial(_in_worker, body.__module__, body.__name__, given)
+            first = _task(body, given)
             first_of(run_workers, first, world_size=world_size, **options)
 
         return _as_test(test, body)
@@ -83,7 +71,7 @@ def in_all(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            each = functools.partial(_in_worker, body.__module__, body.__name__, given)
+            each = _task(body, given)
             run_workers(in_group(each, **options), world_size)
 
         return _as_test(test, body)
@@ -96,7 +84,7 @@ def in_processes(count: int) -> Callable[[Body], Body]:
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            run_workers(functools.partial(_in_worker, body.__module__, body.__name__, given), count)
+            run_workers(_task(body, given), count)
 
         return _as_test(test, body)
 
@@ -110,6 +98,12 @@ def _as_test(test: Body, body: Body) -> Body:
     test.__signature__ = inspect.Signature([workers, *parameters])  # type: ignore[attr-defined]
     test.body = body  # type: ignore[attr-defined]
     return test
+
+
+def _task(body: Body, given: dict[str, Any]) -> Task:
+    task: Any = functools.partial(_in_worker, body.__module__, body.__name__, given)
+    task.__module__ = body.__module__  # which workers are forked with, so that not each imports it
+    return task  # type: ignore[no-any-return]
 
 
 def _in_worker(module: str, name: str, given: dict[str, Any], worker: Worker) -> None:

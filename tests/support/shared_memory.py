@@ -11,15 +11,6 @@ import torch
 import rpc
 from rpc.runtime.current import current_agent
 
-__all__ = [
-    "all_returned",
-    "arriving_in_segment",
-    "echo_through_segments",
-    "in_segment",
-    "mapped_segments",
-    "send_through_segments",
-]
-
 _ATTEMPTS = 2000
 
 

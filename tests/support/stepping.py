@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["Step"]
-
 
 class Step:
     """Does something right before one of the instructions of certain files: the ``number``-th that runs here.

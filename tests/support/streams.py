@@ -10,26 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport.base import Connection, SilentOwner
+from rpc.transport.base import Connection, SilentOwner, TransportContext
 from rpc.transport.stream import StreamConnection
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import PREAMBLE, Frame, encode
-
-__all__ = [
-    "SOON",
-    "TINY_BUFFER",
-    "Pair",
-    "Recorder",
-    "Sockets",
-    "connected_sockets",
-    "frame_bytes",
-    "headers",
-    "open_connection",
-    "read_all",
-    "send",
-    "skip_preamble",
-    "until",
-]
+from rpc.wire.frames import PREAMBLE, Decoder, Frame, encode
 
 TINY_BUFFER = 4608
 """The smallest send buffer that a socket can be given, in bytes."""
@@ -96,7 +79,8 @@ def open_connection(
     """A started connection that may receive frames of any size."""
 
     def start() -> StreamConnection:
-        connection = StreamConnection(asyncio.get_running_loop(), sock, "the peer", send_queue_bytes)
+        context = TransportContext(asyncio.get_running_loop(), send_queue_bytes)
+        connection = StreamConnection(context, sock, "the peer")
         connection.set_frame_limits(1 << 30, 1 << 30)
         connection.start(owner)
         return connection

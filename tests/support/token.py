@@ -8,8 +8,6 @@ from typing import Any
 
 from rpc.group.handshake import Role
 
-__all__ = ["Token"]
-
 
 class Token:
     def __init__(self, token: bytes) -> None:

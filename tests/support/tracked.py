@@ -7,8 +7,6 @@ from typing import Any
 
 from tests.support.workers import current_worker
 
-__all__ = ["Tracked"]
-
 
 class Tracked:
     """Reports ``"freed"`` with its name from the worker that it was made on, once nothing refers to it.

@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-__all__ = ["Worker", "WorkerSpec", "current_worker", "worker_main"]
-
 
 @dataclass(frozen=True)
 class WorkerSpec:
@@ -83,21 +81,25 @@ class Worker:
         If the body raises, the worker leaves at once instead, so that the others notice.
         """
         import rpc
-        from rpc.options import AgentOptions
 
-        options.setdefault("rendezvous_timeout", 15.0)  # within the time limit: the error says more
-        rpc.init_rpc(
-            self.name,
-            rank=self.rank,
-            world_size=None if options.get("dynamic") else self.world_size,
-            rpc_backend_options=AgentOptions(init_method=self.init_method, **options),
-        )
+        self.join(**options)
         try:
             yield
         except BaseException:
             rpc.shutdown(graceful=False)
             raise
         rpc.shutdown()
+
+    def join(self, **options: Any) -> None:
+        """Joins the run's RPC group, and leaves the leaving to the test; options as for :meth:`group`."""
+        import rpc
+        from rpc.options import AgentOptions
+
+        # The rendezvous ends before the run does: its error says more.
+        given: dict[str, Any] = {"init_method": self.init_method, "rendezvous_timeout": 15.0}
+        size = None if options.get("dynamic") else self.world_size
+        backend_options = AgentOptions(**given | options)
+        rpc.init_rpc(self.name, rank=self.rank, world_size=size, rpc_backend_options=backend_options)
 
     def post(self, message: tuple[Any, ...]) -> None:
         """Sends one message of the fixture's own protocol."""

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from tests.support import leftovers
-from tests.support.stacks import condensed
 from tests.support.worker_context import WorkerSpec
 
 if TYPE_CHECKING:
     from tests.support.workers import Workers
 
-__all__ = ["Failure", "WorkerProcess", "WorkersFailed"]
 
-_LOG_LINES = 100
+_LOG_LINES = 300
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class WorkerProcess:
 
     def output(self) -> str:
         """The end of what the worker has printed, stacks of its threads included if it was aborted."""
-        lines = condensed(self.log.read_text(errors="replace").splitlines())
+        lines = self.log.read_text(errors="replace").splitlines()
         return "".join(f"  | {line}\n" for line in lines[-_LOG_LINES:])
 
     @property

@@ -24,7 +24,17 @@ DOCUMENTS = [
 ]
 ids = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 
-PACKAGES = ("rpc", "rref", "dist_autograd", "dist_optim", "farcall", "benchmarks", "tests", "examples")
+PACKAGES = (
+    "rpc",
+    "rref",
+    "dist_autograd",
+    "dist_optim",
+    "spmd",
+    "farcall",
+    "benchmarks",
+    "tests",
+    "examples",
+)
 FOLDERS = (*PACKAGES, "docs", "requirements")
 EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 

@@ -27,32 +27,6 @@ def test_our_own_packages_pass() -> None:
     check(*PACKAGES)
 
 
-def test_a_file_that_comes_first_on_the_path_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rpc.py").write_text("")
-    forget(monkeypatch)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(HiddenPackageError, match="Rename that file") as caught:
-        check(*PACKAGES)
-    assert caught.value.path == str(tmp_path / "rpc.py")
-    assert str(tmp_path / "rpc.py") in str(caught.value)
-    assert "sys.path" in str(caught.value)
-
-
-def test_a_package_that_comes_first_on_the_path_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rref").mkdir()
-    (tmp_path / "rref" / "__init__.py").write_text("")
-    forget(monkeypatch)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(HiddenPackageError) as caught:
-        check(*PACKAGES)
-    assert caught.value.name == "rref"
-    assert caught.value.path == str(tmp_path / "rref")
-
-
 def test_a_module_that_was_imported_before_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = ModuleType("rpc")
     other.__file__ = str(tmp_path / "rpc.py")
@@ -71,17 +45,6 @@ def test_importing_farcall_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match=r"rpc\.py"):
         __import__("farcall")
-
-
-def test_namesakes_finds_what_farcall_would_hide(tmp_path: Path) -> None:
-    assert namesakes(str(tmp_path)) == {}
-    (tmp_path / "rpc.py").write_text("")
-    assert namesakes(str(tmp_path)) == {"rpc": tmp_path / "rpc.py"}
-
-
-def test_our_own_folder_has_no_namesakes() -> None:
-    home = Path(farcall_guard.__file__).resolve().parent
-    assert namesakes(str(home)) == {}
 
 
 @pytest.mark.processes

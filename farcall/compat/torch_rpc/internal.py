@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rpc.serialization.portable import dumps_with_tensors, loads_with_tensors
+from rpc.serialization.portable import PortablePickler
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -37,7 +37,7 @@ class RemoteException(NamedTuple):
     exception_type: type[BaseException]
 
 
-class _InternalRPCPickler:
+class _InternalRPCPickler(PortablePickler):
     """Turns an object into bytes and a list of tensors, and back.
 
     Programs derive from it, register reducers for classes of their own, and put theirs into effect with
@@ -45,19 +45,15 @@ class _InternalRPCPickler:
     """
 
     def __init__(self) -> None:
-        self._class_reducer_dict: dict[type, Callable[[Any], Any]] = {}
+        self.reducers = self._class_reducer_dict = dict[type, Callable[[Any], Any]]()
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
         """Have objects of exactly this class reduced by ``reducer``; the first one registered stays."""
         self._class_reducer_dict.setdefault(obj_class, reducer)
 
-    def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        """An object as bytes and the tensors in it."""
-        return dumps_with_tensors(obj, self._class_reducer_dict)
-
-    def deserialize(self, binary_data: bytes, tensor_table: list[Tensor]) -> Any:
-        """The reverse of ``serialize``."""
-        return loads_with_tensors(binary_data, tensor_table)
+    def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
+        """The reverse of ``serialize``, with PyTorch's names of the arguments."""
+        return super().deserialize(binary_data, tensor_table)
 
 
 _internal_rpc_pickler = _InternalRPCPickler()

@@ -6,8 +6,8 @@ them mapped, and what it receives lies in them and is used right there.
 
 The files, from the bottom:
 
-- ``memory``: segments themselves; ``ledger``: the page in which their return is noted; ``fd_channel``: the
-  socket on which their descriptors travel, ``fd_listener``: where it begins; ``packing``: how buffers lie.
+- ``memory``: segments, and the page in which their return is noted; ``fd_channel``: the socket on which their
+  descriptors travel; ``packing``: how buffers lie.
 - ``pool``: which segment is free, which is lent. Pure.
 - ``outgoing`` and ``incoming``: the two ends of what one worker sends to another.
 - ``negotiation``: how two workers begin, as tables of states; ``exchange``: what they say about it.

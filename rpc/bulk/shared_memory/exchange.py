@@ -16,17 +16,16 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from rpc.bulk.ports import Peer
 from rpc.bulk.shared_memory import fd_channel, memory
-from rpc.bulk.shared_memory.fd_listener import FdListener
+from rpc.bulk.shared_memory.fd_channel import FdListener
 from rpc.bulk.shared_memory.incoming import IncomingSegments
-from rpc.bulk.shared_memory.ledger import LEDGER_BYTES, SLOTS, Ledger
-from rpc.bulk.shared_memory.memory import Mapping
+from rpc.bulk.shared_memory.memory import LEDGER_BYTES, SLOTS, Ledger, Mapping
 from rpc.bulk.shared_memory.negotiation import RECEIVER, SENDER, Event, Negotiation, State
 from rpc.bulk.shared_memory.outgoing import OutgoingSegments
 from rpc.bulk.shared_memory.packing import Message, pack, unpack
 from rpc.bulk.shared_memory.pool import Limits, Pool, Segment
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
+from rpc.group.peer import Peer
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
@@ -48,8 +47,6 @@ _MAX_COUNT: Final = 64
 class _Link:
     """What is shared with one peer, either way, and where that has got to."""
 
-    __slots__ = ("connected", "incoming", "listener", "outgoing", "peer", "receiving", "sending")
-
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.sending = Negotiation(SENDER)
@@ -61,23 +58,20 @@ class _Link:
 
     def disconnect(self) -> None:
         """Forget what was to become shared memory to send through."""
-        if self.connected is not None:
-            self.connected[0].close()
-            self.connected = None
+        connected, self.connected = self.connected, None
+        if connected is not None:
+            connected[0].close()
 
     def close(self) -> None:
         """The peer is gone, or this worker leaves."""
         self.sending.on(Event.GONE)
-        self.disconnect()
-        outgoing, self.outgoing = self.outgoing, None
-        if outgoing is not None:
-            outgoing.close()
         self.receiving.on(Event.GONE)
-        if self.listener is not None:
-            self.listener.close()
-        incoming, self.incoming = self.incoming, None
-        if incoming is not None:
-            incoming.close()
+        self.disconnect()
+        ends = self.outgoing, self.listener, self.incoming
+        self.outgoing = self.listener = self.incoming = None
+        for end in ends:
+            if end is not None:
+                end.close()
 
     def abandon(self) -> None:
         """In a forked child: let go of the descriptors, which the parent goes on using."""
@@ -92,13 +86,8 @@ class SharedMemory:
     """All shared memory of one agent. ``send`` and ``unwrap`` from any thread, everything else on the loop's.
 
     Args:
-        loop: the agent's.
-        soon: runs a function on the loop's thread; from any thread.
-        lose: cuts off a peer, and says why.
-        is_near: whether a peer is on this host.
         bound: bytes of all segments that it sends through, and of those that it takes from any one peer;
             0: it uses none and takes none.
-        max_message_bytes: the largest message.
         takes: whether it takes any. (Who checks what it receives must not: its sender could change it after.)
     """
 
@@ -107,7 +96,6 @@ class SharedMemory:
         loop: asyncio.AbstractEventLoop,
         soon: Callable[..., object],
         lose: Callable[[Any, str], object],
-        is_near: Callable[[Any], bool],
         *,
         bound: int,
         max_message_bytes: int,
@@ -116,7 +104,6 @@ class SharedMemory:
         self._loop = loop
         self._soon = soon
         self._lose = lose
-        self._is_near = is_near
         self._bound = bound if memory.AVAILABLE else 0
         self._max_message_bytes = max_message_bytes
         self._takes = takes
@@ -131,10 +118,8 @@ class SharedMemory:
 
     @protected
     def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, wait: float) -> bool:
-        """Send a message through a segment, if it is large enough and there is one for it.
-
-        Returns:
-            Whether it was sent. If not, it is to go through the socket.
+        """Send a message through a segment, if it is large enough and there is one for it; returns whether it
+        was sent. If not, it is to go through the socket.
         """
         header, buffers = payload.header, payload.buffers
         size = sum(map(len, buffers)) - len(buffers[0])
@@ -165,10 +150,8 @@ class SharedMemory:
         return True
 
     def unwrap(self, peer: Peer, frame: Frame) -> Frame:
-        """The message that a frame stands for. Its buffers are the receiver's from now on.
-
-        Raises:
-            ProtocolError: it stands for none.
+        """The message that a frame stands for; ``ProtocolError`` if for none. Its buffers are the receiver's
+        from now on.
         """
         link = self._links.get(peer.incarnation)
         incoming = None if link is None else link.incoming
@@ -217,19 +200,15 @@ class SharedMemory:
     def _fall_back(self, peer: Peer, reason: str) -> None:
         level = logging.DEBUG if self._said else logging.WARNING
         self._said = True
-        logger.log(
-            level,
-            "large tensors for worker '%s' go through the socket, not through shared memory: %s",
-            peer.name,
-            reason,
-        )
+        how = "through the socket, not through shared memory"
+        logger.log(level, "large tensors for worker '%s' go %s: %s", peer.name, how, reason)
 
     def _begin(self, peer: Peer) -> None:
         """Ask a peer if it was not asked before; those that cannot share memory are not asked at all."""
         link = self._link(peer)
         if link.sending.state is not State.NEW:
             return
-        suits = self._bound and not peer.is_self and self._is_near(peer) and not self._closed
+        suits = self._bound and not peer.is_self and peer.near and not self._closed
         link.sending.on(Event.NEED if suits else Event.FAILED)
         if suits:
             self._say(peer, "ask", True)

@@ -9,18 +9,23 @@ and one descriptor.
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
 import errno
 import os
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from typing import Final
 
-__all__ = ["accept", "connect", "listen", "receive", "send"]
+__all__ = ["FdListener", "accept", "connect", "listen", "receive", "send"]
 
 _MAX_RECORD_BYTES: Final = 4096
 _BACKLOG: Final = 8
+_TOKEN_BYTES: Final = 16
+_OPEN_SECONDS: Final = 20.0
+_MAX_WAITING: Final = 8
 _INT: Final = struct.calcsize("i")
 
 
@@ -39,11 +44,8 @@ def listen() -> tuple[socket.socket, str]:
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """The next who has connected, if it is a process of this user; None if it was another's.
-
-    Raises:
-        BlockingIOError: nobody has.
-        OSError: it cannot be accepted.
+    """The next who has connected, or None if it was a process of another user; ``OSError`` if there is none,
+    or it cannot be accepted.
     """
     sock, _ = listener.accept()
     sock.setblocking(False)
@@ -54,10 +56,8 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def connect(name: str) -> socket.socket:
-    """Connect to who listens under a name.
-
-    Raises:
-        OSError: nobody does, too many wait there, or it is a process of another user.
+    """Connect to who listens under a name. ``OSError`` if nobody does, too many wait there, or it is a
+    process of another user.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -72,26 +72,18 @@ def connect(name: str) -> socket.socket:
 
 
 def send(sock: socket.socket, record: bytes, descriptor: int) -> None:
-    """Send a record and a descriptor, which stays open here.
-
-    Raises:
-        OSError: it was not sent. ``ETOOMANYREFS``: this user has too many descriptors under way.
+    """Send a record and a descriptor, which stays open here. ``OSError`` if it was not sent;
+    ``ETOOMANYREFS``: this user has too many descriptors under way.
     """
     rights = array.array("i", [descriptor]).tobytes()
     sock.sendmsg([record], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
 
 def receive(sock: socket.socket) -> tuple[bytes, int | None]:
-    """The next record and its descriptor, which is None if it brought none or this process cannot have it.
+    """The next record, empty at the end, and its descriptor: None if it brought none or cannot have it here.
 
-    All other descriptors that it brings are closed.
-
-    Returns:
-        An empty record at the end.
-
-    Raises:
-        BlockingIOError: there is none.
-        OSError: the socket is broken.
+    All other descriptors that it brings are closed. ``BlockingIOError`` if there is none, ``OSError`` if the
+    socket is broken.
     """
     room = socket.CMSG_SPACE(_INT)
     record, ancillary, flags, _ = sock.recvmsg(_MAX_RECORD_BYTES, room, socket.MSG_CMSG_CLOEXEC)
@@ -111,3 +103,72 @@ def _is_own_users(sock: socket.socket) -> bool:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", credentials)[1]
     return user == os.geteuid()
+
+
+class FdListener:
+    """Listens under ``name`` until the peer connects that shows the token. On the loop's thread.
+
+    Whoever shows another, or none in time, is turned away, and descriptors that they bring are closed.
+    ``entered`` is called once, with the socket and the descriptor that came with the token. ``OSError`` if
+    this process cannot listen.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, entered: Callable[[socket.socket, int | None], None]
+    ) -> None:
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self._loop = loop
+        self._entered = entered
+        self._waiting: set[socket.socket] = set()
+        self._listener, self.name = listen()
+        loop.add_reader(self._listener.fileno(), self._acceptable)
+        self._timer = loop.call_later(_OPEN_SECONDS, self.close)
+
+    def _acceptable(self) -> None:
+        try:
+            sock = accept(self._listener)
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptors, most likely: the peer goes on without
+            self.close()
+            return
+        if sock is None:
+            return
+        if len(self._waiting) >= _MAX_WAITING:
+            sock.close()
+            return
+        self._waiting.add(sock)
+        self._loop.add_reader(sock.fileno(), self._readable, sock)
+
+    def _readable(self, sock: socket.socket) -> None:
+        self._loop.remove_reader(sock.fileno())
+        self._waiting.discard(sock)
+        try:
+            shown, descriptor = receive(sock)
+        except OSError:
+            sock.close()
+            return
+        if secrets.compare_digest(shown, self.token):
+            self.close()
+            self._entered(sock, descriptor)
+            return
+        sock.close()
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._timer.cancel()
+        for sock in (self._listener, *self._waiting):
+            if sock.fileno() >= 0:
+                self._loop.remove_reader(sock.fileno())
+                sock.close()
+        self._waiting.clear()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the descriptors, which the parent goes on using."""
+        for sock in (self._listener, *self._waiting):
+            descriptor = sock.detach()
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)

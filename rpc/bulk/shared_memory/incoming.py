@@ -25,8 +25,7 @@ import msgpack
 import numpy as np
 
 from rpc.bulk.shared_memory import fd_channel
-from rpc.bulk.shared_memory.ledger import REFUSED, RETIRED, SLOTS, Ledger
-from rpc.bulk.shared_memory.memory import Mapping, SegmentRefused, check
+from rpc.bulk.shared_memory.memory import REFUSED, RETIRED, SLOTS, Ledger, Mapping, SegmentRefused, check
 from rpc.bulk.shared_memory.packing import places
 from rpc.errors import ProtocolError
 from rpc.runtime.interrupts import protected
@@ -41,14 +40,9 @@ _SMALL_SHARE: Final = 16
 
 
 class _Segment:
-    """One segment of a peer, as its receiver sees it.
-
-    Attributes:
-        in_use: something refers to its memory.
-        retired: it is kept for good, since this process was forked.
+    """One segment of a peer, as its receiver sees it: something refers to its memory (``in_use``), or it is
+    kept for good, since this process was forked (``retired``).
     """
-
-    __slots__ = ("__weakref__", "in_use", "ledger", "mapping", "retired", "slot")
 
     def __init__(self, mapping: Mapping, slot: int, ledger: Ledger) -> None:
         self.mapping = mapping
@@ -79,9 +73,8 @@ class _Segment:
 
 class _Mapped:
     """All incoming segments of this process: tensors in them may outlive their peers, and their agent.
-
-    Attributes:
-        lock: held while this process forks and while a segment is mapped, so that none is mapped in between.
+    ``lock`` is held while this process forks and while a segment is mapped, so that none is mapped in
+    between.
     """
 
     def __init__(self) -> None:
@@ -110,12 +103,8 @@ class _Memory:
     __slots__ = ("__array_interface__", "_segment", "_use")
 
     def __init__(self, segment: _Segment, size: int, use: int) -> None:
-        self.__array_interface__ = {
-            "data": (segment.mapping.address, False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        where = segment.mapping.address, False
+        self.__array_interface__ = {"data": where, "shape": (size,), "typestr": "|u1", "version": 3}
         self._segment = segment
         self._use = use
         segment.in_use = True
@@ -126,14 +115,10 @@ class _Memory:
 
 
 class IncomingSegments:
-    """The segments that one peer sends through. On the loop's thread, except ``open``.
+    """The segments that one peer sends through, ``size`` bytes in all. On the loop's thread, except ``open``.
 
-    Args:
-        name: of the peer, for the log.
-        loop: the agent's.
-        sock: the channel on which it introduces them.
-        ledger: where returns are noted.
-        bound, count: bytes of all its segments, and how many there are, at most.
+    It introduces them on the channel ``sock``; returns are noted in the ledger. ``bound`` and ``count`` say
+    how many bytes and how many segments there are at most.
     """
 
     def __init__(
@@ -145,6 +130,7 @@ class IncomingSegments:
         bound: int,
         count: int,
     ) -> None:
+        self.size = 0
         self._name = name
         self._loop = loop
         self._socket = sock
@@ -152,19 +138,11 @@ class IncomingSegments:
         self._bound = bound
         self._count = count
         self._segments: dict[int, _Segment] = {}
-        self._size = 0
         self._told = False
 
-    @property
-    def size(self) -> int:
-        """Bytes of all its segments that are mapped here."""
-        return self._size
-
     def receive(self) -> None:
-        """Take the next segment that the peer introduces on the channel, if there is one.
-
-        Raises:
-            ProtocolError: what came is no introduction.
+        """Take the next segment that the peer introduces on the channel, if there is one. ``ProtocolError``
+        if what came is no introduction.
         """
         try:
             record, descriptor = fd_channel.receive(self._socket)
@@ -177,50 +155,51 @@ class IncomingSegments:
             self._loop.remove_reader(self._socket.fileno())
             return
         try:
-            number, slot, size, use = msgpack.unpackb(record)
-        except Exception as error:
-            if descriptor is not None:
-                os.close(descriptor)
-            raise ProtocolError("a malformed introduction of a segment") from error
-        self._introduce(number, slot, size, use, descriptor)
-
-    def _introduce(
-        self, number: object, slot: object, size: object, use: object, descriptor: int | None
-    ) -> None:
-        """Take a segment of ``size`` bytes, or refuse it, and note in its slot of the ledger which.
-
-        The descriptor is to be closed here; it is None if it did not arrive.
-        """
-        try:
-            if (
-                not (type(number) is int and type(slot) is int and type(size) is int and type(use) is int)
-                or number in self._segments
-                or not (0 <= slot < SLOTS and size > 0 and 0 < use < REFUSED)
-            ):
-                raise ProtocolError("a malformed introduction of a segment")
-            try:
-                self._segments[number] = self._map(slot, size, descriptor)
-            except (OSError, SegmentRefused) as error:
-                self._ledger.words[slot] = REFUSED
-                if not self._told:
-                    self._told = True
-                    logger.warning(
-                        "worker '%s' must send large tensors through the socket for now: %s",
-                        self._name,
-                        error,
-                    )
-                return
-            descriptor = None
-            self._size += size
-            self._ledger.words[slot] = use
+            if self._introduce(record, descriptor):
+                descriptor = None
         finally:
             if descriptor is not None:
                 os.close(descriptor)
 
+    def _introduce(self, record: bytes, descriptor: int | None) -> bool:
+        """Take a segment, which has the descriptor then, or refuse it; its slot of the ledger says which.
+
+        The descriptor is None if it did not arrive.
+        """
+        try:
+            introduction = msgpack.unpackb(record)
+        except Exception as error:
+            raise ProtocolError("a malformed introduction of a segment") from error
+        match introduction:
+            case [int(number), int(slot), int(size), int(use)] if (
+                not any(type(each) is bool for each in introduction)
+                and number not in self._segments
+                and 0 <= slot < SLOTS
+                and size > 0
+                and 0 < use < REFUSED
+            ):
+                pass
+            case _:
+                raise ProtocolError("a malformed introduction of a segment")
+        try:
+            self._segments[number] = self._map(slot, size, descriptor)
+        except (OSError, SegmentRefused) as error:
+            self._ledger.words[slot] = REFUSED
+            if not self._told:
+                self._told = True
+                name = self._name
+                logger.warning(
+                    "worker '%s' must send large tensors through the socket for now: %s", name, error
+                )
+            return False
+        self.size += size
+        self._ledger.words[slot] = use
+        return True
+
     def _map(self, slot: int, size: int, descriptor: int | None) -> _Segment:
         if descriptor is None:
             raise SegmentRefused("a descriptor did not arrive: this process may have no more files open")
-        if len(self._segments) >= self._count or self._size + size > self._bound:
+        if len(self._segments) >= self._count or self.size + size > self._bound:
             raise SegmentRefused(
                 f"its segments would be more than {self._count}, or than {self._bound} bytes"
             )
@@ -233,16 +212,9 @@ class IncomingSegments:
         return segment
 
     def open(self, number: int, use: int, lengths: Sequence[int], limit: int) -> list[memoryview]:
-        """The memory that a message names: buffers that are the receiver's own. For whoever reads messages.
-
-        Args:
-            number: the segment's.
-            use: the number of the use.
-            lengths: of the buffers.
-            limit: how many bytes a message may have.
-
-        Raises:
-            ProtocolError: there is no such memory, or it is still in use.
+        """The memory that a message names: buffers of these lengths that are the receiver's own. From any
+        thread. ``ProtocolError`` if there is no such memory, it is still in use, or it is more than ``limit``
+        bytes.
         """
         segment = self._segments.get(number)
         if segment is None:
@@ -253,27 +225,21 @@ class IncomingSegments:
         if not (0 < use < REFUSED and size <= min(segment.mapping.size, limit)):
             raise ProtocolError(f"a message names {size} bytes of a segment of {segment.mapping.size}")
         whole: Any = np.asarray(_Memory(segment, size, use))
-        if len(lengths) == 1:
-            return [memoryview(whole)]
         return [_piece(whole, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
 
     def drop(self, numbers: object) -> None:
-        """The peer will not use these segments again.
-
-        Raises:
-            ProtocolError: that is no list of numbers.
-        """
+        """The peer will not use these segments again. ``ProtocolError`` if that is no list of numbers."""
         if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
             raise ProtocolError("a malformed list of segments")
         for number in numbers:
             segment = self._segments.pop(number, None)
             if segment is not None:
-                self._size -= segment.mapping.size
+                self.size -= segment.mapping.size
 
     def close(self) -> None:
         """The peer is gone. What was received stays as it is; everything else is unmapped."""
         self._segments.clear()
-        self._size = 0
+        self.size = 0
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()

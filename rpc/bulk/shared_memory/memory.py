@@ -3,10 +3,15 @@
 A segment is a *memfd*: memory without a name, which is gone when nobody maps it or has its descriptor any
 more, however its holders end. It is *sealed*: nobody can change its size, so no access to a mapping can fail
 (with ``SIGBUS``). Its pages are allocated before it is first used, so that a lack of memory is an error then,
-and no signal later.
+and no signal later. ``mmap`` is called directly, because Python's own mappings cannot be exchanged in place
+(see ``Mapping.make_private``).
 
-Calls to ``mmap`` are made directly, because Python's own mappings cannot be exchanged in place (see
-``Mapping.make_private``).
+The *ledger* is a page that two workers share beside their segments. It holds a nonce, which proves that they
+do, and one word for each segment, which only the receiver writes: the number of the use that is over. So
+giving a segment back is a store into memory; it may be done in a finalizer, on any thread, and costs no
+message. The sender looks when it needs a segment. A word is eight bytes and aligned, so it is never seen half
+written; and whoever drops the last reference to a tensor has finished with its memory before, in the order
+that all processors keep for reference counts.
 """
 
 from __future__ import annotations
@@ -15,16 +20,41 @@ import ctypes
 import fcntl
 import mmap
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from typing import Any, Final
 
 from rpc.errors import RpcError
 
-__all__ = ["AVAILABLE", "Mapping", "SegmentRefused", "check", "create"]
+__all__ = [
+    "AVAILABLE",
+    "LEDGER_BYTES",
+    "REFUSED",
+    "RETIRED",
+    "SLOTS",
+    "Ledger",
+    "Mapping",
+    "SegmentRefused",
+    "check",
+    "create",
+]
 
 AVAILABLE: Final = sys.platform == "linux" and hasattr(os, "memfd_create")
 """Whether this system has memfds."""
+
+LEDGER_BYTES: Final = 4096
+_NONCE_BYTES: Final = 32
+_WORDS_AT: Final = 64
+
+SLOTS: Final = (LEDGER_BYTES - _WORDS_AT) // 8
+"""How many segments a ledger has words for."""
+
+RETIRED: Final = (1 << 64) - 1
+"""Instead of the number of a use: the receiver keeps this segment for good; it must not be written again."""
+
+REFUSED: Final = (1 << 64) - 2
+"""Instead of the number of a use: the receiver could not map this segment."""
 
 _NAME: Final = "farcall"
 _MAP_FIXED: Final = 0x10
@@ -37,14 +67,7 @@ _SEAL: Final[int] = getattr(fcntl, "F_SEAL_SEAL", 0)
 _libc = ctypes.CDLL(None, use_errno=True) if AVAILABLE else None
 if _libc is not None:
     _libc.mmap.restype = ctypes.c_void_p
-    _libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -54,9 +77,7 @@ class SegmentRefused(RpcError):
 
 def create(size: int) -> int:
     """Make a sealed segment of ``size`` bytes, all zero, which takes no memory yet; returns its descriptor.
-
-    Raises:
-        OSError: there is no descriptor, or no such thing on this system.
+    ``OSError`` if there is none, or no such thing on this system.
     """
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -69,11 +90,7 @@ def create(size: int) -> int:
 
 
 def check(descriptor: int, size: int) -> None:
-    """Make sure that a descriptor from another process is that of a sealed segment of ``size`` bytes.
-
-    Raises:
-        SegmentRefused: it is not; says why.
-    """
+    """Raise ``SegmentRefused`` unless a descriptor is that of a sealed segment of ``size`` bytes."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as error:
@@ -88,22 +105,10 @@ def check(descriptor: int, size: int) -> None:
 class Mapping:
     """A segment mapped into this process, for reading and writing, until the object is gone.
 
-    Args:
-        descriptor: the segment's.
-        size: its size in bytes.
-        keep: own the descriptor and keep it open, for ``allocate`` or ``make_private``; else it stays the
-            caller's.
-
-    Raises:
-        OSError: it cannot be mapped. The descriptor stays the caller's then.
-
-    Attributes:
-        address: where the memory begins.
-        size: its size in bytes.
-        memory: all of it; must not be used longer than the object lives.
+    With ``keep`` it owns the descriptor and keeps it open, for ``allocate`` or ``make_private``; else, and
+    after an ``OSError``, that stays the caller's. The memory begins at ``address``; ``memory`` must not be
+    used longer than the object lives.
     """
-
-    __slots__ = ("__weakref__", "_descriptor", "address", "memory", "size")
 
     def __init__(self, descriptor: int, size: int, *, keep: bool = False) -> None:
         self.address = 0
@@ -150,3 +155,21 @@ def _map(address: int | None, size: int, flags: int, descriptor: int) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return found
+
+
+class Ledger:
+    """A mapped ledger. ``words`` has, by slot, the number of the use that was returned last, ``RETIRED`` or
+    ``REFUSED``.
+    """
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._mapping = mapping
+        self.words = (ctypes.c_uint64 * SLOTS).from_address(mapping.address + _WORDS_AT)
+
+    def write_nonce(self) -> None:
+        """Put in a new nonce, which nobody can know who does not share this memory."""
+        ctypes.memmove(self._mapping.address, secrets.token_bytes(_NONCE_BYTES), _NONCE_BYTES)
+
+    def nonce(self) -> bytes:
+        """The nonce that is in it."""
+        return ctypes.string_at(self._mapping.address, _NONCE_BYTES)

@@ -54,39 +54,28 @@ class Event(Enum):
 
 Table = Mapping[State, Mapping[Event, State]]
 
+_GONE: Final = {Event.GONE: State.SOCKET}
+_REFUSED: Final = {Event.REFUSE: State.SOCKET, **_GONE}
+_FAILED: Final = {Event.FAILED: State.SOCKET, **_GONE}
+
 SENDER: Final[Table] = {
-    State.NEW: {Event.NEED: State.ASKED, Event.FAILED: State.SOCKET, Event.GONE: State.SOCKET},
-    State.ASKED: {
-        Event.COME: State.CONNECTED,
-        Event.REFUSE: State.SOCKET,
-        Event.GONE: State.SOCKET,
-    },
-    State.CONNECTED: {
-        Event.PROOF: State.SHARED,
-        Event.REFUSE: State.SOCKET,
-        Event.FAILED: State.SOCKET,
-        Event.GONE: State.SOCKET,
-    },
-    State.SHARED: {Event.FAILED: State.SOCKET, Event.GONE: State.SOCKET},
-    State.SOCKET: {Event.GONE: State.SOCKET},
+    State.NEW: {Event.NEED: State.ASKED, **_FAILED},
+    State.ASKED: {Event.COME: State.CONNECTED, **_REFUSED},
+    State.CONNECTED: {Event.PROOF: State.SHARED, **_REFUSED, **_FAILED},
+    State.SHARED: _FAILED,
+    State.SOCKET: _GONE,
 }
 
 RECEIVER: Final[Table] = {
-    State.NEW: {Event.ASK: State.LISTENING, Event.GONE: State.SOCKET},
-    State.LISTENING: {
-        Event.ENTERED: State.SHARED,
-        Event.FAILED: State.SOCKET,
-        Event.GONE: State.SOCKET,
-    },
-    State.SHARED: {Event.DROP: State.SHARED, Event.GONE: State.SOCKET},
-    State.SOCKET: {Event.GONE: State.SOCKET},
+    State.NEW: {Event.ASK: State.LISTENING, **_GONE},
+    State.LISTENING: {Event.ENTERED: State.SHARED, **_FAILED},
+    State.SHARED: {Event.DROP: State.SHARED, **_GONE},
+    State.SOCKET: _GONE,
 }
 
 
 class Negotiation:
     """One end."""
-
-    __slots__ = ("_table", "state")
 
     def __init__(self, table: Table) -> None:
         self._table = table

@@ -12,12 +12,11 @@ from typing import Final, NamedTuple
 import msgpack
 
 from rpc.bulk import copying
-from rpc.bulk.ports import Peer
 from rpc.bulk.shared_memory import fd_channel
-from rpc.bulk.shared_memory.ledger import REFUSED, RETIRED, Ledger
-from rpc.bulk.shared_memory.memory import Mapping, create
+from rpc.bulk.shared_memory.memory import REFUSED, RETIRED, Ledger, Mapping, create
 from rpc.bulk.shared_memory.packing import places
 from rpc.bulk.shared_memory.pool import Pool, Segment
+from rpc.group.peer import Peer
 
 __all__ = ["Loan", "OutgoingSegments"]
 
@@ -25,13 +24,7 @@ _PAUSE_SECONDS: Final = 10.0
 
 
 class Loan(NamedTuple):
-    """Buffers that lie in a segment now.
-
-    Attributes:
-        segment: where they lie.
-        use: the number of this use.
-        lengths: of the buffers.
-    """
+    """Buffers that lie in a segment now: where, the number of this use, and their lengths."""
 
     segment: Segment
     use: int
@@ -39,16 +32,10 @@ class Loan(NamedTuple):
 
 
 class OutgoingSegments:
-    """The segments that one peer is sent messages through. From any thread.
+    """The segments that one peer is sent messages through. From any thread. ``lock`` guards the agent's pool.
 
-    Args:
-        peer: who gets them.
-        pool: of the agent.
-        lock: guards the pool.
-        sock: for descriptors.
-        ledger: where the peer notes what it returns.
-        discard: called with segments that are not in the pool any more.
-        say: tells the user why large messages do not go through segments.
+    ``discard`` is called with segments that are not in the pool any more, ``say`` with why large messages do
+    not go through segments.
     """
 
     def __init__(
@@ -88,8 +75,7 @@ class OutgoingSegments:
             mapping = self._mappings.get(segment.number) if segment is not None else None
             if segment is not None:
                 self._unsent.add(segment.use)
-        if useless:
-            self._give_up(useless, now)
+        self._give_up(useless, now)
         if segment is None or mapping is None:
             if now >= self._paused_until:
                 self._add(size, now)
@@ -109,8 +95,7 @@ class OutgoingSegments:
         """See what has been returned, or will never be."""
         with self._lock:
             useless = self._note_returns(now)
-        if useless:
-            self._give_up(useless, now)
+        self._give_up(useless, now)
 
     def _note_returns(self, now: float) -> list[tuple[Segment, int]]:
         """With the lock: note what has been returned; what will never be, drop and return with its word."""
@@ -128,9 +113,10 @@ class OutgoingSegments:
 
     def _give_up(self, useless: Sequence[tuple[Segment, int]], now: float) -> None:
         """Without the lock, since it tells the peer and the user: segments have left the pool."""
-        self._discard([segment for segment, _ in useless])
-        if any(word == REFUSED for _, word in useless):
-            self._pause(now, f"worker '{self._peer.name}' cannot take it; its log says why")
+        if useless:
+            self._discard([segment for segment, _ in useless])
+            if any(word == REFUSED for _, word in useless):
+                self._pause(now, f"worker '{self._peer.name}' cannot take it; its log says why")
 
     def sent(self, loan: Loan) -> None:
         """The message that names these buffers is out."""
@@ -148,9 +134,7 @@ class OutgoingSegments:
         return self._mappings.pop(segment.number, None) is not None
 
     def _add(self, size: int, now: float) -> None:
-        """Make one more segment and introduce it to the peer, which says so in the ledger when it has
-        mapped it.
-        """
+        """Make one more segment and introduce it to the peer; the ledger says when it has mapped it."""
         with self._lock:
             segment, dropped = self._pool.add(self._peer.incarnation, size, now)
             if segment is not None:

@@ -30,36 +30,20 @@ _REST_SECONDS: Final = 1.0
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One segment, as its sender keeps account of it.
+    """One segment, as its sender keeps account of it."""
 
-    Attributes:
-        number: names it between two peers; never used twice.
-        peer: the incarnation of the worker that it was made for.
-        slot: which word of the ledger its returns are noted in.
-        size: bytes.
-        use: the number of the current use, or of the last one.
-        lent: whether that use has not been returned yet.
-        since: when it was last lent or returned, in seconds.
-    """
-
-    number: int
-    peer: int
-    slot: int
-    size: int
-    use: int
-    lent: bool
-    since: float
+    number: int  # names it between two peers; never used twice
+    peer: int  # the incarnation of the worker that it was made for
+    slot: int  # which word of the ledger its returns are noted in
+    size: int  # bytes
+    use: int  # the number of the current use, or of the last one
+    lent: bool  # that use has not been returned yet
+    since: float  # when it was last lent or returned, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one peer takes at most.
-
-    Attributes:
-        size: bytes of all its segments.
-        count: how many segments.
-        slots: words in the ledger.
-    """
+    """What one peer takes at most: bytes of all its segments, how many, and words in the ledger."""
 
     size: int
     count: int
@@ -81,25 +65,15 @@ class Pool:
     Args:
         bound: bytes of all segments together.
 
-    Example::
-
-        pool = Pool(1 << 30)
-        pool.open(peer, Limits(size=1 << 30, count=64, slots=128))
-        segment, dropped = pool.add(peer, 5_000_000, now)
-        pool.returned(segment, now)             # the peer has mapped it
-        lent = pool.lend(peer, 4_000_000, now)  # that segment
+    Attributes:
+        size: bytes of all segments, free or lent.
     """
 
     def __init__(self, bound: int) -> None:
+        self.size = 0
         self._bound = bound
-        self._size = 0
         self._numbers = 0
         self._accounts: dict[int, _Account] = {}
-
-    @property
-    def size(self) -> int:
-        """Bytes of all segments, free or lent."""
-        return self._size
 
     def open(self, peer: int, limits: Limits) -> None:
         """From now on segments can be made for a peer."""
@@ -136,12 +110,10 @@ class Pool:
         return best
 
     def add(self, peer: int, size: int, now: float) -> tuple[Segment | None, list[Segment]]:
-        """A new segment for so many bytes, if there is room for one.
+        """A new segment for so many bytes, if there is room for one, and free ones that were dropped to make
+        room.
 
         It begins as lent: its first use is that the peer gets to know it.
-
-        Returns:
-            The segment or None, and free segments that were dropped to make room.
         """
         account = self._accounts.get(peer)
         if account is None:
@@ -155,7 +127,7 @@ class Pool:
         segment = Segment(self._numbers, peer, account.slots.popleft(), wanted, account.uses, True, now)
         account.segments.append(segment)
         account.size += wanted
-        self._size += wanted
+        self.size += wanted
         return segment, dropped
 
     def returned(self, segment: Segment, now: float) -> None:
@@ -164,17 +136,15 @@ class Pool:
         segment.since = now
 
     def drop(self, segment: Segment, *, keep_slot: bool = False) -> None:
-        """Forget a segment: it will not be lent again.
-
-        Args:
-            keep_slot: the peer may still note the return of its last use, so its word must serve no other.
+        """Forget a segment: it will not be lent again. With ``keep_slot``, the peer may still note the return
+        of its last use, so its word must serve no other.
         """
         account = self._accounts.get(segment.peer)
         if account is None or segment not in account.segments:
             return
         account.segments.remove(segment)
         account.size -= segment.size
-        self._size -= segment.size
+        self.size -= segment.size
         if not keep_slot:
             account.slots.append(segment.slot)
 
@@ -183,7 +153,7 @@ class Pool:
         account = self._accounts.pop(peer, None)
         if account is None:
             return []
-        self._size -= account.size
+        self.size -= account.size
         return account.segments
 
     def trim(self, now: float, idle: float) -> list[Segment]:
@@ -205,20 +175,17 @@ class Pool:
             account.size - _bytes(own) + size > limits.size
             or len(account.segments) - len(own) >= limits.count
             or not (own or account.slots)
-            or self._size - _bytes(rested) + size > self._bound
+            or self.size - _bytes(rested) + size > self._bound
         ):
             return None
         dropped: list[Segment] = []
-
-        def give_up(segment: Segment) -> None:
-            self.drop(segment)
-            dropped.append(segment)
-
         while account.size + size > limits.size or len(account.segments) >= limits.count or not account.slots:
-            give_up(own.pop(0))
-        others = iter([each for each in rested if each not in dropped])
-        while self._size + size > self._bound:
-            give_up(next(others))
+            dropped.append(own.pop(0))
+            self.drop(dropped[-1])
+        others = [each for each in rested if each not in dropped]
+        while self.size + size > self._bound:
+            dropped.append(others.pop(0))
+            self.drop(dropped[-1])
         return dropped
 
 

@@ -13,8 +13,6 @@ from tests.fuzz.autograd.drafts import Draft, Memory, Pending, Slots, Value
 from tests.fuzz.autograd.operations import OPERATIONS, Kind, Rule
 from tests.fuzz.autograd.program import LEAVES, Body, Call, Fetch, Keep, Manner, Operation, Step, Style, Wait
 
-__all__ = ["BodyGenerator"]
-
 _VOLLEY = 6
 """So often a ball crosses the net in a ping-pong."""
 

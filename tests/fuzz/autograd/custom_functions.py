@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["Linear", "NonLinear", "Record", "Two", "TwoMaterialized"]
-
 Record = Callable[[str, Tensor | None], None]
 
 

@@ -36,8 +36,6 @@ from tests.fuzz.autograd.observations import Observed
 from tests.fuzz.autograd.program import Call, Manner, Plan, Program, Style
 from tests.fuzz.autograd.reference import passes
 
-__all__ = ["dismiss", "introduce", "leftovers", "name_of", "run_over_workers"]
-
 _stations: dict[int, Station] = {}
 _runs: dict[tuple[int, int], Run] = {}
 _doers: list[rpc.RRef[Doer]] = []

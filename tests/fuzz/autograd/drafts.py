@@ -9,8 +9,6 @@ from random import Random
 from tests.fuzz.autograd.operations import OPERATIONS, Kind
 from tests.fuzz.autograd.program import Body, Numbers
 
-__all__ = ["Draft", "Memory", "Pending", "Slots", "Value"]
-
 
 @dataclass(eq=False)
 class Memory:

@@ -27,14 +27,6 @@ from tests.fuzz.autograd.reference import run_in_one_process
 from tests.fuzz.autograd.session import Outcome, check, stacks_of_all
 from tests.support.workers import Worker, current_worker
 
-__all__ = [
-    "PlannedError",
-    "lead_into_a_hang",
-    "lead_through_a_death",
-    "lead_through_errors",
-    "program_with_user_code",
-]
-
 TIME_LIMIT = 15.0
 """Seconds after which a program that should have failed hangs."""
 
@@ -57,17 +49,6 @@ class Raise:
     def __call__(self, key: str) -> None:
         if key == self.key:
             raise PlannedError(f"planned in {key}")
-
-
-@dataclass(frozen=True)
-class Stay:
-    """Never comes back from where a hook or custom function of this key runs."""
-
-    key: str
-
-    def __call__(self, key: str) -> None:
-        if key == self.key:
-            threading.Event().wait()
 
 
 @dataclass(frozen=True)
@@ -121,16 +102,6 @@ def lead_through_a_death(worker: Worker, link: Link, seed: int) -> None:
         if problems:
             problems += [f"death in '{key}' of {name_of(victim)}", str(program)]
         worker.report("outcome", _outcome(seed, problems, started))
-
-
-def lead_into_a_hang(worker: Worker, seed: int) -> None:
-    """What the first worker runs, while the others serve: a hook or custom function never comes back."""
-    with worker.group():
-        _introduce(worker.world_size)
-        program, places = program_with_user_code(seed)
-        where, key = places[0]
-        worker.report("outcome", check(program, 1.0, {where: Stay(key)}))
-        worker.wait_for("end")  # which is a violent one
 
 
 def _introduce(workers: int) -> None:

@@ -6,8 +6,6 @@ from tests.fuzz.autograd.body_generation import BodyGenerator
 from tests.fuzz.autograd.drafts import Draft
 from tests.fuzz.autograd.program import Manner, Plan, Program
 
-__all__ = ["generate"]
-
 
 def generate(seed: int) -> Program:
     """The program of a seed."""

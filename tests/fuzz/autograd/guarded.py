@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tests.support.serving import wait_at_gate
 
-__all__ = ["apply_guarded"]
-
 
 class Guarded(torch.autograd.Function):
     """Its backward waits at the gate of the worker that it runs on."""

@@ -29,8 +29,6 @@ from tests.fuzz.autograd.program import (
     Wait,
 )
 
-__all__ = ["Calls", "Run", "Station", "Strike", "interpret", "no_strike", "roots_of", "wait_for_all"]
-
 Values = list[Any]
 Future = torch.futures.Future[Any]
 Finish = Callable[[dict[str, Any]], Values]

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
-__all__ = ["Link", "by_link", "link_of"]
-
 
 class Link(Enum):
     """How messages travel."""

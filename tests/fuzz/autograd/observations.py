@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["EXACT_LIMIT", "Observed", "Seen", "is_exact", "mismatches"]
-
 EXACT_LIMIT = 2.0**50
 """Integers up to here are sums of integers that float64 holds exactly, unless larger ones cancelled out."""
 

@@ -23,8 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.fuzz.autograd.custom_functions import Linear, NonLinear, Two, TwoMaterialized
 from tests.fuzz.autograd.program import Numbers
 
-__all__ = ["OPERATIONS", "Kind", "Rule", "Scene", "bytes_of_tiles"]
-
 _TILES = (
     *((26, 34), (26, 35), (26, 36)),  # 64 KB less 1,888 bytes, less 16, and 1,856 more: in shared memory
     *((52, 70), (53, 69), (53, 69), (53, 69), (54, 71)),  # 256 KB less 64 bytes, and more: in chunks

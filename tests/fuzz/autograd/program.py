@@ -13,22 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = [
-    "LEAVES",
-    "Body",
-    "Call",
-    "Fetch",
-    "Keep",
-    "Manner",
-    "Numbers",
-    "Operation",
-    "Plan",
-    "Program",
-    "Step",
-    "Style",
-    "Wait",
-]
-
 LEAVES = 3
 """How many leaves each worker has."""
 

@@ -1,9 +1,8 @@
 """Random programs, run over workers and compared with the same in one process.
 
 ``python -m tests.fuzz.autograd.programs --count 1000`` runs a thousand. ``--seed 17 --count 1`` runs a
-single one, ``--show`` prints it, ``--shrink`` makes those that go wrong as small as it can. With
-``--faults errors`` a hook or custom function raises in each, with ``--faults deaths`` a worker dies. Exits
-with 1 if any went wrong.
+single one, ``--show`` prints it. With ``--faults errors`` a hook or custom function raises in each, with
+``--faults deaths`` a worker dies. Exits with 1 if any went wrong.
 """
 
 from __future__ import annotations
@@ -13,16 +12,10 @@ import functools
 import os
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
 from tests.fuzz.autograd.faults import lead_through_a_death, lead_through_errors
-from tests.fuzz.autograd.features import features
 from tests.fuzz.autograd.generation import generate
 from tests.fuzz.autograd.links import Link, by_link, link_of
 from tests.fuzz.autograd.session import WORKERS, Outcome, lead
@@ -30,29 +23,24 @@ from tests.support.fork_server import ForkServer
 from tests.support.serving import serve
 from tests.support.workers import RunWorkers, Task, Worker, WorkersFailed, worker_main
 
-__all__ = ["main", "outcomes", "outcomes_with_deaths", "outcomes_with_errors"]
-
 PATIENCE = 60.0
 """Seconds without news after which the workers are aborted; a program that hangs is reported much earlier."""
 
 
-def outcomes(
-    run_workers: RunWorkers, seeds: Sequence[int], at_once: int = 1, shrinks: bool = False
-) -> Iterator[Outcome]:
+def outcomes(run_workers: RunWorkers, seeds: Sequence[int], at_once: int = 1) -> Iterator[Outcome]:
     """Runs the programs of these seeds, link by link, each over one group of workers.
 
     A group that a program has spoilt is replaced by a new one.
 
     Args:
         at_once: so many programs at the same time.
-        shrinks: make programs that go wrong smaller.
 
     Raises:
         WorkersFailed: a worker crashed, or nothing was heard for too long.
     """
     for link, left in by_link(seeds):
         while left:
-            workers = run_workers.start(_tasks(link, tuple(left), at_once, shrinks), time_limit=PATIENCE)
+            workers = run_workers.start(_tasks(link, tuple(left), at_once), time_limit=PATIENCE)
             hung = False
             while left and not hung:
                 workers.restart_clock()
@@ -92,9 +80,9 @@ def outcomes_with_deaths(run_workers: RunWorkers, seeds: Sequence[int]) -> Itera
         workers.results()
 
 
-def _tasks(link: Link, seeds: Sequence[int], at_once: int, shrinks: bool) -> list[Task]:
+def _tasks(link: Link, seeds: Sequence[int], at_once: int) -> list[Task]:
     def first(worker: Worker) -> None:  # of this module, which so is imported before workers are forked
-        lead(worker, link, seeds, at_once, shrinks)
+        lead(worker, link, seeds, at_once)
 
     return [first, *_serving(link, WORKERS - 1)]
 
@@ -105,13 +93,17 @@ def _serving(link: Link, count: int) -> list[Task]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    options = _options(arguments)
-    console = Console()
+    parser = argparse.ArgumentParser("python -m tests.fuzz.autograd.programs", description=__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="how many programs (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
+    parser.add_argument("--faults", choices=("errors", "deaths"), help="what is to go wrong in each program")
+    parser.add_argument("--at-once", type=int, default=1, help="how many at the same time (default: 1)")
+    parser.add_argument("--show", action="store_true", help="print the programs")
+    options = parser.parse_args(arguments)
     links = by_link(range(options.seed, options.seed + options.count))
     seeds = [seed for _, some in links for seed in some]
     if options.show:
-        for seed in seeds:
-            console.print(str(generate(seed)), markup=False, highlight=False, soft_wrap=True)
+        print(*map(generate, seeds), sep="\n")
     server = ForkServer.start(worker_main)
     try:
         with tempfile.TemporaryDirectory(prefix="programs-") as folder:
@@ -122,77 +114,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 case "deaths":
                     running = outcomes_with_deaths(runner, seeds)
                 case _:
-                    running = outcomes(runner, seeds, options.at_once, options.shrink)
-            wrong = _show_all(console, running, seeds)
+                    running = outcomes(runner, seeds, options.at_once)
+            wrong = _show_all(running, seeds)
             runner.close()
     finally:
         server.stop()
     return 1 if wrong else 0
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m tests.fuzz.autograd.programs", description=__doc__)
-    parser.add_argument("--count", type=int, default=1000, help="how many programs (default: 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
-    parser.add_argument("--faults", choices=("errors", "deaths"), help="what is to go wrong in each program")
-    parser.add_argument("--at-once", type=int, default=1, help="how many at the same time (default: 1)")
-    parser.add_argument("--show", action="store_true", help="print the programs")
-    parser.add_argument("--shrink", action="store_true", help="make programs that go wrong smaller")
-    return parser.parse_args(arguments)
-
-
-def _show_all(console: Console, running: Iterator[Outcome], seeds: Sequence[int]) -> int:
-    """Shows how the programs go; how many went wrong."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+def _show_all(running: Iterator[Outcome], seeds: Sequence[int]) -> int:
+    """Shows what goes wrong; how many programs did."""
     done: list[Outcome] = []
-    with progress:
-        bar = progress.add_task("programs", total=len(seeds))
-        try:
-            for outcome in running:
-                done.append(outcome)
-                wrong = sum(bool(each.problems) for each in done)
-                progress.update(bar, advance=1, description=f"{wrong} wrong")
-                if outcome.problems:
-                    console.rule(_title(outcome.seed))
-                    console.print(*outcome.problems, sep="\n", markup=False, highlight=False, soft_wrap=True)
-        except WorkersFailed as failure:
-            console.rule(_title(seeds[len(done)]))
-            console.print(failure, generate(seeds[len(done)]), sep="\n", markup=False, highlight=False)
-    _summarize(console, done)
-    missing = len(seeds) - len(done)
-    if missing:
-        console.print(f"{missing} programs did not end: the first is program {seeds[len(done)]}", style="red")
-    return sum(bool(each.problems) for each in done) + missing
+    try:
+        for outcome in running:
+            done.append(outcome)
+            if outcome.problems:
+                print(_title(outcome.seed), *outcome.problems, sep="\n", flush=True)
+    except WorkersFailed as failure:
+        missed = seeds[len(done)]
+        print(_title(missed), failure, generate(missed), sep="\n")
+    wrong, missing = sum(bool(outcome.problems) for outcome in done), len(seeds) - len(done)
+    print(
+        f"{len(done)} programs: {wrong} wrong, {sum(outcome.hung for outcome in done)} of them hanging; "
+        f"{missing} did not end; {sum(outcome.exact for outcome in done)} compared bit by bit\n"
+        f"{sum(outcome.nodes for outcome in done)} nodes run, gradients of "
+        f"{sum(outcome.arrivals for outcome in done)} messages sent back, "
+        f"{sum(outcome.seconds for outcome in done):.1f} s over the workers"
+    )
+    return wrong + missing
 
 
 def _title(seed: int) -> str:
     return f"program {seed}, over {link_of(seed).value}"
-
-
-def _summarize(console: Console, done: Sequence[Outcome]) -> None:
-    table = Table("programs", "count", title="programs over workers, beside one process")
-    table.columns[1].justify = "right"
-    counts = Counter(feature for outcome in done for feature in features(generate(outcome.seed)))
-    for feature, count in counts.most_common():
-        table.add_row(feature.value, str(count))
-    console.print(table)
-    hung = sum(outcome.hung for outcome in done)
-    wrong = sum(bool(outcome.problems) for outcome in done) - hung
-    console.print(
-        f"{len(done)} programs: {wrong} wrong, {hung} hanging; "
-        f"{sum(outcome.exact for outcome in done)} compared bit by bit\n"
-        f"{sum(outcome.nodes for outcome in done)} nodes run, gradients of "
-        f"{sum(outcome.arrivals for outcome in done)} messages sent back, "
-        f"{sum(outcome.seconds for outcome in done):.1f} s over the workers",
-        highlight=False,
-    )
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ from tests.fuzz.autograd.interpretation import (
 from tests.fuzz.autograd.observations import Observed
 from tests.fuzz.autograd.program import Call, Plan, Program
 
-__all__ = ["run_in_one_process"]
-
 
 @dataclass
 class _Reference:

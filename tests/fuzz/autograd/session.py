@@ -19,10 +19,7 @@ from tests.fuzz.autograd.links import Link
 from tests.fuzz.autograd.observations import is_exact, mismatches
 from tests.fuzz.autograd.program import Program
 from tests.fuzz.autograd.reference import run_in_one_process
-from tests.fuzz.autograd.shrinking import shrink
 from tests.support.workers import Worker
-
-__all__ = ["QUICK_SEEDS", "WORKERS", "Outcome", "check", "lead", "stacks_of_all"]
 
 WORKERS = 4
 """How many the group has; a program uses two to four of them."""
@@ -57,42 +54,24 @@ class Outcome:
     seconds: float
 
 
-def lead(worker: Worker, link: Link, seeds: Sequence[int], at_once: int = 1, shrinks: bool = False) -> None:
+def lead(worker: Worker, link: Link, seeds: Sequence[int], at_once: int = 1) -> None:
     """What the first worker runs, while the others serve: reports an ``Outcome`` for each seed.
 
     Args:
         link: what the group is connected by.
         at_once: so many programs are run at the same time.
-        shrinks: make programs that go wrong smaller.
     """
-
-    def run(seed: int) -> Outcome:
-        program = generate(seed)
-        outcome = check(program)
-        if outcome.problems and not outcome.hung and shrinks:
-            return check(shrink(program, _goes_wrong))
-        return outcome
-
     with worker.group(**link.options):
         for other in range(worker.world_size):
             rpc.rpc_sync(name_of(other), introduce, args=(worker.world_size,))
         with ThreadPoolExecutor(at_once) as threads:
-            for outcome in threads.map(run, seeds):
+            for outcome in threads.map(lambda seed: check(generate(seed)), seeds):
                 worker.report("outcome", outcome)
                 if outcome.hung:
                     worker.wait_for("end")  # which is a violent one
         for other in range(worker.world_size):
             rpc.rpc_sync(name_of(other), dismiss)
         assert leftovers(range(worker.world_size)) == []
-
-
-def _goes_wrong(program: Program) -> bool:
-    try:
-        run_in_one_process(program)
-    except (RuntimeError, LookupError, TypeError, AttributeError, ValueError):
-        return False  # no valid program
-    outcome = check(program)
-    return bool(outcome.problems) and not outcome.hung
 
 
 def check(

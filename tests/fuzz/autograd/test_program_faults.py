@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.autograd.faults import lead_into_a_hang, program_with_user_code
 from tests.fuzz.autograd.programs import outcomes_with_deaths, outcomes_with_errors
-from tests.fuzz.autograd.session import WORKERS, Outcome
-from tests.support.serving import serve
-from tests.support.workers import RunWorkers, Worker
+from tests.support.workers import RunWorkers
 
 
 def test_an_error_in_a_backward_comes_out_and_leaves_nothing_behind(run_workers: RunWorkers) -> None:
@@ -25,19 +22,3 @@ def test_an_error_in_a_backward_comes_out_and_leaves_nothing_behind(run_workers:
 def test_a_death_in_a_backward_ends_it_and_frees_the_living(run_workers: RunWorkers, seed: int) -> None:
     (outcome,) = outcomes_with_deaths(run_workers, [seed])
     assert not outcome.problems, "\n".join(outcome.problems)
-
-
-def test_a_program_that_hangs_is_shown_with_the_stacks(run_workers: RunWorkers) -> None:
-    seed = 3
-
-    def first(worker: Worker) -> None:
-        lead_into_a_hang(worker, seed)
-
-    workers = run_workers.start([first, *[serve] * (WORKERS - 1)])
-    outcome: Outcome = workers[0].wait_for("outcome")
-    for worker in workers:
-        worker.kill()
-    assert outcome.hung
-    stacks, shown = outcome.problems
-    assert "threading.Event().wait()" in stacks
-    assert shown == str(program_with_user_code(seed)[0])

@@ -28,9 +28,6 @@ class Scale(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
 
-    def gradient(self, context_id: int) -> Tensor | None:
-        return dist_autograd.get_gradients(context_id).get(self.factor)
-
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     return a * b
@@ -80,17 +77,6 @@ def test_gradients_go_through_every_kind_of_call() -> None:
 
 
 @in_worker0()
-def test_parameters_get_their_gradients_where_they_live() -> None:
-    x = torch.randn(3, requires_grad=True)
-    scale = rpc.remote(OTHER, Scale)
-    with dist_autograd.context() as context_id:
-        loss = (scale.rpc_sync().forward(x) + scale.rpc_sync().forward(x * 3)).sum()
-        dist_autograd.backward(context_id, [loss])
-        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], torch.full((3,), 8.0))
-        torch.testing.assert_close(scale.rpc_sync().gradient(context_id), (4 * x).detach())
-
-
-@in_worker0()
 def test_gradients_of_several_roots_and_backwards_add_up() -> None:
     a, b = leaves()
     with dist_autograd.context() as context_id:
@@ -102,19 +88,6 @@ def test_gradients_of_several_roots_and_backwards_add_up() -> None:
         torch.testing.assert_close(found[a], b.detach() * torch.tensor([3.0, 2.0, 2.0]))
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             dist_autograd.backward(context_id, [loss])
-
-
-def sum_of(rref: rpc.RRef[Tensor]) -> Tensor:
-    return rref.to_here().sum()
-
-
-@in_worker0()
-def test_a_backward_may_begin_at_a_reference() -> None:
-    a, b = leaves()
-    with dist_autograd.context() as context_id:
-        product = rpc.remote(OTHER, multiply, (a, b))
-        rpc.remote(OTHER, sum_of, (product,)).backward(context_id)
-        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[a], b.detach())
 
 
 def requires_grad(tensor: Tensor) -> bool:

@@ -27,11 +27,15 @@ from tests.support.serving import WAIT_SECONDS, in_group, in_worker0, open_gate
 from tests.support.workers import RunWorkers, Worker
 
 _models: dict[str, DistributedDataParallel] = {}
+# Whoever frees a gloo group waits, interpreter in hand, for its threads, which need the interpreter to free
+# what a model's backward has noted for its all-reduce: a deadlock of PyTorch's own, in one of a hundred ends.
+_never_freed: list[Any] = []
 
 
 @contextmanager
 def process_group_of_one() -> Iterator[None]:
     c10d.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    _never_freed.append(c10d.group.WORLD)
     try:
         yield
     finally:
@@ -183,8 +187,6 @@ def through_worker1(x: Tensor) -> Tensor:
     return result
 
 
-# Once in some twelve runs its worker stands still as it ends, which is not explained yet.
-@pytest.mark.nightly
 @pytest.mark.parametrize("pass_through", [torch.clone, through_worker1], ids=["while it runs", "at the end"])
 @in_worker0()
 def test_gradients_in_a_models_buckets_outlast_its_next_backward(

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import dist_autograd
 import rpc
-from rpc.errors import AutogradError, BackwardError, NotInitializedError, WorkerLostError
+from rpc.errors import AutogradError, BackwardError, NotInitializedError
 from tests.fuzz.autograd.guarded import apply_guarded
 from tests.support.serving import WAIT_SECONDS, in_group, in_worker0, open_gate, serve
-from tests.support.workers import RunWorkers, Task, Worker, current_worker
+from tests.support.workers import RunWorkers, Task, Worker
 
 OTHER = "worker1"
 
@@ -45,13 +45,6 @@ def failing(x: Tensor) -> Tensor:
 
 def through(worker: str, function: Any, x: Tensor) -> Any:
     return rpc.rpc_sync(worker, function, args=(x,))
-
-
-def die(x: Tensor) -> Tensor:
-    """The worker dies in the backward of this."""
-    result: Any = x * 1
-    result.register_hook(lambda _: current_worker().die())
-    return torch.as_tensor(result)
 
 
 def counts() -> dict[str, int]:
@@ -145,37 +138,11 @@ def test_an_error_on_any_worker_is_raised_at_the_root_and_names_it() -> None:
 # ---- deaths
 
 
-def lose_a_worker(worker: Worker) -> None:
-    x = torch.ones(3, requires_grad=True)
-    with dist_autograd.context() as context_id:
-        loss = rpc.rpc_sync(OTHER, through, args=("worker2", die, x)).sum()
-        with pytest.raises(WorkerLostError, match="worker2"):
-            dist_autograd.backward(context_id, [loss])
-    wait_until_nothing_is_left("worker0")
-    wait_until_nothing_is_left(OTHER)
-    worker.report("seen")
-
-
-def test_a_death_during_backward_ends_it_and_frees_the_living(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([_leaving(lose_a_worker), _leaving(wait_for_end), _leaving(wait_for_end)], 3)
-    workers[0].wait_for("seen")
-    workers[1].tell("end")
-    workers[0].result()
-    workers[1].result()
-
-
-def wait_for_end(worker: Worker) -> None:
-    worker.wait_for("end")
-
-
 def _leaving(task: Any) -> Any:
     """``task`` in the group, which is left at once."""
 
     def run(worker: Worker) -> None:
-        from rpc.options import AgentOptions
-
-        options = AgentOptions(init_method=worker.init_method)
-        rpc.init_rpc(worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options)
+        worker.join()
         try:
             task(worker)
         finally:
@@ -239,24 +206,6 @@ def test_three_backwards_of_different_contexts_run_side_by_side(run_workers: Run
         workers[1].wait_for("at the gate")
     workers[0].tell("open")
     workers.results()
-
-
-@in_worker0()
-def test_two_backwards_at_once_in_one_context_add_up() -> None:
-    x = torch.arange(1.0, 4.0, requires_grad=True)
-    for _round in range(10):
-        with dist_autograd.context() as context_id:
-            shared = rpc.rpc_sync(OTHER, torch.mul, args=(x, x))
-            losses = [shared.sum(), (shared * 2).sum()]
-            threads = [
-                threading.Thread(target=dist_autograd.backward, args=(context_id, [loss], True))
-                for loss in losses
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(WAIT_SECONDS)
-            torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], 6 * x.detach())
 
 
 def leave_during_backward(worker: Worker) -> None:

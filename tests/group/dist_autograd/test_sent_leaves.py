@@ -68,16 +68,6 @@ def test_hook_of_a_leaf_without_gradient_is_called_as_in_one_process(run_workers
 
 
 @in_worker0()
-def test_gradients_of_one_leaf_from_several_messages_add_up() -> None:
-    x = leaf(2.0, 3.0)
-    with dist_autograd.context() as context_id:
-        total = rpc.rpc_sync(OTHER, torch.mul, args=(x, 5)) + rpc.rpc_sync(OTHER, torch.mul, args=(x, 7)) * x
-        dist_autograd.backward(context_id, [total.sum()])
-        (gradient,) = dist_autograd.get_gradients(context_id).values()
-    assert gradient.tolist() == [33.0, 47.0]
-
-
-@in_worker0()
 def test_leaf_of_another_class_gets_its_gradient() -> None:
     x = torch.ones(2).as_subclass(Marked).requires_grad_()
     with dist_autograd.context() as context_id:

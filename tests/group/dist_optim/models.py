@@ -13,8 +13,6 @@ import rpc
 from dist_optim import DistributedOptimizer
 from rref import RemoteModule
 
-__all__ = ["PLACES", "Spread", "Tied", "batches", "look_at_grad"]
-
 PLACES = ("worker1", "worker2", "worker1")
 """Where the layers of a ``Spread`` live, in most tests."""
 

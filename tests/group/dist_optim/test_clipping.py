@@ -16,15 +16,6 @@ from tests.support.serving import first_of, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 
-@in_worker0()
-def test_no_gradients_have_the_norm_0() -> None:
-    model = Spread("worker0", "worker1", "worker1")
-    optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.1)
-    for norm_type in (2.0, float("inf")):
-        with dist_autograd.context() as context_id:
-            assert optimizer.clip_grad_norm_(context_id, 1.0, norm_type) == 0
-
-
 def clip_to(max_norm: float, norm_type: float) -> None:
     model, norms = Spread(*PLACES), list[Tensor]()
     spread = DistributedOptimizer(optim.SGD, model.references(), lr=0.1)

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-__all__ = ["Calls"]
-
 INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX: Final = (torch.complex64, torch.complex128)

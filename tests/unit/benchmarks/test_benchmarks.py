@@ -15,11 +15,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks import chart, report, turns
-from benchmarks.__main__ import main
 from benchmarks.measuring import measure
-from benchmarks.sides import FARCALL, PEERS, Side, Unavailable, revision
+from benchmarks.sides import FARCALL, Side
 from benchmarks.turns import Failure
-from benchmarks.workload import Bar, Workload
+from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,33 +48,6 @@ def test_line_has_medians_ratio_cost_and_verdict() -> None:
     assert window.cost == pytest.approx(1 / 5.5)  # of a rate too, the share of the other's time
 
 
-def test_without_the_other_side_only_absolute_bars_are_judged() -> None:
-    null, idle = report.lines({"farcall": NUMBERS["farcall"]}, ["null", "idle"])
-    assert (null.theirs.median, null.ratio, null.holds, idle.holds) == (None, None, None, True)
-
-
-def test_bars_are_about_torch_and_an_earlier_revision_may_not_be_faster() -> None:
-    for other, holds in (("torch", True), ("ray", None), ("5728188", True)):
-        (line,) = report.lines({"farcall": {"null": [10.0]}, other: {"null": [1000.0]}}, ["null"])
-        assert line.holds is holds
-    slower, fewer = {"null": [10.6], "window": [9.0]}, {"null": [10.0], "window": [10.0]}
-    outcome = report.lines({"farcall": slower, "5728188": fewer}, ["null", "window"])
-    assert [line.holds for line in outcome] == [False, False]
-
-
-@pytest.mark.parametrize(
-    ("bar", "value", "holds"),
-    [
-        (Bar(0.25), 0.25, True),
-        (Bar(0.25), 0.26, False),
-        (Bar(6, at_least=True), 6, True),
-        (Bar(6, True), 5, False),
-    ],
-)
-def test_bar_is_a_limit_either_way(bar: Bar, value: float, holds: bool) -> None:
-    assert bar.holds(value) is holds
-
-
 def test_table_file_and_chart_show_every_line_and_name_failures(tmp_path: Path) -> None:
     failed: dict[str, list[float | Failure]] = {
         "null": [Failure("hung"), 100.0],
@@ -92,32 +64,6 @@ def test_table_file_and_chart_show_every_line_and_name_failures(tmp_path: Path) 
     pytest.importorskip("matplotlib")
     chart.draw(tmp_path / "chart.svg", outcome, "the other", report.machine())
     assert (tmp_path / "chart.svg").read_text().count("<svg") == 1
-
-
-def test_chart_without_matplotlib_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(chart.MissingLibrary, match="pip install matplotlib"):
-        chart.draw(tmp_path / "chart.svg", [], "the other", report.machine())
-
-
-def test_each_side_says_what_it_can_run() -> None:
-    for side, able in (("grpc", "null"), ("ray", "remote"), ("torch", "remote"), ("grpc", "send-1mb")):
-        assert PEERS[side].can_run(WORKLOADS[able])
-    for side, unable in (
-        ("grpc", "remote"),
-        ("ray", "autograd-op"),
-        ("ray", "tcp-1mb"),
-        ("torch", "stripes-4"),
-    ):
-        assert not PEERS[side].can_run(WORKLOADS[unable])
-
-
-@in_repository
-def test_a_revision_has_its_own_files(tmp_path: Path) -> None:
-    assert (revision("HEAD", tmp_path).folder or Path()) == tmp_path
-    assert (tmp_path / "rpc" / "__init__.py").exists()
-    with pytest.raises(Unavailable, match="not a valid object name"):
-        revision("no-such-revision", tmp_path)
 
 
 def _pass_on(_: Any) -> float:
@@ -167,12 +113,6 @@ def test_a_side_that_fails_has_fresh_workers_for_what_comes_next(
         assert isinstance(outcome, Failure)
         assert outcome.reason == reason
         assert details in outcome.details
-
-
-def test_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["nonsense"])
-    assert "no workload nonsense; there are: null" in capsys.readouterr().err
 
 
 @in_repository

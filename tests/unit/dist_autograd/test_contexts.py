@@ -76,16 +76,6 @@ def test_a_context_that_is_over_when_it_comes_is_not_known(world: World) -> None
     assert not len(world.contexts)
 
 
-def test_a_context_ends_when_its_creator_says_so(world: World) -> None:
-    ended: list[Context] = []
-    world.contexts.on_end(ended.append)
-    context = world.join()
-    world.say_over()
-    world.say_over()
-    assert ended == [context]
-    assert not len(world.contexts)
-
-
 def test_who_learns_of_a_context_through_the_dead_asks_its_creator(world: World) -> None:
     world.die(BETWEEN)
     context = world.join()

@@ -46,16 +46,6 @@ def tensors_of(found: Reach, start: int) -> list[object]:
     return [leaf.tensor for leaf in found.leaves.get(start, [])]
 
 
-def test_leaves_are_found_through_shared_and_missing_successors() -> None:
-    first, second = leaf(), leaf()
-    shared = node(first, (None, 0))
-    start = node(shared, node(shared, second))
-    found = reach()
-    assert found.extend(ROOTS, [(start, 0)]) == []
-    assert set(tensors_of(found, ROOTS)) == {first.variable, second.variable}
-    assert len(found.nodes()) == 5
-
-
 def test_a_recv_is_marked_for_each_of_its_tensors_and_not_passed() -> None:
     beyond = node(leaf())
     recv = Recv(Origin(7, 3), [(beyond, 0)])
@@ -67,24 +57,6 @@ def test_a_recv_is_marked_for_each_of_its_tensors_and_not_passed() -> None:
     assert found.leaves == {ROOTS: []}
 
 
-def test_a_root_may_be_a_received_tensor() -> None:
-    recv = Recv(Origin(7, 3))
-    found = reach()
-    assert found.extend(ROOTS, [(recv, 1)]) == [Mark(7, 3, 1)]
-
-
-def test_more_starts_add_only_what_is_new() -> None:
-    recv = Recv(Origin(7, 3))
-    shared = node((recv, 0), leaf())
-    found = reach()
-    found.extend(ROOTS, [(node(shared), 0)])
-    seen = len(found.nodes())
-    assert found.extend(ROOTS, [(node(shared, (recv, 1)), 0)]) == [Mark(7, 3, 1)]
-    assert len(found.nodes()) == seen + 1
-    assert found.nodes().count(recv) == 1
-    assert len(found.leaves[ROOTS]) == 1
-
-
 def test_a_graph_deeper_than_the_stack_is_walked() -> None:
     end = leaf()
     start = node(end)
@@ -94,18 +66,6 @@ def test_a_graph_deeper_than_the_stack_is_walked() -> None:
     found.extend(ROOTS, [(start, 0)])
     assert tensors_of(found, ROOTS) == [end.variable]
     assert len(found.nodes()) == 100_002
-
-
-def test_starts_are_separate_until_one_reaches_a_node_of_another() -> None:
-    shared = node(leaf())
-    found = reach()
-    found.extend(ROOTS, [(node(shared), 0)])
-    found.extend(1, [(node(leaf()), 0)])
-    found.extend(1, [(node(leaf()), 0)])
-    before = found.separate
-    found.extend(2, [(node(shared), 0)])
-    assert (before, found.separate) == (True, False)
-    assert [len(found.leaves[start]) for start in (ROOTS, 1, 2)] == [1, 2, 0]
 
 
 def test_a_leaf_that_was_sent_itself_is_found_once() -> None:

@@ -19,20 +19,6 @@ def progress(*events: Event) -> Progress:
     return made
 
 
-def test_a_part_that_nobody_runs_yet_is_forgotten_when_it_fails() -> None:
-    assert progress().on(Event.FAIL, ValueError) is Action.FORGET
-
-
-def test_a_part_begins_once() -> None:
-    part = progress()
-    assert [part.on(Event.BEGIN), part.on(Event.BEGIN)] == [Action.START, Action.NOTHING]
-
-
-def test_a_part_that_fails_while_it_runs_is_forgotten_when_its_thread_is_through() -> None:
-    part = progress(Event.BEGIN)
-    assert [part.on(Event.FAIL, ValueError), part.on(Event.END)] == [Action.WAKE, Action.FORGET]
-
-
 def test_each_backward_is_forgotten_once_whatever_happens() -> None:
     for events in itertools.product(Event, repeat=5):
         part = Progress()

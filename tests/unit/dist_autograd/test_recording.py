@@ -11,23 +11,11 @@ from torch import Tensor
 
 from dist_autograd.graph import Leaf
 from dist_autograd.leaves import gradients_of_leaves
-from dist_autograd.recording import SEND_NODE, behind, receive, send
+from dist_autograd.recording import receive, send
 from rpc.errors import AutogradError
 from rpc.group.peer import Peer
 
 SOMEBODY = cast("Peer", None)
-
-
-def test_a_send_node_is_made_only_for_what_is_computed() -> None:
-    leaf = torch.rand(2, requires_grad=True)
-    of_leaf, of_computed = send([leaf, leaf * 2], SOMEBODY).nodes
-    assert of_leaf is None
-    assert isinstance(of_computed, SEND_NODE)
-
-
-def test_nothing_lies_behind_leaves() -> None:
-    leaf = torch.rand(2, requires_grad=True)
-    assert behind(send([leaf, leaf * 2], SOMEBODY), 1) == [[], []]
 
 
 def test_gradients_of_leaves_that_were_sent_need_no_run() -> None:
@@ -42,12 +30,6 @@ def test_a_leaf_with_a_hook_needs_a_run() -> None:
     leaf = torch.rand(2, requires_grad=True)
     leaf.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
     sent = send([leaf], SOMEBODY)
-    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [Leaf(leaf, None, 1)]) is None
-
-
-def test_what_is_computed_needs_a_run() -> None:
-    leaf = torch.rand(2, requires_grad=True)
-    sent = send([leaf * 2], SOMEBODY)
     assert gradients_of_leaves(sent, [0], [torch.ones(2)], [Leaf(leaf, None, 1)]) is None
 
 

@@ -57,13 +57,6 @@ def test_gradients_may_come_before_their_message_is_marked() -> None:
     assert run.context.gradients()[leaf].tolist() == [6.0, 6.0]
 
 
-def test_what_has_not_come_is_waited_for() -> None:
-    run = Run(torch.ones(2, requires_grad=True))
-    run.own.mark([(run.sent.number, 0)], receiver)
-    with pytest.raises(LookupError, match="it waits"):
-        run.own.run(Links())
-
-
 @pytest.mark.parametrize(("number", "sender"), [(1, receiver), (0, somebody)])
 def test_gradients_are_taken_only_from_who_got_the_message(number: int, sender: Peer) -> None:
     with pytest.raises(ProtocolError, match=f"which worker '{sender.name}' was not sent"):

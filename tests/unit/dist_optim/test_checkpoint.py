@@ -32,36 +32,6 @@ def test_parameters_are_named_by_their_positions() -> None:
     assert [group["lr"] for group in merged["param_groups"]] == [0.1, 0.1]
 
 
-def test_splitting_undoes_merging() -> None:
-    states = [trained(1, 2).state_dict(), trained(3).state_dict()]
-    again = split(merge([([[2, 0]], states[0]), ([[1]], states[1])]), [[[2, 0]], [[1]]])
-    assert list(map(moments, again)) == list(map(moments, states))
-    assert [state["param_groups"] for state in again] == [state["param_groups"] for state in states]
-
-
-def test_parameters_may_have_moved_to_other_workers() -> None:
-    merged = merge([([[0, 1]], trained(1, 2).state_dict()), ([[2]], trained(3).state_dict())])
-    first, second = split(merged, [[[0]], [[2, 1]]])
-    assert {index: len(values) for index, values in moments(first).items()} == {0: 1}
-    assert {index: len(values) for index, values in moments(second).items()} == {0: 3, 1: 2}
-    for state, sizes in ((first, (1,)), (second, (3, 2))):
-        trained(*sizes).load_state_dict(state)
-
-
-def test_the_state_of_a_single_optimizer_can_be_split() -> None:
-    local = trained(1, 2, 3)
-    [one, other] = split(local.state_dict(), [[[0, 2]], [[1]]])
-    assert [len(values) for values in moments(one).values()] == [1, 3]
-    assert [len(values) for values in moments(other).values()] == [2]
-
-
-def test_what_one_owner_has_makes_a_state_for_a_single_optimizer() -> None:
-    local = trained(1, 2)
-    other = trained(1, 2)
-    other.load_state_dict(merge([([[0, 1]], local.state_dict())]))
-    assert moments(other.state_dict()) == moments(local.state_dict())
-
-
 def test_parameters_without_a_state_yet_have_none_afterwards() -> None:
     fresh = optim.Adam([nn.Parameter(torch.ones(1))])
     [state] = split(merge([([[0]], fresh.state_dict())]), [[[0]]])
@@ -110,29 +80,6 @@ def grouped(*sizes: tuple[int, ...]) -> optim.Adam:
         parameter.grad = torch.full_like(parameter, parameter.numel())
     optimizer.step()
     return optimizer
-
-
-def test_what_each_owner_has_of_a_group_is_a_group_and_what_it_has_not_is_none() -> None:
-    merged = merge(
-        [([[0], [2]], grouped((1,), (3,)).state_dict()), ([[], [1, 3]], grouped((), (2, 4)).state_dict())]
-    )
-    assert [(group["params"], group["lr"]) for group in merged["param_groups"]] == [
-        ([0], 0.1),
-        ([2], 1.1),
-        ([1, 3], 1.1),
-    ]
-    assert {position: len(values) for position, values in moments(merged).items()} == {0: 1, 2: 3, 1: 2, 3: 4}
-
-
-def test_groups_may_have_moved_and_every_owner_knows_the_options_of_all() -> None:
-    local = grouped((1, 2), (3, 4))
-    parts = split(local.state_dict(), [[[0, 1], []], [[], [3]], [[], [2]]])
-    for state, sizes in zip(parts, [((1, 2), ()), ((), (4,)), ((), (3,))], strict=True):
-        owner = grouped(*sizes)
-        owner.load_state_dict(state)
-        assert [group["lr"] for group in owner.param_groups] == [0.1, 1.1]
-        found = [len(values) for values in moments(owner.state_dict()).values()]
-        assert found == [size for group in sizes for size in group]
 
 
 def test_only_parameters_of_one_group_must_have_had_the_same_options() -> None:

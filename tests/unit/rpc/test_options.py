@@ -5,7 +5,6 @@ from datetime import timedelta
 import pytest
 import torch
 
-from rpc.errors import RpcError
 from rpc.options import (
     AgentOptions,
     InvalidOptionError,
@@ -102,11 +101,6 @@ def test_value_out_of_range_is_refused_by_name(name: str, value: object) -> None
     options = AgentOptions()
     with pytest.raises(ValueError, match=name):
         setattr(options, name, value)
-
-
-def test_refusal_is_what_pytorch_raises() -> None:
-    with pytest.raises(RpcError):
-        AgentOptions(num_worker_threads=0)
 
 
 @pytest.mark.parametrize(

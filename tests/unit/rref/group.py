@@ -4,37 +4,30 @@ from __future__ import annotations
 
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Peer, Ref, RRefId, State
-from tests.unit.rref.networks import ExactNetwork
 from tests.unit.rref.simulation import Simulation
-
-__all__ = ["Group"]
 
 
 class Group(Simulation):
     """Workers 1, 2, 3 ..., whose messages arrive when the test says so."""
 
-    def __init__(self, size: int) -> None:
-        self.exact = ExactNetwork()
-        super().__init__(size, self.exact)
-
     @property
     def said(self) -> list[tuple[Peer, Peer, str]]:
         """The control messages on their way: from, to, kind."""
-        return [(src, dst, message[0]) for src, dst, message in self.exact.posted]
+        return [(src, dst, message[0]) for src, dst, message in self.network.posted]
 
     def deliver(self, *kinds: str, to: Peer | None = None) -> None:
         """What is on its way now arrives: messages of these kinds, or all; to that worker, or all."""
-        now, self.exact.posted = self.exact.posted, []
+        now, self.network.posted = self.network.posted, []
         for each in now:
             _, dst, message = each
             if (kinds and message[0] not in kinds) or (to is not None and dst != to):
-                self.exact.posted.append(each)
+                self.network.posted.append(each)
             else:
                 self.receive(*each)
 
     def deliver_everything(self) -> None:
         """Control messages arrive until there are none."""
-        self.exact.deliver_all(self)
+        self.network.deliver_all(self)
 
     def pass_on(self, peer: Peer, to: Peer, ref: Ref) -> Ref:
         """A call with ``ref`` goes from ``peer`` to ``to`` and arrives; returns the new reference there."""
@@ -48,14 +41,6 @@ class Group(Simulation):
         there = self.pass_on(1, to, rref)
         self.release(1, rref)
         return rref, there
-
-    def create_and_answer(self, peer: Peer, owner: Peer) -> Ref:
-        """A creation that arrives, is run, and is answered."""
-        ref = self.create(peer, owner)
-        self.arrive(-1)
-        self.finish(owner, self.workers[peer].refs[ref])
-        self.arrive(-1)
-        return ref
 
     def protocol(self, peer: Peer) -> Protocol:
         """The protocol of ``peer``."""

@@ -23,8 +23,6 @@ from rref.protocol.machine import Protocol
 from rref.protocol.messages import Confirmed, Descriptor, Failed, Fence, Free, Peer, Ref, RRefId, Send, State
 from tests.unit.rref.networks import Network, Violation
 
-__all__ = ["Call", "Simulation", "Worker"]
-
 
 @dataclass
 class Object:
@@ -71,11 +69,10 @@ class Simulation:
 
     Args:
         size: how many workers there are at first; their incarnations are 1, 2, 3 and so on.
-        network: how control messages travel.
     """
 
-    def __init__(self, size: int, network: Network) -> None:
-        self.network = network
+    def __init__(self, size: int) -> None:
+        self.network = Network()
         self.workers: dict[Peer, Worker] = {}
         self.objects: dict[RRefId, Object] = {}
         self.calls: list[Call] = []
@@ -136,7 +133,6 @@ class Simulation:
                 call.late = call.late or {call.src, call.dst} == ends
         else:
             self.calls = [call for call in self.calls if {call.src, call.dst} != ends]
-        self.network.interrupt(one, other)
         for here, there in ((one, other), (other, one)):
             worker = self.workers[here]
             for ref, (owner, _) in list(worker.creating.items()):

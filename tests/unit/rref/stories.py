@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rref.protocol.messages import Peer, Ref, State
-from tests.unit.rref.networks import ExactNetwork
 from tests.unit.rref.simulation import Simulation
-
-__all__ = ["Course", "Story", "explore", "wander"]
 
 Step = tuple[Any, ...]
 """``("own",)``, ``("create", owner)``, ``("give_up",)``, ``("call", to)``, ``("drop",)``."""
@@ -44,7 +41,7 @@ class Course:
 
     def __init__(self, story: Story) -> None:
         self.story = story
-        self.simulation = Simulation(len(story.programs), ExactNetwork())
+        self.simulation = Simulation(len(story.programs))
         self.done = dict.fromkeys(story.programs, 0)
         self.deaths = story.deaths
         self.joins = story.joins
@@ -70,7 +67,7 @@ class Course:
             case ("arrive", index):
                 simulation.arrive(index)
             case ("deliver", index):
-                self._network.deliver(simulation, index)
+                self.simulation.network.deliver(simulation, index)
             case ("finish", peer, rref):
                 simulation.finish(peer, rref)
             case ("notice", peer, dead):
@@ -87,7 +84,7 @@ class Course:
 
     def state(self) -> bytes:
         """All that decides about the rest of the course."""
-        self._network.posted.sort(key=repr)
+        self.simulation.network.posted.sort(key=repr)
         self.simulation.calls.sort(key=repr)
         kept = (self.simulation, self.done, self.deaths, self.joins, self.breaks)
         return pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)
@@ -95,12 +92,6 @@ class Course:
     def restore(self, state: bytes) -> None:
         """Go back to an earlier ``state``."""
         self.simulation, self.done, self.deaths, self.joins, self.breaks = pickle.loads(state)
-
-    @property
-    def _network(self) -> ExactNetwork:
-        network = self.simulation.network
-        assert isinstance(network, ExactNetwork)
-        return network
 
     def _run(self, peer: Peer, step: Step) -> None:
         simulation = self.simulation
@@ -140,7 +131,7 @@ class Course:
         simulation = self.simulation
         for index in range(len(simulation.calls)):
             yield "arrive", index
-        for index in range(len(self._network.posted)):
+        for index in range(len(self.simulation.network.posted)):
             yield "deliver", index
         for peer in simulation.living:
             for rref in simulation.workers[peer].running:

@@ -9,7 +9,7 @@ import pytest
 from rpc.errors import ProtocolError, RRefError
 from rref.protocol import owner, user
 from rref.protocol.machine import Protocol
-from rref.protocol.messages import MESSAGES, Confirmed, Free, Send, State
+from rref.protocol.messages import Confirmed, Free, Send, State
 from tests.unit.rref.group import Group
 
 
@@ -75,38 +75,6 @@ def test_user_holds_its_fork_until_the_owner_has_counted_the_child() -> None:
     group.assert_nothing_left()
 
 
-def test_a_small_delete_cannot_overtake_the_large_call_that_carries_the_reference_to_its_owner() -> None:
-    group = Group(2)
-    rref, there = group.own_and_pass_on(2)
-    group.call(2, 1, [there])
-    group.release(2, there)
-    group.deliver_everything()
-    assert not group.is_freed(rref)
-    group.arrive(0)
-    assert group.said == [(1, 2, "accepted")]
-    group.deliver_everything()
-    assert group.protocol(1).leaks() == {rref: (0, 1)}
-    (back,) = group.workers[1].refs
-    group.release(1, back)
-    assert group.is_freed(rref)
-    group.assert_nothing_left()
-
-
-def test_a_reference_released_before_its_confirmation_waits_for_it() -> None:
-    group = Group(3)
-    rref, parent = group.own_and_pass_on(2)
-    child = group.pass_on(2, 3, parent)
-    group.release(3, child)
-    assert group.said == [(3, 1, "confirm")]
-    group.deliver("confirm")
-    group.deliver("confirmed")
-    assert sorted(group.said) == [(3, 1, "delete"), (3, 2, "accepted")]
-    group.release(2, parent)
-    group.deliver_everything()
-    assert group.is_freed(rref)
-    group.assert_nothing_left()
-
-
 def test_user_code_can_wait_for_the_confirmation_of_each_adopted_reference() -> None:
     user = Protocol(3)
     ref = user.adopt([1, [1, 1], [2, 1]], sender=2)
@@ -130,32 +98,6 @@ def test_a_worker_that_has_a_counted_fork_already_shares_it_and_asks_nobody() ->
     assert group.said == []
     group.release(3, second)
     assert group.said == [(3, 1, "delete")]
-
-
-def test_a_fork_that_is_not_counted_yet_is_not_shared() -> None:
-    group = Group(4)
-    rref = group.own(1)
-    first = group.pass_on(2, 4, group.pass_on(1, 2, rref))
-    second = group.pass_on(3, 4, group.pass_on(1, 3, rref))
-    assert group.said == [(4, 1, "confirm"), (4, 1, "confirm")]
-    group.deliver_everything()
-    assert [group.state(4, ref) for ref in (first, second)] == [State.CONFIRMED] * 2
-    group.drain()
-
-
-def test_a_fork_that_only_waits_for_its_children_is_shared_again() -> None:
-    group = Group(4)
-    rref = group.own(1)
-    at_three = group.pass_on(1, 3, rref)
-    at_two = group.pass_on(1, 2, rref)
-    group.call(3, 4, [at_three])
-    group.release(3, at_three)
-    again = group.pass_on(2, 3, at_two)
-    group.deliver_everything()
-    group.arrive(0)
-    group.deliver_everything()
-    assert group.state(3, again) is State.CONFIRMED
-    assert group.protocol(1).leaks() == {rref: (3, 1)}
 
 
 def test_a_reference_sent_back_to_where_it_came_from_costs_one_word() -> None:
@@ -196,72 +138,11 @@ def test_a_fork_whose_message_was_never_sent_is_taken_back_at_once(peer: int, to
     assert group.said == []
 
 
-def test_references_that_come_with_a_late_reply_are_released_unread_and_leave_nothing() -> None:
-    group = Group(3)
-    rref, at_two = group.own_and_pass_on(2)
-    reply = group.pass_on(2, 3, at_two)
-    group.release(3, reply)
-    group.release(2, at_two)
-    group.deliver_everything()
-    assert group.is_freed(rref)
-    group.assert_nothing_left()
-
-
 def test_what_is_not_held_cannot_be_sent() -> None:
     with pytest.raises(RRefError, match="holds no reference"):
         Protocol(1).fork((1, 99), 2)
     with pytest.raises(RRefError, match="holds no reference"):
         Protocol(1).state((1, 99))
-
-
-def test_lost_connection_between_the_living_gives_back_what_was_lost_with_it() -> None:
-    group = Group(3)
-    rref = group.own(1)
-    at_two = group.pass_on(1, 2, rref)
-    group.call(2, 3, [at_two])
-    group.call(1, 3, [rref])
-    group.break_link(2, 3, late=False)
-    group.break_link(1, 3, late=False)
-    assert group.said == [(2, 3, "withdraw"), (1, 3, "withdraw")]
-    group.deliver()
-    assert group.said == [(3, 2, "accepted"), (3, 1, "delete")]
-    group.deliver()
-    assert group.protocol(1).leaks() == {rref: (1, 1)}
-    assert group.remembered(2) == {"users": 1}
-
-
-def test_a_fork_that_comes_after_it_was_withdrawn_fails() -> None:
-    group = Group(3)
-    rref, at_two = group.own_and_pass_on(2)
-    group.call(2, 3, [at_two])
-    group.call(2, 1, [at_two])
-    group.break_link(2, 3, late=True)
-    group.break_link(2, 1, late=True)
-    group.release(2, at_two)
-    group.deliver_everything()
-    assert group.is_freed(rref)
-    group.arrive(0)
-    group.arrive(0)
-    for peer in (3, 1):
-        (late,) = group.workers[peer].refs
-        assert group.state(peer, late) is State.FAILED
-        assert "connection" in group.protocol(peer).reason(late)
-        group.release(peer, late)
-    group.deliver_everything()
-    group.assert_nothing_left()
-
-
-def test_a_fork_that_came_before_it_was_withdrawn_stays() -> None:
-    group = Group(3)
-    rref, at_two = group.own_and_pass_on(2)
-    group.call(2, 3, [at_two])
-    group.break_link(2, 3, late=True)
-    group.release(2, at_two)
-    group.arrive(0)
-    group.deliver_everything()
-    (there,) = group.workers[3].refs
-    assert group.state(3, there) is State.CONFIRMED
-    assert group.protocol(1).leaks() == {rref: (1, 0)}
 
 
 def test_messages_that_wait_for_the_next_connection_keep_their_forks() -> None:
@@ -352,13 +233,6 @@ def test_a_fork_is_adopted_once() -> None:
         protocol.adopt(descriptor, 2)
         with pytest.raises(ProtocolError, match="came twice"):
             protocol.adopt(descriptor, 2)
-
-
-def test_every_message_has_a_handler() -> None:
-    examples = {"_id": [5, 1], "_peer": 6, "_text": "why"}
-    for kind, checks in MESSAGES.items():
-        fields = [examples[check.__name__] for check in checks]
-        Protocol(1).receive(5, [kind, *fields])
 
 
 def test_the_example_in_the_text_runs() -> None:

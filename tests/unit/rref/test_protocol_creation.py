@@ -47,52 +47,13 @@ def test_a_reference_dropped_before_the_answer_does_not_stop_the_creation() -> N
     group.assert_nothing_left()
 
 
-def test_object_is_not_freed_while_its_creation_runs() -> None:
-    owner = Protocol(1)
-    assert owner.arrived((2, 1), (2, 2), creator=2)
-    owner.receive(2, ["delete", [2, 1], [2, 2]])
-    assert owner.take_actions() == []
-    owner.finished((2, 1))
-    assert owner.take_actions() == [Free((2, 1))]
-    owner.finished((2, 1))
-    assert owner.take_actions() == []
-
-
 def test_a_creation_is_run_once() -> None:
     owner = Protocol(1)
     assert owner.arrived((2, 1), (2, 2), creator=2)
     assert not owner.arrived((2, 1), (2, 2), creator=2)
 
 
-def test_arguments_are_held_until_they_have_arrived() -> None:
-    group = Group(3)
-    argument, at_two = group.own_and_pass_on(2)
-    group.create(2, 3, [at_two])
-    group.release(2, at_two)
-    group.deliver_everything()
-    group.arrive(0)
-    group.deliver_everything()
-    assert group.protocol(1).leaks() == {argument: (1, 0)}
-    assert argument in group.workers[3].refs.values()
-
-
 # A confirmation before its creation, a delete before both
-
-
-def test_a_confirmation_that_comes_before_its_creation_is_parked() -> None:
-    group = Group(3)
-    ref = group.create(2, 1)
-    group.call(2, 3, [ref])
-    group.arrive(1)
-    (child,) = group.workers[3].refs
-    group.deliver("confirm")
-    assert group.remembered(1) == {"parked": 1}
-    assert group.said == []
-    group.arrive(0)
-    assert group.said == [(1, 3, "confirmed")]
-    group.deliver()
-    assert group.state(3, child) is State.CONFIRMED
-    group.drain()
 
 
 def test_a_reference_that_comes_to_its_owner_before_its_creation_waits_for_it() -> None:
@@ -104,14 +65,6 @@ def test_a_reference_that_comes_to_its_owner_before_its_creation_waits_for_it() 
     assert owner.take_actions() == []
     assert owner.arrived((2, 1), (2, 2), creator=2)
     assert owner.take_actions() == [Confirmed(ref), Confirmed(fetch), Send(3, ["accepted", (3, 7)])]
-
-
-def test_a_parked_reference_released_before_the_creation_is_forgotten() -> None:
-    owner = Protocol(1)
-    owner.release(owner.adopt([1, [2, 1], [3, 7]], sender=3))
-    owner.release(owner.expect((2, 1)))
-    assert owner.take_actions() == [Send(3, ["accepted", (3, 7)])]
-    assert not any(owner.counts().values())
 
 
 def test_what_two_sweeps_find_parked_is_given_up() -> None:
@@ -128,30 +81,6 @@ def test_what_two_sweeps_find_parked_is_given_up() -> None:
     assert owner.reason(ref) == reason
     owner.release(ref)
     assert not any(owner.counts().values())
-
-
-def test_a_delete_before_the_confirmation_and_before_the_creation_leaves_nothing() -> None:
-    group = Group(3)
-    ref = group.create(2, 1)
-    rref = group.workers[2].refs[ref]
-    group.call(2, 3, [ref])
-    group.arrive(1)
-    (child,) = group.workers[3].refs
-    group.give_up(2, ref)
-    group.release(2, ref)
-    group.deliver("abandon")
-    assert group.remembered(1) == {"tombstones": 1}
-    group.deliver("confirm")
-    assert group.said == [(1, 3, "refused")]
-    group.arrive(0)
-    assert rref not in group.workers[1].running
-    group.deliver_everything()
-    assert group.state(3, child) is State.FAILED
-    assert group.protocol(3).reason(child) == "it timed out"
-    group.release(3, child)
-    group.sweep(1)
-    group.sweep(1)
-    group.assert_nothing_left()
 
 
 # remote() that times out or fails
@@ -171,24 +100,6 @@ def test_a_creation_that_timed_out_fails_for_its_creator_and_is_not_run_when_it_
     group.drain()
 
 
-def test_a_creation_that_timed_out_while_it_ran_leaves_nothing_when_it_ends() -> None:
-    group = Group(4)
-    ref = group.create(2, 1)
-    rref = group.workers[2].refs[ref]
-    group.arrive(0)
-    child = group.pass_on(2, 3, ref)
-    at_owner = group.pass_on(2, 1, ref)
-    group.deliver_everything()
-    group.give_up(2, ref)
-    group.deliver_everything()
-    assert group.state(3, child) is State.FAILED
-    assert group.state(1, at_owner) is State.FAILED
-    assert not group.is_freed(rref)
-    group.finish(1, rref)
-    assert group.is_freed(rref)
-    group.drain()
-
-
 def test_a_child_confirmed_after_the_creation_was_given_up_is_refused_even_while_it_runs() -> None:
     group = Group(3)
     ref = group.create(2, 1)
@@ -203,25 +114,6 @@ def test_a_child_confirmed_after_the_creation_was_given_up_is_refused_even_while
     group.deliver_everything()
     assert group.state(3, child) is State.FAILED
     group.drain()
-
-
-def test_a_creation_that_comes_after_its_tombstone_is_swept_away_is_deleted_by_its_answer() -> None:
-    group = Group(2)
-    ref = group.create(2, 1)
-    rref = group.workers[2].refs[ref]
-    group.give_up(2, ref)
-    group.release(2, ref)
-    group.deliver()
-    group.sweep(1)
-    group.sweep(1)
-    group.arrive(0)
-    group.finish(1, rref)
-    assert not group.is_freed(rref)
-    group.arrive(0)
-    assert group.said == [(2, 1, "delete")]
-    group.deliver()
-    assert group.is_freed(rref)
-    group.assert_nothing_left()
 
 
 def test_a_refusal_that_overtakes_the_message_with_the_fork_voids_it() -> None:
@@ -251,20 +143,6 @@ def test_a_failed_reference_cannot_be_sent() -> None:
 
 
 # Creations by the owner itself
-
-
-def test_a_creation_sent_to_oneself_is_held_by_its_message() -> None:
-    group = Group(1)
-    ref = group.create(1, 1)
-    rref = group.workers[1].refs[ref]
-    assert group.state(1, ref) is State.CONFIRMED
-    group.release(1, ref)
-    assert not group.is_freed(rref)
-    group.arrive(0)
-    group.finish(1, rref)
-    assert group.is_freed(rref)
-    group.arrive(0)
-    group.assert_nothing_left()
 
 
 def test_a_creation_that_could_not_be_sent_to_oneself_leaves_nothing() -> None:

@@ -17,15 +17,6 @@ def test_who_comes_before_the_object_is_told_once_it_is_made() -> None:
     assert called == [5]
 
 
-def test_who_comes_after_the_object_need_not_wait() -> None:
-    value = Value.of(5)
-    assert value.is_ready
-    assert not value.park((peer(), 1))
-    assert value.when_ready(lambda: None)
-    assert value.set(6) == []
-    assert value.get() == value.wait(1, "it") == 5
-
-
 def test_what_fails_stays_failed() -> None:
     value = Value()
     assert value.park((peer(), 1))

@@ -5,21 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from rpc.agent import call_table as module
-from rpc.agent.call_table import CallTable
+from rpc.agent import calls as module
+from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.pending_call import PendingCall
-from rpc.errors import RpcTimeoutError
-from rpc.group.peer import Peer
+from rpc.errors import ProtocolError, RpcTimeoutError
 from rpc.runtime.loop import LoopThread
 from rpc.serialization.serializer import Serializer
-from rpc.wire.frames import Frame
 from tests.support import clockwork as clockwork_module
 from tests.support.clockwork import Clockwork
 from tests.support.ctrl_c import interrupted_at
@@ -28,47 +24,31 @@ from tests.support.streams import SOON, until
 
 
 class Owner:
-    """Decodes nothing; notes the futures that it would have completed by an executor."""
+    """Expects no reply; notes the futures that it would have completed by an executor."""
 
     def __init__(self) -> None:
         self.serializer = Serializer()
         self.settled: list[Future[Any]] = []
 
-    def decode(self, call: PendingCall, frame: Frame) -> Any:
-        raise AssertionError("no reply was expected")
-
-    def answered(self, call: PendingCall) -> None:
-        raise AssertionError("no reply was expected")
-
-    def unattended(self, peer: Peer, frame: Frame) -> PendingCall | None:
-        raise AssertionError("no reply was expected")
-
-    def complete_soon(self, future: Future[Any]) -> None:
-        raise AssertionError("no reply was expected")
-
-    def expire(self, call: PendingCall) -> BaseException | None:
-        raise AssertionError("the loop keeps the deadline")
-
-    def unwrap(self, peer: Peer, frame: Frame, taken: Sized) -> Frame:
-        raise AssertionError("no reply was expected")
+    def complete_soon(self, *futures: Future[Any]) -> None:
+        self.settled.extend(futures)
 
 
 @pytest.fixture
 def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
     made = Clockwork()
-    monkeypatch.setattr("rpc.agent.pending_call.monotonic", lambda: made.now)
-    monkeypatch.setattr("rpc.agent.call_table.monotonic", lambda: made.now)
+    monkeypatch.setattr("rpc.agent.calls.monotonic", lambda: made.now)
     return made
 
 
 @pytest.fixture
-def owner() -> Owner:
+def owner() -> Any:
     return Owner()
 
 
 @pytest.fixture
-def table(clockwork: Clockwork, owner: Owner) -> CallTable:
-    return CallTable(owner, clockwork, owner.settled.extend)  # type: ignore[arg-type]
+def table(clockwork: Any, owner: Any) -> CallTable:
+    return CallTable(owner, clockwork)
 
 
 def watched(table: CallTable, timeout: float) -> PendingCall:
@@ -97,7 +77,7 @@ def test_all_calls_to_one_worker_can_be_taken_at_once(table: CallTable) -> None:
 
 
 def test_a_call_ends_when_its_deadline_passes_and_not_before(
-    table: CallTable, clockwork: Clockwork, owner: Owner
+    table: CallTable, clockwork: Any, owner: Any
 ) -> None:
     call = watched(table, 2.0)
     clockwork.advance(1.99)
@@ -111,22 +91,11 @@ def test_a_call_ends_when_its_deadline_passes_and_not_before(
     assert len(table) == 0
 
 
-def test_calls_end_in_the_order_of_their_deadlines(
-    table: CallTable, clockwork: Clockwork, owner: Owner
-) -> None:
+def test_calls_end_in_the_order_of_their_deadlines(table: CallTable, clockwork: Any, owner: Any) -> None:
     calls = [watched(table, timeout) for timeout in (3.0, 1.0, 4.0, 1.5, 2.0)]
     clockwork.advance(10)
     assert owner.settled == [calls[index].future for index in (1, 3, 4, 0, 2)]
     assert clockwork.ringing() == []
-
-
-def test_calls_that_end_together_are_settled_together(table: CallTable, clockwork: Clockwork) -> None:
-    batches: list[int] = []
-    table._settled = lambda futures: batches.append(len(futures))
-    for _ in range(100):
-        watched(table, 1.0)
-    clockwork.advance(1.5)
-    assert batches == [100]
 
 
 def test_no_timeout_means_no_deadline_and_no_alarm(table: CallTable, clockwork: Clockwork) -> None:
@@ -155,7 +124,7 @@ def test_an_earlier_deadline_moves_the_alarm(table: CallTable, clockwork: Clockw
 
 
 def test_the_alarm_is_not_set_again_once_all_calls_were_answered(
-    table: CallTable, clockwork: Clockwork, owner: Owner
+    table: CallTable, clockwork: Any, owner: Any
 ) -> None:
     for _ in range(10):
         assert table.take(watched(table, 5.0).call_id) is not None
@@ -176,7 +145,7 @@ def test_a_blocking_call_is_left_to_the_thread_that_waits(table: CallTable, cloc
 
 
 def test_a_thread_that_waits_for_the_future_gets_the_timeout_itself(
-    table: CallTable, clockwork: Clockwork, owner: Owner
+    table: CallTable, clockwork: Any, owner: Any
 ) -> None:
     call = watched(table, 2.0)
     future = call.future
@@ -209,11 +178,9 @@ def test_a_call_that_keeps_its_place_still_gets_its_late_reply(
     assert clockwork.ringing() == []
 
 
-def test_ctrl_c_at_any_line_of_setting_the_alarm_lets_no_deadline_pass(
-    clockwork: Clockwork, owner: Owner
-) -> None:
+def test_ctrl_c_at_any_line_of_setting_the_alarm_lets_no_deadline_pass(clockwork: Any, owner: Any) -> None:
     for line in itertools.count(1):
-        table = CallTable(owner, clockwork, owner.settled.extend)  # type: ignore[arg-type]
+        table = CallTable(owner, clockwork)
         first = table.open(peer(), "what", 2.0)
         files = (module.__file__, clockwork_module.__file__)
         interrupted = interrupted_at(line, functools.partial(table.watch, first), files.__contains__)
@@ -240,9 +207,9 @@ def test_a_call_given_up_counts_as_under_way_until_its_answer_comes_late(
     assert table.unanswered() == 2
     for call in (timed_out, interrupted):
         assert table.take(call.call_id) is None
-        table.answered_late(call.call_id)
+        table.answered(call.call_id, call.peer)
     assert table.unanswered() == 0
-    table.answered_late(12345)  # never heard of
+    table.answered(12345, peer())  # never heard of
 
 
 def test_a_call_given_up_no_longer_counts_when_its_callee_is_gone(table: CallTable) -> None:
@@ -267,17 +234,16 @@ def test_a_call_that_has_just_ended_cannot_be_given_up(table: CallTable) -> None
 
 def test_a_call_that_somebody_else_answered_is_still_waited_for(table: CallTable) -> None:
     call = table.open(peer(), "what", 0)
-    taken = table.take(call.call_id)
-    assert taken is call
-    table.restore(call)
-    assert table.take(call.call_id) is call
+    with pytest.raises(ProtocolError, match="that worker 'callee' got"):
+        table.answered(call.call_id, peer("other"))
+    assert table.answered(call.call_id, call.peer) is call
 
 
 # ---- with a real loop
 
 
-def test_no_deadline_is_missed_when_many_threads_make_calls(loop: LoopThread, owner: Owner) -> None:
-    table = CallTable(owner, loop.loop, owner.settled.extend)
+def test_no_deadline_is_missed_when_many_threads_make_calls(loop: LoopThread, owner: Any) -> None:
+    table = CallTable(owner, loop.loop)
     everybody = threading.Barrier(8)
 
     def make(thread: int) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.call_table import CallTable
-from rpc.agent.caller import UNSET_TIMEOUT, Caller
-from rpc.agent.pending_call import PendingCall
+from rpc.agent.caller import Caller
+from rpc.agent.calls import CallTable, PendingCall
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
@@ -19,7 +18,7 @@ from tests.support.members import peer
 
 
 class Unsending:
-    """An agent and its outbox, which can send nothing; notes how many calls are under way when it is told."""
+    """An agent that can send nothing; notes how many calls are under way when it is told."""
 
     rpc_timeout = 60.0
     tape = None
@@ -27,21 +26,16 @@ class Unsending:
     def __init__(self, error: BaseException) -> None:
         self.error = error
         self.events = Events()
-        self.calls = CallTable(self, None, lambda futures: None)  # type: ignore[arg-type]
         self.under_way: list[int] = []
         unsending: Any = self
-        self.caller = Caller(unsending, unsending)
+        self.caller = Caller(unsending)
+        self.calls = CallTable(self.caller, None)  # type: ignore[arg-type]
 
     def send(self, *_: object, **__: object) -> None:
         raise self.error
 
     def something_ended(self) -> None:
         self.under_way.append(self.calls.unanswered())
-
-    def decode(self, call: PendingCall, frame: Any) -> Any:
-        raise AssertionError
-
-    complete_soon = expire = decode
 
     def request(self, to: Peer) -> PendingCall:
         return self.caller.request(to, Kind.CALL, Payload({}, [b""]), 1.0, "what")
@@ -76,13 +70,3 @@ def test_a_call_to_a_worker_about_to_be_lost_is_left_to_who_says_why() -> None:
     call = agent.request(peer())
     assert not call.settled()
     assert list(agent.calls.waiting()) == [call]
-
-
-def test_a_timeout_is_a_number_of_seconds() -> None:
-    effective = Unsending(ValueError()).caller.effective_timeout
-    assert [effective(each) for each in (0, 0.5, UNSET_TIMEOUT, float("inf"))] == [0, 0.5, 60.0, 0.0]
-    for bad in (-0.5, -2, float("nan")):
-        with pytest.raises(ValueError, match="a timeout is a number of seconds, 0 for none"):
-            effective(bad)
-    with pytest.raises(TypeError, match="not str 'soon'"):
-        effective("soon")  # type: ignore[arg-type]

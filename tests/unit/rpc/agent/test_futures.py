@@ -15,8 +15,8 @@ import pytest
 import torch
 import uvloop
 
+from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future, wait_all
-from rpc.agent.pending_call import PendingCall
 from rpc.errors import RpcTimeoutError
 from rpc.runtime.interrupts import defer_interrupts
 from tests.support.answering import Owner, fail, when_waiting
@@ -57,13 +57,6 @@ def test_a_reply_that_comes_with_the_timeout_still_counts(
         other_thread.submit(owner.answer, call, 42)
 
     monkeypatch.setattr(owner, "expire", too_late)
-    assert call.result() == 42
-
-
-@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
-def test_any_timeout_may_be_asked_for(owner: Owner, other_thread: ThreadPoolExecutor, timeout: float) -> None:
-    call = owner.call(timeout)
-    other_thread.submit(when_waiting(call, owner.answer, call, 42))
     assert call.result() == 42
 
 
@@ -131,20 +124,6 @@ def test_a_reply_that_was_there_before_the_future_completes_it(owner: Owner) -> 
     assert future.value() == 42
 
 
-def test_all_threads_that_wait_for_one_future_get_the_value_and_it_is_decoded_once(
-    owner: Owner, other_thread: ThreadPoolExecutor
-) -> None:
-    for _ in range(20):
-        owner.decoded.clear()
-        call, future = owner.future()
-        waiting = [other_thread.submit(future.wait) for _ in range(8)]
-        until(lambda call=call: len(call._waiters) == 8)  # type: ignore[misc]
-        owner.answer(call, [42])
-        values = [each.result(SOON) for each in waiting]
-        assert all(value is values[0] == [42] for value in values)
-        assert owner.decoded == [call.call_id]
-
-
 def test_waiters_and_the_executor_may_race_for_the_reply(
     owner: Owner, other_thread: ThreadPoolExecutor
 ) -> None:
@@ -202,15 +181,6 @@ def test_a_future_of_ones_own_can_be_completed_and_waited_for(other_thread: Thre
     assert [each.result(SOON) for each in waiting] == [42] * 3
 
 
-def test_pytorchs_own_functions_take_our_futures(owner: Owner) -> None:
-    calls_and_futures = [owner.future() for _ in range(3)]
-    for index, (call, _) in enumerate(calls_and_futures):
-        owner.answer(call, index)
-    ours = [future for _, future in calls_and_futures]
-    assert torch.futures.wait_all([*ours]) == [0, 1, 2]
-    assert [each.value() for each in torch.futures.collect_all([*ours]).wait()] == [0, 1, 2]
-
-
 # ---- then
 
 
@@ -240,28 +210,6 @@ def test_then_refuses_what_cannot_be_called(owner: Owner) -> None:
     _, future = owner.future()
     with pytest.raises(TypeError):
         future.then("not callable")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("through", ["then", "collect_all"])
-def test_a_callback_that_makes_a_blocking_call_stops_nobody(owner: Owner, through: str) -> None:
-    first, first_future = owner.future()
-    second, second_future = owner.future()
-
-    def blocking(_: object) -> int:
-        value: int = second_future.wait() + 1
-        return value
-
-    if through == "then":
-        following: torch.futures.Future[int] = first_future.then(blocking)
-    else:
-        following = torch.futures.collect_all([first_future]).then(blocking)
-    owner.answer(first, 1)
-    until(lambda: second._waiters)  # the callback blocks
-    third, third_future = owner.future()
-    owner.answer(third, 3)
-    assert third_future.wait() == 3
-    owner.answer(second, 41)
-    assert following.wait() == 42
 
 
 def test_a_thread_that_waits_is_not_held_up_by_a_callback_that_another_waiter_runs(

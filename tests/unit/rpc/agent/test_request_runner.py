@@ -28,17 +28,16 @@ async def function() -> None:
 
 def make() -> tuple[RequestRunner, Counter]:
     postponed = Counter()
-    agent = SimpleNamespace(postponed=postponed, something_ended=lambda: None)
-    return RequestRunner(agent, agent), postponed  # all that it asks of an agent here
+    agent: Any = SimpleNamespace(postponed=postponed, something_ended=lambda: None)
+    return RequestRunner(agent), postponed  # all that it asks of an agent here
 
 
-def test_an_answer_that_comes_later_is_in_the_codec_of_its_request() -> None:
+def test_an_answer_that_comes_later_is_in_the_codec_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     replies: list[tuple[Any, ...]] = []
-    answers: Any = SimpleNamespace(reply=lambda *reply: replies.append(reply))
     peer: Any = object()
-    later = RequestRunner(answers, answers).replier(
-        Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7))
-    )
+    runner, _ = make()
+    monkeypatch.setattr(runner, "reply", lambda *reply: replies.append(reply))
+    later = runner.replier(Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7)))
     later("value", None)
     assert replies == [(peer, 5, "value", None, None, 7)]
 
@@ -49,7 +48,6 @@ def test_after_stop_no_coroutine_begins() -> None:
     with pytest.raises(NotInitializedError, match="shutting down"):
         callee.start(function, (), {}, Request(None, None), answer)  # type: ignore[arg-type]
     assert postponed.value == 0
-    assert callee._coroutines is None
 
 
 def test_a_coroutine_whose_loop_has_just_ended_is_not_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,12 +88,6 @@ def test_a_gone_worker_is_refused_with_the_reason_why_it_is_held_to_be_gone() ->
     assert "given it up (its connection broke)" in refusal.reason
 
 
-def test_of_two_that_connect_to_each_other_the_attempt_of_the_smaller_incarnation_counts() -> None:
-    assert code(judged(SMALLER, view(SMALLER), connecting=True)) == "welcome"
-    assert code(judged(LARGER, view(LARGER), connecting=True)) == CROSSED
-    assert code(judged(LARGER, view(LARGER))) == "welcome"
-
-
 @PROFILE
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
 def test_of_two_simultaneous_attempts_exactly_one_counts(left: int, right: int) -> None:
@@ -126,15 +120,6 @@ def test_a_newcomer_with_a_name_that_is_taken_is_refused() -> None:
     assert refusal is not None
     assert "the name 'smaller' is taken by worker 'smaller' (id 1)" in refusal.reason
     assert group.present() == [ME, SMALLER]
-
-
-def test_a_worker_that_returns_under_its_name_joins_as_a_new_incarnation() -> None:
-    group = view(SMALLER, static=False)
-    group.leave(SMALLER.incarnation, "it died")
-    returned = member("smaller", 1, 700)
-    assert judged(returned, group) is None
-    assert group.resolve("smaller") == returned
-    assert code(judged(SMALLER, group)) == GONE
 
 
 @pytest.mark.parametrize("reason", ["name", "wanted"])

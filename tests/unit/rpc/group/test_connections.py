@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,27 +20,11 @@ from rpc.transport.base import Connection, ConnectionClosed, QueueFull, Transpor
 from rpc.transport.tcp import TcpTransport
 from rpc.wire.frames import Kind
 from tests.support.members import member
-from tests.support.nodes import MakeNode, Node, pair, refusals
+from tests.support.nodes import MakeNode, Node, pair
 from tests.support.stranger import Stranger, hello_to
 from tests.support.streams import SOON, until
 
 # ---- connecting
-
-
-@pytest.mark.parametrize(("host", "scheme"), [("host", "unix"), (None, "tcp")])
-def test_a_message_brings_about_the_connection(make_node: MakeNode, host: str | None, scheme: str) -> None:
-    left = make_node("left", host=host or "one host")
-    right = make_node("right", host=host or "another host")
-    left.form_group(right.member)
-    right.form_group(left.member)
-    assert left.open_connections() == []
-    left.send(right, 1)
-    right.wait_until(lambda: right.numbers_from(left) == [1])
-    right.send(left, 2)
-    left.wait_until(lambda: left.numbers_from(right) == [2])
-    (connection,) = left.open_connections()
-    assert connection.over_network is (scheme == "tcp")
-    assert connection.description == "worker 'right'"
 
 
 def test_messages_of_many_threads_sent_while_connecting_arrive_once_and_in_each_threads_order(
@@ -64,45 +47,6 @@ def test_messages_of_many_threads_sent_while_connecting_arrive_once_and_in_each_
     for first in range(0, 4000, 1000):
         mine = [number for number in right.numbers_from(left) if first <= number < first + 1000]
         assert mine == list(range(first, first + 200))
-
-
-@pytest.mark.parametrize("host", ["host", None], ids=["unix", "tcp"])
-def test_two_that_connect_to_each_other_at_once_get_one_connection_and_lose_nothing(
-    make_node: MakeNode, host: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    chance = random.Random(5)
-    for _ in range(25):
-        incarnations = chance.sample(range(1, 1000), 2)
-        left = make_node("left", incarnations[0], host=host or "one host")
-        right = make_node("right", incarnations[1], host=host or "another host")
-        left.form_group(right.member)
-        right.form_group(left.member)
-        start = threading.Barrier(2)
-
-        def talk(here: Node, there: Node, delay: int, start: threading.Barrier = start) -> None:
-            start.wait(SOON)
-            for _ in range(delay):
-                pass
-            for number in range(5):
-                here.send(there, number)
-
-        talking = [
-            threading.Thread(target=talk, args=(here, there, chance.randrange(5000)))
-            for here, there in ((left, right), (right, left))
-        ]
-        for each in talking:
-            each.start()
-        for here, there in ((left, right), (right, left)):
-            here.wait_until(lambda here=here: len(here.received) == 5)  # type: ignore[misc]
-            assert here.numbers_from(there) == list(range(5))
-        for each in talking:
-            each.join(SOON)
-        for here in (left, right):
-            until(lambda here=here: len(here.open_connections()) == 1)  # type: ignore[misc]
-            assert here.gone == []
-        left.leave()
-        right.leave()
-    assert refusals(caplog) == []
 
 
 def test_a_worker_that_cannot_be_reached_is_gone_and_the_reason_says_where_it_was_looked_for(
@@ -197,20 +141,6 @@ def test_whose_program_has_crashed_is_worth_a_warning(
     right.wait_gone()
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning.getMessage() == f"worker 'left' (id 0) is gone: {CRASHED}, ValueError: no"
-
-
-def test_who_dies_is_noticed(make_node: MakeNode) -> None:
-    left, right = pair(make_node)
-    left.send(right, 1)
-    right.wait_until(lambda: right.received)
-    (connection,) = left.open_connections()
-    left.on_loop(connection.close, "dead")
-    name, reason = right.wait_gone()
-    assert name == "left"
-    assert reason == (
-        "the connection was closed by the other side without a goodbye; its process has died, most likely"
-    )
-    assert len(right.gone) == 1
 
 
 def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make_node: MakeNode) -> None:

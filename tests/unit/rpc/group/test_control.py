@@ -9,7 +9,6 @@ import pytest
 
 from rpc.errors import ProtocolError, WorkerLostError
 from rpc.group.control import ACK_SECONDS, Control
-from rpc.group.delivery import ACK_EVERY
 from rpc.runtime.mailbox import Mailbox
 from rpc.transport.base import INFINITE
 from rpc.wire.frames import Frame, Kind, decode_one
@@ -107,16 +106,6 @@ def test_an_acknowledgement_travels_alone_only_where_nothing_else_does(
     assert here.control.unacknowledged() == 0
 
 
-def test_many_messages_are_acknowledged_at_once(clockwork: Clockwork, here: Worker, there: Worker) -> None:
-    for number in range(ACK_EVERY):
-        here.control.post(there.seen_as, "news", number)
-    clockwork.advance(0)
-    there.receive(here)
-    clockwork.advance(0)
-    assert here.receive(there) == 1
-    assert here.control.unacknowledged() == 0
-
-
 def test_who_is_idle_sets_no_timer(clockwork: Clockwork, here: Worker, there: Worker) -> None:
     here.control.post(there.seen_as, "news", 1)
     clockwork.advance(0)
@@ -195,9 +184,3 @@ def test_a_message_that_nobody_follows_or_that_cannot_be_is_a_violation(
 ) -> None:
     with pytest.raises(ProtocolError, match="control message"):
         here.control.received(there.seen_as, Frame(Kind.CONTROL, 0, {"batch": [0, 1, [message]]}, []))
-
-
-@pytest.mark.parametrize("header", [{}, {"batch": None}, {"batch": [0, 1]}, {"batch": [5, 1, []]}], ids=str)
-def test_a_batch_that_cannot_be_is_a_violation(here: Worker, there: Worker, header: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="a batch of control messages that cannot be"):
-        here.control.received(there.seen_as, Frame(Kind.CONTROL, 0, header, []))

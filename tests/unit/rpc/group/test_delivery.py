@@ -30,12 +30,6 @@ def sending(*messages: Any) -> Delivery:
     return end
 
 
-def test_messages_sent_together_travel_together() -> None:
-    here, there = sending("a", "b", "c"), Delivery()
-    assert there.received(batch_of(here)) == ["a", "b", "c"]
-    assert here.outgoing() is None
-
-
 def test_an_idle_end_sends_nothing() -> None:
     end = Delivery()
     assert not end.is_due
@@ -75,33 +69,6 @@ def test_a_message_that_comes_twice_is_handed_over_once_and_acknowledged_at_once
     batch = batch_of(here)
     assert there.received(batch) == ["a"]
     assert there.received(batch) == []
-    here.received(batch_of(there))
-    assert here.unacknowledged == 0
-
-
-def test_batches_that_overtake_each_other_are_handed_over_as_they_come() -> None:
-    here, there = Delivery(), Delivery()
-    batches = []
-    for message in "abcd":
-        here.send(message)
-        batches.append(batch_of(here))
-    assert [there.received(batches[n]) for n in (3, 1, 0, 2)] == [["d"], ["b"], ["a"], ["c"]]
-    here.received(batch_of(there, acknowledge=True))
-    assert here.unacknowledged == 0
-
-
-def test_a_new_connection_sends_at_once_what_the_old_one_may_have_lost() -> None:
-    here, there = sending("a", "b"), Delivery()
-    there.received(batch_of(here))
-    here.received(batch_of(there, acknowledge=True))
-    here.send("c")
-    there.received(batch_of(here))  # and the acknowledgement is lost
-    here.send("d")
-    batch_of(here)  # is lost itself
-    here.reconnected()
-    assert here.is_due
-    assert there.received(batch_of(here)) == ["d"]
-    assert here.outgoing() is None
     here.received(batch_of(there))
     assert here.unacknowledged == 0
 
@@ -165,7 +132,7 @@ def test_the_example_in_the_text_runs() -> None:
 @given(
     course=st.lists(
         st.tuples(
-            st.sampled_from(["send", "send", "write", "write", "acknowledge", "arrive", "arrive", "renew"]),
+            st.sampled_from(["send", "send", "write", "write", "acknowledge", "arrive", "again", "renew"]),
             st.booleans(),
             st.integers(0, 1000),
         ),
@@ -180,8 +147,8 @@ def test_everything_sent_arrives_once_over_connections_that_reorder_and_break(
     got: dict[bool, list[int]] = {False: [], True: []}
     flying: list[tuple[bool, bytes]] = []
 
-    def arrive(index: int) -> None:
-        to, batch = flying.pop(index)
+    def arrive(index: int, again: bool = False) -> None:
+        to, batch = flying[index] if again else flying.pop(index)
         got[to] += ends[to].received(msgpack.unpackb(batch))
 
     def write(end: bool, *, acknowledge: bool) -> None:
@@ -195,8 +162,8 @@ def test_everything_sent_arrives_once_over_connections_that_reorder_and_break(
                 sent[end].append(len(sent[end]))
             case "write" | "acknowledge":
                 write(end, acknowledge=what == "acknowledge")
-            case "arrive" if flying:
-                arrive(number % len(flying))
+            case "arrive" | "again" if flying:
+                arrive(number % len(flying), what == "again")
             case "renew":
                 flying.clear()
                 ends[False].reconnected()

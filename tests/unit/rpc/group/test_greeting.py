@@ -8,11 +8,9 @@ import re
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from rpc.group.handshake import parse_refusal
 from rpc.group.workers import Member
 from rpc.wire.frames import MAGIC, PREAMBLE, PROTOCOL_VERSION, Kind
 from tests.support.members import member
@@ -22,17 +20,6 @@ from tests.support.streams import SOON, until
 from tests.support.token import Token
 
 # ---- who comes in
-
-
-def test_a_newcomer_joins_a_dynamic_group_by_connecting(make_node: MakeNode) -> None:
-    here, newcomer = make_node("here"), make_node("newcomer")
-    here.form_group(static=False)
-    newcomer.form_group(here.member, static=False)
-    newcomer.send(here, 1)
-    here.wait_until(lambda: here.numbers_from(newcomer) == [1])
-    assert here.view.find(newcomer.member.incarnation) == newcomer.member
-    here.send(newcomer, 2)
-    newcomer.wait_until(lambda: newcomer.numbers_from(here) == [2])
 
 
 def test_a_hello_that_comes_before_the_group_is_formed_is_answered_then(make_node: MakeNode) -> None:
@@ -67,42 +54,6 @@ def test_a_worker_that_asks_for_no_proof_is_not_believed(make_node: MakeNode) ->
     here.send(impostor, 1)
     said = "the handshake with it failed: it has not proven that it belongs to this job"
     assert here.wait_gone() == ("impostor", said)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, "is not among the workers that formed the group"),
-        ({"group": "another job"}, "in the name of another group"),
-        ({"wanted": 12345}, "wanted incarnation 3039, which is no longer at this address"),
-        ({"who": "gone"}, "which has given it up (it died)"),
-        ({"who": "itself"}, "claims to be that very worker"),
-    ],
-)
-def test_who_does_not_belong_here_is_told_why_naming_both_sides_and_it_is_logged(
-    make_node: MakeNode,
-    stranger: Callable[[Node], Stranger],
-    caplog: pytest.LogCaptureFixture,
-    options: dict[str, Any],
-    said: str,
-) -> None:
-    node, other = pair(make_node)
-    if options.get("who") == "gone":
-        options = {"who": other.member}
-        node.on_loop(node.connections.lose, node.peers[other.member.incarnation], "it died")
-    elif options.get("who") == "itself":
-        options = {"who": node.member}
-    caplog.clear()
-    hello = hello_to(node, **options)
-    visitor = stranger(node)
-    visitor.say(PREAMBLE + frame(Kind.HELLO, hello.header()) + frame(Kind.CALL, {}, b"not even looked at"))
-    (answer,) = visitor.hear()
-    assert answer.kind == Kind.REFUSED
-    reason = parse_refusal(answer.header).reason
-    assert f"worker '{hello.member.name}' asked worker 'left' (id 0)" in reason
-    assert said in reason
-    (logged,) = refusals(caplog)
-    assert reason in logged
 
 
 PREFIX = struct.Struct("<QQIIB3x")

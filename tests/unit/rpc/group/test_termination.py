@@ -40,13 +40,18 @@ def probes(wave: int, *to: int, dead: Sequence[int] = ()) -> list[Action]:
 # ---- properties
 
 
+def at_work(count: int, chance: Random, depth: int = 2) -> World:
+    world = World(count, chance)
+    for worker in world.workers.values():
+        world.start_program(worker, chance.randint(0, 3), depth)
+    return world
+
+
 @given(st.integers(1, 5), st.integers(0, 1 << 32))
 @settings(max_examples=150, deadline=None)
 def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count: int, seed: int) -> None:
     chance = Random(seed)
-    world = World(count, chance)
-    for worker in world.workers.values():
-        world.start_program(worker, chance.randint(0, 3), 2)
+    world = at_work(count, chance)
     world.run_to_end()
     assert all(worker.outcome == "left" for worker in world.workers.values())
 
@@ -55,9 +60,7 @@ def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count:
 @settings(max_examples=250, deadline=None)
 def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> None:
     chance = Random(seed)
-    world = World(count, chance)
-    for worker in world.workers.values():
-        world.start_program(worker, chance.randint(0, 3), 2)
+    world = at_work(count, chance)
     for _ in range(chance.randint(1, count - 1)):
         for _ in range(chance.randint(0, 120)):
             world.step()
@@ -71,9 +74,7 @@ def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> No
 @settings(max_examples=150, deadline=None)
 def test_the_same_with_connections_that_break(count: int, seed: int) -> None:
     chance = Random(seed)
-    world = World(count, chance)
-    for worker in world.workers.values():
-        world.start_program(worker, chance.randint(0, 3), 2)
+    world = at_work(count, chance)
     for _ in range(chance.randint(0, 120)):
         world.step()
     alive = [worker for worker in world.workers.values() if worker.running]
@@ -104,19 +105,6 @@ def test_with_a_timeout_it_ends_though_one_never_enters(count: int, seed: int) -
 # ---- cases
 
 
-def test_alone_leaves_at_once() -> None:
-    (me,) = members(1)
-    assert Termination(me, [me]).enter(0.0, IDLE) == [Leave()]
-
-
-def test_alone_but_busy_leaves_when_idle() -> None:
-    (me,) = members(1)
-    termination = Termination(me, [me])
-    assert termination.enter(0.0, Report(1)) == []
-    assert termination.awaits_idleness
-    assert termination.became_idle(IDLE) == [Leave()]
-
-
 def test_no_wave_before_all_have_entered() -> None:
     group = members(3)
     one, two = (member.incarnation for member in group[1:])
@@ -130,12 +118,6 @@ def test_two_equal_waves_are_needed() -> None:
     leader, (peer,) = entered(2)
     assert report(leader, peer, 1) == probes(2, peer)
     assert report(leader, peer, 2) == [Send(peer, [0, "quiescent"]), Leave()]
-
-
-def test_what_began_between_two_waves_is_no_proof() -> None:
-    leader, (peer,) = entered(2)
-    outcomes = [report(leader, peer, wave, begun=begun) for wave, begun in enumerate([1, 2, 2], 1)]
-    assert [Leave() in actions for actions in outcomes] == [False, False, True]
 
 
 def test_a_busy_worker_is_not_asked_again_before_it_says_that_something_changed() -> None:
@@ -184,13 +166,6 @@ def test_connection_broken_between_two_others_must_be_known_to_both() -> None:
     assert Leave() in actions
 
 
-def test_who_loses_another_tells_the_leader() -> None:
-    group = members(3)
-    worker = Termination(group[1], group)
-    worker.enter(0.0, IDLE)
-    assert worker.lost(group[2].incarnation, 0.0, IDLE) == [Send(group[0].incarnation, [0, "changed"])]
-
-
 def test_worker_cuts_off_whom_the_leader_holds_dead_before_it_counts_as_clean() -> None:
     group = members(3)
     leader, _, dead = (member.incarnation for member in group)
@@ -199,16 +174,6 @@ def test_worker_cuts_off_whom_the_leader_holds_dead_before_it_counts_as_clean() 
     answer = worker.receive(leader, [0, "probe", 1, [dead]], 0.0, IDLE)
     assert answer == [CutOff(dead), Send(leader, [0, "report", 1, [], 0, 0])]
     assert worker.lost(dead, 0.0, IDLE) == [Send(leader, [0, "changed"])]
-
-
-def test_all_announce_themselves_to_the_next_leader() -> None:
-    group = members(3)
-    first, second, _ = (member.incarnation for member in group)
-    worker = Termination(group[2], group)
-    assert worker.enter(0.0, IDLE) == [Send(first, [0, "entered"])]
-    assert worker.lost(first, 0.0, IDLE) == [Send(second, [0, "entered"])]
-    assert worker.leader == second
-    assert Leave() in worker.lost(second, 0.0, IDLE)
 
 
 def test_late_and_doubled_messages_do_no_harm() -> None:

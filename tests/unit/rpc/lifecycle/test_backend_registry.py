@@ -11,7 +11,6 @@ from rpc.lifecycle.backend_registry import (
     BackendType,
     backend_registered,
     construct_rpc_backend_options,
-    init_backend,
     register_backend,
 )
 from rpc.options import RpcBackendOptions
@@ -58,13 +57,6 @@ def test_member_is_itself_after_copying_and_pickling() -> None:
     assert pickle.loads(pickle.dumps(backend)) is backend
 
 
-def test_members_of_before_stay_members() -> None:
-    first = register_backend("FIRST", _options, _agent)
-    register_backend("SECOND", _options, _agent)
-    assert isinstance(first, BackendType)
-    assert BackendType["FIRST"] is first
-
-
 def test_name_is_registered_once() -> None:
     register_backend("STUB", _options, _agent)
     with pytest.raises(RuntimeError, match=r"^RPC backend STUB: already registered$"):
@@ -89,8 +81,3 @@ def test_options_are_constructed_by_the_backend() -> None:
     }
     backend = register_backend("PLAIN", RpcBackendOptions, _agent)
     assert construct_rpc_backend_options(backend, rpc_timeout=5).rpc_timeout == 5
-
-
-def test_agent_is_started_by_the_backend() -> None:
-    backend = register_backend("STUB", _options, _agent)
-    assert init_backend(backend, name="a", rank=0) == ("an agent", {"name": "a", "rank": 0})

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import rpc
-from rpc.lifecycle.extensions import GROUP
+from rpc.lifecycle.own_backend import EXTENSIONS
 from rpc.runtime.current import current_agent
 
 MODULE = """
@@ -32,7 +32,7 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described = tmp_path / "counting_extension-1.0.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: counting-extension\nVersion: 1.0\n")
-    (described / "entry_points.txt").write_text(f"[{GROUP}]\ncounting = counting_extension:install\n")
+    (described / "entry_points.txt").write_text(f"[{EXTENSIONS}]\ncounting = counting_extension:install\n")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -42,7 +42,7 @@ def test_an_agent_gets_the_extensions_of_all_installed_packages_before_it_joins(
         rpc.init_with_store(None, HashStore(), "alone", 0, 1)
         try:
             info = rpc.get_debug_info()
-            assert set(current_agent().extensions) == {"rref", "autograd", "counting"}
+            assert set(current_agent().extensions) == {"rref", "autograd", "spmd.store", "counting"}
         finally:
             rpc.shutdown()
         assert info["installed_before_joining"]

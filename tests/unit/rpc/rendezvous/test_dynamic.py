@@ -17,20 +17,6 @@ def _names(members: tuple[Member, ...]) -> set[str]:
     return {member.name for member in members}
 
 
-def test_first_worker_founds_the_group(connect: Connect, workers: Workers) -> None:
-    (worker,) = workers(1)
-    group = join_dynamic(connect(), worker.member, 5)
-    assert group.members == (worker.member,)
-    assert group.others == ()
-    assert not group.static
-
-
-def test_each_knows_those_that_joined_before(connect: Connect, workers: Workers) -> None:
-    for number, worker in enumerate(workers(4)):
-        group = join_dynamic(connect(), worker.member, 5)
-        assert _names(group.others) == {f"worker{earlier}" for earlier in range(number)}
-
-
 def test_of_workers_that_join_at_once_each_pair_is_known_to_one(connect: Connect, workers: Workers) -> None:
     groups = results([in_thread(join_dynamic, connect(), worker.member, 10) for worker in workers(8)])
     assert len({group.key for group in groups}) == 1
@@ -45,17 +31,6 @@ def test_worker_that_left_is_not_known_to_later_ones(connect: Connect, workers: 
     join_dynamic(connect(), two.member, 5)
     assert first.leave()
     assert _names(join_dynamic(connect(), three.member, 5).others) == {"worker1"}
-
-
-def test_workers_come_and_go_many_times(memory: SharedStore, start_worker: StartWorker) -> None:
-    stays = start_worker("stays", 0)
-    join_dynamic(memory, stays.member, 5)
-    for round_number in range(30):
-        comes = start_worker("comes", 1)
-        group = join_dynamic(memory, comes.member, 5)
-        assert _names(group.members) == {"stays", "comes"}, round_number
-        group.leave()
-        comes.die()
 
 
 def test_ids_are_given_to_those_without_rank(connect: Connect, start_worker: StartWorker) -> None:

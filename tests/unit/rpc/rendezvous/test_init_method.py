@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import gc
-import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -165,16 +162,6 @@ def test_two_processes_of_rank_0_meet_in_one_store(free_port: int) -> None:
 def test_unknown_host_gives_up_in_time_and_names_it() -> None:
     with pytest.raises(RendezvousTimeoutError, match=r"no\.such\.host\.invalid:1 "):
         open_store("tcp://no.such.host.invalid:1", 1, 2, timeout=0.3)
-
-
-def test_ctrl_c_takes_effect_at_once(free_port: int) -> None:
-    timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    begin = time.monotonic()
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        open_store(f"tcp://127.0.0.1:{free_port}", 1, 2, timeout=60)
-    assert time.monotonic() - begin < 5
-    timer.join()
 
 
 def test_server_that_is_replaced_is_found_again(free_port: int, workers: Workers) -> None:

@@ -30,19 +30,6 @@ def test_all_workers_get_the_same_group(connect: Connect, workers: Workers) -> N
     assert all(group.static for group in groups)
 
 
-def test_group_after_group_in_one_store(connect: Connect, workers: Workers) -> None:
-    stores = [connect() for _ in range(3)]
-    keys = set()
-    for _ in range(10):
-        trio = workers(3)
-        groups = results([in_thread(join, s, w.member, 3) for s, w in zip(stores, trio, strict=True)])
-        assert all(group.members == tuple(worker.member for worker in trio) for group in groups)
-        keys.add(groups[0].key)
-        for worker in trio:
-            worker.die()
-    assert len(keys) == 10
-
-
 def test_fast_worker_may_arrive_for_the_next_group_while_others_leave_the_last(
     memory: SharedStore, workers: Workers, start_worker: StartWorker
 ) -> None:
@@ -111,16 +98,6 @@ def test_dynamic_group_in_the_same_store_is_refused(memory: SharedStore, start_w
 # What died on the way
 
 
-def test_arrivals_of_a_killed_attempt_do_not_poison_the_next(connect: Connect, workers: Workers) -> None:
-    for worker in workers(2):  # rank 2 never came, and nobody lived to see it
-        abandoned = in_thread(join, connect(), worker.member, 3, 0.2)
-        worker.die()
-        assert isinstance(abandoned.exception(10), RendezvousTimeoutError)
-    everybody = workers(3)
-    groups = results([in_thread(join, connect(), worker.member, 3) for worker in everybody])
-    assert groups[0].members == tuple(worker.member for worker in everybody)
-
-
 def _leave_arrival(store: SharedStore, member: Member, world_size: int) -> int:
     """A worker that has arrived and does nothing more; returns its place."""
     return Log(store.under("farcall/default")).append(Arrival.of(member, world_size))
@@ -141,18 +118,6 @@ def test_group_is_not_completed_by_the_dead(memory: SharedStore, workers: Worker
     one.die()
     with pytest.raises(RendezvousTimeoutError, match="missing: 1"):
         join(memory, zero.member, 2, timeout=0.3)
-
-
-def test_workers_wait_for_the_coordinator_that_replaces_a_dead_one(
-    memory: SharedStore, workers: Workers, start_worker: StartWorker
-) -> None:
-    dead, one = workers(2)
-    _leave_arrival(memory, dead.member, 2)
-    dead.die()
-    waiting = in_thread(join, memory, one.member, 2)
-    zero = start_worker("worker0", 0)
-    assert join(memory, zero.member, 2).members == (zero.member, one.member)
-    assert waiting.result(10).members == (zero.member, one.member)
 
 
 def test_second_claimant_of_rank_0_coordinates_once_the_first_is_dead(

@@ -62,18 +62,6 @@ def test_ctrl_c_interrupts_result_and_gives_the_call_up(
     assert not call._waiters
 
 
-def test_ctrl_c_interrupts_wait_and_the_future_is_completed_later(
-    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
-) -> None:
-    call, future = owner.future()
-    other_thread.submit(ctrl_c.press_when, lambda: call._waiters)
-    with pytest.raises(KeyboardInterrupt):
-        future.wait()
-    assert owner.open
-    owner.answer(call, 42)
-    assert future.wait() == 42
-
-
 def test_ctrl_c_interrupts_while_another_thread_decodes(
     owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
 ) -> None:

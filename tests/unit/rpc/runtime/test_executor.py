@@ -66,18 +66,6 @@ def test_an_executor_has_at_least_one_thread() -> None:
         Executor(0, "none")
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 1000])
-def test_all_tasks_of_a_batch_run(make: Callable[[int], Executor], size: int) -> None:
-    executor = make(4)
-    results: list[int] = []
-    done = threading.Event()
-    executor.submit_batch([(results.append, index) for index in range(size)])
-    executor.submit((lambda _: done.set(), None))
-    assert done.wait(SOON)
-    until(lambda: not executor.active())
-    assert sorted(results) == list(range(size))
-
-
 def test_tasks_begin_in_the_order_in_which_they_came(
     make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,15 +92,6 @@ def test_a_batch_larger_than_the_idle_threads_is_begun_in_full(
     task, met = meeting(idle + 1)
     executor.submit_batch([task] * (idle + 1))
     assert met.wait(SOON)
-
-
-def test_more_threads_are_started_when_all_are_blocked(make: Callable[[int], Executor]) -> None:
-    executor = make(2)
-    task, met = meeting(20)
-    for _ in range(20):
-        executor.submit(task)
-    assert met.wait(SOON)
-    assert executor.counts()["threads"] >= 20
 
 
 def test_threads_above_the_base_number_retire_when_idle_and_no_others_do(

@@ -44,15 +44,6 @@ undecorated: Callable[[int], int] = vars(decorated)["__wrapped__"]
 double = lambda a: 2 * a  # noqa: E731
 
 
-def make_adder(amount: Any) -> Callable[[Any], Any]:
-    """A closure over ``amount``."""
-
-    def adder(value: Any) -> Any:
-        return value + amount
-
-    return adder
-
-
 class Plain:
     """An object with attributes and nothing else."""
 
@@ -145,34 +136,12 @@ with warnings.catch_warnings():
         return x + k
 
 
-class OddError(Exception):
-    """Does not take the arguments that it leaves in ``args``."""
-
-    def __init__(self, flag: bool, text: str) -> None:
-        self.flag = flag
-        super().__init__(text)
-
-
 class DetailedError(Exception):
     """Has attributes."""
 
     def __init__(self, text: str, detail: Any = None) -> None:
         super().__init__(text)
         self.detail = detail
-
-
-class RefusingError(Exception):
-    """Cannot be pickled at all."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("not this one")
-
-
-class MutedError(Exception):
-    """Cannot even be turned into text."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 def trouble(depth: int) -> None:

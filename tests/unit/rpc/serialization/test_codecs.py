@@ -48,14 +48,12 @@ def test_call_and_value_in_another_codec(serializer: Serializer) -> None:
     call = serializer.codecs[7].dump_call(add, (1, 2), {}, CALLEE)
     func, args, kwargs = serializer.codecs[call.codec].load_call({}, call.buffers, None, CALLER)
     value = serializer.codecs[call.codec].dumps(func(*args, **kwargs), CALLER)
-
     assert serializer.codecs[value.codec].loads({}, value.buffers, None, CALLEE) == 3
     assert call.codec == value.codec == 7
 
 
 def test_messages_are_in_pickle_unless_they_say_otherwise(serializer: Serializer) -> None:
     payload = serializer.dumps(3, CALLEE)
-
     assert payload.codec == PICKLE
     assert serializer.codecs[PICKLE].loads({}, payload.buffers, None, CALLER) == 3
 
@@ -63,7 +61,6 @@ def test_messages_are_in_pickle_unless_they_say_otherwise(serializer: Serializer
 def test_exception_that_a_codec_cannot_write_is_described(serializer: Serializer) -> None:
     payload = serializer.dump_exception(ValueError("x"), "callee", CALLER, codec=7)
     arrived = serializer.load_exception(payload.header, payload.buffers, None, CALLEE, codec=7)
-
     assert "ValueError, raised by worker 'callee': x" in str(arrived)
     assert type(raise_remotely(ValueError("x"), by=serializer)) is ValueError
 
@@ -78,6 +75,5 @@ def test_number_is_free_and_fits_a_byte(serializer: Serializer, number: int) -> 
     codec = MsgpackCodec()
     codec.id = number
     neutral: Codec = codec
-
     with pytest.raises(ValueError, match="taken, or not in 0 to 255"):
         serializer.register_codec(neutral)

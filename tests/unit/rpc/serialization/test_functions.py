@@ -75,16 +75,13 @@ def test_what_can_be_imported_goes_by_name(callee: Any) -> None:
 def test_method_that_its_object_does_not_have_under_its_name() -> None:
     plain = Plain(3)
     plain.value = types.MethodType(lambda self: type(self).__name__, plain)
-
     assert send(plain).value() == "Plain"
 
 
 def test_objects_of_importable_classes() -> None:
     point = Point(1, torch.ones(2), ["a"])
     slotted = callees.Slotted(Color.BLUE)
-
     arrived = send({"point": point, "pair": Pair(1, point), "slotted": slotted})
-
     assert type(arrived["point"]) is Point
     assert arrived["pair"].right is arrived["point"]
     assert arrived["slotted"].value is Color.BLUE
@@ -95,7 +92,6 @@ def test_recursive_structure() -> None:
     loop["list"].append(loop)
     plain = Plain(None)
     plain.value = plain
-
     assert send(loop)["list"][0]["list"][0]["list"] is not None
     arrived = send(plain)
     assert arrived.value is arrived
@@ -169,7 +165,6 @@ def test_local_class_goes_by_value_and_keeps_its_identity_in_one_process() -> No
             return super().__getattribute__("x") * 2
 
     arrived = send([Local(torch.ones(2)), Local])
-
     assert torch.equal(arrived[0].twice(), torch.full((2,), 2.0))
     assert type(arrived[0]) is arrived[1] is Local  # cloudpickle remembers where it came from
 
@@ -185,16 +180,13 @@ def test_closures_of_one_message_share_their_variable() -> None:
 
     remote_increment, remote_read = send((increment, read))
     remote_increment()
-
     assert remote_read() == 1
     assert read() == 0
 
 
 def test_tensor_in_a_closure_travels_as_a_segment() -> None:
     large = torch.arange(100_000.0)
-
     payload = SERIALIZER.dump_call(lambda x: large.sum() + x, (), {}, CALLEE)
-
     assert [len(segment) for segment in payload.buffers[1:]] == [400_000]
 
 
@@ -218,7 +210,6 @@ def test_script_function_that_its_module_does_not_hold_goes_by_value() -> None:
         return x * 3
 
     func, args, _ = send_call(local, (torch.ones(2),))
-
     assert func is not local
     assert torch.equal(func(*args), torch.full((2,), 3.0))
 
@@ -226,43 +217,11 @@ def test_script_function_that_its_module_does_not_hold_goes_by_value() -> None:
 # ---- what is missing on the receiver
 
 
-def test_function_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, buffers = deliver(SERIALIZER.dump_call(callees.null, (), {}, CALLEE))
-    monkeypatch.delattr(callees, "null")
-
-    with pytest.raises(FunctionNotFoundError, match="RPC pickler does not serialize") as caught:
-        SERIALIZER.load_call({}, buffers, None, CALLER)
-    assert "'tests.unit.rpc.serialization.callees.null'" in str(caught.value)
-    assert isinstance(caught.value, AttributeError)
-
-
-def test_class_of_an_argument_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, buffers = deliver(SERIALIZER.dump_call(callees.null, (Plain(1),), {}, CALLEE))
-    monkeypatch.delattr(callees, "Plain")
-
-    with pytest.raises(FunctionNotFoundError, match=r"'tests\.unit\.rpc\.serialization\.callees\.Plain'"):
-        SERIALIZER.load_call({}, buffers, None, CALLER)
-
-
-@pytest.mark.parametrize("as_argument", [False, True])
-def test_module_missing_on_the_callee(monkeypatch: pytest.MonkeyPatch, as_argument: bool) -> None:
-    module = types.ModuleType("only_here")
-    exec("def func(): pass", module.__dict__)
-    monkeypatch.setitem(sys.modules, "only_here", module)
-    func, args = (callees.null, (module.func,)) if as_argument else (module.func, ())
-    _, buffers = deliver(SERIALIZER.dump_call(func, args, {}, CALLEE))
-    monkeypatch.delitem(sys.modules, "only_here")
-
-    with pytest.raises(FunctionNotFoundError, match="no module named 'only_here'"):
-        SERIALIZER.load_call({}, buffers, None, CALLER)
-
-
 def test_module_that_fails_to_import_is_no_missing_function(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "imports_in_vain.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.syspath_prepend(tmp_path)
-
     with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
         functions.resolve("imports_in_vain", "func")
 
@@ -306,7 +265,6 @@ def helper():
 def test_main_goes_by_name_to_a_worker_that_runs_the_same_script(run_as_main: Any) -> None:
     main = run_as_main(SCRIPT)
     peer = Worker(main=main_identity())
-
     assert send_call(main.helper, to=peer)[0] is main.helper
     assert type(send(main.Model(), to=peer)) is main.Model
     assert send([main.helper], to=peer)[0] is main.helper
@@ -316,7 +274,6 @@ def test_main_goes_by_name_to_a_worker_that_runs_the_same_script(run_as_main: An
 def test_main_goes_by_value_to_any_other_worker(run_as_main: Any, peer_main: str) -> None:
     main = run_as_main(SCRIPT)
     peer = Worker(main=peer_main)
-
     func, _, _ = send_call(main.helper, to=peer)
     assert func is not main.helper
     assert func() == 1
@@ -326,10 +283,8 @@ def test_main_goes_by_value_to_any_other_worker(run_as_main: Any, peer_main: str
 
 def test_lambda_of_a_shared_main_refers_to_the_receivers_main(run_as_main: Any) -> None:
     main = run_as_main(SCRIPT + "\ncall = lambda: helper()\n")
-
     func, _, _ = send_call(main.call, to=Worker(main=main_identity()))
     func()
-
     assert main.STATE == [1]
 
 
@@ -337,7 +292,6 @@ def test_what_only_the_callers_main_has_is_not_found(run_as_main: Any) -> None:
     main = run_as_main(SCRIPT)
     _, buffers = deliver(SERIALIZER.dump_call(main.helper, (), {}, Worker(main=main_identity())))
     del main.helper
-
     with pytest.raises(FunctionNotFoundError, match="if __name__ =="):
         SERIALIZER.load_call({}, buffers, None, CALLER)
 
@@ -345,7 +299,6 @@ def test_what_only_the_callers_main_has_is_not_found(run_as_main: Any) -> None:
 def test_spawned_child_calls_its_main_by_the_parents_name(run_as_main: Any) -> None:
     main = run_as_main(SCRIPT, name="__mp_main__")
     peer = Worker(main=main_identity())
-
     for value in (main.helper, main.Model, [main.helper], main.Model()):
         payload = SERIALIZER.dump_call(callees.null, (value,), {}, peer)
         assert b"__mp_main__" not in bytes(payload.buffers[0])
@@ -366,7 +319,6 @@ def test_identity_is_the_scripts_name_and_content(run_as_main: Any) -> None:
 def test_interactive_main_is_shared_with_nobody_but_oneself(run_as_main: Any) -> None:
     main = run_as_main(SCRIPT, interactive=True)
     first = main_identity()
-
     assert first == main_identity()
     assert send_call(main.helper, to=Worker(main=first))[0] is main.helper
     run_as_main(SCRIPT, interactive=True)
@@ -379,7 +331,5 @@ def test_forked_child_has_the_identity_of_a_script_and_one_of_its_own_without(
 ) -> None:
     run_as_main(SCRIPT, interactive=interactive)
     parent = main_identity()
-
     monkeypatch.setattr(os, "getpid", lambda: 1)
-
     assert (main_identity() == parent) is not interactive

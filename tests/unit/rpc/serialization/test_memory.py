@@ -45,7 +45,6 @@ def test_layout_agrees_with_enumerated_addresses(dimensions: list[tuple[int, int
 def test_buffers_are_the_tensors_memory_and_keep_it_alive() -> None:
     payload = SERIALIZER.dumps(torch.arange(100_000.0), CALLEE)
     torch.full((100_000,), -1.0)  # would reuse the memory
-
     assert np.array_equal(np.frombuffer(payload.buffers[1], "f"), np.arange(100_000, dtype="f"))
 
 
@@ -55,17 +54,14 @@ def test_what_few_tensors_hold_stays_in_the_pickle_as_long_as_the_frame_stays_sm
     dump: Dump, count: int
 ) -> None:
     elements = inline_limit(count) // 4
-
     small = dump([torch.zeros(elements) for _ in range(count)])
     assert [len(each) <= SMALL_FRAME_BYTES for each in small.buffers] == [True]
-
     larger = dump([torch.zeros(elements + 1) for _ in range(count)])
     assert len(larger.buffers) == 1 + count
 
 
 def test_where_tensors_are_many_only_small_ones_stay_in_the_pickle() -> None:
     tensors = [torch.zeros(INLINE_BYTES // 4) for _ in range(100)]
-
     assert len(as_gradients(tensors).buffers) == 1
     assert len(as_gradients([each.repeat(2) for each in tensors]).buffers) == 101
 
@@ -79,9 +75,7 @@ def test_sending_does_not_forbid_resizing() -> None:
 
 def test_small_part_of_a_frame_is_copied_out_of_it() -> None:
     frame = bytearray(64 << 20)
-
     small = settle(memoryview(frame)[:100_000])
-
     assert type(small) is bytearray
     assert len(small) == 100_000
 
@@ -89,7 +83,6 @@ def test_small_part_of_a_frame_is_copied_out_of_it() -> None:
 def test_large_part_of_a_frame_is_used_as_it_is() -> None:
     frame = bytearray(1 << 20)
     part = memoryview(frame)[16:]
-
     assert settle(part).obj is frame
 
 
@@ -100,10 +93,8 @@ def test_misaligned_or_readonly_memory_is_copied() -> None:
 
 def test_received_large_tensor_is_the_frames_memory() -> None:
     _, buffers = deliver(SERIALIZER.dumps(torch.zeros(1 << 18), CALLEE))
-
     tensor = SERIALIZER.loads({}, buffers, None, CALLEE)
     tensor[0] = 1
-
     assert bytes(buffers[1][:4]) != bytes(4)
 
 
@@ -111,9 +102,7 @@ def test_received_large_tensor_is_the_frames_memory() -> None:
 def test_numpy_array_arrives_writable(size: int) -> None:
     array = np.arange(size, dtype=np.int64).reshape(2, -1)
     _, buffers = deliver(SERIALIZER.dumps({"a": array}, CALLEE))
-
     arrived = SERIALIZER.loads({}, buffers, None, CALLEE)["a"]
-
     assert np.array_equal(arrived, array)
     assert arrived.flags.writeable
     arrived += 1

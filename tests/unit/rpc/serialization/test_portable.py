@@ -7,7 +7,7 @@ import torch
 
 from rpc.errors import FunctionNotFoundError, SerializationError
 from rpc.serialization import pickler as messages
-from rpc.serialization.portable import PortablePickler, PythonUDF, dumps_with_tensors, loads_with_tensors
+from rpc.serialization.portable import PortablePickler, PythonUDF
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Plain, add
 from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, deliver, replaced_by, send
@@ -15,25 +15,24 @@ from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, del
 
 def test_tensors_are_left_as_they_are() -> None:
     tensors = [torch.ones(2), torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(3))]
-
     data, table = PortablePickler().serialize({"a": tensors, "b": tensors[0]})
     arrived = PortablePickler().deserialize(data, table)
-
     assert [id(tensor) for tensor in table] == [id(tensor) for tensor in tensors]
     assert arrived["a"][2] is tensors[2]
     assert arrived["b"] is tensors[0]
 
 
 def test_reducers_of_its_own() -> None:
-    data, table = dumps_with_tensors([Plain(1)], {Plain: lambda obj: (str, (obj.value,))})
+    pickler = PortablePickler()
+    pickler.reducers = {Plain: lambda obj: (str, (obj.value,))}
+    data, table = pickler.serialize([Plain(1)])
 
-    assert loads_with_tensors(data, table) == ["1"]
+    assert pickler.deserialize(data, table) == ["1"]
 
 
 def test_missing_function_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     data, table = PortablePickler().serialize(add)
     monkeypatch.delattr(callees, "add")
-
     with pytest.raises(FunctionNotFoundError, match="RPC pickler does not serialize"):
         PortablePickler().deserialize(data, table)
 
@@ -53,7 +52,6 @@ class Nested:
 
 def test_used_inside_getstate_and_setstate() -> None:
     arrived = send([Nested(), torch.ones(2), Nested()])
-
     assert torch.equal(arrived[0].result, torch.full((2, 2), 2.0))
     assert torch.equal(arrived[2].result, torch.full((2, 2), 2.0))
     assert messages.sending.pickler is None
@@ -79,12 +77,10 @@ class Counting(PortablePickler):
 def test_replacement_pickler_serializes_calls(on_both_sides: bool) -> None:
     pickler = Counting()
     large = torch.rand(100, 100)
-
     payload = replaced_by(pickler).dump_call(add, (1, large), {}, CALLEE)
     header, buffers = deliver(payload)
     reader = replaced_by(pickler) if on_both_sides else SERIALIZER
     func, args, kwargs = reader.load_call(header, buffers, None, CALLER)
-
     assert pickler.serialized == [PythonUDF(add, (1, large), {})]
     assert pickler.deserialized == on_both_sides
     assert len(buffers) == 2

@@ -125,7 +125,6 @@ def test_object_arrives_equal_in_safe_mode(value: Any) -> None:
 @given(st.lists(values, max_size=4), st.dictionaries(st.text(min_size=1), values, max_size=3))
 def test_arguments_arrive_equal(args: list[Any], kwargs: dict[str, Any]) -> None:
     func, received_args, received_kwargs = send_call(null, args, kwargs)
-
     assert func is null
     assert same(received_args, tuple(args))
     assert same(received_kwargs, kwargs)
@@ -135,8 +134,6 @@ def test_arguments_arrive_equal(args: list[Any], kwargs: dict[str, Any]) -> None
 @given(st.lists(tensors(), min_size=1, max_size=3), st.lists(st.integers(0, 2), max_size=6))
 def test_identity_is_kept(parts: list[torch.Tensor], picks: list[int]) -> None:
     objects = [parts[pick % len(parts)] for pick in picks]
-
     arrived = send([objects, tuple(objects)])
-
     for one, other in ((i, j) for i in range(len(picks)) for j in range(len(picks))):
         assert (arrived[0][one] is arrived[1][other]) == (objects[one] is objects[other])

@@ -14,7 +14,7 @@ from rpc.errors import SerializationError
 from rpc.serialization.safe import AllowList
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Pair, Plain, Slotted
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, deliver, safely
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, safely
 
 ran: list[Any] = []
 
@@ -65,14 +65,12 @@ def named(module: str, name: str) -> bytes:
 )
 def test_names_are_looked_up_and_never_followed(allow: AllowList, module: str, name: str) -> None:
     allow.function(callees.null)
-
     refused(b"\x80\x05" + named(module, name) + b")\x86.", allow, "not on this worker's allow-list")
     refused(b"\x80\x05" + named(module, name) + b")R)\x86.", allow, "not on this worker's allow-list")
 
 
 def test_admitted_function_is_not_run_by_a_pickle(allow: AllowList) -> None:
     allow.function(side_effect)
-
     refused(b"\x80\x05" + named(__name__, "side_effect") + b")R)\x86.", allow, "not for pickles to call")
     refused(b"\x80\x05" + named(__name__, "side_effect") + b")\x81)\x86.", allow, "which is not admitted")
 
@@ -178,25 +176,21 @@ def test_state_of_what_the_pickle_has_not_made_is_left_alone(allow: AllowList) -
 def test_slots_that_a_class_does_not_have(allow: AllowList) -> None:
     allow.cls(Slotted)
     make = named(callees.__name__, "Slotted") + b")\x81"
-
     refused(b"\x80\x05" + make + b"N}\x8c\x09__class__Ns\x86b)\x86.", allow, "sets '__class__'")
 
 
 def test_private_attributes_of_exceptions(allow: AllowList) -> None:
     make = named("builtins", "ValueError") + b")R"
-
     refused(b"\x80\x05" + make + b"}\x8c\x09__class__Nsb)\x86.", allow, "sets '__class__'")
 
 
 def test_tuples_that_are_too_deep_to_hash(allow: AllowList) -> None:
     deep = b")" + b"\x85" * 1_000_000
-
     refused(b"\x80\x05}" + deep + b"Ns)\x86.", allow, "nests tuples")
 
 
 def test_tuples_that_take_for_ever_to_hash(allow: AllowList) -> None:
     double = b")" + b"\x94h\x00\x86" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(1, 60))
-
     refused(b"\x80\x05}" + double + b"Ns)\x86.", allow, "nests tuples")
     refused(b"\x80\x05" + named("builtins", "OSError") + double + b"N\x86R)\x86.", allow, "nests tuples")
 
@@ -205,13 +199,11 @@ def test_deep_named_tuples_of_an_admitted_class(allow: AllowList) -> None:
     allow.cls(Pair)
     wrap = b"".join(b"\x94h\x00h" + bytes([i]) + b"N\x86\x81" for i in range(1, 200))
     deep = named(callees.__name__, "Pair") + b"\x940)" + wrap
-
     refused(b"\x80\x05}" + deep + b"Ns)\x86.", allow, "nests tuples")
 
 
 def test_large_flat_tuples_are_no_danger(allow: AllowList) -> None:
     value = (tuple(range(200_000)), (tuple(range(200_000)),))
-
     assert read(pickle.dumps((value, ()), 5), allow) == value
 
 
@@ -222,7 +214,6 @@ def test_readonly_buffer_of_a_number_takes_no_memory(allow: AllowList) -> None:
 def test_error_about_what_takes_for_ever_to_print_comes_at_once(allow: AllowList) -> None:
     allow.function(callees.null)
     double = b"]" + b"".join(b"\x94]h" + bytes([i]) + b"ah" + bytes([i]) + b"a" for i in range(60))
-
     refused(b"\x80\x05" + double + b")R)\x86.", allow, "calls a list")
     call = b"\x80\x05(" + double + b"\x941(Nh" + bytes([60]) + b")})t."
     with pytest.raises(SerializationError, match="'list' is not a function"):
@@ -275,7 +266,6 @@ def test_sparse_indices_out_of_range(allow: AllowList) -> None:
     payload = SERIALIZER.dumps(bad, CALLEE)
     hostile = bytes(payload.buffers[0]).replace(b"K\x0a\x85", b"K\x02\x85")
     assert hostile != payload.buffers[0]
-
     refused(hostile, allow, "pickle is malformed")
 
 
@@ -299,7 +289,6 @@ def test_sparse_indices_out_of_range(allow: AllowList) -> None:
 )
 def test_malformed_calls(allow: AllowList, record: Any) -> None:
     allow.function(callees.null)
-
     with pytest.raises(SerializationError):
         safely(allow).load_call({}, [pickle.dumps(record, 5)], None, CALLER)
 
@@ -312,7 +301,6 @@ def test_damaged_messages_are_refused_or_read_as_something_harmless(allow: Allow
     original = bytes(payload.buffers[0])
     generator = random.Random(0)
     outcomes = set()
-
     for _ in range(2000):
         damaged = bytearray(original)
         for _ in range(generator.randint(1, 4)):
@@ -330,11 +318,3 @@ def test_damaged_messages_are_refused_or_read_as_something_harmless(allow: Allow
         except SerializationError:
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
-
-
-def test_large_tensor_is_not_copied(allow: AllowList) -> None:
-    _, buffers = deliver(SERIALIZER.dumps(torch.zeros(1 << 18), CALLEE))
-
-    safely(allow).loads({}, buffers, None, CALLEE)[0] = 1
-
-    assert bytes(buffers[1][:4]) != bytes(4)

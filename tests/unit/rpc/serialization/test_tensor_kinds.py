@@ -53,9 +53,7 @@ with warnings.catch_warnings():
 @pytest.mark.parametrize("name", SPARSE_COO)
 def test_sparse_coo(name: str) -> None:
     tensor = SPARSE_COO[name]
-
     arrived = send(tensor)
-
     assert arrived.layout is torch.sparse_coo
     assert arrived.is_coalesced() == tensor.is_coalesced()
     assert arrived.shape == tensor.shape
@@ -66,9 +64,7 @@ def test_sparse_coo(name: str) -> None:
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_sparse_compressed(name: str) -> None:
     tensor = COMPRESSED[name]
-
     arrived = send(tensor)
-
     assert arrived.layout is tensor.layout
     assert arrived.shape == tensor.shape
     assert torch.equal(arrived.values(), tensor.values())
@@ -83,9 +79,7 @@ def test_sparse_tensor_keeps_requires_grad() -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized(name: str) -> None:
     tensor = QUANTIZED[name]
-
     arrived = send(tensor)
-
     assert arrived.dtype is tensor.dtype
     assert arrived.qscheme() == tensor.qscheme()
     assert torch.equal(arrived.int_repr(), tensor.int_repr())
@@ -96,23 +90,19 @@ def test_quantized(name: str) -> None:
 def test_quantized_to_four_bits() -> None:
     scales, zero_points = torch.rand(3) + 0.1, torch.rand(3)
     tensor = torch.quantize_per_channel(torch.rand(3, 4), scales, zero_points, 0, torch.quint4x2)
-
     arrived = send(tensor)
-
     assert arrived.dtype is torch.quint4x2
     assert torch.equal(arrived.dequantize(), tensor.dequantize())
 
 
 def test_quantized_view_sends_its_own_elements_only() -> None:
     payload = SERIALIZER.dumps(QUANTIZED["view"], CALLEE)
-
     assert sum(len(segment) for segment in payload.buffers) < 1000
 
 
 @pytest.mark.parametrize("tensor", [NESTED, JAGGED], ids=["strided", "jagged"])
 def test_nested(tensor: torch.Tensor) -> None:
     arrived = send(tensor)
-
     assert arrived.is_nested
     assert arrived.layout is tensor.layout
     for mine, theirs in zip(arrived.unbind(), tensor.unbind(), strict=True):
@@ -121,17 +111,14 @@ def test_nested(tensor: torch.Tensor) -> None:
 
 def test_mkldnn() -> None:
     arrived = send(torch.arange(6.0).to_mkldnn())
-
     assert arrived.is_mkldnn
     assert torch.equal(arrived.to_dense(), torch.arange(6.0))
 
 
 def test_meta_tensor_sends_no_elements() -> None:
     tensor = torch.empty(1000, 1000, dtype=torch.bfloat16, device="meta", requires_grad=True).T
-
     payload = SERIALIZER.dumps(tensor, CALLEE)
     arrived = send(tensor)
-
     assert len(payload.buffers[0]) < 500
     assert arrived.is_meta
     assert arrived.requires_grad
@@ -153,9 +140,7 @@ def test_tensor_on_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_parameter(requires_grad: bool) -> None:
     parameter = nn.Parameter(torch.rand(3, 4), requires_grad=requires_grad)
     parameter.__dict__["note"] = "mine"
-
     arrived = send(parameter)
-
     assert type(arrived) is nn.Parameter
     assert arrived.requires_grad == requires_grad
     assert vars(arrived) == {"note": "mine"}
@@ -164,9 +149,7 @@ def test_parameter(requires_grad: bool) -> None:
 
 def test_buffer_stays_a_buffer() -> None:
     buffer = nn.Buffer(torch.rand(3), persistent=False)
-
     arrived = send(buffer)
-
     assert isinstance(arrived, nn.Buffer)
     assert not arrived.persistent
 
@@ -174,19 +157,15 @@ def test_buffer_stays_a_buffer() -> None:
 def test_attributes_of_a_tensor_travel() -> None:
     tensor = torch.ones(3)
     tensor.__dict__["note"] = {"of": tensor}
-
     arrived = send(tensor)
-
     assert arrived.note["of"] is arrived
 
 
 def test_subclass() -> None:
     tensor = torch.arange(1_000_000.0).as_subclass(Tagged)[:2]
     tensor.__dict__["note"] = 1
-
     payload = SERIALIZER.dumps(tensor, CALLEE)
     arrived = send(tensor)
-
     assert type(arrived) is Tagged
     assert torch.equal(arrived, tensor)
     assert vars(arrived) == {"note": 1}
@@ -195,9 +174,7 @@ def test_subclass() -> None:
 
 def test_wrapper_subclass() -> None:
     tensor = TwoTensor(torch.rand(3, 4), torch.rand(3, 4))  # type: ignore[no-untyped-call]  # untyped in torch
-
     arrived = send(tensor)
-
     assert type(arrived) is TwoTensor
     assert torch.equal(arrived.a, tensor.a)
     assert torch.equal(arrived.b, tensor.b)
@@ -206,11 +183,9 @@ def test_wrapper_subclass() -> None:
 @pytest.mark.parametrize("size", [0, 3, INLINE_BYTES])
 def test_storages(size: int) -> None:
     tensor = torch.arange(float(size))
-
     untyped = send(tensor.untyped_storage())
     assert isinstance(untyped, torch.UntypedStorage)
     assert bytes(untyped) == bytes(tensor.untyped_storage())
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         typed = send(tensor.storage())  # type: ignore[no-untyped-call]  # untyped in torch
@@ -236,7 +211,6 @@ def test_storages(size: int) -> None:
 )
 def test_constants(value: Any) -> None:
     arrived = send([value])[0]
-
     assert arrived == value
     assert type(arrived) is type(value)
 
@@ -245,9 +219,7 @@ def test_module_with_tied_weights() -> None:
     module = nn.Sequential(nn.Linear(70, 70), nn.ReLU(), nn.Linear(70, 70))
     module[2].weight = module[0].weight
     module.register_buffer("mean", torch.rand(3))
-
     arrived = send(module)
-
     assert arrived[2].weight is arrived[0].weight
     assert torch.equal(arrived(torch.ones(70)), module(torch.ones(70)))
     assert [name for name, _ in arrived.named_buffers()] == ["mean"]
@@ -263,6 +235,5 @@ def test_script_module() -> None:
         saved = io.BytesIO()
         torch.jit.save(module, saved)
         arrived = send({"module": module})["module"]
-
     assert isinstance(arrived, torch.jit.ScriptModule)
     assert torch.equal(arrived(torch.ones(3)), module(torch.ones(3)))

@@ -35,7 +35,6 @@ def raw(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_arrives_bit_by_bit(dtype: torch.dtype, count: int) -> None:
     tensor = of_dtype(dtype, count)
-
     for arrived in (send(tensor), send([tensor])[0], send_call(null, (tensor,))[1][0]):
         assert arrived.dtype is dtype
         assert arrived.shape == tensor.shape
@@ -59,7 +58,6 @@ STRIDED = {
 @pytest.mark.parametrize("name", STRIDED)
 def test_values_and_strides_are_kept(name: str) -> None:
     tensor = STRIDED[name]
-
     for arrived in (send(tensor), send([tensor])[0]):
         assert arrived.stride() == tensor.stride()
         assert arrived.dtype is tensor.dtype
@@ -73,7 +71,6 @@ def sent_bytes(tensor: torch.Tensor) -> int:
 
 def test_view_sends_its_own_elements_only() -> None:
     storage = torch.zeros(1000, 1000)
-
     assert sent_bytes(storage[:, 0]) < 4000 + 500
     assert sent_bytes(storage[3]) < 4000 + 500
     assert sent_bytes(storage[:2].T) < 8000 + 500
@@ -117,7 +114,6 @@ def test_conjugate_and_negative_views_stay_lazy(size: int) -> None:
     conjugate = torch.rand(size, dtype=torch.complex64).conj()
     negative = conjugate.imag
     both = torch._neg_view(conjugate)
-
     for tensor in (conjugate, negative, both, conjugate[::2]):
         for arrived in (send(tensor), send([tensor])[0]):
             assert arrived.is_conj() == tensor.is_conj()
@@ -137,7 +133,6 @@ def test_zero_tensor_without_memory_arrives_as_zeros() -> None:
 def test_requires_grad_is_kept_and_history_is_not(tensor: torch.Tensor) -> None:
     leaf = tensor.clone().requires_grad_()
     result = leaf * 2
-
     for arrived in (send(leaf), send([leaf])[0], send(result), send([result])[0]):
         assert arrived.requires_grad
         assert arrived.is_leaf
@@ -147,23 +142,10 @@ def test_requires_grad_is_kept_and_history_is_not(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_received_tensor_is_writable_and_its_own(size: int) -> None:
-    tensor = torch.zeros(size)
-
-    arrived = send(tensor)
-    arrived += 1
-
-    assert torch.equal(tensor, torch.zeros(size))
-    assert arrived.untyped_storage().nbytes() == tensor.nbytes
-
-
-@pytest.mark.parametrize("size", SIZES)
 def test_one_tensor_twice_arrives_as_one(size: int) -> None:
     tensor = torch.zeros(size)
-
     first, second = send([tensor, {"again": tensor}])
     assert second["again"] is first
-
     _, args, kwargs = send_call(null, (tensor, tensor), {"x": tensor, "y": [tensor]})
     assert args[0] is args[1] is kwargs["x"] is kwargs["y"][0]
     _, args, kwargs = send_call(null, (tensor,), {"x": tensor})
@@ -172,20 +154,9 @@ def test_one_tensor_twice_arrives_as_one(size: int) -> None:
 
 def test_two_views_of_one_storage_arrive_independent() -> None:
     tensor = torch.arange(6.0)
-
     first, second = send([tensor[:3], tensor[:3]])
     first += 1
-
     assert torch.equal(second, tensor[:3])
-
-
-def test_tensors_as_dict_keys() -> None:
-    a = torch.ones(2)
-    b = [a, a]
-
-    (key, value), *_ = send({a: [a, b]}).items()
-
-    assert key is value[0] is value[1][0] is value[1][1]
 
 
 def test_freed_memory_is_refused() -> None:
@@ -193,7 +164,6 @@ def test_freed_memory_is_refused() -> None:
     freed.untyped_storage().resize_(0)
     cut = torch.ones(30)[::2]
     cut.untyped_storage().resize_(8)
-
     for tensor in (freed, cut):
         with pytest.raises(SerializationError, match="freed or cut short"):
             send(tensor)
@@ -225,11 +195,9 @@ EVERY_WAY = {
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
 def test_receivers_modes_make_no_difference(name: str, mode: Any) -> None:
     tensor = EVERY_WAY[name]
-
     with mode():
         arrived = send([tensor])[0]
         again = send(tensor)
-
     assert arrived.device.type == again.device.type == "cpu"
     assert arrived.requires_grad == again.requires_grad == tensor.requires_grad
     assert not arrived.is_inference()

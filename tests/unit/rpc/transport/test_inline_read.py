@@ -13,14 +13,14 @@ import pytest
 from rpc.agent import dispatcher
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.runtime.loop import LoopThread
+from rpc.transport import inline_read
 from rpc.transport.base import ConnectionClosed
-from rpc.transport.inline_read import lease, reader
 from rpc.wire.frames import PREAMBLE, Kind, encode
 from tests.support.inline_end import ANYWHERE, ON_LOOP, End, frame
 from tests.support.stepping import Step
 from tests.support.streams import SOON, TINY_BUFFER, Recorder, Sockets, open_connection, send, until
 
-pytestmark = pytest.mark.skipif(not reader.AVAILABLE, reason="only the loop reads here")
+pytestmark = pytest.mark.skipif(not inline_read.AVAILABLE, reason="only the loop reads here")
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_a_finalizer_may_wait_for_what_comes_later(end: End) -> None:
 def test_a_signal_handler_may_make_a_call_before_any_instruction_and_each_frame_is_taken_in_once(
     end: End, blocks: bool
 ) -> None:
-    files = {lease.__file__, reader.__file__, dispatcher.__file__}
+    files = {inline_read.__file__, dispatcher.__file__}
 
     def make_a_call() -> None:
         nested = end.call(timeout=SOON if blocks else 1e-9)

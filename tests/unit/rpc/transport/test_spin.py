@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rpc.transport.inline_read import spin as spinning
-from rpc.transport.inline_read.spin import Backoff, Spinners, spin
+from rpc.transport import inline_read
+from rpc.transport.inline_read import Backoff, Spinners, spin
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 def spun(
     clock: Clock, until: float, monkeypatch: pytest.MonkeyPatch, spinners: Spinners | None = None
 ) -> tuple[list[int], Backoff]:
-    monkeypatch.setattr(spinning, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(inline_read, "monotonic", lambda: clock.now)
     backoff = Backoff()
     return spin(clock.poll, until, backoff, spinners or Spinners(1)), backoff
 
@@ -89,7 +89,7 @@ def test_where_enough_threads_spin_a_thread_looks_once_and_that_is_no_failure(
         def poll(self, milliseconds: int) -> list[int]:
             if self.looks == 1:  # this thread spins already
                 assert spun(nested, 1.0, monkeypatch, spinners)[0] == []
-                monkeypatch.setattr(spinning, "monotonic", lambda: self.now)
+                monkeypatch.setattr(inline_read, "monotonic", lambda: self.now)
             return super().poll(milliseconds)
 
     seen, backoff = spun(Outer(sees_at=3), 1.0, monkeypatch, spinners)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport import syscalls
+from rpc.transport import byte_stream
 from rpc.transport.base import ConnectionClosed
 from rpc.transport.stream import StreamConnection
 from rpc.wire.frames import PREAMBLE
@@ -48,7 +48,7 @@ def in_threads(*functions: Callable[[], object]) -> None:
 def test_frames_of_several_threads_never_interleave_and_each_threads_stay_in_order(
     loop: LoopThread, sockets: Sockets, family: str, gil: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syscalls, "AVAILABLE", gil == "kept")
+    monkeypatch.setattr(byte_stream, "AVAILABLE", gil == "kept")
     pair = Pair(loop, sockets(family, TINY_BUFFER))
     sizes = [0, 10, 3000, 70_000, 5, 200_000, 1, 65_000, 66_000]  # several times the socket's buffer
 
@@ -83,19 +83,6 @@ def test_a_frame_from_another_thread_sent_after_ours_arrives_after_ours(
     pair.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_reader_that_takes_a_few_bytes_at_a_time_gets_whole_frames(
-    loop: LoopThread, sockets: Sockets, family: str
-) -> None:
-    here, there = sockets(family, TINY_BUFFER)
-    connection = open_connection(loop, here, Recorder())
-    payloads = [b"small", b"m" * 50_000, b"l" * 250_000, b"", b"c" * 900_000]
-    for payload in payloads:
-        send(connection, {}, payload)
-    loop.call(lambda: connection.close("done", flush=True))
-    assert [bytes(frame.buffers[0]) for frame in read_all(there, chunk=999)] == payloads
-
-
 def test_many_segments_and_empty_ones_are_written_in_full(loop: LoopThread, sockets: Sockets) -> None:
     pair = Pair(loop, sockets(buffer_bytes=TINY_BUFFER))
     segments = [bytes([index % 256]) * (index % 2 * 900) for index in range(400)]
@@ -110,21 +97,6 @@ def stream_frame(segments: list[bytes]) -> tuple[list[Any], int]:
     from rpc.wire.frames import encode
 
     return encode(5, 0, {}, [memoryview(segment) for segment in segments])
-
-
-# ---- the send queue
-
-
-def test_aliased_memory_is_captured_when_send_returns(loop: LoopThread, sockets: Sockets) -> None:
-    here, there = sockets(buffer_bytes=TINY_BUFFER)
-    connection = open_connection(loop, here, Recorder())
-    memory = bytearray(b"a" * 300_000)
-    send(connection, {}, memory, aliased=True)  # not all of it fits the socket
-    memory[:] = b"b" * 300_000
-    send(connection, {}, memory, aliased=True)  # waits behind the first
-    memory[:] = b"c" * 300_000
-    loop.call(lambda: connection.close("done", flush=True))
-    assert [bytes(frame.buffers[0]) for frame in read_all(there)] == [b"a" * 300_000, b"b" * 300_000]
 
 
 # ---- the end

@@ -193,37 +193,6 @@ def test_who_finds_the_queue_of_a_unix_listener_full_waits_until_it_is_accepted(
             each.close()
 
 
-class FlakySocket:
-    """A listening socket that fails to accept once, for want of descriptors."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self.failures = 0
-
-    def accept(self) -> Any:
-        if not self.failures:
-            self.failures += 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return self._socket.accept()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
-
-
-@pytest.mark.parametrize("scheme", ["unix", "tcp"])
-def test_a_listener_without_descriptors_says_so_and_goes_on_when_there_are_some(
-    loop: LoopThread, place: Callable[..., Place], caplog: pytest.LogCaptureFixture, scheme: str
-) -> None:
-    there = place(scheme)
-    flaky = FlakySocket(there.listener._socket)  # type: ignore[attr-defined]
-    there.listener._socket = flaky  # type: ignore[attr-defined]
-    connect(loop, there.listener.address)
-    assert there.arrived.wait(SOON)
-    (record,) = caplog.records
-    assert "cannot accept connections on" in record.getMessage()
-    assert "Too many open files" in record.getMessage()
-
-
 def test_a_connection_that_breaks_while_it_is_accepted_is_dropped(
     loop: LoopThread, place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from rpc.transport.base import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import CHUNK_BYTES
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
+from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode
 from tests.support.streams import SOON, until
 
 LARGE = 2 * CAPTURED_BYTES

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.wire import frames
-from rpc.wire.decoder import Decoder
-from rpc.wire.frames import decode_one, encode, encode_small
+from rpc.wire.frames import Decoder, decode_one, encode, encode_small
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.frames import (
     BUFFER,
@@ -43,11 +42,6 @@ def test_frames_arrive_as_sent_however_the_stream_is_cut(messages: list[Message]
     assert as_messages(feed(decoder, stream_of(messages), endless(sizes))) == messages
 
 
-def test_frames_arrive_as_sent_one_byte_at_a_time() -> None:
-    messages: list[Message] = [(5, 1, {"a": [1]}, [b"pickle", b"", b"tensor"]), (6, 2**64 - 1, {}, [])]
-    assert as_messages(feed(Decoder(LIMIT), stream_of(messages), endless([1]))) == messages
-
-
 @settings(PROFILE, max_examples=30 * EFFORT)
 @given(
     messages=st.lists(large_messages | small_messages, min_size=1, max_size=4),
@@ -66,13 +60,6 @@ def test_a_frame_may_have_many_segments(count: int) -> None:
     segments = [bytes([index % 256]) * (index % 7) for index in range(count)]
     message: Message = (5, 7, {"tensors": count}, segments)
     assert as_messages(feed(Decoder(LIMIT), stream_of([message]))) == [message]
-
-
-@pytest.mark.parametrize("segments", [[], [b""], [b"", b""], [b"", b"", b"x"], [b"x", b"", b""]])
-@pytest.mark.parametrize("header", [{}, {"a": 1}])
-def test_segments_may_be_empty(header: dict[str, Any], segments: list[bytes]) -> None:
-    message: Message = (5, 7, header, segments)
-    assert as_messages(feed(Decoder(LIMIT), stream_of([message, message]))) == [message, message]
 
 
 @PROFILE

@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.wire.chunking import SHORT_CHUNK_BYTES, Outgoing, Reassembly
-from rpc.wire.decoder import Decoder, allocate
-from rpc.wire.frames import Frame, Kind, chunk_prefix, chunked, encode
+from rpc.wire.chunking import SHORT_CHUNK_BYTES, Outgoing, Reassembly, allocate
+from rpc.wire.frames import Decoder, Frame, Kind, chunk_prefix, chunked, encode
 from tests.support.frames import LIMIT, feed, greeted, prefix
 
 LANES = 3
@@ -69,15 +68,6 @@ def test_messages_arrive_whole_in_whatever_order_lanes_take_and_bring_chunks(
         assert frame.buffers == [b"pickle", bytes([frame.call_id]) * sizes[frame.call_id]]
     assert not decoders[0].arriving
     assert decoders[0].arriving.promised == 0
-
-
-def test_a_message_is_complete_when_its_chunks_have_arrived_and_not_when_they_have_begun() -> None:
-    first, second, _ = lanes()
-    data = bytes(SHORT_CHUNK_BYTES)
-    assert feed(first, opening(1, 2 * len(data)) + chunk(1, 0, data)[:-1]) == []
-    assert feed(second, opening(1, 2 * len(data)) + chunk(1, len(data), data)) == []
-    (frame,) = feed(first, data[:1])
-    assert frame.buffers == [2 * data]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.wire import decoder as decoding
-from rpc.wire import frames
-from rpc.wire.decoder import Decoder
+from rpc.wire import chunking, frames
+from rpc.wire.frames import Decoder
 from tests.support.effort import PROFILE
 from tests.support.frames import (
     Message,
@@ -33,14 +32,14 @@ FUZZ_LIMIT = 300_000
 def allocations() -> Iterator[list[int]]:
     """The sizes of what the decoder allocates for bodies that don't fit its buffer."""
     sizes: list[int] = []
-    allocate = decoding.allocate
+    allocate = chunking.allocate
 
     def noting(length: int) -> memoryview:
         sizes.append(length)
         return allocate(length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "allocate", noting)
+        patch.setattr(frames, "allocate", noting)
         yield sizes
 
 

@@ -13,13 +13,12 @@ from typing import Any, cast
 
 import msgpack
 
-from rpc.bulk.ports import Peer
 from rpc.bulk.shared_memory import fd_channel, memory
 from rpc.bulk.shared_memory.incoming import IncomingSegments
-from rpc.bulk.shared_memory.ledger import LEDGER_BYTES, SLOTS, Ledger
-from rpc.bulk.shared_memory.memory import Mapping
+from rpc.bulk.shared_memory.memory import LEDGER_BYTES, SLOTS, Ledger, Mapping
 from rpc.bulk.shared_memory.outgoing import Loan, OutgoingSegments
 from rpc.bulk.shared_memory.pool import Limits, Pool, Segment
+from rpc.group.peer import Peer
 
 __all__ = ["MIB", "Ends", "in_child", "open_descriptors"]
 

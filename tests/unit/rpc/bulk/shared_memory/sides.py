@@ -39,7 +39,6 @@ class Side:
             self.loop,
             self.loop.call_soon,
             lambda _, reason: self.heard.append(reason),
-            lambda peer: peer.near,
             **{"bound": LIMIT, "max_message_bytes": LIMIT} | options,
         )
 

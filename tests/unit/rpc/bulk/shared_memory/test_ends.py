@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from rpc.bulk.shared_memory import outgoing
-from rpc.bulk.shared_memory.ledger import REFUSED, RETIRED, SLOTS
-from rpc.bulk.shared_memory.memory import create
+from rpc.bulk.shared_memory.memory import REFUSED, RETIRED, SLOTS, create
 from rpc.errors import ProtocolError
 from tests.unit.rpc.bulk.shared_memory.ends import MIB, Ends, in_child, open_descriptors
 

@@ -9,8 +9,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from rpc.bulk.shared_memory import fd_channel, fd_listener
-from rpc.bulk.shared_memory.fd_listener import FdListener
+from rpc.bulk.shared_memory import fd_channel
+from rpc.bulk.shared_memory.fd_channel import FdListener
 from rpc.runtime.loop import LoopThread
 from tests.support.streams import SOON, until
 from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
@@ -52,17 +52,6 @@ def is_turned_away(sock: socket.socket) -> bool:
         return sock.recv(1) == b""
     except ConnectionResetError:
         return True
-
-
-def test_who_shows_the_token_enters_with_what_it_brings(
-    open_listener: OpenListener, entered: Entered
-) -> None:
-    listener = open_listener()
-    with come(listener, listener.token):
-        sock, descriptor = entered.get(timeout=SOON)
-    assert descriptor is not None
-    os.close(descriptor)
-    sock.close()
 
 
 def test_nobody_enters_behind_the_one_who_entered(open_listener: OpenListener, entered: Entered) -> None:
@@ -109,7 +98,7 @@ def test_those_who_show_nothing_keep_nobody_out(open_listener: OpenListener, ent
 def test_a_listener_that_nobody_comes_to_closes(
     open_listener: OpenListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fd_listener, "_OPEN_SECONDS", 0.01)
+    monkeypatch.setattr(fd_channel, "_OPEN_SECONDS", 0.01)
     before = open_descriptors()
     open_listener()
     until(lambda: open_descriptors() == before)

@@ -38,14 +38,6 @@ def test_a_new_segment_is_lent_until_the_peer_knows_it() -> None:
     assert pool.lend(PEER, MIB, 1.0) is segment
 
 
-def test_the_smallest_that_fits_is_lent() -> None:
-    pool = open_pool()
-    add(pool, 4 * MIB)
-    best = add(pool, 2 * MIB)
-    add(pool, MIB)
-    assert pool.lend(PEER, MIB + 1, 0.0) is best
-
-
 def test_one_that_is_far_too_large_is_not_lent() -> None:
     pool = open_pool()
     add(pool, 32 * MIB)

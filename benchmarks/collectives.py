@@ -1,0 +1,248 @@
+"""The command ``python -m benchmarks.collectives``: the backend ``farcall`` beside gloo.
+
+Both are process groups of the same processes. A line is measured in rounds: a batch on one, then one on the
+other, so that what else the machine does meets both. The ratio is that of the medians.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["main"]
+
+_BACKENDS: Final = ("farcall", "gloo")
+_BATCH_SECONDS: Final = 0.1
+_ROUNDS: Final = 7
+
+Operation = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is measured.
+
+    Attributes:
+        name: of the line.
+        make: given the process group, what is done once.
+        bar: the ratio to gloo that it should not exceed, if there is one.
+    """
+
+    name: str
+    make: Callable[[Any], Operation]
+    bar: float | None = None
+
+
+def _size(count: int) -> str:
+    for unit, factor in (("MB", 1 << 20), ("KB", 1 << 10)):
+        if count >= factor:
+            return f"{count // factor} {unit}"
+    return f"{count} B"
+
+
+def _all_reduce(count: int) -> Callable[[Any], Operation]:
+    def make(group: Any) -> Operation:
+        tensor = torch.zeros(count // 4)
+        return lambda: dist.all_reduce(tensor, group=group)
+
+    return make
+
+
+def _all_gather(count: int) -> Callable[[Any], Operation]:
+    def make(group: Any) -> Operation:
+        output = torch.zeros(count // 4)
+        mine = torch.zeros(count // 4 // group.size())
+        return lambda: dist.all_gather_into_tensor(output, mine, group=group)
+
+    return make
+
+
+def _reduce_scatter(count: int) -> Callable[[Any], Operation]:
+    def make(group: Any) -> Operation:
+        mine = torch.zeros(count // 4)
+        output = torch.zeros(count // 4 // group.size())
+        return lambda: dist.reduce_scatter_tensor(output, mine, group=group)
+
+    return make
+
+
+def _all_to_all(count: int) -> Callable[[Any], Operation]:
+    def make(group: Any) -> Operation:
+        mine, output = torch.zeros(count // 4), torch.zeros(count // 4)
+        return lambda: dist.all_to_all_single(output, mine, group=group)
+
+    return make
+
+
+def _broadcast(count: int) -> Callable[[Any], Operation]:
+    def make(group: Any) -> Operation:
+        tensor = torch.zeros(count // 4)
+        return lambda: dist.broadcast(tensor, 0, group=group)
+
+    return make
+
+
+def _ddp_step(group: Any) -> Operation:
+    """A step of a model of 10 million parameters."""
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(10):
+        layers += [torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(16, 1024)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+_MIB: Final = 1 << 20
+
+LINES: Final = (
+    *(
+        Line(f"all-reduce {_size(count)}", _all_reduce(count), bar)
+        for count, bar in (
+            (8, 0.4),
+            (4 << 10, 0.4),
+            (64 << 10, 0.5),
+            (_MIB, 0.5),
+            (16 * _MIB, 0.35),
+            (64 * _MIB, 0.35),
+        )
+    ),
+    Line("all-gather 64 MB", _all_gather(64 * _MIB), 0.2),
+    Line("reduce-scatter 64 MB", _reduce_scatter(64 * _MIB), 0.5),
+    Line("all-to-all 64 MB", _all_to_all(64 * _MIB), 0.5),
+    Line("broadcast 64 MB", _broadcast(64 * _MIB), 0.5),
+    Line("DDP step, 10 M parameters", _ddp_step, 0.7),
+)
+
+
+def _batch(operation: Operation, count: int) -> float:
+    """Seconds for each of ``count``."""
+    begin = perf_counter()
+    for _ in range(count):
+        operation()
+    return (perf_counter() - begin) / count
+
+
+def _measure(line: Line, groups: dict[str, Any]) -> dict[str, float]:
+    """The median of each backend, in seconds."""
+    operations = {name: line.make(group) for name, group in groups.items()}
+    counts = {}
+    for name, operation in operations.items():
+        operation()
+        needed = torch.tensor(_BATCH_SECONDS / max(1e-6, _batch(operation, 3)))
+        dist.broadcast(needed, 0)  # all ranks do the same
+        counts[name] = max(1, min(2000, int(needed)))
+    taken: dict[str, list[float]] = {name: [] for name in operations}
+    for _ in range(_ROUNDS):
+        for name, operation in operations.items():
+            dist.barrier()
+            taken[name].append(_batch(operation, counts[name]))
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def _work(rank: int, size: int, store: str, names: list[str], results: Any, options: dict[str, Any]) -> None:
+    import rpc
+    import spmd  # noqa: F401  # registers the backend
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of names that PyTorch has new ones for
+    dist.init_process_group(
+        "farcall",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        pg_options=rpc.AgentOptions(**options),
+    )
+    groups = {"farcall": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    for line in _selected(names):
+        medians = _measure(line, groups)
+        if rank == 0:
+            results.put((line.name, medians))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _selected(names: list[str]) -> Iterator[Line]:
+    for line in LINES:
+        if not names or any(name in line.name for name in names):
+            yield line
+
+
+def _run(size: int, names: list[str], options: dict[str, Any]) -> Iterator[tuple[Line, dict[str, float]]]:
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
+        store = str(Path(folder) / "store")
+        workers = [
+            context.Process(target=_work, args=(rank, size, store, names, results, options), daemon=True)
+            for rank in range(size)
+        ]
+        for worker in workers:
+            worker.start()
+        for line in _selected(names):
+            while results.empty():
+                workers[0].join(0.1)
+                if any(worker.exitcode for worker in workers):
+                    raise SystemExit(f"a rank has failed in {line.name}")
+            yield line, results.get()[1]
+        for worker in workers:
+            worker.join()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.collectives", description="Measures the backend farcall beside gloo."
+    )
+    parser.add_argument("lines", nargs="*", help="parts of names of lines; default: all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="default 2 and 4")
+    parser.add_argument("--tcp", action="store_true", help="as between hosts: no shared memory, TCP only")
+    arguments = parser.parse_args(argv)
+    options = {"shared_memory_bytes": 0, "transports": ["tcp"]} if arguments.tcp else {}
+    console = Console(highlight=False)
+    table = Table("", "ranks", "farcall", "gloo", "ratio", "bar")
+    for size in arguments.ranks:
+        for line, medians in _run(size, arguments.lines, options):
+            ratio = medians["farcall"] / medians["gloo"]
+            bar = 1.0 if arguments.tcp else line.bar
+            mark = "" if bar is None else f"{bar:g} x{'' if ratio <= bar else ' missed'}"
+            table.add_row(
+                line.name, str(size), *(_time(medians[name]) for name in _BACKENDS), f"{ratio:.2f} x", mark
+            )
+            console.print(f"[dim]{line.name}, {size} ranks: {ratio:.2f} x[/dim]")
+    console.print(table)
+    return 0
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Threads that read the connection that they wait for."""

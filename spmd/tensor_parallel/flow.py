@@ -1,0 +1,196 @@
+"""What goes through a parallelized layer: in which layout it comes, is computed with, and leaves.
+
+A layer computes on local shards; what the layouts ask for is done by collectives before and after, in the
+same autograd function. The rules for ``y = x @ W.T + b``, with the features of a ``ColwiseParallel`` layer
+cut by outputs, those of a ``RowwiseParallel`` one by inputs:
+
+=========== =============== ===================== ================== ============================
+style       ``x`` wanted    ``y`` comes as        gradient of ``x``  gradients of ``W`` and ``b``
+=========== =============== ===================== ================== ============================
+colwise     ``Replicate``   ``Shard(-1)``         ``Partial``        local
+rowwise     ``Shard(-1)``   ``Partial``           ``Shard(-1)``      local, and the same everywhere
+=========== =============== ===================== ================== ============================
+
+Plain tensors are taken to be laid out as the style declares. A ``DTensor`` says itself, and gets its gradient
+as a ``DTensor``: still ``Partial`` below a colwise layer, so that several layers that share an input have it
+reduced once.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from spmd.tensor_parallel.errors import ParallelError
+from spmd.tensor_parallel.resharding import (
+    Finish,
+    begin_reshard,
+    chunk,
+    global_shape,
+    gradient_layout,
+    normalized,
+    reshard,
+    same,
+)
+from spmd.tensor_parallel.site import Site
+
+__all__ = ["PARTIAL", "REPLICATE", "Flow", "distributed", "gradient_of", "plain"]
+
+REPLICATE: Final = same(Replicate())
+PARTIAL: Final = same(Partial())
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """How a layer's input and output are laid out.
+
+    Attributes:
+        site: of the layer.
+        given: the layout of a plain input.
+        wanted: the layout that the layer computes with.
+        gradient: the layout in which the computation gives the gradient of what it wanted.
+        natural: the layout in which the output comes.
+        output: the layout in which it leaves.
+        local_output: it leaves as a plain tensor, else as a ``DTensor``.
+        weight: the placement of the weight.
+    """
+
+    site: Site
+    given: Placement
+    wanted: Placement
+    gradient: Placement
+    natural: Placement
+    output: Placement
+    local_output: bool
+    weight: Placement
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
+        return self
+
+    def wanted_in(self, dims: int) -> Placement:
+        """What is wanted of an input of so many dimensions."""
+        return normalized(self.wanted, dims)
+
+    @functools.cached_property
+    def back(self) -> tuple[Placement, Placement, Placement]:
+        """The layouts of the gradients of a plain input, of the result, and of what leaves."""
+        return gradient_layout(self.given), gradient_layout(self.natural), gradient_layout(self.output)
+
+    @functools.cached_property
+    def takes_shards(self) -> bool:
+        """Whether a plain input is sharded."""
+        return isinstance(self.given, Shard)
+
+    @functools.cached_property
+    def holds_bias(self) -> bool:
+        """Whether this rank adds the bias: to a partial sum only one may."""
+        return not isinstance(self.natural, Partial) or self.site.rank == 0
+
+    def parameter(self, parameter: Any, name: str, placement: Placement) -> DTensor:
+        """A parameter of the layer, laid out as it should be.
+
+        It is looked up at each call: others put another one in its place, FSDP at each.
+        """
+        if not isinstance(parameter, DTensor):
+            raise ParallelError(
+                self.site.says(f"expected {name} to be a DTensor, got {type(parameter).__name__}")
+            )
+        placements = parameter._spec.placements
+        if len(placements) != 1:  # cut further, as FSDP does while the module is not running
+            raise ParallelError(
+                self.site.says(
+                    f"expected {name} on the mesh {self.site.mesh}, got it on {parameter.device_mesh}"
+                )
+            )
+        if placements[0] == placement:
+            return parameter
+        return parameter.redistribute(placements=(placement,))
+
+    def take_in(self, given: Tensor, features: int | None) -> tuple[Tensor, tuple[int, ...], bool]:
+        """The local part of an input, as wanted.
+
+        Args:
+            given: plain, or a ``DTensor`` that is laid out as wanted.
+            features: the size of the whole input's last dimension, if that is checked.
+
+        Returns:
+            The part, the shape of the whole, and whether it came as a ``DTensor``.
+        """
+        if isinstance(given, DTensor):
+            shape: tuple[int, ...] = tuple(given.shape)
+            if features is not None and (not shape or shape[-1] != features):
+                raise ParallelError(self._wrong_width(given, features, features, self.wanted))
+            return plain(given), shape, True
+        shape, expected = tuple(given.shape), features
+        if self.takes_shards:
+            shape = global_shape(shape, self.given, self.site.size)
+            if features is not None and normalized(self.given, len(shape)) == Shard(len(shape) - 1):
+                expected, _ = chunk(features, self.site.size, self.site.rank)
+        if features is not None and expected is not None:
+            if not shape or given.shape[-1] != expected:
+                raise ParallelError(self._wrong_width(given, expected, features, self.given))
+            shape = (*shape[:-1], features)
+        return reshard(given, self.given, self.wanted, shape, self.site), shape, False
+
+    def _wrong_width(self, given: Tensor, expected: int, features: int, layout: Placement) -> str:
+        return self.site.says(
+            f"expected an input whose last dimension is {expected} ({features} features, {layout!r} over "
+            f"{self.site.size} ranks), got {given.shape[-1] if given.ndim else 'none'}: "
+            f"shape {[*given.shape]}"
+        )
+
+    def give_out(self, result: Tensor, shape: Sequence[int]) -> Tensor:
+        """The output as it leaves, from what was computed; ``shape`` is that of the whole."""
+        moved = reshard(result, self.natural, self.output, shape, self.site, owned=True)
+        return moved if self.local_output else distributed(moved, self.output, shape, self.site)
+
+    def gradient_in(self, gradient: Tensor, shape: Sequence[int]) -> Tensor:
+        """The gradient of what was computed, from that of what left."""
+        _, natural, layout = self.back
+        if isinstance(gradient, DTensor):
+            layout = normalized(layout, len(shape))
+            if gradient.placements != (layout,):
+                gradient = gradient.redistribute(placements=(layout,))
+            gradient = plain(gradient)
+        return reshard(gradient, layout, natural, shape, self.site)
+
+    def begin_gradient_out(self, gradient: Tensor, shape: Sequence[int], was_distributed: bool) -> Finish:
+        """The gradient of the input as it came, from that of the local part; the collective is on its way."""
+        if was_distributed:
+            wrapped = distributed(gradient, self.gradient, shape, self.site)
+            return lambda: wrapped
+        return begin_reshard(gradient, self.gradient, self.back[0], shape, self.site, owned=True)
+
+
+def plain(tensor: DTensor) -> Tensor:
+    """The local tensor, without a view or a node: for use inside of autograd functions."""
+    local = tensor._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def distributed(local: Tensor, layout: Placement, shape: Sequence[int], site: Site) -> DTensor:
+    """A local tensor as a ``DTensor``, without a node: for use inside of autograd functions."""
+    shape = torch.Size(shape)
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    meta = TensorMeta(shape, tuple(strides), local.dtype)
+    return _wrapped(local, DTensorSpec(site.mesh, (normalized(layout, len(shape)),), tensor_meta=meta))
+
+
+def gradient_of(parameter: DTensorSpec, local: Tensor) -> DTensor:
+    """The gradient of a parameter, laid out as it is, from this rank's part."""
+    return _wrapped(local, copy.copy(parameter))
+
+
+def _wrapped(local: Tensor, spec: DTensorSpec) -> DTensor:
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

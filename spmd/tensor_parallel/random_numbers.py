@@ -1,0 +1,127 @@
+"""Random numbers for sharded tensors: those that one process would draw.
+
+PyTorch draws each shard from the generator of its rank: equal seeds give equal shards, and never what one
+process would have. Here every rank draws the whole tensor, of which it keeps its shard. So the generators of
+all ranks, if seeded alike, stay where that of one process would be, and what is drawn for replicated tensors
+next agrees as well. The price is time and memory for the whole tensor, for a moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.modules.dropout import _DropoutNd
+
+from spmd.tensor_parallel.errors import ParallelError
+from spmd.tensor_parallel.resharding import chunk
+from spmd.tensor_parallel.site import Site
+
+__all__ = ["draw_as_one_process", "dropout_mask", "warn_if_seeded_differently"]
+
+_IN_PLACE: Final = (
+    "normal_",
+    "uniform_",
+    "bernoulli_.float",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+    "random_",
+    "random_.to",
+    "random_.from",
+)
+_NEW: Final = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
+_STREAM: Final = 0x9E3779B97F4A7C15
+
+
+def dropout_mask(
+    local: Tensor, p: float, dim: int, shape: tuple[int, ...], site: Site, *, independent: bool
+) -> Tensor:
+    """This rank's part of a dropout mask: 0 with probability ``p``, else ``1 / (1 - p)``.
+
+    Args:
+        local: the part of the activations, for its shape and dtype.
+        p: in ``[0, 1)``.
+        dim: the dimension along which the activations are sharded.
+        shape: of the whole.
+        site: of the dropout.
+        independent: draw only the part, from a stream that is this rank's own. One number is drawn from the
+            generator for it, so that recomputation in backward gives the same mask again.
+    """
+    if independent:
+        seed = int(torch.randint(2**62, ()).item()) ^ ((site.rank + 1) * _STREAM % 2**62)
+        own = torch.Generator(local.device).manual_seed(seed)
+        mask = torch.empty_like(local).bernoulli_(1 - p, generator=own)
+    else:
+        whole = torch.empty(shape, dtype=local.dtype, device=local.device).bernoulli_(1 - p)
+        length, offset = chunk(shape[dim], site.size, site.rank)
+        mask = whole.narrow(dim, offset, length)
+    return mask.div_(1 - p)
+
+
+def warn_if_seeded_differently(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Ranks whose generators differ would drop different elements of what is replicated, and drift apart.
+
+    All ranks of the mesh call it; it communicates if the module has dropout.
+    """
+    if mesh.size() == 1 or not any(isinstance(each, _DropoutNd) and each.p for each in module.modules()):
+        return
+    state = torch.get_rng_state().numpy().tobytes()
+    mine = torch.tensor([int.from_bytes(hashlib.sha256(state).digest()[:7], "little")])
+    states = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(states, mine, group=mesh.get_group())
+    if any(each != mine for each in states):
+        warnings.warn(
+            f"rank {dist.get_rank()}: the ranks of {mesh} have different random generators, so dropout will "
+            "not drop the same elements of replicated tensors: call torch.manual_seed alike on all of them",
+            stacklevel=3,
+        )
+
+
+def draw_as_one_process() -> None:
+    """From now on in this process, random numbers for ``DTensor`` s are those that one process would draw.
+
+    ``parallelize_module`` calls it. It makes ``init.normal_(parameter)`` right for a model that was
+    parallelized on the meta device, and dropout on ``DTensor`` s, wherever PyTorch has no handler of its own.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    for names, handler in ((_IN_PLACE, _draw_in_place), (_NEW, _draw_new)):
+        for name in names:
+            packet, _, overload = name.partition(".")
+            handlers.setdefault(getattr(getattr(torch.ops.aten, packet), overload or "default"), handler)
+
+
+def _draw_in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    drawn, *rest = args
+    local = drawn._local_tensor
+    if not local.is_meta:
+        whole = operator(local.new_empty(drawn.shape), *rest, **kwargs)
+        local.copy_(_shard_of(whole, drawn._spec))
+    return cast("DTensor", drawn)
+
+
+def _draw_new(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    like, *rest = args
+    kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    whole = operator(like._local_tensor.new_empty(like.shape), *rest, **kwargs)
+    return distribute_tensor(whole, like.device_mesh, _placements(like._spec), src_data_rank=None)
+
+
+def _shard_of(whole: Tensor, spec: DTensorSpec) -> Tensor:
+    return distribute_tensor(whole, spec.mesh, _placements(spec), src_data_rank=None)._local_tensor
+
+
+def _placements(spec: DTensorSpec) -> tuple[Any, ...]:
+    if any(placement.is_partial() for placement in spec.placements):
+        raise ParallelError(
+            f"rank {dist.get_rank()}: expected a sharded or replicated tensor to draw, got {spec.placements}"
+        )
+    return spec.placements

@@ -1,0 +1,79 @@
+"""Process groups and small models for tests of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.support.workers import Worker
+
+__all__ = ["assert_same_gradients", "backward", "gradient_of", "in_mesh", "part", "process_group", "whole"]
+
+
+@contextmanager
+def process_group(worker: Worker) -> Iterator[None]:
+    """A gloo group of the run's workers; all of them are seeded alike."""
+    dist.init_process_group(
+        "gloo", init_method=worker.init_method, rank=worker.rank, world_size=worker.world_size
+    )
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def in_mesh(
+    task: Callable[..., Any], *shape: int, names: tuple[str, ...] | None = None
+) -> Callable[..., Any]:
+    """A task for ``run_workers``: ``task(mesh, *args)`` in a group with this mesh, default one dimension."""
+
+    def run(worker: Worker, *args: Any) -> Any:
+        with process_group(worker):
+            mesh = init_device_mesh("cpu", shape or (worker.world_size,), mesh_dim_names=names)
+            return task(mesh, *args)
+
+    run.__module__ = task.__module__  # which the fork server then has imported before it forks
+    return run
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def backward(result: Tensor, gradient: Tensor | None = None) -> None:
+    """``result.backward(gradient)``, typed."""
+    torch.autograd.backward(result, gradient)
+
+
+def gradient_of(tensor: Tensor | nn.Parameter) -> Tensor:
+    """Its gradient, whole."""
+    assert tensor.grad is not None
+    return whole(tensor.grad)
+
+
+def assert_same_gradients(parallel: nn.Module, alone: nn.Module) -> None:
+    """Each parameter of the two has the same gradient."""
+    expected = dict(alone.named_parameters())
+    for name, parameter in parallel.named_parameters():
+        wanted = expected[name].grad
+        if wanted is None:
+            assert parameter.grad is None, name
+            continue
+        assert parameter.grad is not None, name
+        assert isinstance(parameter.grad, DTensor) == isinstance(parameter, DTensor), name
+        torch.testing.assert_close(whole(parameter.grad), wanted, msg=name)
+
+
+def part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """This rank's chunk along a dimension."""
+    chunks = tensor.chunk(mesh.size(), dim)
+    rank = mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
