@@ -121,7 +121,7 @@ def run_rank(worker: Worker, suite: str, name: str) -> str:
 def _marks(suite: str, name: str) -> list[pytest.MarkDecorator]:
     if name in CANNOT_HOLD:
         return [pytest.mark.xfail(reason=CANNOT_HOLD[name], run=False)]
-    if suite == GroupsTest.__name__ and GroupsTest(name).needs_gpus:
+    if getattr(SUITES[suite](name), "needs_gpus", False):
         return [pytest.mark.skip(reason="needs GPUs")]  # so no group is formed to find that out
     return []
 
