@@ -71,6 +71,7 @@ def test_results_can_be_used_in_autograd(worker: Worker, apart: bool) -> None:
         dist.all_reduce(tensor)
         dist.all_reduce(sparse)
         dist.barrier()
+    assert not sparse.coalesce().values().is_inference()
     loss = (weight * tensor).sum() + (sparse.to_dense() * weight).sum()
     [gradient] = torch.autograd.grad(loss, [weight])
     assert gradient.tolist() == [4.0, 2.0, 6.0]
