@@ -38,6 +38,16 @@ class Delivery:
     """One end of the exactly-once exchange between two living workers. For one thread; no I/O, no clock.
 
     Each batch that ``outgoing`` returns goes into a frame; what is read goes through ``received``.
+
+    Example::
+
+        here, there = Delivery(), Delivery()
+        here.send(["delete", [7, 1]])
+        batch = here.outgoing()
+        assert there.received(batch) == [["delete", [7, 1]]]
+        assert there.received(batch) == []  # came twice
+        assert here.received(there.outgoing(acknowledge=True)) == []
+        assert here.unacknowledged == 0
     """
 
     __slots__ = ("_arrived", "_beyond", "_ever_sent", "_first", "_queue", "_sent", "_unanswered")

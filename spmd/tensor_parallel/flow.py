@@ -21,11 +21,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -62,6 +63,7 @@ class Flow:
         output: the layout in which it leaves.
         local_output: it leaves as a plain tensor, else as a ``DTensor``.
         weight: the placement of the weight.
+        checked: not empty once the parts of an input were found to be equal.
     """
 
     site: Site
@@ -72,6 +74,7 @@ class Flow:
     output: Placement
     local_output: bool
     weight: Placement
+    checked: list[int] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
         return self
@@ -135,11 +138,33 @@ class Flow:
             shape = global_shape(shape, self.given, self.site.size)
             if features is not None and normalized(self.given, len(shape)) == Shard(len(shape) - 1):
                 expected, _ = chunk(features, self.site.size, self.site.rank)
+            else:
+                self._check_equal_parts(given)
         if features is not None and expected is not None:
             if not shape or given.shape[-1] != expected:
                 raise ParallelError(self._wrong_width(given, expected, features, self.given))
             shape = (*shape[:-1], features)
         return reshard(given, self.given, self.wanted, shape, self.site), shape, False
+
+    def _check_equal_parts(self, given: Tensor) -> None:
+        """A part does not tell how long the others are; backends fail badly, or not at all, if they differ.
+
+        The first call asks the others. Later ones do not: it would cost a small collective each time.
+        """
+        if self.checked:
+            return
+        size = given.shape[cast("Shard", self.given).dim]
+        mine = torch.tensor([size], device=given.device)
+        sizes = [torch.empty_like(mine) for _ in range(self.site.size)]
+        dist.all_gather(sizes, mine, group=self.site.group)
+        if any(int(each) != size for each in sizes):
+            raise ParallelError(
+                self.site.says(
+                    f"expected plain parts of one length on all ranks, {self.given!r}, got the lengths "
+                    f"{[int(each) for each in sizes]}: pad them, or pass a DTensor, whose parts may differ"
+                )
+            )
+        self.checked.append(size)
 
     def _wrong_width(self, given: Tensor, expected: int, features: int, layout: Placement) -> str:
         return self.site.says(

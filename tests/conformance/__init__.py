@@ -1,1 +1,1 @@
-"""PyTorch's own test suites, against farcall."""
+"""PyTorch's own RPC test suites, against farcall."""

@@ -1,7 +1,7 @@
 """PyTorch's own test suites, run against farcall: ``python -m pytest tests/conformance/suites.py``.
 
-The torch wheel carries the suites of ``torch.distributed.rpc``, which test farcall where ``farcall.compat``
-is installed, and one of process groups, which tests farcall's in gloo's place (``groups.py``). With
+The torch wheel carries the suites of ``torch.distributed.rpc`` and of process groups. With
+``farcall.compat`` installed, and farcall's groups in place of gloo's, they test farcall instead. With
 ``CONFORMANCE_BACKEND=torch`` the very same tests run against PyTorch: the baseline, and the proof that the
 harness changes nothing. ``--runxfail`` runs those too that are listed as impossible.
 """
@@ -21,6 +21,7 @@ import farcall.compat
 if os.environ.get("CONFORMANCE_BACKEND") != "torch":
     farcall.compat.install()  # before the suites are imported, which bind names of torch.distributed.rpc
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import TEST_SKIPS
 from torch.testing._internal.common_utils import TestCase, set_rng_seed
@@ -46,8 +47,8 @@ from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture i
     TensorPipeRpcAgentTestFixture,
 )
 
+from tests.conformance.collectives import GroupsTest, in_place_of_gloo
 from tests.conformance.expected import CANNOT_HOLD, FEWEST
-from tests.conformance.groups import GroupsTest, in_place_of_gloo
 from tests.support.workers import RunWorkers, Worker
 
 SUITES: dict[str, Any] = {
@@ -121,15 +122,23 @@ def run_rank(worker: Worker, suite: str, name: str) -> str:
 def _marks(suite: str, name: str) -> list[pytest.MarkDecorator]:
     if name in CANNOT_HOLD:
         return [pytest.mark.xfail(reason=CANNOT_HOLD[name], run=False)]
-    if getattr(SUITES[suite](name), "needs_gpus", False):
-        return [pytest.mark.skip(reason="needs GPUs")]  # so no group is formed to find that out
+    if getattr(SUITES[suite](name), "needs_gpus", False) and not torch.cuda.is_available():
+        return [pytest.mark.skip(reason="needs GPUs")]
     return []
 
 
 @pytest.mark.timeout(TIME_LIMIT + 30)
 @pytest.mark.parametrize(
     ("suite", "name"),
-    [pytest.param(suite, name, id=f"{suite}.{name}", marks=_marks(suite, name)) for suite, name in TESTS],
+    [
+        pytest.param(
+            suite,
+            name,
+            id=f"{suite}.{name}",
+            marks=_marks(suite, name),
+        )
+        for suite, name in TESTS
+    ],
 )
 def test_of_pytorch(run_workers: RunWorkers, suite: str, name: str) -> None:
     count: int = SUITES[suite](name).world_size

@@ -297,6 +297,18 @@ def test_wrong_inputs(run_workers: RunWorkers) -> None:
     run_workers(in_mesh(task), 2)
 
 
+def test_plain_parts_of_different_length(run_workers: RunWorkers) -> None:
+    def task(mesh: DeviceMesh) -> None:
+        layer = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel(input_layouts=Shard(1)))
+        with pytest.raises(
+            ValueError, match=r"rank \d, module Linear: expected plain parts.*lengths \[3, 2\]"
+        ):
+            layer(torch.ones(2, 3 - mesh.get_local_rank(), 4))
+        assert layer(torch.ones(2, 3, 4)).shape == (2, 6, 2)
+
+    run_workers(in_mesh(task), 2)
+
+
 def test_indices_out_of_the_vocabulary(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         for style in (ColwiseParallel(), RowwiseParallel(input_layouts=Replicate())):

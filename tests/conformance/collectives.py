@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.common_utils import TestCase
@@ -46,22 +45,13 @@ class GroupsTest(distributed_test.DistributedTest._DistTestBase, TestCase):
     @property
     def world_size(self) -> int:
         """Tests that PyTorch skips in small worlds get a large one."""
-        is_large = "skip_if_small_worldsize" in self._decorators()
+        is_large = "skip_if_small_worldsize" in _decorators(getattr(type(self), self._testMethodName))
         return _LARGE_WORLD_SIZE if is_large else _WORLD_SIZE
 
     @property
     def needs_gpus(self) -> bool:
-        """Whether PyTorch skips the test on this machine because it has none."""
-        return not torch.cuda.is_available() and bool(_NEEDS_GPUS & self._decorators())
-
-    def _decorators(self) -> set[str]:
-        """Which functions have decorated the test."""
-        function: Any = getattr(type(self), self._testMethodName)
-        names = set()
-        while hasattr(function, "__wrapped__"):
-            names.add(function.__code__.co_qualname.partition(".")[0])
-            function = function.__wrapped__
-        return names
+        """Whether PyTorch skips the test without GPUs, after a group has been formed in vain."""
+        return bool(_NEEDS_GPUS & _decorators(getattr(type(self), self._testMethodName)))
 
     @property
     def init_method(self) -> str:
@@ -92,6 +82,15 @@ class GroupsTest(distributed_test.DistributedTest._DistTestBase, TestCase):
         self._barrier()  # type: ignore[no-untyped-call]
         getattr(self, self._testMethodName)()
         self._barrier()  # type: ignore[no-untyped-call]
+
+
+def _decorators(function: Any) -> set[str]:
+    """Which functions have decorated a function."""
+    names = set()
+    while hasattr(function, "__wrapped__"):
+        names.add(function.__code__.co_qualname.partition(".")[0])
+        function = function.__wrapped__
+    return names
 
 
 @contextlib.contextmanager
