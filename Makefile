@@ -5,7 +5,7 @@
 #   make test-fast    the tests that need no processes of their own
 #   make test-nightly what is slow and rarely finds anything: more examples of each kind, 3,000 random programs
 #   make lint         ruff and mypy
-#   make conformance  PyTorch's own RPC test suites, against farcall
+#   make conformance  PyTorch's own test suites of RPC and of process groups, against farcall
 #   make bench        farcall beside torch.distributed.rpc
 #   make clean        remove caches and builds; `make distclean` removes the environment too
 #

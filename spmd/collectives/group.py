@@ -118,7 +118,7 @@ class Group:
         limit = self.timeout if timeout is None else timeout
         text = text_of(signature)
         work = GroupWork(text, outputs, partial(self._perform, signature, perform, limit), self._sequencer)
-        work.show(text.partition("(")[0], outputs if inputs is None else inputs)
+        work.show(text, outputs if inputs is None else inputs)
         if blocks:
             self._sequencer.run(work)
         else:
@@ -131,7 +131,7 @@ class Group:
         deadline = monotonic() + limit if limit > 0 else INFINITE
         try:
             # Whatever thread this is: tensors may be leaves that require gradients, or of inference mode.
-            with torch._C._InferenceMode(True):  # type: ignore[attr-defined]
+            with torch._C._InferenceMode(True):
                 perform(self.algorithms, signature, deadline)
         except RanksMissingError as error:
             missing = ", ".join(members.describe(each) for each in error.ranks)

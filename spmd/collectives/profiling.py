@@ -13,19 +13,19 @@ __all__ = ["PREFIX", "begin"]
 
 PREFIX = "farcall:"
 
-_functions: Any = torch._C._autograd  # type: ignore[attr-defined]
+_functions: Any = torch._C._autograd
 
 
 def begin(operation: str, tensors: Sequence[torch.Tensor]) -> Callable[[], object] | None:
     """Begin an event, if a profiler records. Returns what ends it, on any thread.
 
     Args:
-        operation: its name.
+        operation: its name, with its arguments or without.
         tensors: their shapes are shown.
     """
-    if not torch.autograd._profiler_enabled():  # type: ignore[no-untyped-call]
+    if not _functions._profiler_enabled():
         return None
-    event = _functions._record_function_with_args_enter(PREFIX + operation, *tensors)
+    event = _functions._record_function_with_args_enter(PREFIX + operation.partition("(")[0], *tensors)
     return partial(_end, event)
 
 

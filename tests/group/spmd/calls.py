@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-__all__ = ["Calls"]
-
 INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX: Final = (torch.complex64, torch.complex128)
@@ -217,7 +215,10 @@ class Calls:
         return Call(
             f"all_gather_coalesced {[_of(each) for each in mine]}",
             lambda: _quietly(dist.all_gather_coalesced, outputs, mine, self._group, is_async),
-            lambda: [all_same(each, [part[rank] for part in parts]) for rank, each in enumerate(outputs)],
+            lambda: all_same(
+                [each for of_rank in outputs for each in of_rank],
+                [part[rank] for rank in range(self._size) for part in parts],
+            ),
         )
 
     def make_all_reduce_coalesced(self, is_async: bool) -> Call:
@@ -285,10 +286,12 @@ class Calls:
         mine = self._laid_out(torch.cat(every[self._rank]))
         expected = torch.cat([each[self._rank] for each in every])
         output = self._room(expected)
-        splits = ([each[self._rank] for each in rows], rows[self._rank]) if even is None else (None, None)
+        takes, gives = (
+            ([each[self._rank] for each in rows], rows[self._rank]) if even is None else (None, None)
+        )
         return Call(
             f"all_to_all_single {rows[self._rank]} {_of(mine)}",
-            lambda: dist.all_to_all_single(output, mine, *splits, self._group, is_async),
+            lambda: dist.all_to_all_single(output, mine, takes, gives, self._group, is_async),
             lambda: same(output, expected),
         )
 

@@ -15,8 +15,8 @@ from tests.support.workers import RunWorkers, Worker
 PATHS = pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "messages"])
 
 
-def make_random_calls(seed: int, apart: bool, backend: str, worker: Worker) -> None:
-    with process_group(worker, seconds=60, options=by_messages() if apart else None, backend=backend):
+def make_random_calls(seed: int, apart: bool, worker: Worker) -> None:
+    with process_group(worker, seconds=60, options=by_messages() if apart else None):
         Calls(seed, worker.rank, worker.world_size).run(60 * EFFORT)
         dist.barrier()
 
@@ -24,7 +24,7 @@ def make_random_calls(seed: int, apart: bool, backend: str, worker: Worker) -> N
 @PATHS
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_random_calls(run_workers: RunWorkers, size: int, apart: bool) -> None:
-    run_workers(partial(make_random_calls, size, apart, "farcall"), size, time_limit=60 * EFFORT)
+    run_workers(partial(make_random_calls, size, apart), size, time_limit=60 * EFFORT)
 
 
 def make_calls_in_sub_groups(apart: bool, worker: Worker) -> None:

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from rpc.bulk.copying import scatter
 
-__all__ = ["Network", "in_threads"]
-
 T = TypeVar("T")
 
 _PATIENCE = 20.0

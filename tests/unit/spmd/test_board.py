@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
 from spmd.collectives import board as board_module
 from spmd.collectives import local as local_module
+from spmd.collectives import memory
 from spmd.collectives.board import SLOTS, Board, board_bytes
 from spmd.collectives.local import LocalCollectives, header_bytes
 from spmd.collectives.reductions import reduction_of
@@ -115,7 +116,7 @@ def run(monkeypatch: pytest.MonkeyPatch, size: int, seed: int, slots: int, body:
     """Runs ``body`` on all ranks, in an order that the seed gives, with so many slots."""
     steps = Steps(size, seed)
 
-    def move(target: int, source: int, begin: int, end: int, move: Any = local_module.move) -> None:
+    def move(target: int, source: int, begin: int, end: int, move: Any = memory.move) -> None:
         steps.pause()
         move(target, source, begin, end)
 
@@ -142,12 +143,16 @@ def numbers(rank: int, step: int, count: int) -> torch.Tensor:
     return torch.arange(count) * 31 + 1000 * rank + 100_000 * step
 
 
+def total(rank_numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(rank_numbers)).sum(0)
+
+
 def reduce_often(mine: LocalCollectives, rank: int, size: int) -> None:
     """Large and small, so that the end of one and the beginning of the next are tried too."""
     for step, count in enumerate([200, 3, 150, 64, 5, 5, 300]):
         tensor = numbers(rank, step, count)
         mine.all_reduce(CALL, INFINITE, tensor, SUM, step % size if step == 2 else None)
-        expected = sum(numbers(each, step, count) for each in range(size))
+        expected = total([numbers(each, step, count) for each in range(size)])
         if step != 2:
             assert torch.equal(tensor, expected)
 
@@ -166,7 +171,7 @@ def exchange_often(mine: LocalCollectives, rank: int, size: int) -> None:
         mine.broadcast(CALL, INFINITE, tensor, step % size)
         assert torch.equal(tensor, numbers(step % size, step, count))
         mine.reduce_scatter(CALL, INFINITE, tensor, [numbers(rank, each, count) for each in range(size)], SUM)
-        assert torch.equal(tensor, sum(numbers(each, rank, count) for each in range(size)))
+        assert torch.equal(tensor, total([numbers(each, rank, count) for each in range(size)]))
 
 
 def mix(mine: LocalCollectives, rank: int, size: int) -> None:

@@ -117,7 +117,7 @@ DOMAINS = pytest.mark.parametrize(
 def test_all_reduce(domains: list[list[int]]) -> None:
     for count in COUNTS:
         hosts = Hosts(domains)
-        total = sum(numbers(rank, count) for rank in range(hosts.size))
+        total = torch.stack([numbers(rank, count) for rank in range(hosts.size)]).sum(0)
 
         def body(mine: Any, rank: int, count: int = count) -> torch.Tensor:
             tensor = numbers(rank, count)
@@ -174,6 +174,10 @@ def test_broadcast_from_each_root(domains: list[list[int]]) -> None:
             assert all(torch.equal(each, numbers(root, count)) for each in hosts.run(body))
 
 
+def weighted(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([part * (place + 1) for place, part in enumerate(parts)]).sum(0)
+
+
 @DOMAINS
 def test_one_after_the_other_in_any_order(domains: list[list[int]]) -> None:
     hosts = Hosts(domains)
@@ -190,12 +194,12 @@ def test_one_after_the_other_in_any_order(domains: list[list[int]]) -> None:
             elif name == "all_gather":
                 parts = [torch.empty_like(tensor) for _ in range(hosts.size)]
                 mine.all_gather(CALL, INFINITE, parts, tensor)
-                tensor = sum(part * (place + 1) for place, part in enumerate(parts)) % 1009
+                tensor = weighted(parts)
             elif name == "all_to_all":
                 parts = [torch.empty(9000, dtype=torch.int64) for _ in range(hosts.size)]
                 given = [tensor + 10 * rank + other for other in range(hosts.size)]
                 mine.all_to_all(CALL, INFINITE, parts, given)
-                tensor = sum(parts) % 1013
+                tensor = torch.stack(parts).sum(0)
             else:
                 mine.barrier(CALL, INFINITE)
             tensor = tensor % 1013
@@ -205,14 +209,14 @@ def test_one_after_the_other_in_any_order(domains: list[list[int]]) -> None:
     state = [numbers(rank, 9000) for rank in range(hosts.size)]
     for step, name in enumerate(names):
         if name == "all_reduce":
-            state = [sum(state, torch.zeros(9000, dtype=torch.int64))] * hosts.size
+            state = [torch.stack(state).sum(0)] * hosts.size
         elif name == "broadcast":
             state = [state[step % hosts.size]] * hosts.size
         elif name == "all_gather":
-            state = [sum(part * (place + 1) for place, part in enumerate(state)) % 1009] * hosts.size  # type: ignore[misc]
+            state = [weighted(state)] * hosts.size
         elif name == "all_to_all":
             state = [
-                sum(each + 10 * source + rank for source, each in enumerate(state)) % 1013  # type: ignore[misc]
+                torch.stack([each + 10 * source + rank for source, each in enumerate(state)]).sum(0)
                 for rank in range(hosts.size)
             ]
         state = [each % 1013 for each in state]
