@@ -149,14 +149,14 @@ def test_every_example_is_tested() -> None:
 # ---- started by one command, as a user does
 
 
-def start(name: str, *arguments: str, launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
+def start(name: str, *arguments: str, launcher: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd="/",  # they run from anywhere
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]), **env},
         start_new_session=True,
     )
 
@@ -182,8 +182,8 @@ def test_a_worker_that_dies_ends_the_example_and_is_named() -> None:
     [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")],
     ids=["", "torchrun"],
 )
-def test_tensor_parallelism_needs_one_command(launcher: Sequence[str]) -> None:
-    process = start("tensor_parallel", "--steps", "4", launcher=launcher)
+def test_tensor_parallelism_needs_one_command(launcher: Sequence[str], tmp_path: Path) -> None:
+    process = start("tensor_parallel", "--steps", "4", launcher=launcher, TMPDIR=str(tmp_path))
     output, errors = process.communicate(timeout=80)
     assert process.returncode == 0, errors
     assert "steps: 4 of 4, loss" in output
