@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +80,13 @@ LIST = {
         ["--passes", "1", "--learning-rate", "0.0001"],
         r"The accuracy is 0\.\d+; it should be 0\.9 at least",
     ),
+    "tensor_parallel": Example(
+        4,
+        ["--steps", "8"],
+        r"^largest difference +\d\.\de-\d\d of the loss, over 8 steps",
+        ["--steps", "8", "--tolerance", "0"],
+        r"The losses differ by \d\.\de-\d\d; it should be 0 at most",
+    ),
 }
 
 
@@ -104,6 +112,24 @@ def test_it_reaches_what_it_is_to_show(run_workers: RunWorkers, name: str) -> No
     assert [output for _, output in results[1:]] == [""] * (example.workers - 1)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--sequence-parallel", "--loss-parallel"],
+        pytest.param(["--sequence-parallel"], marks=pytest.mark.nightly),
+        pytest.param(["--loss-parallel"], marks=pytest.mark.nightly),
+        pytest.param(["--dp", "1", "--tp", "4", "--sequence-parallel"], marks=pytest.mark.nightly),
+        pytest.param(["--dp", "4", "--tp", "1", "--loss-parallel"], marks=pytest.mark.nightly),
+    ],
+    ids=" ".join,
+)
+def test_a_model_cut_in_other_ways_learns_the_same(run_workers: RunWorkers, arguments: list[str]) -> None:
+    example = LIST["tensor_parallel"]
+    results = run_workers(take_part, 4, args=("tensor_parallel", [*example.short, *arguments]), time_limit=80)
+    assert [status for status, _ in results] == [None] * 4
+    assert re.search(example.shows, results[0][1], re.MULTILINE), results[0][1]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LIST)
 def test_missing_it_is_a_failure_that_says_so(run_workers: RunWorkers, name: str) -> None:
@@ -123,14 +149,14 @@ def test_every_example_is_tested() -> None:
 # ---- started by one command, as a user does
 
 
-def start(name: str, *arguments: str) -> subprocess.Popen[str]:
+def start(name: str, *arguments: str, launcher: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments],
+        [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd="/",  # they run from anywhere
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]), **env},
         start_new_session=True,
     )
 
@@ -148,3 +174,17 @@ def test_a_worker_that_dies_ends_the_example_and_is_named() -> None:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
     assert f"observer0 (process {observer.pid}) was killed by SIGKILL" in errors
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "launcher",
+    [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")],
+    ids=["", "torchrun"],
+)
+def test_tensor_parallelism_needs_one_command(launcher: Sequence[str], tmp_path: Path) -> None:
+    process = start("tensor_parallel", "--steps", "4", launcher=launcher, TMPDIR=str(tmp_path))
+    output, errors = process.communicate(timeout=80)
+    assert process.returncode == 0, errors
+    assert "steps: 4 of 4, loss" in output
+    assert "over 4 steps" in output

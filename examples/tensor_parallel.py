@@ -1,0 +1,370 @@
+#!/usr/bin/env python3
+"""A Transformer cut over processes, two by two: tensor and data parallelism, held against one process.
+
+Four processes on this machine, started by the command itself::
+
+    python examples/tensor_parallel.py
+    python examples/tensor_parallel.py --sequence-parallel --loss-parallel
+
+Or one process per worker, on as many machines as you like, for each rank from 0 to 3::
+
+    python examples/tensor_parallel.py --rank 0 --world-size 4 --master-addr HOST --master-port 29500
+
+Or under torchrun, without an RPC group::
+
+    torchrun --standalone --nproc-per-node 4 examples/tensor_parallel.py
+
+How it works. A small Transformer learns Shakespeare's sonnets, character by character. The processes are a
+mesh of two dimensions, (dp, tp). Along tp each layer is cut: a rank has some of the attention heads, of the
+hidden features and of the vocabulary. Along dp the model is repeated: each copy learns from its part of the
+batch, and gradients are averaged. The model itself is written for one process and knows nothing of this.
+
+Rank 0 trains the same model by itself as well, on whole batches. Success is that the losses agree, step by
+step.
+
+Four ideas are marked (1) to (4) below: a process group, a mesh, a plan, and gradients averaged over dp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+
+import rpc
+import spmd
+from command_line import add_group_arguments, example_parser, parse_arguments, positive
+from example_run import Miss
+from live_progress import live_progress, print_figures
+from local_group import run_on_this_machine
+from spmd.tensor_parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+HEADS = 4
+LAYERS = 2
+
+# ---------------------------------------------------------------- the text and the model: plain PyTorch
+
+
+class Text(NamedTuple):
+    """A text as numbers of characters, of shape (characters,), and how many different ones there are."""
+
+    characters: Tensor
+    vocabulary: int
+
+    def batch(self, step: int, size: int, length: int) -> Tensor:
+        """Pieces of the text, of shape (size, length + 1): the same on all ranks."""
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(self.characters) - length, (size,), generator=generator)
+        return self.characters[starts.unsqueeze(1) + torch.arange(length + 1)]
+
+
+def load_text() -> Text:
+    """Seven of Shakespeare's sonnets; lines that begin with # tell their source."""
+    lines = (Path(__file__).parent / "texts" / "sonnets.txt").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("#")).strip()
+    numbers = {character: number for number, character in enumerate(sorted(set(text)))}
+    return Text(torch.tensor([numbers[character] for character in text]), len(numbers))
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions, of as many heads as ``wq`` gives features for."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._head_size = size // HEADS
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(size, size, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of shape (batch, length, size), as ``x``."""
+        q, k, v = (self._heads(layer(x)) for layer in (self.wq, self.wk, self.wv))
+        attended = scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        result: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
+        return result
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self._head_size).transpose(1, 2)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Queries or keys of shape (..., length, head size), turned by their positions (Su et al., 2021)."""
+    length, size = x.shape[-2:]
+    angles = torch.outer(torch.arange(length), 1000.0 ** -torch.linspace(0, 1, size // 2))
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(size, 3 * size, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(3 * size, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of shape (batch, length, size), as ``x``."""
+        result: Tensor = self.w2(silu(self.w1(x)) * self.w3(x))
+        return result
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(size), Attention(size)
+        self.feed_forward_norm, self.feed_forward = nn.RMSNorm(size), FeedForward(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of shape (batch, length, size), as ``x``."""
+        x = x + self.attention(self.attention_norm(x))
+        result: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return result
+
+
+class Transformer(nn.Module):
+    """Scores every character as the next one, at each place. The head's weight is the embedding's."""
+
+    def __init__(self, vocabulary: int, size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, size)
+        self.layers = nn.Sequential(*(Block(size) for _ in range(LAYERS)))
+        self.norm = nn.RMSNorm(size)
+        self.head = nn.Linear(size, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=size**-0.5)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """Scores of shape (batch, length, vocabulary) for characters of shape (batch, length)."""
+        scores: Tensor = self.head(self.norm(self.layers(self.embedding(characters))))
+        return scores
+
+
+class Trainer:
+    """A model and its optimizer."""
+
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        self.model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+
+    def step(self, batch: Tensor, dp: dist.ProcessGroup | None = None) -> float:
+        """One step of training; its loss. In a group, loss and gradients are averaged over its ranks."""
+        scores = self.model(batch[:, :-1])
+        with loss_parallel():  # changes nothing unless scores are a DTensor
+            loss = cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        self._optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        value = local(loss.detach())
+        if dp is not None:
+            # (4) A rank has the same shards as those that differ from it in dp only. So their gradients are
+            # averaged shard by shard, and nothing whole is ever put together.
+            gradients = [
+                local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None
+            ]
+            for tensor in (value, *gradients):
+                dist.all_reduce(tensor, dist.ReduceOp.AVG, group=dp)
+        self._optimizer.step()
+        return value.item()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# ---------------------------------------------------------------- how it is cut
+
+
+def make_plan(options: argparse.Namespace) -> dict[str, ParallelStyle]:
+    """(3) How each layer is cut.
+
+    Columns first, rows next: between the two each rank has its share of heads or hidden features, and one
+    all-reduce puts the sums together. With ``--sequence-parallel`` all else, norms for one, is cut by
+    positions, and the all-reduce becomes a reduce-scatter there and an all-gather here. With
+    ``--loss-parallel`` scores stay cut by characters, and the loss is computed from the parts.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    between = Shard(1) if options.sequence_parallel else Replicate()
+    if options.sequence_parallel:
+        plan["layers.*.*_norm"] = plan["norm"] = SequenceParallel(use_local_output=True)
+    return plan | {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "layers.*.attention.w[qkv]": ColwiseParallel(input_layouts=between),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=between),
+        "layers.*.feed_forward.w[13]": ColwiseParallel(input_layouts=between),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=between),
+        "head": ColwiseParallel(
+            input_layouts=between,
+            output_layouts=Shard(-1) if options.loss_parallel else Replicate(),
+            use_local_output=not options.loss_parallel,
+        ),
+    }
+
+
+def train(options: argparse.Namespace) -> None:
+    """The part of every rank. Rank 0 trains the same model alone, too, and compares."""
+    # (2) Four ranks as two by two. A rank talks to those in its row, mesh["tp"], within layers, and to those
+    # in its column, mesh["dp"], when it averages gradients.
+    mesh = init_device_mesh("cpu", (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(options.seed)
+    text = load_text()
+    model = Transformer(text.vocabulary, options.size)
+    alone = Trainer(copy.deepcopy(model), options.learning_rate)
+    parallelize_module(model, mesh["tp"], make_plan(options), strict=True)
+    together = Trainer(model, options.learning_rate)
+    if dist.get_rank() == 0:
+        compare(together, alone, text, mesh, options)
+    else:
+        for step in range(options.steps):
+            together.step(part(text, step, mesh, options), mesh["dp"].get_group())
+
+
+def part(text: Text, step: int, mesh: DeviceMesh, options: argparse.Namespace) -> Tensor:
+    """What this rank learns from in a step: the same for all with the same place in dp."""
+    return text.batch(step, options.batch, options.length).chunk(options.dp)[mesh["dp"].get_local_rank()]
+
+
+def compare(
+    together: Trainer, alone: Trainer, text: Text, mesh: DeviceMesh, options: argparse.Namespace
+) -> None:
+    """The part of rank 0.
+
+    Raises:
+        Miss: the losses differ.
+    """
+    largest, seconds, seconds_alone = 0.0, 0.0, 0.0
+    with live_progress("steps", options.steps, plain=options.plain) as progress:
+        for step in range(options.steps):
+            began = time.perf_counter()
+            loss = together.step(part(text, step, mesh, options), mesh["dp"].get_group())
+            middle = time.perf_counter()
+            expected = alone.step(text.batch(step, options.batch, options.length))
+            seconds, seconds_alone = seconds + middle - began, seconds_alone + time.perf_counter() - middle
+            largest = max(largest, abs(loss - expected) / expected)
+            progress.advance(f"loss {loss:.3f}, alone {expected:.3f}")
+    milliseconds = [each / options.steps * 1000 for each in (seconds, seconds_alone)]
+    count, here = (sum(local(each).numel() for each in one.model.parameters()) for one in (alone, together))
+    print_figures(
+        {
+            "loss": f"{loss:.6f}",
+            "in one process": f"{expected:.6f}",
+            "largest difference": f"{largest:.1e} of the loss, over {options.steps} steps",
+            "parameters": f"{count:,}, of which {here:,} on rank 0",
+            "time per step": f"{milliseconds[0]:.0f} ms, and {milliseconds[1]:.0f} ms in one process",
+        }
+    )
+    if not largest <= options.tolerance:
+        raise Miss(f"The losses differ by {largest:.1e}; it should be {options.tolerance:g} at most.")
+
+
+# ---------------------------------------------------------------- starting and ending
+
+
+@contextlib.contextmanager
+def process_group(options: argparse.Namespace) -> Iterator[None]:
+    """PyTorch's default process group, of farcall's collectives."""
+    # (1) By torchrun the backend's name is enough. Otherwise workers of an RPC group become ranks, and calls
+    # go on beside collectives.
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("farcall")
+        yield
+        dist.destroy_process_group()
+        return
+    meeting = rpc.AgentOptions(init_method=options.init_method)
+    name = worker_name(options.rank)
+    rpc.init_rpc(name, rank=options.rank, world_size=options.world_size, rpc_backend_options=meeting)
+    try:
+        spmd.init_process_group()
+        yield
+        dist.destroy_process_group()
+    except BaseException:
+        rpc.shutdown(graceful=False)  # the others notice at once
+        raise
+    rpc.shutdown()
+
+
+def run_worker(options: argparse.Namespace) -> None:
+    """One worker, from joining to leaving."""
+    torch.set_num_threads(1)  # there are as many processes as this machine can feed
+    miss = None
+    with process_group(options):
+        try:
+            train(options)
+        except Miss as missed:  # the others did their part: all leave in order
+            miss = missed
+    if miss is not None:
+        raise miss
+
+
+def worker_name(rank: int) -> str:
+    """``worker0``, ``worker1`` and so on."""
+    return f"worker{rank}"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of this example, and those that tell one worker its place."""
+    parser = example_parser(__doc__)
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="cut what is between the layers by positions"
+    )
+    parser.add_argument("--loss-parallel", action="store_true", help="compute the loss from parts of scores")
+    parser.add_argument("--dp", type=positive, default=2, help="copies of the model (%(default)s)")
+    parser.add_argument("--tp", type=positive, default=2, help="ranks that share a copy (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=100, help="of training (%(default)s)")
+    parser.add_argument("--batch", type=positive, default=16, help="pieces of text per step (%(default)s)")
+    parser.add_argument("--length", type=positive, default=64, help="characters of each (%(default)s)")
+    parser.add_argument("--size", type=positive, default=64, help="of vectors (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=0.003, help="of AdamW (%(default)s)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="how much losses may differ (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="for the first weights (%(default)s)")
+    parser.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
+    add_group_arguments(parser)
+    return parser
+
+
+def main() -> None:
+    """Runs one worker if told which, else all of them."""
+    parser = make_parser()
+    options = parse_arguments(parser)
+    size = options.dp * options.tp
+    if size < 2 or options.world_size not in (None, size):
+        parser.error(f"--dp {options.dp} and --tp {options.tp} make {size} workers, not {options.world_size}")
+    if HEADS % options.tp or options.batch % options.dp or options.size % (2 * HEADS):
+        parser.error(f"{HEADS} heads cannot be cut by --tp, --batch by --dp, or --size by {2 * HEADS}")
+    if options.sequence_parallel and options.length % options.tp:
+        parser.error("--length cannot be cut by --tp")
+    try:
+        if options.rank is None:
+            names = [worker_name(rank) for rank in range(size)]
+            sys.exit(run_on_this_machine(__file__, names, sys.argv[1:]))
+        run_worker(options)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (Miss, RuntimeError) as error:  # what the group reports, a lost worker for one
+        sys.exit(f"{worker_name(options.rank)}: {error}")
+
+
+if __name__ == "__main__":
+    main()
