@@ -101,22 +101,28 @@ def _broadcast(count: int) -> Callable[[Any], Operation]:
     return make
 
 
-def _ddp_step(group: Any) -> Operation:
-    """A step of a model of 10 million parameters."""
-    torch.manual_seed(0)
-    layers: list[torch.nn.Module] = []
-    for _ in range(10):
-        layers += [torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = torch.randn(16, 1024)
+def _training_step(*, alone: bool) -> Callable[[Any], Operation]:
+    """A step of a model of 10 million parameters, whose gradients are exchanged unless it is ``alone``."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
+    def make(group: Any) -> Operation:
+        torch.manual_seed(0)
+        layers: list[torch.nn.Module] = []
+        for _ in range(10):
+            layers += [torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
+        model: torch.nn.Module = torch.nn.Sequential(*layers)
+        if not alone:
+            model = DistributedDataParallel(model, process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.randn(16, 1024)
 
-    return step
+        def step() -> None:
+            optimizer.zero_grad()
+            torch.autograd.backward(model(x).sum())
+            optimizer.step()
+
+        return step
+
+    return make
 
 
 _MIB: Final = 1 << 20
@@ -137,7 +143,8 @@ LINES: Final = (
     Line("reduce-scatter 64 MB", _reduce_scatter(64 * _MIB), 0.5),
     Line("all-to-all 64 MB", _all_to_all(64 * _MIB), 0.5),
     Line("broadcast 64 MB", _broadcast(64 * _MIB), 0.5),
-    Line("DDP step, 10 M parameters", _ddp_step, 0.7),
+    Line("DDP step, 10 M parameters", _training_step(alone=False), 0.7),
+    Line("the same step without DDP", _training_step(alone=True)),
 )
 
 

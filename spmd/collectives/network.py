@@ -17,7 +17,7 @@ from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.runtime.blocking import INFINITE
 from spmd.collectives import schedules
 from spmd.collectives.errors import CollectiveError, CollectiveMismatchError, RankLostError, RanksMissingError
-from spmd.collectives.memory import bytes_of, copy_bytes, of_even_size
+from spmd.collectives.memory import bytes_of, copy_bytes, of_even_size, pieces
 from spmd.collectives.reductions import Reduction
 from spmd.collectives.schedules import Step
 from spmd.collectives.signature import FIELD_BYTES, what_differs
@@ -26,6 +26,8 @@ __all__ = ["Channel", "NetworkCollectives"]
 
 _TOGETHER_BYTES: Final = 32 << 10
 """A first message of up to so many bytes comes in one with the signature."""
+
+_PIECE_BYTES: Final = 2 << 20
 
 _SLICE_SECONDS: Final = 0.25
 
@@ -121,12 +123,7 @@ class _Operation:
                 if left <= 0:
                     raise RanksMissingError([rank]) from None
             except WorkerLostError as error:
-                self._check(rank)
-                raise RankLostError(
-                    f"rank {rank} (worker '{error.worker}') is gone: {error.reason}"
-                ) from error
-            except CollectiveError:
-                raise
+                raise self._lost(rank, error) from error
             except RpcError as error:
                 self._check(rank)
                 raise CollectiveError(f"rank {rank}: {error}") from error
@@ -153,6 +150,18 @@ class _Operation:
         """Receive nothing more."""
         for _, message in self._posted:
             message.cancel("the operation has ended")
+
+
+def _messages(blocks: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    """Blocks as messages: large ones in pieces, so that one is used while the next is on its way."""
+    if sum(block.nbytes for block in blocks) <= _PIECE_BYTES:
+        return [blocks]
+    return [
+        [piece]
+        for block in blocks
+        for piece in pieces(block.view(-1), _PIECE_BYTES // block.dtype.itemsize)
+        if piece.nbytes
+    ]
 
 
 class NetworkCollectives:
@@ -198,9 +207,11 @@ class NetworkCollectives:
         try:
             for step in steps:
                 if step.to >= 0:
-                    operation.send(self._ranks[step.to], [bytes_of(blocks[each]) for each in step.sends])
+                    for message in _messages([blocks[each] for each in step.sends]):
+                        operation.send(self._ranks[step.to], [bytes_of(each) for each in message])
                 if step.source >= 0:
-                    self._take(operation, step, [blocks[each] for each in step.takes], reduction)
+                    for message in _messages([blocks[each] for each in step.takes]):
+                        self._take(operation, step, message, reduction)
             operation.finish()
         finally:
             operation.cancel()
