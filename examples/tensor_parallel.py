@@ -349,12 +349,22 @@ def main() -> None:
     parser = make_parser()
     options = parse_arguments(parser)
     size = options.dp * options.tp
-    if size < 2 or options.world_size not in (None, size):
-        parser.error(f"--dp {options.dp} and --tp {options.tp} make {size} workers, not {options.world_size}")
-    if HEADS % options.tp or options.batch % options.dp or options.size % (2 * HEADS):
-        parser.error(f"{HEADS} heads cannot be cut by --tp, --batch by --dp, or --size by {2 * HEADS}")
-    if options.sequence_parallel and options.length % options.tp:
-        parser.error("--length cannot be cut by --tp")
+    for wrong, complaint in (
+        (size < 2, "--dp times --tp is how many workers there are: 2 or more"),
+        (
+            options.world_size not in (None, size),
+            f"--dp {options.dp} and --tp {options.tp} make {size} workers, not {options.world_size}",
+        ),
+        (options.batch % options.dp, "--dp must divide --batch"),
+        (HEADS % options.tp, f"--tp must divide the {HEADS} attention heads"),
+        (options.size % (2 * HEADS), f"--size must be a multiple of {2 * HEADS}"),
+        (
+            options.sequence_parallel and options.length % options.tp,
+            "--tp must divide --length, which --sequence-parallel cuts",
+        ),
+    ):
+        if wrong:
+            parser.error(complaint)
     try:
         if options.rank is None:
             names = [worker_name(rank) for rank in range(size)]

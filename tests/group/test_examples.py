@@ -176,13 +176,14 @@ def test_a_worker_that_dies_ends_the_example_and_is_named() -> None:
     assert f"observer0 (process {observer.pid}) was killed by SIGKILL" in errors
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "launcher",
-    [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")],
-    ids=["", "torchrun"],
+    "launcher", [pytest.param((), marks=pytest.mark.nightly), TORCHRUN], ids=["one command", "torchrun"]
 )
-def test_tensor_parallelism_needs_one_command(launcher: Sequence[str], tmp_path: Path) -> None:
+def test_a_model_is_cut_over_processes_started_by(launcher: Sequence[str], tmp_path: Path) -> None:
     process = start("tensor_parallel", "--steps", "4", launcher=launcher, TMPDIR=str(tmp_path))
     output, errors = process.communicate(timeout=80)
     assert process.returncode == 0, errors
