@@ -1,7 +1,7 @@
 """A tensor-parallel MLP's step beside PyTorch's: ``python -m benchmarks.tensor_parallel``.
 
-Both run in the same processes, batch by batch in turn, on the same backend; what is printed is the median of
-the ratios of neighbouring batches.
+Our styles on the backend ``farcall``, PyTorch's on gloo and PyTorch's on ``farcall`` run in the same
+processes, batch by batch in turn; what is printed is the median of the ratios of neighbouring batches.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist
 from torch import multiprocessing, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as pytorch
 from torch.multiprocessing.spawn import spawn
 
+import spmd  # noqa: F401  # registers the backend
 from spmd import tensor_parallel as ours
 
 __all__ = ["main"]
@@ -63,10 +64,11 @@ def _seconds(model: nn.Module, x: torch.Tensor, count: int) -> float:
     return (time.perf_counter() - begun) / count
 
 
-def _measure(rank: int, size: int, backend: str, store: str, results: Any) -> None:
+def _measure(rank: int, size: int, store: str, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,))
+    dist.init_process_group("farcall", init_method=f"file://{store}", rank=rank, world_size=size)
+    farcall = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
+    gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
     for case in _CASES:
         torch.manual_seed(0)
         alone = nn.Sequential(
@@ -74,7 +76,7 @@ def _measure(rank: int, size: int, backend: str, store: str, results: Any) -> No
         )
         x = torch.randn(case.rows, case.features, requires_grad=True)
         models = []
-        for side in (ours, pytorch):
+        for side, mesh in ((ours, farcall), (pytorch, gloo), (pytorch, farcall)):
             model = copy.deepcopy(alone)
             plan = {"0": side.ColwiseParallel(), "2": side.RowwiseParallel()}
             side.parallelize_module(model, mesh, plan)
@@ -87,6 +89,7 @@ def _measure(rank: int, size: int, backend: str, store: str, results: Any) -> No
         batches = [[_seconds(model, x, count) for model in models] for _ in range(_BATCHES)]
         if rank == 0:
             results.put((case, batches))
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -94,21 +97,21 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and print; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tensor_parallel", description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--backend", default="gloo", help="of c10d, for both sides (default gloo)")
     arguments = parser.parse_args(argv)
-    table = Table("MLP", "rows", "processes", "ours, ms", "PyTorch, ms", "PyTorch / ours")
+    table = Table("MLP", "rows", "ranks", "ours, ms", "PyTorch's on gloo", "ratio", "on farcall", "ratio")
     context = multiprocessing.get_context("spawn")
     for size in arguments.processes:
         results = context.SimpleQueue()
-        with tempfile.TemporaryDirectory() as folder:
-            store = str(Path(folder) / "store")
-            spawn(_measure, (size, arguments.backend, store, results), size)  # type: ignore[no-untyped-call]
+        with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
+            spawn(_measure, (size, str(Path(folder) / "store"), results), size)  # type: ignore[no-untyped-call]
         for _ in _CASES:
             case, batches = results.get()
-            mine, theirs = (statistics.median(each) * 1e3 for each in zip(*batches, strict=True))
-            ratio = statistics.median(theirs / mine for mine, theirs in batches)
-            widths = f"{case.features} to {case.hidden} to {case.features}"
-            table.add_row(widths, str(case.rows), str(size), f"{mine:.2f}", f"{theirs:.2f}", f"{ratio:.2f}")
+            mine, *others = (statistics.median(each) * 1e3 for each in zip(*batches, strict=True))
+            cells = [f"{case.features} to {case.hidden}", str(case.rows), str(size), f"{mine:.2f}"]
+            for place, other in enumerate(others, start=1):
+                ratio = statistics.median(batch[0] / batch[place] for batch in batches)
+                cells += [f"{other:.2f}", f"{ratio:.2f} x"]
+            table.add_row(*cells)
     Console().print(table)
     return 0
 
