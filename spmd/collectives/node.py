@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rpc.agent.agent import Agent
-from rpc.errors import NotInitializedError, RpcError
+from rpc.errors import NotInitializedError, RendezvousTimeoutError, RpcError
 from rpc.group.peer import Peer
 from rpc.lifecycle.own_backend import start_separate_agent
 from rpc.options import AgentOptions
@@ -23,6 +23,7 @@ from rpc.runtime.current import current_agent
 __all__ = ["Node", "WatchesWorkers", "find_node"]
 
 _NONE: Final = "-"
+_LOOK_SECONDS: Final = 2.0
 
 
 class WatchesWorkers(Protocol):
@@ -171,7 +172,20 @@ def _exchange(store: Store, what: str, rank: int, size: int, mine: str, timeout:
         store.set(f"{what}/{rank}", mine)
         return [store.get(f"{what}/{other}").decode() for other in range(size)]
 
-    return run_with_deadline(ask, timeout, f"the process group's store (the {what} of all ranks)")
+    def look(_: object) -> list[str]:
+        return [str(other) for other in range(size) if not store.check([f"{what}/{other}"])]
+
+    waiting_for = f"the process group's store (the {what} of all ranks)"
+    try:
+        return run_with_deadline(ask, timeout, waiting_for)
+    except RuntimeError as error:  # the store's own, if its timeout is the same
+        missing = run_with_deadline(look, _LOOK_SECONDS, waiting_for)
+        if not missing:
+            raise
+        raise RendezvousTimeoutError(
+            f"rank {rank} has waited {timeout:g} s for the other ranks of a process group of {size}; "
+            f"missing: {', '.join(missing)}. Check that they run, and form the same group."
+        ) from error
 
 
 def _master_of(store: Store) -> str | None:

@@ -1,0 +1,18 @@
+"""How the ranks of a new world find each other's agents."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from rpc.errors import RendezvousTimeoutError
+from spmd.collectives.node import find_node
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(RendezvousTimeoutError, match=r"rank 0 has waited 0\.2 s .* of 3; missing: 1, 2\."):
+        find_node(store, 0, 3, 0.2, None)
