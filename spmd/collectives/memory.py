@@ -32,7 +32,9 @@ def copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
         CollectiveError: they differ in size.
     """
     if source.nbytes != target.nbytes:
-        raise CollectiveError(f"a rank has {source.nbytes} bytes for itself, and expects {target.nbytes}")
+        raise CollectiveError(
+            f"this rank gives {source.nbytes} bytes, and its own place in the result has {target.nbytes}"
+        )
     if source.data_ptr() != target.data_ptr():
         move(target.data_ptr(), source.data_ptr(), 0, source.nbytes)
 
