@@ -39,7 +39,7 @@ __all__ = ["Coordinator", "coordinate"]
 
 logger = logging.getLogger(__name__)
 
-_GRACE: Final = 10.0
+_GRACE: Final = 3.0
 """Seconds that the others have to come to an end when one shard has failed."""
 
 
