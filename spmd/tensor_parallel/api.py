@@ -45,7 +45,7 @@ def parallelize_module(
     module: Callable[[], nn.Module],
     *,
     workers: Sequence[str],
-    parallelize_plan: Plan = None,
+    parallelize_plan: ParallelStyle | Mapping[str, Any],
     strict: bool = False,
     initialize: Callable[[nn.Module], object] | None = None,
     max_batch_size: int = 1,
@@ -112,6 +112,8 @@ def parallelize_module(
     if workers is not None:
         if device_mesh is not None:
             raise ParallelTypeError("expected a mesh or workers, got both")
+        if parallelize_plan is None:
+            raise ParallelTypeError("expected a plan for the workers, got none")
         cut = partial(_parallelized, parallelize_plan=parallelize_plan, src_data_rank=None, strict=strict)
         return build(module, workers, cut, initialize, max_batch_size, timeout)
     return _parallelized(module, device_mesh, parallelize_plan, src_data_rank, strict)
@@ -131,7 +133,8 @@ def _parallelized(
             "parallelize_module call will do nothing.",
             stacklevel=3,
         )
-        return module
+        unchanged: nn.Module = module
+        return unchanged
     if not isinstance(module, nn.Module):
         raise ParallelTypeError(f"expected module to be a torch.nn.Module, got {type(module).__name__}")
     check_mesh(mesh, type(module).__name__)

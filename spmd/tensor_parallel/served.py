@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from dist_autograd import engine
 from dist_autograd.installation import autograd
 from rpc.agent.futures import wait_futures
-from rpc.api import get_worker_info, rpc_async, rpc_sync
+from rpc.api import UNSET_RPC_TIMEOUT, get_worker_info, rpc_async, rpc_sync
 from rpc.errors import AutogradError, WorkerLostError
 from rref import RRef
 from spmd.tensor_parallel.coordinator import Coordinator, coordinate
@@ -143,7 +143,7 @@ class ShardedModule:
     def close(self) -> None:
         """Free the shards. Without it they stay until their workers end."""
         with self._naming_lost():
-            self._coordinator.rpc_sync().close()
+            self._coordinator.rpc_sync(timeout=0).close()
 
     def __repr__(self) -> str:
         return f"ShardedModule(workers={list(self.workers)})"
@@ -152,13 +152,15 @@ class ShardedModule:
 
     def _run(self, name: str, *args: Any) -> Any:
         with self._naming_lost():
-            return self._coordinator.rpc_sync().run(name, args)
+            # The group limits what shards do; a caller has its own limit for calls.
+            timeout = UNSET_RPC_TIMEOUT if name == "forward" else 0
+            return self._coordinator.rpc_sync(timeout=timeout).run(name, args)
 
     def _of_all(self, name: str, *each: Any) -> list[Any]:
         """What a method returns on each shard; given one argument each, if any are given."""
         with self._naming_lost():
             calls = [
-                getattr(shard.rpc_async(), name)(*each[rank : rank + 1])
+                getattr(shard.rpc_async(timeout=0), name)(*each[rank : rank + 1])
                 for rank, shard in enumerate(self._shards)
             ]
             return wait_futures(calls)
@@ -229,7 +231,7 @@ def build(
         parallelize: cuts the module over a mesh; sent to the workers.
     """
     _check(factory, workers)
-    made = wait_futures([rpc_async(worker, make, args=(factory,)) for worker in workers])
+    made = wait_futures([rpc_async(worker, make, args=(factory,), timeout=timeout) for worker in workers])
     shards, ranks = zip(*made, strict=True)
     us = Membership(f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout)
     how = (parallelize, initialize, secrets.randbits(62))

@@ -169,6 +169,13 @@ class ModelShard:
         """
         self.rank = rank
         self._form(us)
+        try:
+            self._fill(parallelize, initialize, seed)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, parallelize: Parallelize, initialize: Initialize | None, seed: int) -> None:
         self.module = parallelize(self.module, self._mesh)
         _materialize(self.module)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), draw_parts():
@@ -191,9 +198,15 @@ class ModelShard:
         self._group = Group(node, range(len(world)), self.rank, us.name, us.timeout)
         self._process_group = FarcallProcessGroup(self._group)
         ranks = {global_rank: place for place, global_rank in enumerate(world)}
-        store = c10d._get_default_store()
-        registering: Any = c10d._register_pg_in_world  # type: ignore[attr-defined]
-        registering(self._process_group, "farcall", store, us.name, "cpu:farcall", ranks)
+        registered: Any = (
+            self._process_group,
+            "farcall",
+            c10d._get_default_store(),
+            us.name,
+            "cpu:farcall",
+            ranks,
+        )
+        c10d._register_pg_in_world(*registered)
         self._mesh = DeviceMesh.from_group(self._process_group, "cpu")
 
     def close(self) -> None:
@@ -332,18 +345,21 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _local_twin(parameter: nn.Parameter) -> Tensor:
     """A plain parameter that shares the memory of a rank's part, for optimizers."""
-    data: Any = parameter
-    if not isinstance(data, DTensor):
+    if not isinstance(parameter, DTensor):
         return parameter
-    return nn.Parameter(data.detach().to_local(), requires_grad=parameter.requires_grad)
+    local: Any = parameter._local_tensor
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def _local_gradient(gradient: Tensor | None, parameter: Any) -> Tensor | None:
+    """This rank's part of a gradient, laid out as the parameter is."""
     if not isinstance(gradient, DTensor):
         return gradient
+    laid_out: Any = gradient
     if gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return gradient.to_local()
+        laid_out = gradient.redistribute(placements=parameter.placements)
+    local: Tensor = laid_out.to_local()
+    return local
 
 
 def _materialize(module: nn.Module) -> None:
@@ -367,7 +383,7 @@ def _materialize(module: nn.Module) -> None:
 def _empty(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device="cpu")
-    local = torch.empty_like(tensor.to_local(), device="cpu")
+    local = torch.empty_like(tensor._local_tensor, device="cpu")
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
