@@ -195,7 +195,7 @@ class Coordinator:
 
     def _on_all(self, name: str, args: tuple[Any, ...]) -> Any:
         """Have all shards do something at the same time; what the own one returns."""
-        if self._failure is not None:
+        if self._failure is not None and name != "close":
             raise copy(self._failure)
         if name == "forward":
             seed = int(torch.randint(2**62, ()).item())

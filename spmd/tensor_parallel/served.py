@@ -141,9 +141,17 @@ class ShardedModule:
         self._run("save", str(Path(directory).absolute()))
 
     def close(self) -> None:
-        """Free the shards. Without it they stay until their workers end."""
-        with self._naming_lost():
-            self._coordinator.rpc_sync(timeout=0).close()
+        """Free the shards, also those that are left of a model that has ended. Idempotent.
+
+        Without it they stay until their workers end.
+        """
+        if self._lost is None:
+            with self._naming_lost():
+                self._coordinator.rpc_sync(timeout=0).close()
+            return
+        for worker, shard in zip(self.workers, self._shards, strict=True):
+            if worker != self._lost.worker:
+                shard.rpc_sync(timeout=0).close()
 
     def __repr__(self) -> str:
         return f"ShardedModule(workers={list(self.workers)})"

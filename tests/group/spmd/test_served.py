@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
@@ -437,6 +438,8 @@ def test_an_error_on_one_shard_ends_the_model(worker: Worker) -> None:
     for _ in range(2):
         with pytest.raises(ParallelError, match=r"rank 1 \(worker 'worker2'\).*KeyError: 'here'"):
             model(torch.ones(2, WIDTH))
+    model.close()
+    assert rpc.rpc_sync("worker1", groups_named_served) == 0
 
 
 @in_worker0(3)
@@ -468,6 +471,11 @@ def _dies(rank: int) -> nn.Module:
     return nn.Sequential(DiesOnOne(rank), Mlp())
 
 
+def groups_named_served() -> int:
+    """How many process groups of models this worker is in."""
+    return sum(name.startswith("served-") for name in distributed_c10d._world.pg_names.values())
+
+
 def die() -> None:
     current_worker().die()
 
@@ -492,6 +500,8 @@ def lose(rank: int, idle: bool, worker: Worker) -> None:
         with pytest.raises(ShardLostError, match=rf"rank {rank} \(worker 'worker{rank + 1}'\)") as caught:
             use()
         assert (caught.value.rank, caught.value.worker) == (rank, f"worker{rank + 1}")
+    model.close()
+    assert rpc.rpc_sync(f"worker{2 - rank}", groups_named_served) == 0
     worker.report("done")
     rpc.shutdown(graceful=False)
 
