@@ -39,7 +39,7 @@ __all__ = ["Coordinator", "coordinate"]
 
 logger = logging.getLogger(__name__)
 
-_GRACE: Final = 3.0
+_GRACE: Final = 5.0
 """Seconds that the others have to come to an end when one shard has failed."""
 
 
@@ -205,7 +205,7 @@ class Coordinator:
         with torch.no_grad():
             for rank, shard in self._others.items():
                 turn.call(rank, shard, name, args)
-            if not turn.failed:
+            if len(turn.calls) == len(self._others):  # else the others would wait in vain, or none has begun
                 try:
                     value = getattr(self._own, name)(*args)
                 except Exception as error:
@@ -218,9 +218,9 @@ class Coordinator:
     def _failed(self, name: str, turn: _Turn) -> Exception:
         """What is raised for an operation that has failed on some shards."""
         failed = turn.failed
-        lost = next((rank for rank, error in failed.items() if isinstance(error, WorkerLostError)), None)
+        lost = next((rank for rank, error in failed.items() if self._is_lost(rank, error)), None)
         if lost is not None:
-            reason = getattr(failed[lost], "reason", "") or str(failed[lost])
+            reason = getattr(failed[lost], "reason", "")
             self._failure = ShardLostError.of(lost, self._workers[lost], reason)
         elif not self._own.failed and (len(failed) == len(self._workers) or not turn.calls):
             return failed[min(failed)]
@@ -236,6 +236,9 @@ class Coordinator:
             )
         self._failure.__cause__ = failed[min(failed)]
         return copy(self._failure)
+
+    def _is_lost(self, rank: int, error: Exception) -> bool:
+        return isinstance(error, WorkerLostError) and error.worker == self._workers[rank]
 
 
 class _Turn:

@@ -42,7 +42,7 @@ __all__ = ["Call", "Membership", "ModelShard", "Outcome", "Part", "make"]
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 Initialize = Callable[[nn.Module], object]
 
-_EXTENSION: Final = "spmd.stores"
+_EXTENSION: Final = "spmd.served"
 dcp: Any = torch.distributed.checkpoint
 
 
