@@ -56,6 +56,7 @@ class Context:
         through: who has brought it here; None on its creator.
         sends: the messages sent from here, by number.
         recvs: the recv node of each message received here.
+        kept: what others keep for as long as it lasts.
         told: who was told of it by this worker.
         over: whether it is released.
     """
@@ -67,6 +68,7 @@ class Context:
         self.through = through
         self.sends: dict[int, Sent] = {}
         self.recvs: list[Any] = []
+        self.kept: list[Any] = []
         self.told: set[Peer] = set()
         self.over = False
         self._lock = threading.RLock()  # a user's signal handler may leave this context while it is held
@@ -105,6 +107,7 @@ class Context:
         """Free what was recorded: destructors of the user's may run."""
         self.sends.clear()
         self.recvs.clear()
+        self.kept.clear()
         with self._lock:
             gradients, self._gradients = self._gradients, {}
         gradients.clear()

@@ -38,6 +38,7 @@ __all__ = [
     "is_profiled",
     "is_running",
     "is_transforming",
+    "keeps_graph",
     "prepare",
     "refuse_transforms",
     "run",
@@ -73,7 +74,11 @@ def prepare() -> None:
     private = ("_current_graph_task_id", "_are_functorch_transforms_active", "_storage_Use_Count")
     needed: list[tuple[str, Any, tuple[str, ...]]] = [
         ("torch._C.", _C, private),
-        ("torch._C._autograd.", _C._autograd, ("_profiler_enabled",)),
+        (
+            "torch._C._autograd.",
+            _C._autograd,
+            ("_profiler_enabled", "_get_current_graph_task_keep_graph"),
+        ),
         ("Tensor.", Tensor, ("_use_count", "_base")),
         ("Variable._execution_engine.", _engine, ("run_backward",)),
         ("Node.", node, ("_sequence_nr", "_set_sequence_nr")),
@@ -146,6 +151,11 @@ def run(
 def is_running() -> bool:
     """Whether this thread is in the middle of a backward, ours or any other."""
     return bool(_C._current_graph_task_id() != -1)
+
+
+def keeps_graph() -> bool:
+    """Whether the graph of the backward that this thread is in the middle of can be run again."""
+    return bool(_C._autograd._get_current_graph_task_keep_graph())
 
 
 def is_transforming() -> bool:

@@ -18,6 +18,7 @@ from spmd.tensor_parallel.api import parallelize_module
 from spmd.tensor_parallel.explain import explain
 from spmd.tensor_parallel.loss import loss_parallel
 from spmd.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from spmd.tensor_parallel.served import ShardedModule
 from spmd.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "ShardedModule",
     "explain",
     "loss_parallel",
     "parallelize_module",

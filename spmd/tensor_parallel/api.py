@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 from torch import distributed as dist
 from torch import nn
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from spmd.tensor_parallel.random_numbers import draw_as_one_process, warn_if_seeded_differently
+from spmd.tensor_parallel.served import ShardedModule, build
 from spmd.tensor_parallel.site import Site, check_mesh
 from spmd.tensor_parallel.styles import NamedStyle, ParallelStyle
 
@@ -24,19 +26,54 @@ __all__ = ["parallelize_module"]
 _ONLY_LAYOUTS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 
 
+Plan = ParallelStyle | Mapping[str, Any] | None
+
+
+@overload
 def parallelize_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
-    parallelize_plan: ParallelStyle | Mapping[str, Any] | None = None,
+    parallelize_plan: Plan = None,
     *,
     src_data_rank: int | None = 0,
     strict: bool = False,
-) -> nn.Module:
-    """Parallelize a module, or modules in it, over a one-dimensional mesh. All ranks of the mesh call it
-    alike.
+) -> nn.Module: ...
+
+
+@overload
+def parallelize_module(
+    module: Callable[[], nn.Module],
+    *,
+    workers: Sequence[str],
+    parallelize_plan: ParallelStyle | Mapping[str, Any],
+    strict: bool = False,
+    initialize: Callable[[nn.Module], object] | None = None,
+    max_batch_size: int = 1,
+    timeout: float = 300.0,
+) -> ShardedModule: ...
+
+
+def parallelize_module(
+    module: nn.Module | Callable[[], nn.Module],
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Plan = None,
+    *,
+    src_data_rank: int | None = 0,
+    strict: bool = False,
+    workers: Sequence[str] | None = None,
+    initialize: Callable[[nn.Module], object] | None = None,
+    max_batch_size: int = 1,
+    timeout: float = 300.0,
+) -> nn.Module | ShardedModule:
+    """Parallelize a module, or modules in it, over a one-dimensional mesh, whose ranks all call it alike; or,
+    with ``workers``, over workers of the RPC group, which one of them or another does alone.
+
+    With ``workers`` each of them builds the module on the meta device and has memory for its parts only. One
+    model at a time is made on the same workers. If they are in no default process group, they become one,
+    which stays.
 
     Args:
-        module: changed in place.
+        module: changed in place. With ``workers`` a function that makes it, which is sent to them.
         device_mesh: one-dimensional; default the one whose ``with`` block this is in. Of one with more
             dimensions, slice one out: ``mesh["tp"]``.
         parallelize_plan: a style for the module itself, or styles by the names of modules in it:
@@ -45,30 +82,59 @@ def parallelize_module(
         src_data_rank: parameters are taken from this rank of the mesh; None: each rank cuts its own, and
             nothing is communicated.
         strict: names that match no module are an error, rather than a warning.
+        workers: names; the first is rank 0 in the model.
+        initialize: with ``workers``, fills the module, whose parameters are ``DTensor`` s, on each; random
+            numbers are not those of one process. Default: ``reset_parameters`` of each module in it.
+        max_batch_size: with ``workers``, calls that wait are done as one of at most so many rows, where each
+            has one positional tensor, ``[rows, ...]``, and no gradient. Default 1: each by itself.
+        timeout: with ``workers``, seconds that making it, and each collective, may take.
 
     Returns:
-        The module.
+        The module, or the object that stands for it.
 
     Raises:
         ParallelTypeError: the plan, or something in it, is of another type.
         ParallelError: the mesh will not do; a module is parallelized already; a parameter is tied to one of a
-            module that the plan leaves out; in strict mode, a name matches nothing.
+            module that the plan leaves out; in strict mode, a name matches nothing; there is nothing that
+            fills a parameter on the workers.
         NotInMeshError: this process is not one of the mesh's.
         UnsupportedModuleError: a style is not for that kind of module.
+        UnknownWorkerError: there is no such worker.
 
     Example::
 
         mesh = init_device_mesh("cpu", (4,))
         parallelize_module(model, mesh, {"layers.*.w1": ColwiseParallel(), "layers.*.w2": RowwiseParallel()})
+
+        served = parallelize_module(partial(Net, 512), workers=["w1", "w2"], parallelize_plan=plan)
+        served(x)
     """
+    if workers is not None:
+        if device_mesh is not None:
+            raise ParallelTypeError("expected a mesh or workers, got both")
+        if parallelize_plan is None:
+            raise ParallelTypeError("expected a plan for the workers, got none")
+        cut = partial(_parallelized, parallelize_plan=parallelize_plan, src_data_rank=None, strict=strict)
+        return build(module, workers, cut, initialize, max_batch_size, timeout)
+    return _parallelized(module, device_mesh, parallelize_plan, src_data_rank, strict)
+
+
+def _parallelized(
+    module: Any,
+    device_mesh: DeviceMesh | None,
+    parallelize_plan: Plan,
+    src_data_rank: int | None,
+    strict: bool,
+) -> nn.Module:
     mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
     if parallelize_plan is None:
         warnings.warn(
             "No parallelize_plan is provided and auto-parallel is not supported at the moment, so this "
             "parallelize_module call will do nothing.",
-            stacklevel=2,
+            stacklevel=3,
         )
-        return module
+        unchanged: nn.Module = module
+        return unchanged
     if not isinstance(module, nn.Module):
         raise ParallelTypeError(f"expected module to be a torch.nn.Module, got {type(module).__name__}")
     check_mesh(mesh, type(module).__name__)
@@ -79,7 +145,7 @@ def parallelize_module(
         if strict:
             raise ParallelError(f"rank {dist.get_rank()}: {'; '.join(complaints)}")
         for complaint in complaints:
-            warnings.warn(f"{complaint}, skipping this plan entry.", stacklevel=2)
+            warnings.warn(f"{complaint}, skipping this plan entry.", stacklevel=3)
     _check_ties(module, steps)
     draw_as_one_process()
     if src_data_rank is not None and mesh.device_type == "cpu":

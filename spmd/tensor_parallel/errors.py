@@ -6,13 +6,14 @@ Each class also derives from what ``torch.distributed.tensor.parallel`` raises i
 
 from __future__ import annotations
 
-from rpc.errors import RpcError
+from rpc.errors import RpcError, WorkerLostError
 
 __all__ = [
     "LayoutCountError",
     "NotInMeshError",
     "ParallelError",
     "ParallelTypeError",
+    "ShardLostError",
     "UnsupportedModuleError",
 ]
 
@@ -35,3 +36,20 @@ class LayoutCountError(ParallelError, AssertionError):
 
 class NotInMeshError(ParallelError):
     """This process is not one of the mesh's."""
+
+
+class ShardLostError(WorkerLostError):
+    """A shard of a model is gone, and with it the model.
+
+    Attributes:
+        rank: of the shard, in the model.
+    """
+
+    def __init__(self, message: str, worker: str = "", reason: str = "", rank: int = -1) -> None:
+        super().__init__(message, worker, reason)
+        self.rank = rank
+
+    @classmethod
+    def of(cls, rank: int, worker: str, reason: str) -> ShardLostError:
+        """The error for a shard."""
+        return cls(f"rank {rank} (worker '{worker}') of the model is gone: {reason}", worker, reason, rank)

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, cast
 
 import torch
@@ -24,7 +27,7 @@ from spmd.tensor_parallel.errors import ParallelError
 from spmd.tensor_parallel.resharding import chunk
 from spmd.tensor_parallel.site import Site
 
-__all__ = ["draw_as_one_process", "dropout_mask", "warn_if_seeded_differently"]
+__all__ = ["draw_as_one_process", "draw_parts", "dropout_mask", "warn_if_seeded_differently"]
 
 _IN_PLACE: Final = (
     "normal_",
@@ -57,14 +60,18 @@ def dropout_mask(
             generator for it, so that recomputation in backward gives the same mask again.
     """
     if independent:
-        seed = int(torch.randint(2**62, ()).item()) ^ ((site.rank + 1) * _STREAM % 2**62)
-        own = torch.Generator(local.device).manual_seed(seed)
-        mask = torch.empty_like(local).bernoulli_(1 - p, generator=own)
+        mask = torch.empty_like(local).bernoulli_(1 - p, generator=_own_stream(site.rank, local.device))
     else:
         whole = torch.empty(shape, dtype=local.dtype, device=local.device).bernoulli_(1 - p)
         length, offset = chunk(shape[dim], site.size, site.rank)
         mask = whole.narrow(dim, offset, length)
     return mask.div_(1 - p)
+
+
+def _own_stream(part: int, device: torch.device) -> torch.Generator:
+    """A generator for one part of a tensor, for which one number is drawn from the common one."""
+    seed = int(torch.randint(2**62, ()).item()) ^ ((part + 1) * _STREAM % 2**62)
+    return torch.Generator(device).manual_seed(seed)
 
 
 def warn_if_seeded_differently(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -82,7 +89,7 @@ def warn_if_seeded_differently(module: nn.Module, mesh: DeviceMesh) -> None:
         warnings.warn(
             f"rank {dist.get_rank()}: the ranks of {mesh} have different random generators, so dropout will "
             "not drop the same elements of replicated tensors: call torch.manual_seed alike on all of them",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -99,10 +106,30 @@ def draw_as_one_process() -> None:
             handlers.setdefault(getattr(getattr(torch.ops.aten, packet), overload or "default"), handler)
 
 
+_by_parts: Final[ContextVar[bool]] = ContextVar("by_parts", default=False)
+
+
+@contextmanager
+def draw_parts() -> Iterator[None]:
+    """Inside, a rank that fills a sharded tensor draws its part only, from a stream of its own.
+
+    The whole is nowhere then, and is not what one process would draw. On one-dimensional meshes.
+    """
+    token = _by_parts.set(True)
+    try:
+        yield
+    finally:
+        _by_parts.reset(token)
+
+
 def _draw_in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     drawn, *rest = args
     local = drawn._local_tensor
-    if not local.is_meta:
+    if _by_parts.get():
+        (placement,) = _placements(drawn._spec)
+        part = drawn.device_mesh.get_local_rank() if placement.is_shard() else 0
+        operator(local, *rest, **kwargs | {"generator": _own_stream(part, local.device)})
+    elif not local.is_meta:
         whole = operator(local.new_empty(drawn.shape), *rest, **kwargs)
         local.copy_(_shard_of(whole, drawn._spec))
     return cast("DTensor", drawn)

@@ -42,8 +42,8 @@ def test_styles_show_as_pytorchs(name: str, arguments: dict[str, Any]) -> None:
     assert repr(getattr(tensor_parallel, name)(**arguments)) == repr(getattr(pytorch, name)(**arguments))
 
 
-def test_the_names_are_pytorchs_and_explain() -> None:
-    assert set(tensor_parallel.__all__) == {*pytorch.__all__, "explain"}
+def test_the_names_are_pytorchs_and_two_more() -> None:
+    assert set(tensor_parallel.__all__) == {*pytorch.__all__, "ShardedModule", "explain"}
     assert spmd.explain is tensor_parallel.explain
 
 

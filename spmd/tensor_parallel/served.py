@@ -1,0 +1,290 @@
+"""A model that is cut over workers of the RPC group, behind one object: :class:`ShardedModule`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from dist_autograd import engine
+from dist_autograd.installation import autograd
+from rpc.agent.futures import wait_futures
+from rpc.api import UNSET_RPC_TIMEOUT, get_worker_info, rpc_async, rpc_sync
+from rpc.errors import AutogradError, WorkerLostError
+from rref import RRef
+from spmd.tensor_parallel.coordinator import Coordinator, coordinate
+from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
+from spmd.tensor_parallel.resharding import chunk
+from spmd.tensor_parallel.shard import Call, Initialize, Membership, ModelShard, Parallelize, Part, make
+
+__all__ = ["ShardedModule", "build"]
+
+T = TypeVar("T")
+
+
+class ShardedModule:
+    """A module whose parameters are cut over workers: what ``parallelize_module`` with ``workers`` gives.
+
+    It is called like the module: all shards compute, and the result comes here. Inside
+    ``dist_autograd.context`` gradients flow through it to its parameters and to what it was given. It can be
+    sent to other workers, which then use the same model; calls of all of them are done one after the other.
+
+    The inputs of a call are the same on all shards, and its results must be too, or be ``DTensor`` s, which
+    come whole: give the last layer ``output_layouts=Replicate()`` or ``use_local_output=False``.
+
+    Attributes:
+        workers: the names of the workers, by rank in the model.
+
+    Raises:
+        ShardLostError: by every method, if a shard is gone. The model has ended then.
+        ParallelError: by every method, if the shards are not in step any more, or the model is closed.
+
+    Example::
+
+        model = parallelize_module(partial(Llama, shape), workers=["w1", "w2"], parallelize_plan=plan)
+        optimizer = DistributedOptimizer(torch.optim.AdamW, model.remote_parameters(), lr=1e-3)
+        with dist_autograd.context() as context_id:
+            loss = functional.cross_entropy(model(words).flatten(0, 1), targets.flatten())
+            dist_autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+        model.save("checkpoint")
+    """
+
+    def __init__(
+        self, workers: Sequence[str], shards: Sequence[RRef[ModelShard]], coordinator: RRef[Coordinator]
+    ) -> None:
+        self.workers = tuple(workers)
+        self._shards = tuple(shards)
+        self._coordinator = coordinator
+        self._lost: ShardLostError | None = None
+
+    # ---- calling it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output for these inputs, without a history outside of ``dist_autograd.context``.
+
+        Raises:
+            RpcTimeoutError: no answer within the timeout of calls.
+            Exception: what ``forward`` raised, alike on all shards.
+        """
+        if not torch.is_grad_enabled() or autograd().contexts.current() is None:
+            call = Call(*tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+            return self._run("forward", call).value
+        leaves, structure = tree_flatten((args, kwargs))
+        result: list[Any] = []
+        with torch.enable_grad():
+            anchor = torch.empty(0, requires_grad=True)  # there may be no other tensor that requires grad
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        following = iter(_Call.apply(self, leaves, structure, result, anchor, *tensors))  # type: ignore[no-untyped-call]
+        return tree_map_only(Tensor, lambda _: next(following), result[0])
+
+    def train(self, mode: bool = True) -> Self:
+        """Put all shards into training mode; evaluation mode if not ``mode``."""
+        self._run("train", mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put all shards into evaluation mode."""
+        return self.train(False)
+
+    # ---- its parameters
+
+    def remote_parameters(self) -> list[RRef[Tensor]]:
+        """References to the shards' parts of the parameters, as ``DistributedOptimizer`` takes them.
+
+        They are plain tensors, shard by shard: an optimizer that looks at whole matrices or norms of them
+        sees parts. Replicated parameters come once for each shard.
+        """
+        return [reference for found in self._of_all("parameters") for reference in found]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state, put together here from the shards' parts; nowhere else is it whole."""
+        parts: list[dict[str, Part]] = self._of_all("parts")
+        return {name: _whole([each[name] for each in parts]) for name in parts[0]}
+
+    def load_state_dict(self, state: Mapping[str, Tensor] | str | Path) -> None:
+        """Take over a state.
+
+        Args:
+            state: whole tensors by name, of which each shard is sent its part; or the directory of a
+                distributed checkpoint, which must be there for all workers: each reads its own part.
+
+        Raises:
+            ParallelError: names or shapes in the mapping are not the model's. Nothing is changed then.
+            CheckpointException: from a directory, likewise.
+        """
+        if isinstance(state, str | Path):
+            self._run("load", str(Path(state).absolute()))
+            return
+        parts: list[dict[str, Part]] = self._of_all("parts")
+        if state.keys() != parts[0].keys():
+            odd = ", ".join(sorted(state.keys() ^ parts[0].keys()))
+            raise ParallelError(f"the state and the model differ in: {odd}")
+        cut = [
+            {name: _part_of(state[name], part, rank, len(parts), name) for name, part in each.items()}
+            for rank, each in enumerate(parts)
+        ]
+        self._of_all("take", *cut)
+
+    def save(self, directory: str | Path) -> None:
+        """Write the state into a distributed checkpoint, each shard its part.
+
+        Args:
+            directory: the same one for all workers.
+        """
+        self._run("save", str(Path(directory).absolute()))
+
+    def close(self) -> None:
+        """Free the shards, also those that are left of a model that has ended. Idempotent.
+
+        Without it they stay until their workers end.
+        """
+        if self._lost is None:
+            with self._naming_lost():
+                self._coordinator.rpc_sync(timeout=0).close()
+            return
+        for worker, shard in zip(self.workers, self._shards, strict=True):
+            if worker != self._lost.worker:
+                shard.rpc_sync(timeout=0).close()
+
+    def __repr__(self) -> str:
+        return f"ShardedModule(workers={list(self.workers)})"
+
+    # ---- asking the shards
+
+    def _run(self, name: str, *args: Any) -> Any:
+        with self._naming_lost():
+            # The group limits what shards do; a caller has its own limit for calls.
+            timeout = UNSET_RPC_TIMEOUT if name == "forward" else 0
+            return self._coordinator.rpc_sync(timeout=timeout).run(name, args)
+
+    def _of_all(self, name: str, *each: Any) -> list[Any]:
+        """What a method returns on each shard; given one argument each, if any are given."""
+        with self._naming_lost():
+            calls = [
+                getattr(shard.rpc_async(timeout=0), name)(*each[rank : rank + 1])
+                for rank, shard in enumerate(self._shards)
+            ]
+            return wait_futures(calls)
+
+    @contextmanager
+    def _naming_lost(self) -> Iterator[None]:
+        if self._lost is not None:
+            raise ShardLostError.of(self._lost.rank, self._lost.worker, self._lost.reason)
+        try:
+            yield
+        except ShardLostError as error:
+            self._lost = error
+            raise
+        except WorkerLostError as error:
+            if error.worker not in self.workers:
+                raise
+            rank = self.workers.index(error.worker)
+            self._lost = ShardLostError.of(rank, error.worker, error.reason)
+            raise self._lost from error
+
+
+class _Call(torch.autograd.Function):
+    """A call of a model, as one node of the caller's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, model: ShardedModule, leaves: list[Any], structure: Any, result: list[Any], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        wanted = tuple(ctx.needs_input_grad[5:])
+        args, kwargs = tree_unflatten(
+            [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+        )
+        outcome = model._run("forward", Call(args, kwargs, wanted))
+        result.append(outcome.value)
+        outputs = [leaf for leaf in tree_leaves(outcome.value) if isinstance(leaf, Tensor)]
+        pairs = list(zip(outputs, outcome.differentiable, strict=True))
+        ctx.mark_non_differentiable(*[output for output, has_gradient in pairs if not has_gradient])
+        ctx.model, ctx.number, ctx.wanted, ctx.differentiable = (
+            model,
+            outcome.number,
+            wanted,
+            outcome.differentiable,
+        )
+        ctx.context_id = autograd().contexts.current().id  # type: ignore[union-attr]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise AutogradError("gradients through a ShardedModule cannot be differentiated")
+        given = [each for each, has in zip(gradients, ctx.differentiable, strict=True) if has]
+        how = (ctx.number, given, ctx.context_id, engine.keeps_graph())
+        found = iter(ctx.model._run("backward", *how))
+        return None, None, None, None, None, *(next(found) if each else None for each in ctx.wanted)
+
+
+def build(
+    factory: Callable[[], nn.Module],
+    workers: Sequence[str],
+    parallelize: Parallelize,
+    initialize: Initialize | None,
+    max_batch_size: int,
+    timeout: float,
+) -> ShardedModule:
+    """See ``parallelize_module``.
+
+    Args:
+        parallelize: cuts the module over a mesh; sent to the workers.
+    """
+    _check(factory, workers)
+    made = wait_futures([rpc_async(worker, make, args=(factory,), timeout=timeout) for worker in workers])
+    shards, ranks = zip(*made, strict=True)
+    us = Membership(f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout)
+    how = (parallelize, initialize, secrets.randbits(62))
+    wait_futures(
+        [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)],
+    )
+    coordinator = rpc_sync(workers[0], coordinate, args=(shards, workers, max_batch_size))
+    return ShardedModule(workers, shards, coordinator)
+
+
+def _check(factory: Any, workers: Any) -> None:
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ParallelTypeError(
+            "expected, for workers, a function that makes the module, as functools.partial(Net, 512), got "
+            f"{type(factory).__name__}: the workers build it themselves, without memory"
+        )
+    if isinstance(workers, str) or not workers or len(set(workers)) != len(workers):
+        raise ParallelError(f"expected the names of workers, each once, got {workers!r}")
+    for worker in workers:
+        get_worker_info(worker)
+
+
+def _world(workers: Sequence[str], ranks: Sequence[int | None]) -> tuple[int, ...] | None:
+    """The ranks of workers in the default process group that they share, if they have one."""
+    known = tuple(rank for rank in ranks if rank is not None)
+    if not known:
+        return None
+    if len(set(known)) != len(workers):
+        raise ParallelError(
+            "expected workers that have one default process group, or none, got "
+            + ", ".join(f"'{worker}': rank {rank}" for worker, rank in zip(workers, ranks, strict=True))
+        )
+    return known
+
+
+def _whole(parts: Sequence[Part]) -> Tensor:
+    dim = parts[0].dim
+    tensors = [part.local for part in parts if part.local is not None]
+    return tensors[0] if dim is None else torch.cat(tensors, dim)
+
+
+def _part_of(whole: Tensor, part: Part, rank: int, count: int, name: str) -> Tensor:
+    if tuple(whole.shape) != part.shape:
+        raise ParallelError(f"expected {name} of shape {[*part.shape]}, got {[*whole.shape]}")
+    if part.dim is None:
+        return whole
+    length, offset = chunk(part.shape[part.dim], count, rank)
+    return whole.narrow(part.dim, offset, length).contiguous()

@@ -1,0 +1,411 @@
+"""What a worker holds of a model that is served by several: its part of every parameter.
+
+A model is made in two steps, so that what can go wrong on one worker alone goes wrong before all of them wait
+for each other: ``make`` builds the module without memory, ``join`` forms the group and fills the shards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dist_autograd.api import current_context
+from dist_autograd.graph import Leaf
+from dist_autograd.installation import autograd
+from dist_autograd.leaves import owned
+from rpc.errors import AutogradError
+from rpc.runtime.current import current_agent
+from rref import RRef
+from spmd.collectives.group import Group
+from spmd.collectives.node import Node
+from spmd.collectives.process_group import FarcallProcessGroup
+from spmd.collectives.store import WorkerStore
+from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
+from spmd.tensor_parallel.random_numbers import draw_parts
+
+__all__ = ["Call", "Membership", "ModelShard", "Outcome", "Part", "make"]
+
+Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
+Initialize = Callable[[nn.Module], object]
+
+_EXTENSION: Final = "spmd.served"
+dcp: Any = torch.distributed.checkpoint
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who a shard's group is.
+
+    Attributes:
+        name: of the model, the same on all of its workers and no other's.
+        workers: their names, by rank in the model.
+        world: their ranks in PyTorch's default process group; None: there is none, and they become it.
+        timeout: seconds that forming it, and each collective, may take.
+    """
+
+    name: str
+    workers: tuple[str, ...]
+    world: tuple[int, ...] | None
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the model.
+
+    Attributes:
+        args, kwargs: of ``forward``.
+        wanted: for each tensor among them whether its gradient is wanted; None: nothing is differentiated.
+        number: the call's, if it is differentiated.
+        seed: of its random numbers.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wanted: tuple[bool, ...] | None = None
+    number: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call has given.
+
+    Attributes:
+        value: what ``forward`` returned.
+        differentiable: for each tensor in it whether it has a gradient.
+        number: the call's.
+    """
+
+    value: Any
+    differentiable: tuple[bool, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a shard has of one entry of the state.
+
+    Attributes:
+        local: its part; None: the whole, which rank 0 gives.
+        dim: along which the parts make the whole; None if each has the whole.
+        shape: of the whole.
+    """
+
+    local: Tensor | None
+    dim: int | None
+    shape: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Tape:
+    """A call that may be differentiated: the tensors whose gradients are wanted, and the results."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+def make(factory: Callable[[], nn.Module]) -> tuple[RRef[ModelShard], int | None]:
+    """The first step. Called remotely.
+
+    Returns:
+        The shard, and this worker's rank in the default process group, if there is one.
+
+    Raises:
+        ParallelTypeError: ``factory`` does not return a module.
+    """
+    with torch.device("meta"):
+        module: Any = factory()
+    if not isinstance(module, nn.Module):
+        raise ParallelTypeError(
+            f"expected what makes the model to return a torch.nn.Module, got {type(module).__name__}"
+        )
+    return RRef(ModelShard(module)), dist.get_rank() if dist.is_initialized() else None
+
+
+class ModelShard:
+    """One worker's part of a model. All but ``abort`` and ``error`` are called for one thing at a time.
+
+    Args:
+        module: on the meta device.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.rank = -1
+        self._group: Group | None = None
+        self._process_group: Any = None
+        self._mesh: Any = None
+        self._locals: dict[nn.Parameter, Tensor] = {}
+        self._tapes: weakref.WeakValueDictionary[int, _Tape] = weakref.WeakValueDictionary()
+
+    # ---- making it
+
+    def join(
+        self, us: Membership, rank: int, parallelize: Parallelize, initialize: Initialize | None, seed: int
+    ) -> None:
+        """The second step: all workers of the model do it at the same time.
+
+        Args:
+            us: the group.
+            rank: this worker's, in it.
+            parallelize: cuts the module over a mesh.
+            initialize: fills the module; None: ``reset_parameters`` of the modules in it.
+            seed: of its random numbers.
+        """
+        self.rank = rank
+        self._form(us)
+        try:
+            self._fill(parallelize, initialize, seed)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, parallelize: Parallelize, initialize: Initialize | None, seed: int) -> None:
+        self.module = parallelize(self.module, self._mesh)
+        _materialize(self.module)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), draw_parts():
+            torch.manual_seed(seed)
+            (_reset if initialize is None else initialize)(self.module)
+        for parameter in self.module.parameters():
+            self._locals[parameter] = _local_twin(parameter)
+
+    def _form(self, us: Membership) -> None:
+        agent: Any = current_agent()
+        world = us.world or tuple(range(len(us.workers)))
+        timeout = timedelta(seconds=us.timeout)
+        if us.world is None:
+            store = WorkerStore(us.workers[0], f"{us.name}/")
+            agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
+            dist.init_process_group(
+                "farcall", store=store, rank=self.rank, world_size=len(world), timeout=timeout
+            )
+        node = Node(agent, [agent.peer(each) for each in us.workers], owned=False)
+        self._group = Group(node, range(len(world)), self.rank, us.name, us.timeout)
+        self._process_group = FarcallProcessGroup(self._group)
+        ranks = {global_rank: place for place, global_rank in enumerate(world)}
+        registered: Any = (
+            self._process_group,
+            "farcall",
+            c10d._get_default_store(),
+            us.name,
+            "cpu:farcall",
+            ranks,
+        )
+        c10d._register_pg_in_world(*registered)
+        self._mesh = DeviceMesh.from_group(self._process_group, "cpu")
+
+    def close(self) -> None:
+        """Leave the group and free the module."""
+        if self._process_group is not None:
+            dist.destroy_process_group(self._process_group)
+        self._group = self._process_group = self._mesh = None
+        self.module = nn.Module()
+        self._locals.clear()
+
+    # ---- running it
+
+    def forward(self, call: Call) -> Outcome | None:
+        """Run the module; rank 0 returns what it gives."""
+        if call.wanted is None:
+            with torch.no_grad():
+                value = self._run(call)
+            return Outcome(value, (), 0) if self.rank == 0 else None
+        tensors = _tensors((call.args, call.kwargs))
+        for tensor, wanted in zip(tensors, call.wanted, strict=True):
+            tensor.requires_grad_(wanted)
+        tape = _Tape([tensor for tensor in tensors if tensor.requires_grad])
+        with torch.enable_grad():
+            value = self._run(call)
+        outputs = _tensors(value)
+        tape.outputs += [tensor for tensor in outputs if tensor.requires_grad]
+        if tape.outputs:
+            self._tapes[call.number] = tape
+            current_context().kept.append(tape)
+        if self.rank:
+            return None
+        differentiable = tuple(tensor.requires_grad for tensor in outputs)
+        return Outcome(tree_map_only(Tensor, Tensor.detach, value), differentiable, call.number)
+
+    def _run(self, call: Call) -> Any:
+        drops = self.module.training and any(
+            isinstance(each, _DropoutNd) and each.p for each in self.module.modules()
+        )
+        with torch.random.fork_rng(devices=[]) if drops else nullcontext():
+            if drops:
+                torch.manual_seed(call.seed)  # all shards drop the same elements
+            value = self.module(*call.args, **call.kwargs)
+            return tree_map_only(DTensor, DTensor.full_tensor, value)
+
+    def backward(
+        self, number: int, gradients: Sequence[Tensor | None], context_id: int, keep: bool
+    ) -> list[Tensor | None] | None:
+        """Differentiate a call. Gradients of parameters go into the context.
+
+        Args:
+            number: the call's.
+            gradients: of the differentiable tensors in its value.
+            context_id: of distributed autograd.
+            keep: it may be differentiated again.
+
+        Returns:
+            At rank 0, the gradients that were wanted.
+        """
+        tape = self._tapes.get(number)
+        if tape is None or not tape.outputs:
+            raise AutogradError(
+                "Trying to backward through the graph a second time: this call of the model is not kept any "
+                "more. Specify retain_graph=True in the first backward, inside the context of the call"
+            )
+        parameters = [each for each in self.module.parameters() if each.requires_grad]
+        found = torch.autograd.grad(
+            tape.outputs,
+            [*tape.inputs, *parameters],
+            list(gradients),
+            retain_graph=keep,
+            allow_unused=True,
+        )
+        count = len(tape.inputs)
+        leaves = [Leaf(self._locals[each], None, 0) for each in parameters]
+        local = [_local_gradient(*each) for each in zip(found[count:], parameters, strict=True)]
+        context = autograd().contexts.get(context_id)
+        context.accumulate(leaves, owned(local))
+        if not keep:
+            tape.inputs, tape.outputs = [], []
+        return list(found[:count]) if self.rank == 0 else None
+
+    def train(self, mode: bool) -> None:
+        """Training mode, or evaluation mode."""
+        self.module.train(mode)
+
+    # ---- its state
+
+    def parameters(self) -> list[RRef[Tensor]]:
+        """References to this worker's parts of the parameters: plain tensors that share their memory."""
+        return [RRef(self._locals[each]) for each in self.module.parameters()]
+
+    def parts(self) -> dict[str, Part]:
+        """What this shard has of the state, by name."""
+        return {name: self._part(value) for name, value in self.module.state_dict().items()}
+
+    def _part(self, value: Tensor) -> Part:
+        dim, local = None, value
+        if isinstance(value, DTensor):
+            (placement,) = value.placements
+            dim, local = placement.dim if isinstance(placement, Shard) else None, value.to_local()
+        return Part(None if dim is None and self.rank else local.detach(), dim, tuple(value.shape))
+
+    def take(self, parts: Mapping[str, Tensor]) -> None:
+        """Take over this shard's part of a state."""
+        own = self.module.state_dict()
+        with torch.no_grad():
+            for name, part in parts.items():
+                value = own[name]
+                (value.to_local() if isinstance(value, DTensor) else value).copy_(part)
+
+    def save(self, directory: str) -> None:
+        """Write the state into a distributed checkpoint; all shards at once."""
+        dcp.save(self.module.state_dict(), checkpoint_id=directory, process_group=self._process_group)
+
+    def load(self, directory: str) -> None:
+        """Read the state from a distributed checkpoint; all shards at once."""
+        state = self.module.state_dict()
+        dcp.load(state, checkpoint_id=directory, process_group=self._process_group)
+
+    # ---- its group
+
+    def abort(self, reason: str) -> None:
+        """End what is under way on all shards, and the model with it."""
+        if self._group is not None:
+            self._group.abort(reason)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the group has failed."""
+        return self._group is None or self._group.members.failed
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _local_twin(parameter: nn.Parameter) -> Tensor:
+    """A plain parameter that shares the memory of a rank's part, for optimizers."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local: Any = parameter._local_tensor
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
+def _local_gradient(gradient: Tensor | None, parameter: Any) -> Tensor | None:
+    """This rank's part of a gradient, laid out as the parameter is."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    laid_out: Any = gradient
+    if gradient.placements != parameter.placements:
+        laid_out = gradient.redistribute(placements=parameter.placements)
+    local: Tensor = laid_out.to_local()
+    return local
+
+
+def _materialize(module: nn.Module) -> None:
+    """Give parameters and buffers on the meta device memory for this rank's part. Ties are kept."""
+    made: dict[int, Any] = {}
+
+    def real(tensor: Any) -> Any:
+        if tensor is None or not tensor.is_meta:
+            return tensor
+        if id(tensor) not in made:
+            empty = _empty(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    for each in module.modules():
+        each._parameters = {name: real(value) for name, value in each._parameters.items()}
+        each._buffers = {name: real(value) for name, value in each._buffers.items()}
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device="cpu")
+    local = torch.empty_like(tensor._local_tensor, device="cpu")
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _reset(module: nn.Module) -> None:
+    """Fill parameters and buffers as the modules that have them do.
+
+    Raises:
+        ParallelError: a module has some, and nothing that fills them.
+    """
+    unfilled = []
+    for name, each in module.named_modules():
+        own: Any = getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None)
+        if own is not None:
+            own()
+        elif any(tensor is not None for tensor in (*each._parameters.values(), *each._buffers.values())):
+            unfilled.append(f"'{name}' ({type(each).__name__})" if name else type(each).__name__)
+    if unfilled:
+        raise ParallelError(
+            f"modules have parameters or buffers, but no reset_parameters that fills them: "
+            f"{', '.join(unfilled)}. The model is built without memory, so what its constructors compute is "
+            "lost: pass initialize"
+        )
