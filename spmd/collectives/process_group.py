@@ -108,6 +108,8 @@ class FarcallProcessGroup(ProcessGroup):
             raise ValueError(f"sparse tensors can be reduced by sum, not by {reduction.name}")
         field = signature("all_reduce of sparse tensors", tensor.dtype, tensor.shape, reduction.name)
 
+        @torch.inference_mode(False)  # the tensor gets new parts, which are to be as any other's
+        @torch.no_grad()
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
             mine = tensor.coalesce()
             counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.getSize())]
@@ -204,7 +206,7 @@ class FarcallProcessGroup(ProcessGroup):
     def _all_gather(self, outputs: Tensors, mine: torch.Tensor, opts: Any) -> GroupWork:
         self._check_count(outputs, "all_gather", "output")
         field = signature("all_gather", mine.dtype)
-        return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts)
+        return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts, [mine])
 
     def _perform_all_gather(
         self, outputs: Tensors, mine: torch.Tensor, algorithms: Any, field: bytes, deadline: float
@@ -239,7 +241,7 @@ class FarcallProcessGroup(ProcessGroup):
                 )
                 _settle(flat, output)
 
-        return self._run(field, list(outputs), perform, opts)
+        return self._run(field, list(outputs), perform, opts, inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         by_input = list(zip(*outputs, strict=True)) if len(outputs) == self.getSize() else []
@@ -255,7 +257,7 @@ class FarcallProcessGroup(ProcessGroup):
             for parts, mine in zip(by_input, inputs, strict=True):
                 self._perform_all_gather(parts, mine, algorithms, field, deadline)
 
-        return self._run(field, [each for parts in outputs for each in parts], perform, opts)
+        return self._run(field, [each for parts in outputs for each in parts], perform, opts, inputs)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         mine, root = self._one(inputs, "gather"), self._root(opts, "gather")
@@ -271,7 +273,7 @@ class FarcallProcessGroup(ProcessGroup):
             for part, target in zip(flat or [], targets, strict=True):
                 _settle(part, target)
 
-        return self._run(field, targets, perform, opts)
+        return self._run(field, targets, perform, opts, [mine])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
         output, root = self._one(outputs, "scatter"), self._root(opts, "scatter")
@@ -287,7 +289,7 @@ class FarcallProcessGroup(ProcessGroup):
             algorithms.scatter(field, deadline, flat, given, root)
             _settle(flat, output)
 
-        return self._run(field, [output], perform, opts)
+        return self._run(field, [output], perform, opts, sources)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
         sources = list(self._one(inputs, "reduce_scatter"))
@@ -335,7 +337,7 @@ class FarcallProcessGroup(ProcessGroup):
                 )
                 _settle(flat, output)
 
-        return self._run(field, list(outputs), perform, opts)
+        return self._run(field, list(outputs), perform, opts, [each for parts in sources for each in parts])
 
     def all_to_all_single(
         self,
@@ -354,7 +356,7 @@ class FarcallProcessGroup(ProcessGroup):
             algorithms.all_to_all(field, deadline, pieces(flat, takes), pieces(mine.contiguous(), gives))
             _settle(flat, output)
 
-        return self._run(field, [output], perform, opts)
+        return self._run(field, [output], perform, opts, [mine])
 
     def _splits(self, tensor: torch.Tensor, sizes: Sequence[int], what: str) -> list[int]:
         count, length = self.getSize(), tensor.shape[0] if tensor.dim() else 1
@@ -377,14 +379,15 @@ class FarcallProcessGroup(ProcessGroup):
             for part, output in zip(flat, outputs, strict=True):
                 _settle(part, output)
 
-        return self._run(field, list(outputs), perform, opts)
+        return self._run(field, list(outputs), perform, opts, inputs)
 
     # ---- from rank to rank
 
     def send(self, tensors: Tensors, to: int, tag: int) -> GroupWork:
         tensor = self._one(tensors, "send")
         self._check_rank(to, "send to")
-        return self.group.messages.send(tensor.contiguous(), to, tag)
+        self._check_devices([tensor])
+        return self.group.messages.send(tensor.contiguous(), to, tag, self.group.timeout)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> GroupWork:
         self._check_rank(source, "receive from")
@@ -394,6 +397,7 @@ class FarcallProcessGroup(ProcessGroup):
         return self._receive(self._one(tensors, "recv"), ANY, tag)
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> GroupWork:
+        self._check_devices([tensor])
         flat = _room(tensor)
         work = self.group.messages.receive(flat, source, tag, self.group.timeout)
         if flat is not tensor:
@@ -402,17 +406,28 @@ class FarcallProcessGroup(ProcessGroup):
 
     # ---- arguments
 
-    def _run(self, field: bytes, outputs: Tensors, perform: Callable[..., object], opts: Any) -> GroupWork:
-        for tensor in outputs:
+    def _run(
+        self,
+        field: bytes,
+        outputs: Tensors,
+        perform: Callable[..., object],
+        opts: Any,
+        inputs: Tensors = (),
+    ) -> GroupWork:
+        self._check_devices(outputs)
+        self._check_devices(inputs)
+        blocks = opts is not None and not opts.asyncOp
+        return self.group.run(
+            field, outputs, perform, blocks=blocks, timeout=self._limit(getattr(opts, "timeout", _UNSET))
+        )
+
+    def _check_devices(self, tensors: Tensors) -> None:
+        for tensor in tensors:
             if tensor.device.type != "cpu":
                 raise ValueError(
                     f"process group '{self._name}' takes tensors on the CPU; rank {self.getRank()} has given "
                     f"one on {tensor.device}"
                 )
-        blocks = opts is not None and not opts.asyncOp
-        return self.group.run(
-            field, outputs, perform, blocks=blocks, timeout=self._limit(getattr(opts, "timeout", _UNSET))
-        )
 
     def _limit(self, timeout: timedelta) -> float | None:
         return None if timeout <= timedelta(0) else timeout.total_seconds()
