@@ -37,6 +37,8 @@ class Message(Protocol):
 
     def cancel(self, reason: str = ...) -> bool: ...
 
+    def done(self) -> bool: ...
+
 
 class Channel(Protocol):
     """Sends and receives messages to and from a rank, in order."""
@@ -117,7 +119,12 @@ class _Operation:
             try:
                 return message.wait(max(0.0, min(left, _SLICE_SECONDS)))
             except RpcTimeoutError:
-                self._check(rank)
+                try:
+                    self._check(rank)
+                except RpcError:
+                    if message.done():  # it has come, and its sender left, meanwhile
+                        continue
+                    raise
                 if left <= 0:
                     raise RanksMissingError([rank]) from None
             except WorkerLostError as error:
