@@ -156,6 +156,7 @@ def _hand_out(
 ) -> shared_memory.Mapping | None:
     try:
         listener, name = fd_channel.listen()
+        listener.listen(len(members))  # all of them come at once
     except OSError:
         listener, name = None, ""
     with contextlib.ExitStack() as stack:
