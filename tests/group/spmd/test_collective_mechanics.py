@@ -1,0 +1,213 @@
+"""What tensors, callbacks and timeouts of collectives may be, beside the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spmd.collectives.errors import CollectiveTimeoutError, RankLostError
+from tests.support.process_groups import by_messages, process_group
+from tests.support.workers import RunWorkers, Worker
+
+PATHS = pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "messages"])
+LARGE = 100_000
+
+
+def in_world(body: Callable[[Worker], Any], apart: bool, seconds: float, worker: Worker) -> Any:
+    with process_group(worker, seconds=seconds, options=by_messages() if apart else None):
+        return body(worker)
+
+
+def run_in_world(
+    run_workers: RunWorkers, body: Callable[[Worker], Any], world_size: int, *, apart: bool = False
+) -> Any:
+    return run_workers(partial(in_world, body, apart, 20.0), world_size)
+
+
+# ---- tensors
+
+
+def reduce_leaves(worker: Worker) -> None:
+    leaf = torch.ones(LARGE, requires_grad=True)
+    dist.all_reduce(leaf)
+    assert leaf.is_leaf
+    assert leaf.eq(3).all()
+    output = torch.empty(4)
+    dist.reduce_scatter_tensor(output, torch.ones(12, requires_grad=True), op=dist.ReduceOp.AVG)
+    assert output.eq(1).all()
+    assert not output.requires_grad
+
+
+@PATHS
+def test_tensors_that_require_grad_are_reduced_in_place(run_workers: RunWorkers, apart: bool) -> None:
+    run_in_world(run_workers, reduce_leaves, 3, apart=apart)
+
+
+def reduce_inference_tensors(worker: Worker) -> None:
+    with torch.inference_mode():
+        tensors = [torch.ones(LARGE) for _ in range(3)]
+        works = [dist.all_reduce(each, async_op=True) for each in tensors]
+        for work in works:
+            assert work is not None
+            assert work.get_future().wait()
+    assert all(each.eq(3).all() for each in tensors)
+
+
+@PATHS
+def test_inference_tensors_are_reduced_on_any_thread(run_workers: RunWorkers, apart: bool) -> None:
+    run_in_world(run_workers, reduce_inference_tensors, 3, apart=apart)
+
+
+def scatter_in_place(worker: Worker) -> None:
+    for size in (4, LARGE):
+        inputs = torch.arange(size * 3.0) + worker.rank
+        output = inputs.chunk(3)[worker.rank]
+        expected = 3 * torch.arange(size * 3.0).chunk(3)[worker.rank] + 3
+        dist.reduce_scatter_tensor(output, inputs)
+        assert torch.equal(output, expected)
+
+
+@PATHS
+def test_the_output_of_a_reduce_scatter_may_be_a_part_of_its_input(
+    run_workers: RunWorkers, apart: bool
+) -> None:
+    run_in_world(run_workers, scatter_in_place, 3, apart=apart)
+
+
+def give_tensors_of_no_memory(worker: Worker) -> None:
+    nowhere = torch.empty(4, device="meta")
+    other = 1 - worker.rank
+    for call in (
+        lambda: dist.send(nowhere, other),
+        lambda: dist.recv(nowhere, other),
+        lambda: dist.all_gather([torch.empty(4), torch.empty(4)], nowhere),
+        lambda: dist.reduce_scatter(torch.empty(4), [nowhere, nowhere]),
+        lambda: dist.all_to_all([torch.empty(4), torch.empty(4)], [nowhere, nowhere]),
+    ):
+        with pytest.raises(ValueError, match="takes tensors on the CPU"):
+            call()
+
+
+def test_inputs_that_are_not_on_the_cpu_are_refused(run_workers: RunWorkers) -> None:
+    run_in_world(run_workers, give_tensors_of_no_memory, 2)
+
+
+def receive_where_nothing_can_be_written(worker: Worker) -> None:
+    if worker.rank == 0:
+        with pytest.raises(RuntimeError, match="single memory location"):
+            dist.recv(torch.zeros(1).expand(4), 1)
+    else:
+        dist.send(torch.ones(4), 0)
+    dist.barrier()
+
+
+def test_a_receive_that_cannot_write_its_tensor_fails_alone(run_workers: RunWorkers) -> None:
+    run_in_world(run_workers, receive_where_nothing_can_be_written, 2)
+
+
+# ---- callbacks
+
+
+def reduce_in_a_callback(worker: Worker) -> None:
+    def again(future: torch.futures.Future[Any]) -> torch.Tensor:
+        work = dist.all_reduce(future.value()[0], async_op=True)
+        assert work is not None
+        result: torch.Tensor = work.get_future().wait()[0]
+        dist.all_reduce(result)
+        return result
+
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        assert work.get_future().then(again).wait().eq(8).all()
+
+
+@PATHS
+def test_a_callback_may_wait_for_further_collectives(run_workers: RunWorkers, apart: bool) -> None:
+    """As DistributedDataParallel's hook of PowerSGD does."""
+    run_in_world(run_workers, reduce_in_a_callback, 2, apart=apart)
+
+
+def receive_in_a_callback(worker: Worker) -> None:
+    if worker.rank == 1:
+        for tag in (1, 2):
+            dist.send(torch.full((LARGE,), float(tag)), 0, tag=tag)
+        return
+    second = torch.empty(LARGE)
+    work = dist.irecv(torch.empty(LARGE), 1, tag=1)
+    assert work is not None
+    work.get_future().then(lambda _: dist.recv(second, 1, tag=2)).wait()
+    assert second.eq(2).all()
+
+
+def test_a_callback_of_a_receive_may_block(run_workers: RunWorkers) -> None:
+    run_in_world(run_workers, receive_in_a_callback, 2)
+
+
+# ---- who does not receive, leaves, or dies
+
+
+def send_to_nobody(worker: Worker) -> None:
+    if worker.rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match="send of 400000 bytes to rank 1"):
+            dist.send(torch.ones(LARGE), 1, tag=1)
+        worker.report("over")
+        dist.send(torch.full((LARGE,), 2.0), 1, tag=2)
+    else:
+        worker.wait_for("over")
+        late = dist.irecv(torch.empty(LARGE), 0, tag=1)
+        tensor = torch.empty(LARGE)
+        dist.recv(tensor, 0, tag=2)
+        assert tensor.eq(2).all()
+        assert late is not None
+        with pytest.raises(dist.DistBackendError):
+            late.wait()
+
+
+def test_a_send_times_out_and_is_taken_by_no_later_receive(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(partial(in_world, send_to_nobody, False, 2.0), 2)
+    workers[0].wait_for("over")
+    workers[1].tell("over")
+    workers.results()
+
+
+def offer_and_leave(worker: Worker) -> None:
+    if worker.rank == 1:
+        dist.isend(torch.ones(LARGE), 0)
+        dist.send(torch.ones(1), 0, tag=1)
+        return
+    dist.recv(torch.ones(1), 1, tag=1)  # the offer has come before
+    worker.wait_for("the end of rank 1")
+    with pytest.raises(RankLostError):
+        dist.recv(torch.empty(LARGE), 1)
+
+
+def test_a_receive_from_a_rank_that_has_left_before_sending_fails_at_once(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(partial(in_world, offer_and_leave, False, 600.0), 2)
+    workers[1].result()
+    workers[0].tell("the end of rank 1")
+    workers[0].result()
+
+
+def wait_beside_a_late_rank(worker: Worker) -> None:
+    dist.barrier()
+    if worker.rank == 0:
+        with pytest.raises(RankLostError, match="rank 2"):
+            dist.barrier()
+    else:
+        worker.report("formed")
+        worker.wait_for("the end")
+
+
+def test_a_death_is_noticed_while_another_rank_is_late(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(partial(in_world, wait_beside_a_late_rank, False, 600.0), 3)
+    workers[1].wait_for("formed")
+    workers[2].wait_for("formed")
+    workers[2].kill()
+    workers[0].result()
+    workers[1].tell("the end")
