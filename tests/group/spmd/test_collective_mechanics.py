@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import spmd
+from rpc.errors import WorkerLostError
+from spmd.collectives import formation
 from spmd.collectives.errors import CollectiveTimeoutError, RankLostError
 from tests.support.process_groups import by_messages, process_group
+from tests.support.serving import in_all
 from tests.support.workers import RunWorkers, Worker
 
 PATHS = pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "messages"])
@@ -211,3 +216,67 @@ def test_a_death_is_noticed_while_another_rank_is_late(run_workers: RunWorkers) 
     workers[2].kill()
     workers[0].result()
     workers[1].tell("the end")
+
+
+def gather_beside_a_process_that_ends(worker: Worker) -> None:
+    tensor = torch.full((4,), float(worker.rank))
+    if worker.rank == 1:
+        dist.gather(tensor, None, 0)
+        world: Any = dist.group.WORLD
+        world.group.node.close()  # as when the process ends, without destroy_process_group
+        return
+    worker.wait_for("the end of rank 1")
+    outputs = [torch.empty(4), torch.empty(4)]
+    dist.gather(tensor, outputs, 0)
+    assert outputs[1].eq(1).all()
+
+
+def test_what_a_rank_has_sent_before_its_process_ends_is_received(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(partial(in_world, gather_beside_a_process_that_ends, True, 20.0), 2)
+    workers[1].result()
+    workers[0].tell("the end of rank 1")
+    workers[0].result()
+
+
+# ---- forming
+
+
+def form_without_limit(worker: Worker) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(0))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == 2
+
+
+def test_a_timeout_of_0_is_no_limit(run_workers: RunWorkers) -> None:
+    run_in_world(run_workers, form_without_limit, 2)
+
+
+def fail_to_form(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def form_but_at_rank_1(worker: Worker) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if worker.rank == 1:
+            patch.setattr(formation, "_share", fail_to_form)
+        with pytest.raises(ZeroDivisionError if worker.rank == 1 else WorkerLostError):
+            in_world(lambda _: None, False, 600.0, worker)
+
+
+def test_a_rank_that_fails_while_its_world_is_formed_is_not_waited_for(run_workers: RunWorkers) -> None:
+    run_workers(form_but_at_rank_1, 2)
+
+
+@in_all(2)
+def test_what_a_failed_forming_has_left_does_not_disturb_the_next(worker: Worker) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if worker.rank == 1:
+            patch.setattr(formation, "_share", fail_to_form)
+        with pytest.raises(ZeroDivisionError if worker.rank == 1 else CollectiveTimeoutError):
+            spmd.init_process_group(timedelta(seconds=1))
+    spmd.init_process_group()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2
+    dist.destroy_process_group()
