@@ -33,9 +33,9 @@ def in_world(
 ) -> tuple[type[BaseException] | None, str]:
     """Runs ``body`` on a rank, and returns what it has ended in."""
     with process_group(worker, seconds=seconds, options=by_messages() if apart else None):
-        dist.all_reduce(torch.ones(2))
-        worker.report("formed")
         try:
+            dist.all_reduce(torch.ones(2))  # which another may fail after its own end of it
+            worker.report("formed")
             body(worker)
         except (CollectiveError, KeyboardInterrupt) as error:
             return type(error), str(error)
