@@ -7,6 +7,7 @@ ranks that have called different things find out before any tensor is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from struct import Struct
 from time import monotonic
 from typing import Any, Final, Protocol
 
@@ -26,6 +27,9 @@ __all__ = ["Channel", "NetworkCollectives"]
 
 _TOGETHER_BYTES: Final = 32 << 10
 """A first message of up to so many bytes comes in one with the signature."""
+
+_SIZE: Final = Struct("<Q")
+"""How many bytes the first message has, after the signature."""
 
 _SLICE_SECONDS: Final = 0.25
 
@@ -70,10 +74,11 @@ class _Operation:
         buffers = list(data)
         if rank not in self._greeted:
             self._greeted.add(rank)
+            greeting = self._signature + _SIZE.pack(size)
             if size <= _TOGETHER_BYTES:
-                buffers, size = [memoryview(self._signature), *buffers], size + FIELD_BYTES
+                buffers, size = [memoryview(greeting), *buffers], size + len(greeting)
             else:
-                self._hand_over(rank, [self._signature])
+                self._hand_over(rank, [greeting])
         if size:
             self._hand_over(rank, buffers)
 
@@ -89,15 +94,16 @@ class _Operation:
         if rank not in self._heard:
             self._heard.add(rank)
             message = memoryview(b"".join(self._take(rank, None)))
-            field, rest = message[:FIELD_BYTES], message[FIELD_BYTES:]
+            field, rest = message[:FIELD_BYTES], message[FIELD_BYTES + _SIZE.size :]
             if field != self._signature:
                 fields = {self._me: self._signature, rank: bytes(field)}
                 raise CollectiveMismatchError(what_differs(fields) or "")
-            if len(rest) or size <= _TOGETHER_BYTES:
-                if len(rest) != size:
-                    raise CollectiveError(
-                        f"rank {rank} has {len(rest)} bytes for rank {self._me}, which expects {size}"
-                    )
+            (given,) = _SIZE.unpack_from(message, FIELD_BYTES)
+            if given != size:
+                raise CollectiveError(
+                    f"rank {rank} has {given} bytes for rank {self._me}, which expects {size}"
+                )
+            if size <= _TOGETHER_BYTES:
                 scatter([rest], data)
                 return
         if size:

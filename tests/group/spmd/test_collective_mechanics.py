@@ -14,7 +14,7 @@ import torch.distributed as dist
 import spmd
 from rpc.errors import WorkerLostError
 from spmd.collectives import formation
-from spmd.collectives.errors import CollectiveTimeoutError, RankLostError
+from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from tests.support.process_groups import by_messages, process_group
 from tests.support.serving import in_all
 from tests.support.workers import RunWorkers, Worker
@@ -113,6 +113,23 @@ def receive_where_nothing_can_be_written(worker: Worker) -> None:
 
 def test_a_receive_that_cannot_write_its_tensor_fails_alone(run_workers: RunWorkers) -> None:
     run_in_world(run_workers, receive_where_nothing_can_be_written, 2)
+
+
+def exchange_other_sizes(worker: Worker) -> None:
+    """Rank 1 expects nothing of rank 0, which has much for it."""
+    outputs = [torch.empty(1 - worker.rank), torch.empty(1)]
+
+    def exchange() -> None:
+        dist.all_to_all(outputs, [torch.ones(1), torch.ones(1 if worker.rank else LARGE)])
+        dist.barrier()
+
+    with pytest.raises(CollectiveError, match="rank 0 has 400000 bytes for rank 1, which expects 0"):
+        exchange()
+
+
+@PATHS
+def test_bytes_for_a_rank_that_expects_none_are_an_error(run_workers: RunWorkers, apart: bool) -> None:
+    run_in_world(run_workers, exchange_other_sizes, 2, apart=apart)
 
 
 # ---- callbacks
