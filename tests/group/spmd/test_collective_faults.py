@@ -342,7 +342,8 @@ def many_collectives(worker: Worker) -> None:
     use(2_500)
     after = usage()
     assert after[0] - before[0] < 8 << 20, "memory"
-    assert after[1:] == before[1:], "descriptors, threads"
+    assert after[1] <= before[1], "descriptors"
+    assert after[2] <= before[2], "threads"
 
 
 def usage() -> tuple[int, int, int]:
