@@ -148,12 +148,22 @@ class Board:
             seen = self._words[word]
             if self._has_come(word, number):
                 return
-            self._check(self.ranks[rank])
+            self._check_missing(number)
             left = deadline - monotonic()
             if left <= 0:
                 missing = [other for other, its in self._others if not self._has_come(its, number)]
                 raise RanksMissingError([self.ranks[each] for each in missing])
             futex.wait(address, seen, min(left, _SLEEP_SECONDS))
+
+    def _check_missing(self, number: int) -> None:
+        """Raise if a rank is waited for in vain: also one whose turn it is not, since others may be late."""
+        for rank, word in self._others:
+            if not self._has_come(word, number):
+                try:
+                    self._check(self.ranks[rank])
+                except Exception:
+                    if not self._has_come(word, number):  # it may have come, and left, meanwhile
+                        raise
 
     def wake(self) -> None:
         """Have the thread that waits call ``check``. From any thread."""

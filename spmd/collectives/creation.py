@@ -39,7 +39,11 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
     if node is None:
         node = find_node(options.store, rank, size, timeout, agent_options)
         ranks = list(range(size))
-    return FarcallProcessGroup(Group(node, ranks, rank, options.group_id, timeout))
+    try:
+        return FarcallProcessGroup(Group(node, ranks, rank, options.group_id, timeout))
+    except BaseException:
+        node.close_if_unused()  # so that the others need not wait for this rank
+        raise
 
 
 def _world() -> Node | None:

@@ -41,6 +41,7 @@ _FORMING: Final = 1 << 31
 
 _RECORD: Final = b"board"
 _LOOK_SECONDS: Final = 0.02
+_SLICE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ class _Talk:
         return [said[rank] for rank in range(len(self._peers))]
 
 
-def form(bulk: Bulk, peers: Sequence[Peer], rank: int, name: str, share: bool, timeout: float) -> Formation:
+def form(
+    bulk: Bulk, peers: Sequence[Peer], rank: int, name: str, key: str, share: bool, timeout: float
+) -> Formation:
     """Form a group; all its ranks call this.
 
     Args:
@@ -100,6 +103,7 @@ def form(bulk: Bulk, peers: Sequence[Peer], rank: int, name: str, share: bool, t
         peers: the workers, by rank.
         rank: this process's.
         name: of the group; the same for all.
+        key: of its world, the same for all: what an earlier group of this name has left is not taken for its.
         share: whether this rank may share memory.
         timeout: seconds to wait for all.
 
@@ -109,7 +113,7 @@ def form(bulk: Bulk, peers: Sequence[Peer], rank: int, name: str, share: bool, t
         WorkerLostError: one is gone.
     """
     deadline = monotonic() + timeout
-    talk = _Talk(bulk, peers, rank, _FORMING + (zlib.crc32(name.encode()) >> 1), deadline)
+    talk = _Talk(bulk, peers, rank, _FORMING + (zlib.crc32(f"{key}/{name}".encode()) >> 1), deadline)
     share = share and futex.AVAILABLE and shared_memory.AVAILABLE
     host = peers[rank].member.host if share else secrets.token_hex(8)
     said = talk.gather([name, len(peers), host, secrets.randbits(29) * CHANNELS])
@@ -156,6 +160,7 @@ def _hand_out(
 ) -> shared_memory.Mapping | None:
     try:
         listener, name = fd_channel.listen()
+        listener.listen(len(members))  # all of them come at once
     except OSError:
         listener, name = None, ""
     with contextlib.ExitStack() as stack:
@@ -209,9 +214,12 @@ def _fetch(name: str, deadline: float) -> int:
     if not name:
         raise OSError("the first rank of this host has no memory to share")
     with fd_channel.connect(name) as sock:
-        readable, _, _ = select.select([sock], [], [], max(0.0, deadline - monotonic()))
-        if not readable:
-            raise TimeoutError
+        readable: list[socket.socket] = []
+        while not readable:
+            left = deadline - monotonic()
+            if left <= 0:
+                raise TimeoutError
+            readable, _, _ = select.select([sock], [], [], min(left, _SLICE_SECONDS))
         _, descriptor = fd_channel.receive(sock)
     if descriptor is None:
         raise OSError("the descriptor was lost on its way")

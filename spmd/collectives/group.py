@@ -67,7 +67,7 @@ class Group:
         self.members = Membership(name, rank, [peer.name for peer in peers], self._tell_failure)
         bulk = node.agent.bulk
         share = node.agent.options.shared_memory_bytes > 0
-        formation = form(bulk, peers, rank, name, share, timeout or INFINITE)
+        formation = form(bulk, peers, rank, name, node.key, share, timeout or INFINITE)
         tag = formation.first_tag
         self.messages = Messages(bulk, peers, self.members, tag + _NOTES, tag + _DATA, node.agent.run_soon)
         self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tag))
@@ -130,7 +130,8 @@ class Group:
         members.check()
         deadline = monotonic() + limit if limit > 0 else INFINITE
         try:
-            # Whatever thread this is: tensors may be leaves that require gradients, or of inference mode.
+            # Not recorded by autograd, and inference tensors may be written on any thread; what
+            # ``torch.inference_mode`` does, in a fraction of its time.
             with torch._C._InferenceMode(True):
                 perform(self.algorithms, signature, deadline)
         except RanksMissingError as error:
@@ -167,6 +168,11 @@ class Group:
     def abort(self, reason: str) -> None:
         """End everything on all ranks."""
         self.members.fail(CollectiveError(f"{self.members.describe(self.members.rank)}: {reason}"))
+
+    def agent_closes(self) -> None:
+        """This worker leaves, with all its groups; for the node."""
+        self.messages.close()
+        self.members.fail(CollectiveError("this worker's agent has ended"), tell=False)
 
     def close(self) -> None:
         """Leave. Idempotent; what others still wait for this rank to do fails there."""

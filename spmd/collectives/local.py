@@ -274,7 +274,12 @@ class LocalCollectives:
         part = self._chunk_bytes(output.nbytes * self._size)
         count = part // dtype.itemsize
         sources = [each.data_ptr() for each in inputs]
-        total = output.nbytes
+        total, target = output.nbytes, output.data_ptr()
+        if any(source < target + total and target < source + total for source in sources):
+            apart = torch.empty_like(output)
+            self.reduce_scatter(signature, deadline, apart, inputs, reduction)
+            copy_bytes(apart, output)
+            return
         own, result = pieces(inputs[me].view(-1), count), pieces(output.view(-1), count)
 
         def fill(step: int) -> None:

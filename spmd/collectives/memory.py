@@ -40,10 +40,12 @@ def copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor; the caller keeps the tensor while it is used."""
+    """The memory of a contiguous tensor, which stays as long as the view does."""
     if not tensor.nbytes:
         return _EMPTY
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # what is still to be sent may outlive the operation that has failed
+    return memoryview(array).cast("B")
 
 
 def pieces(tensor: torch.Tensor, sizes: int | Sequence[int]) -> Sequence[torch.Tensor]:

@@ -10,6 +10,7 @@ A receive takes the first note, in the order of arrival, that has its tag and co
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import threading
@@ -24,7 +25,7 @@ import torch
 
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.transfer import Transfer
-from rpc.errors import RpcError
+from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.tasks import Task
 from spmd.collectives.errors import KINDS, CollectiveError, CollectiveMismatchError, RankLostError
@@ -39,6 +40,7 @@ ANY: Final = -1
 
 _SMALL_BYTES: Final = 32 << 10
 _HEADER: Final = Struct("<BqQ24s")  # kind, tag or number of the offer, bytes, dtype
+_NUMBER_BYTES: Final = 8
 
 
 class _Kind(enum.IntEnum):
@@ -96,7 +98,8 @@ class Messages:
         self._arrivals: list[_Arrival] = []
         self._offers: dict[int, tuple[int, torch.Tensor, GroupWork]] = {}
         self._numbers = itertools.count()
-        self._accepted: dict[int, deque[tuple[torch.Tensor, GroupWork]]] = {}
+        self._accepted: dict[int, deque[tuple[torch.Tensor, GroupWork] | None]] = {}
+        self._coming: dict[Transfer, int] = {}
         self._sending = threading.Lock()
         self._closed = False
         self._posts: dict[int, Transfer] = {}
@@ -110,8 +113,12 @@ class Messages:
 
     # ---- sends and receives
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> GroupWork:
-        """Send a contiguous tensor, which must not change until the work is done."""
+    def send(self, tensor: torch.Tensor, to: int, tag: int, limit: float = 0.0) -> GroupWork:
+        """Send a contiguous tensor, which must not change until the work is done.
+
+        Args:
+            limit: seconds after which whoever waits gives up; 0 for none. It is not sent then.
+        """
         size, dtype = tensor.nbytes, str(tensor.dtype).encode()
         work = GroupWork(f"send of {size} bytes to {self._members.describe(to)}, tag {tag}", [tensor])
         with self._lock:
@@ -119,13 +126,16 @@ class Messages:
             work.show("send", [tensor])
             if size <= _SMALL_BYTES:
                 note = _HEADER.pack(_Kind.SMALL, tag, size, dtype)
-                self._bulk.send(self._peers[to], self._notes, [note, bytes_of(tensor)]).on_done(
-                    partial(self._ended, to, work, tensor)
-                )
+                try:
+                    message = self._bulk.send(self._peers[to], self._notes, [note, bytes_of(tensor)])
+                except RpcError as error:
+                    raise self._as_lost(to, error) from error
+                message.on_done(partial(self._ended, to, work, tensor))
             else:
                 number = next(self._numbers)
                 self._offers[number] = to, tensor, work
-                self._note(to, _Kind.OFFER, tag, size, dtype, number.to_bytes(8, "little"))
+                work.expires(limit, partial(self._offers.pop, number, None))
+                self._note(to, _Kind.OFFER, tag, size, dtype, number.to_bytes(_NUMBER_BYTES, "little"))
         return work
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, limit: float) -> GroupWork:
@@ -169,7 +179,7 @@ class Messages:
         tensor, work, source = receive.tensor, receive.work, arrival.source
         work.sender = source
         problem = self._what_does_not_fit(receive, arrival)
-        number = int.from_bytes(arrival.rest[:8], "little") if arrival.is_offer else 0
+        number = int.from_bytes(arrival.rest, "little") if arrival.is_offer else 0
         if problem is not None:
             if arrival.is_offer:
                 self._note(source, _Kind.REFUSE, number, rest=problem.encode())
@@ -184,8 +194,10 @@ class Messages:
                 except RpcError as error:
                     work.finish(self._as_lost(source, error))
                     return
+                self._coming[message] = source
                 self._note(source, _Kind.ACCEPT, number)
-            message.on_done(partial(self._ended, source, work, tensor))
+            message.on_done(partial(self._came_into, source, work, tensor))
+            self._end_hopeless()  # if it has become so meanwhile
 
     def _what_does_not_fit(self, receive: _Receive, arrival: _Arrival) -> str | None:
         tensor = receive.tensor
@@ -201,10 +213,16 @@ class Messages:
         error = message.error()
         work.finish(None if error is None else self._as_lost(rank, error))
 
+    def _came_into(self, rank: int, work: GroupWork, tensor: torch.Tensor, message: Transfer) -> None:
+        self._coming.pop(message, None)
+        self._ended(rank, work, tensor, message)
+
     def _as_lost(self, rank: int, error: BaseException) -> CollectiveError:
-        if self._members.failed:
-            return self._members.error()
-        return RankLostError(f"{self._members.describe(rank)} is gone: {error}")
+        if self._members.failed or rank in self._members.gone:
+            return self._why(rank)
+        if isinstance(error, WorkerLostError):
+            return RankLostError(f"{self._members.describe(rank)} is gone: {error}")
+        return CollectiveError(f"{self._members.describe(rank)}: {error}")
 
     # ---- notes
 
@@ -218,12 +236,15 @@ class Messages:
             return
 
     def _listen(self, rank: int) -> None:
-        while not self._closed:
+        while True:
             try:
                 message = self._bulk.post(self._peers[rank], self._notes)
             except RpcError:
                 return
             self._posts[rank] = message
+            if self._closed:
+                message.cancel()
+                return
             if not message.done():
                 message.on_done(partial(self._came, rank))
                 return
@@ -239,15 +260,18 @@ class Messages:
         if message.error() is not None:
             return False
         note = b"".join(message.wait())
+        if len(note) < _HEADER.size:
+            raise ProtocolError(f"a note of {len(note)} bytes")
         kind, number, size, dtype = _HEADER.unpack_from(note)
         rest = note[_HEADER.size :]
         if kind in (_Kind.SMALL, _Kind.OFFER):
-            arrival = _Arrival(
-                rank, number, size, dtype.rstrip(b"\0").decode(), rest, is_offer=kind == _Kind.OFFER
-            )
-            self._arrived(arrival)
+            is_offer = kind == _Kind.OFFER
+            if len(rest) != (_NUMBER_BYTES if is_offer else size):
+                raise ProtocolError(f"a note with {len(rest)} bytes for a tensor of {size}")
+            name = dtype.rstrip(b"\0").decode(errors="replace")
+            self._arrived(_Arrival(rank, number, size, name, rest, is_offer))
         elif kind == _Kind.ACCEPT:
-            self._accept(number)
+            self._accept(rank, number)
         elif kind == _Kind.REFUSE:
             with self._lock:
                 offer = self._offers.pop(number, None)
@@ -256,8 +280,10 @@ class Messages:
         elif kind == _Kind.FAIL:
             kind_of_error = KINDS[number] if 0 <= number < len(KINDS) else CollectiveError
             self._members.fail(kind_of_error(rest.decode(errors="replace")), tell=False)
-        else:
+        elif kind == _Kind.LEAVE:
             self._members.leave(rank, "it has left the process group")
+        else:
+            raise ProtocolError(f"a note of kind {kind}")
         return True
 
     def _arrived(self, arrival: _Arrival) -> None:
@@ -269,13 +295,10 @@ class Messages:
             self._receives.remove(receive)
         self._match(receive, arrival)
 
-    def _accept(self, number: int) -> None:
+    def _accept(self, to: int, number: int) -> None:
         with self._lock:
-            offer = self._offers.pop(number, None)
-            if offer is None:
-                return
-            to, tensor, work = offer
-            self._accepted.setdefault(to, deque()).append((tensor, work))
+            offer = self._offers.pop(number, None) if self._offers.get(number, (to,))[0] == to else None
+            self._accepted.setdefault(to, deque()).append(offer[1:] if offer is not None else None)
         self._run_soon([(self._send_accepted, to)])
 
     def _send_accepted(self, to: int) -> None:
@@ -283,7 +306,12 @@ class Messages:
         with self._sending:
             queue = self._accepted[to]
             while queue:
-                tensor, work = queue.popleft()
+                accepted = queue.popleft()
+                if accepted is None:  # it has expired: an empty message takes its place, and fails there
+                    with contextlib.suppress(RpcError):
+                        self._bulk.send(self._peers[to], self._data, b"")
+                    continue
+                tensor, work = accepted
                 try:
                     message = self._bulk.send(self._peers[to], self._data, bytes_of(tensor))
                 except RpcError as error:
@@ -313,6 +341,17 @@ class Messages:
                 number for number, offer in self._offers.items() if members.failed or offer[0] in members.gone
             ]
             refused = [self._offers.pop(number) for number in offers]
+            coming = [
+                message
+                for message, source in self._coming.items()
+                if members.failed or source in members.gone
+            ]
+            # What is small is here; what is not will not come any more.
+            self._arrivals = [
+                each for each in self._arrivals if not (each.is_offer and each.source in members.gone)
+            ]
+        for message in coming:
+            message.cancel()  # unless its data is here
         for receive in receives:
             source = self._others[0] if receive.source == ANY else receive.source
             receive.work.finish(self._why(source))

@@ -7,6 +7,7 @@ ranks that have called different things find out before any tensor is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from struct import Struct
 from time import monotonic
 from typing import Any, Final, Protocol
 
@@ -29,6 +30,9 @@ _TOGETHER_BYTES: Final = 32 << 10
 
 _PIECE_BYTES: Final = 2 << 20
 
+_SIZE: Final = Struct("<Q")
+"""How many bytes the first message has, after the signature."""
+
 _SLICE_SECONDS: Final = 0.25
 
 
@@ -38,6 +42,8 @@ class Message(Protocol):
     def wait(self, timeout: float | None = None) -> list[memoryview]: ...
 
     def cancel(self, reason: str = ...) -> bool: ...
+
+    def done(self) -> bool: ...
 
 
 class Channel(Protocol):
@@ -70,10 +76,11 @@ class _Operation:
         buffers = list(data)
         if rank not in self._greeted:
             self._greeted.add(rank)
+            greeting = self._signature + _SIZE.pack(size)
             if size <= _TOGETHER_BYTES:
-                buffers, size = [memoryview(self._signature), *buffers], size + FIELD_BYTES
+                buffers, size = [memoryview(greeting), *buffers], size + len(greeting)
             else:
-                self._hand_over(rank, [self._signature])
+                self._hand_over(rank, [greeting])
         if size:
             self._hand_over(rank, buffers)
 
@@ -89,15 +96,16 @@ class _Operation:
         if rank not in self._heard:
             self._heard.add(rank)
             message = memoryview(b"".join(self._take(rank, None)))
-            field, rest = message[:FIELD_BYTES], message[FIELD_BYTES:]
+            field, rest = message[:FIELD_BYTES], message[FIELD_BYTES + _SIZE.size :]
             if field != self._signature:
                 fields = {self._me: self._signature, rank: bytes(field)}
                 raise CollectiveMismatchError(what_differs(fields) or "")
-            if len(rest) or size <= _TOGETHER_BYTES:
-                if len(rest) != size:
-                    raise CollectiveError(
-                        f"rank {rank} has {len(rest)} bytes for rank {self._me}, which expects {size}"
-                    )
+            (given,) = _SIZE.unpack_from(message, FIELD_BYTES)
+            if given != size:
+                raise CollectiveError(
+                    f"rank {rank} has {given} bytes for rank {self._me}, which expects {size}"
+                )
+            if size <= _TOGETHER_BYTES:
                 scatter([rest], data)
                 return
         if size:
@@ -119,7 +127,12 @@ class _Operation:
             try:
                 return message.wait(max(0.0, min(left, _SLICE_SECONDS)))
             except RpcTimeoutError:
-                self._check(rank)
+                try:
+                    self._check(rank)
+                except RpcError:
+                    if message.done():  # it has come, and its sender left, meanwhile
+                        continue
+                    raise
                 if left <= 0:
                     raise RanksMissingError([rank]) from None
             except WorkerLostError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ class WatchesWorkers(Protocol):
 
     def worker_gone(self, peer: Peer, reason: str) -> None: ...
 
-    def abort(self, reason: str) -> None: ...
+    def agent_closes(self) -> None: ...
 
 
 class Node:
@@ -40,12 +41,14 @@ class Node:
     Args:
         agent: joined.
         peers: by rank.
+        key: of this world, the same for all its ranks, and no other's.
         owned: it was started for process groups, and ends with the last of them.
     """
 
-    def __init__(self, agent: Agent, peers: Sequence[Peer], *, owned: bool) -> None:
+    def __init__(self, agent: Agent, peers: Sequence[Peer], key: str, *, owned: bool) -> None:
         self.agent = agent
         self.peers = peers
+        self.key = key
         self._owned = owned
         self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -68,8 +71,13 @@ class Node:
         """``group`` has ended; with the last one ends an agent that was started for groups."""
         with self._lock:
             self._groups.discard(group)
-            is_last = not self._groups
-        if is_last and self._owned:
+        self.close_if_unused()
+
+    def close_if_unused(self) -> None:
+        """End an agent that was started for groups, if there are none."""
+        with self._lock:
+            is_used = bool(self._groups)
+        if self._owned and not is_used:
             self.close()
 
     def _worker_gone(self, peer: Peer, reason: str) -> None:
@@ -82,7 +90,7 @@ class Node:
         with self._lock:
             groups = list(self._groups)
         for group in groups:
-            group.abort("this worker's agent has ended")
+            group.agent_closes()
 
     def close(self) -> None:
         """End an agent of its own, in the process that has started it."""
@@ -126,14 +134,14 @@ def find_node(store: Store, rank: int, size: int, timeout: float, options: Agent
     mine = None if options is not None else _agent_of_rpc()
     said = _exchange(store, "agent", rank, size, _NONE if mine is None else _identity(mine), timeout)
     peers = None if mine is None else _peers_of(mine, said)
-    agreed = _exchange(store, "agreed", rank, size, _NONE if peers is None else "yes", timeout)
+    agreed = _exchange(store, "agreed", rank, size, _NONE if peers is None else secrets.token_hex(8), timeout)
     if mine is not None and peers is not None and _NONE not in agreed:
-        return Node(mine, peers, owned=False)
+        return Node(mine, peers, agreed[0], owned=False)
     options = options or AgentOptions()
     options.rendezvous_timeout = timeout
     shared = SharedStore(None, PrefixStore("agents", store), "the process group's store", _master_of(store))
     agent = start_separate_agent(shared, f"rank{rank}", rank, size, options)
-    return Node(agent, [agent.peer(other) for other in range(size)], owned=True)
+    return Node(agent, [agent.peer(other) for other in range(size)], agreed[0], owned=True)
 
 
 def _agent_of_rpc() -> Agent | None:

@@ -109,6 +109,8 @@ class FarcallProcessGroup(ProcessGroup):
             raise ValueError(f"sparse tensors can be reduced by sum, not by {reduction.name}")
         field = signature("all_reduce of sparse tensors", tensor.dtype, tensor.shape, reduction.name)
 
+        @torch.inference_mode(False)  # the tensor gets new parts, which are to be as any other's
+        @torch.no_grad()
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
             mine = tensor.coalesce()
             counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.getSize())]
@@ -269,7 +271,7 @@ class FarcallProcessGroup(ProcessGroup):
             for part, target in zip(flat or [], targets, strict=True):
                 _settle(part, target)
 
-        return self._run(field, targets, perform, opts, inputs)
+        return self._run(field, targets, perform, opts, [mine])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
         output, root = self._one(outputs, "scatter"), self._root(opts, "scatter")
@@ -382,7 +384,8 @@ class FarcallProcessGroup(ProcessGroup):
     def send(self, tensors: Tensors, to: int, tag: int) -> GroupWork:
         tensor = self._one(tensors, "send")
         self._check_rank(to, "send to")
-        return self.group.messages.send(tensor.contiguous(), to, tag)
+        self._check_devices([tensor])
+        return self.group.messages.send(tensor.contiguous(), to, tag, self.group.timeout)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> GroupWork:
         self._check_rank(source, "receive from")
@@ -392,6 +395,7 @@ class FarcallProcessGroup(ProcessGroup):
         return self._receive(self._one(tensors, "recv"), ANY, tag)
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> GroupWork:
+        self._check_devices([tensor])
         flat = _room(tensor)
         work = self.group.messages.receive(flat, source, tag, self.group.timeout)
         if flat is not tensor:
@@ -408,15 +412,19 @@ class FarcallProcessGroup(ProcessGroup):
         opts: Any,
         inputs: Tensors | None = None,
     ) -> GroupWork:
-        for tensor in outputs:
+        self._check_devices(outputs)
+        self._check_devices(inputs or ())
+        blocks = opts is not None and not opts.asyncOp
+        timeout = self._limit(getattr(opts, "timeout", _UNSET))
+        return self.group.run(field, outputs, perform, blocks=blocks, timeout=timeout, inputs=inputs)
+
+    def _check_devices(self, tensors: Tensors) -> None:
+        for tensor in tensors:
             if tensor.device.type != "cpu":
                 raise ValueError(
                     f"process group '{self._name}' takes tensors on the CPU; rank {self.getRank()} has given "
                     f"one on {tensor.device}"
                 )
-        blocks = opts is not None and not opts.asyncOp
-        timeout = self._limit(getattr(opts, "timeout", _UNSET))
-        return self.group.run(field, outputs, perform, blocks=blocks, timeout=timeout, inputs=inputs)
 
     def _limit(self, timeout: timedelta) -> float | None:
         return None if timeout <= timedelta(0) else timeout.total_seconds()

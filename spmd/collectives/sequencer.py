@@ -3,7 +3,8 @@
 All ranks must run a group's collectives in the same order, so each group has a queue. Whoever has the *turn*
 runs what is first in it: a thread that waits for an operation, if nobody else has the turn, so that a
 blocking collective needs no other thread; else a thread of the group's own, which is started when it is
-first needed.
+first needed. Callbacks of an operation run without the turn, and may make and await further collectives;
+while the group's thread is at them, another takes its place.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ class Operation(Protocol):
     def run(self) -> None:
         """Do it. Raises nothing but ``KeyboardInterrupt`` and the like, and is done all the same."""
 
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether it is done, and ``call_back`` is to be called."""
+
+    def call_back(self) -> None:
+        """Run its callbacks: code of the user's, which may block."""
+
 
 class Sequencer:
     """Runs a group's operations, one after the other. From any thread.
@@ -43,12 +51,14 @@ class Sequencer:
         self._queue: deque[Operation] = deque()
         self._turn = threading.Lock()
         self._wanted = threading.Condition()
-        self._is_wanted = self._has_thread = False
+        self._is_wanted = False
+        self._idle = 0
 
     def submit(self, operation: Operation) -> None:
         """Have an operation run after all before it, soon, on another thread if no one helps."""
         self._queue.append(operation)
-        self._want_thread()
+        if not self._turn.locked():
+            self._want_thread()
 
     def run(self, operation: Operation) -> None:
         """Have an operation run after all before it: on this thread, unless another has the turn."""
@@ -65,11 +75,19 @@ class Sequencer:
             while self._queue and not (operation is not None and operation.done):
                 if not self._turn.acquire(blocking=False):
                     return
+                ended: Operation | None = None
                 try:
                     while self._queue and not (operation is not None and operation.done):
-                        self._queue.popleft().run()
+                        ended = self._queue.popleft()
+                        ended.run()
+                        if ended.has_callbacks:
+                            break
                 finally:
                     self._turn.release()
+                    if ended is not None and ended.has_callbacks:
+                        if self._queue and not self._turn.locked():
+                            self._want_thread()
+                        ended.call_back()
         finally:
             if self._queue and not self._turn.locked():
                 self._want_thread()
@@ -77,18 +95,25 @@ class Sequencer:
     @protected
     def _want_thread(self) -> None:
         with self._wanted:
+            if self._is_wanted:
+                return  # one is on its way
             self._is_wanted = True
-            if self._has_thread:
+            if self._idle:
                 self._wanted.notify()
                 return
-            self._has_thread = True
-        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        except BaseException:
+            self._is_wanted = False
+            raise
 
     def _serve(self) -> None:
         while True:
             with self._wanted:
-                if not self._wanted.wait_for(lambda: self._is_wanted, _IDLE_SECONDS):
-                    self._has_thread = False
+                self._idle += 1
+                is_wanted = self._wanted.wait_for(lambda: self._is_wanted, _IDLE_SECONDS)
+                self._idle -= 1
+                if not is_wanted:
                     return
                 self._is_wanted = False
             self.help(None)

@@ -30,10 +30,14 @@ class _Keys:
 
     def put(self, key: str, value: bytes) -> None:
         with self._lock:
-            self._values[key] = value
-            self._waiting, ready = self._split(key)
+            ready = self._set(key, value)
         for future in ready:
             future.set_result(None)
+
+    def _set(self, key: str, value: bytes) -> list[Future[None]]:
+        self._values[key] = value
+        self._waiting, ready = self._split(key)
+        return ready
 
     def _split(self, key: str) -> tuple[list[tuple[set[str], Future[None]]], list[Future[None]]]:
         """Who still waits now that ``key`` is there, and who does not."""
@@ -48,8 +52,7 @@ class _Keys:
     def add(self, key: str, amount: int) -> int:
         with self._lock:
             total = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(total).encode()
-            self._waiting, ready = self._split(key)
+            ready = self._set(key, str(total).encode())
         for future in ready:
             future.set_result(None)
         return total
@@ -59,7 +62,9 @@ class _Keys:
             found = self._values.get(key, b"")
             if found != expected:
                 return found or expected
-        self.put(key, desired)
+            ready = self._set(key, desired)
+        for future in ready:
+            future.set_result(None)
         return desired
 
     def delete(self, key: str) -> bool:

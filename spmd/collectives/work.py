@@ -112,10 +112,22 @@ class GroupWork(_Work):
             self.error = error
             self._perform = self._settle = self._end_event = None
             self.done = True
-            future = self._future
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.release()
+        if self._sequencer is None and self.has_callbacks:  # this may be the agent's thread
+            threading.Thread(target=self.call_back, name="farcall-callbacks", daemon=True).start()
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether somebody has asked for a future, which is still to be completed."""
+        return self._future is not None
+
+    @interruptible
+    def call_back(self) -> None:
+        """Complete the future that somebody has asked for. Its callbacks are the user's, and may block."""
+        with self._lock:
+            future, self._future = self._future, None
         if future is not None:
             future.set_result(None)
 

@@ -33,9 +33,9 @@ def in_world(
 ) -> tuple[type[BaseException] | None, str]:
     """Runs ``body`` on a rank, and returns what it has ended in."""
     with process_group(worker, seconds=seconds, options=by_messages() if apart else None):
-        dist.all_reduce(torch.ones(2))
-        worker.report("formed")
         try:
+            dist.all_reduce(torch.ones(2))  # which another may fail after its own end of it
+            worker.report("formed")
             body(worker)
         except (CollectiveError, KeyboardInterrupt) as error:
             return type(error), str(error)
@@ -342,7 +342,8 @@ def many_collectives(worker: Worker) -> None:
     use(2_500)
     after = usage()
     assert after[0] - before[0] < 8 << 20, "memory"
-    assert after[1:] == before[1:], "descriptors, threads"
+    assert after[1] <= before[1], "descriptors"
+    assert after[2] <= before[2], "threads"
 
 
 def usage() -> tuple[int, int, int]:

@@ -59,6 +59,9 @@ class _Sent:
     def cancel(self, reason: str = "") -> bool:
         return False
 
+    def done(self) -> bool:
+        return self._was_read.is_set()
+
 
 class _Posted:
     def __init__(self, queue: SimpleQueue[_Sent], into: Sequence[memoryview] | None) -> None:
@@ -74,6 +77,9 @@ class _Posted:
 
     def cancel(self, reason: str = "") -> bool:
         return True
+
+    def done(self) -> bool:
+        return not self._queue.empty()
 
 
 class Network:

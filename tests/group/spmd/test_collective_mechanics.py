@@ -1,0 +1,306 @@
+"""What tensors, callbacks and timeouts of collectives may be, beside the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import spmd
+from rpc.errors import WorkerLostError
+from spmd.collectives import formation
+from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RankLostError
+from tests.support.process_groups import by_messages, process_group
+from tests.support.serving import in_all
+from tests.support.workers import RunWorkers, Worker
+
+PATHS = pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "messages"])
+LARGE = 100_000
+
+
+def in_world(body: Callable[[Worker], Any], apart: bool, seconds: float, worker: Worker) -> Any:
+    with process_group(worker, seconds=seconds, options=by_messages() if apart else None):
+        return body(worker)
+
+
+def run_in_world(
+    run_workers: RunWorkers, body: Callable[[Worker], Any], world_size: int, *, apart: bool = False
+) -> Any:
+    return run_workers(partial(in_world, body, apart, 20.0), world_size)
+
+
+# ---- tensors
+
+
+def reduce_leaves(worker: Worker) -> None:
+    leaf = torch.ones(LARGE, requires_grad=True)
+    dist.all_reduce(leaf)
+    assert leaf.is_leaf
+    assert leaf.eq(3).all()
+    output = torch.empty(4)
+    dist.reduce_scatter_tensor(output, torch.ones(12, requires_grad=True), op=dist.ReduceOp.AVG)
+    assert output.eq(1).all()
+    assert not output.requires_grad
+
+
+@PATHS
+def test_tensors_that_require_grad_are_reduced_in_place(run_workers: RunWorkers, apart: bool) -> None:
+    run_in_world(run_workers, reduce_leaves, 3, apart=apart)
+
+
+def reduce_inference_tensors(worker: Worker) -> None:
+    with torch.inference_mode():
+        tensors = [torch.ones(LARGE) for _ in range(3)]
+        works = [dist.all_reduce(each, async_op=True) for each in tensors]
+        for work in works:
+            assert work is not None
+            assert work.get_future().wait()
+    assert all(each.eq(3).all() for each in tensors)
+
+
+@PATHS
+def test_inference_tensors_are_reduced_on_any_thread(run_workers: RunWorkers, apart: bool) -> None:
+    run_in_world(run_workers, reduce_inference_tensors, 3, apart=apart)
+
+
+def scatter_in_place(worker: Worker) -> None:
+    for size in (4, LARGE):
+        inputs = torch.arange(size * 3.0) + worker.rank
+        output = inputs.chunk(3)[worker.rank]
+        expected = 3 * torch.arange(size * 3.0).chunk(3)[worker.rank] + 3
+        dist.reduce_scatter_tensor(output, inputs)
+        assert torch.equal(output, expected)
+
+
+@PATHS
+def test_the_output_of_a_reduce_scatter_may_be_a_part_of_its_input(
+    run_workers: RunWorkers, apart: bool
+) -> None:
+    run_in_world(run_workers, scatter_in_place, 3, apart=apart)
+
+
+def give_tensors_of_no_memory(worker: Worker) -> None:
+    nowhere = torch.empty(4, device="meta")
+    other = 1 - worker.rank
+    for call in (
+        lambda: dist.send(nowhere, other),
+        lambda: dist.recv(nowhere, other),
+        lambda: dist.all_gather([torch.empty(4), torch.empty(4)], nowhere),
+        lambda: dist.reduce_scatter(torch.empty(4), [nowhere, nowhere]),
+        lambda: dist.all_to_all([torch.empty(4), torch.empty(4)], [nowhere, nowhere]),
+    ):
+        with pytest.raises(ValueError, match="takes tensors on the CPU"):
+            call()
+
+
+def test_inputs_that_are_not_on_the_cpu_are_refused(run_workers: RunWorkers) -> None:
+    run_in_world(run_workers, give_tensors_of_no_memory, 2)
+
+
+def receive_where_nothing_can_be_written(worker: Worker) -> None:
+    if worker.rank == 0:
+        with pytest.raises(RuntimeError, match="single memory location"):
+            dist.recv(torch.zeros(1).expand(4), 1)
+    else:
+        dist.send(torch.ones(4), 0)
+    dist.barrier()
+
+
+def test_a_receive_that_cannot_write_its_tensor_fails_alone(run_workers: RunWorkers) -> None:
+    run_in_world(run_workers, receive_where_nothing_can_be_written, 2)
+
+
+def exchange_other_sizes(worker: Worker) -> None:
+    """Rank 1 expects nothing of rank 0, which has much for it."""
+    outputs = [torch.empty(1 - worker.rank), torch.empty(1)]
+
+    def exchange() -> None:
+        dist.all_to_all(outputs, [torch.ones(1), torch.ones(1 if worker.rank else LARGE)])
+        dist.barrier()
+
+    with pytest.raises(CollectiveError, match="rank 0 has 400000 bytes for rank 1, which expects 0"):
+        exchange()
+
+
+@PATHS
+def test_bytes_for_a_rank_that_expects_none_are_an_error(run_workers: RunWorkers, apart: bool) -> None:
+    run_in_world(run_workers, exchange_other_sizes, 2, apart=apart)
+
+
+# ---- callbacks
+
+
+def reduce_in_a_callback(worker: Worker) -> None:
+    def again(future: torch.futures.Future[Any]) -> torch.Tensor:
+        work = dist.all_reduce(future.value()[0], async_op=True)
+        assert work is not None
+        result: torch.Tensor = work.get_future().wait()[0]
+        dist.all_reduce(result)
+        return result
+
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        assert work.get_future().then(again).wait().eq(8).all()
+
+
+@PATHS
+def test_a_callback_may_wait_for_further_collectives(run_workers: RunWorkers, apart: bool) -> None:
+    """As DistributedDataParallel's hook of PowerSGD does."""
+    run_in_world(run_workers, reduce_in_a_callback, 2, apart=apart)
+
+
+def receive_in_a_callback(worker: Worker) -> None:
+    if worker.rank == 1:
+        for tag in (1, 2):
+            dist.send(torch.full((LARGE,), float(tag)), 0, tag=tag)
+        return
+    second = torch.empty(LARGE)
+    work = dist.irecv(torch.empty(LARGE), 1, tag=1)
+    assert work is not None
+    work.get_future().then(lambda _: dist.recv(second, 1, tag=2)).wait()
+    assert second.eq(2).all()
+
+
+def test_a_callback_of_a_receive_may_block(run_workers: RunWorkers) -> None:
+    run_in_world(run_workers, receive_in_a_callback, 2)
+
+
+# ---- who does not receive, leaves, or dies
+
+
+def send_to_nobody(worker: Worker) -> None:
+    if worker.rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match="send of 400000 bytes to rank 1"):
+            dist.send(torch.ones(LARGE), 1, tag=1)
+        worker.report("over")
+        dist.send(torch.full((LARGE,), 2.0), 1, tag=2)
+    else:
+        worker.wait_for("over")
+        late = dist.irecv(torch.empty(LARGE), 0, tag=1)
+        tensor = torch.empty(LARGE)
+        dist.recv(tensor, 0, tag=2)
+        assert tensor.eq(2).all()
+        assert late is not None
+        with pytest.raises(dist.DistBackendError):
+            late.wait()
+
+
+def test_a_send_times_out_and_is_taken_by_no_later_receive(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(partial(in_world, send_to_nobody, False, 2.0), 2)
+    workers[0].wait_for("over")
+    workers[1].tell("over")
+    workers.results()
+
+
+def offer_and_leave(worker: Worker) -> None:
+    group = dist.new_group([0, 1])
+    if worker.rank == 1:
+        dist.isend(torch.ones(LARGE), 0, group=group)
+        dist.send(torch.ones(1), 0, tag=1, group=group)
+        dist.destroy_process_group(group)
+    else:
+        dist.recv(torch.ones(1), 1, tag=1, group=group)  # the offer has come before
+    dist.barrier()  # the farewell, too
+    if worker.rank == 0:
+        with pytest.raises(RankLostError):
+            dist.recv(torch.empty(LARGE), 1, group=group)
+    dist.barrier()
+
+
+def test_a_receive_from_a_rank_that_has_left_before_sending_fails_at_once(run_workers: RunWorkers) -> None:
+    run_workers(partial(in_world, offer_and_leave, False, 600.0), 2)
+
+
+def wait_beside_a_late_rank(worker: Worker) -> None:
+    dist.barrier()
+    if worker.rank == 0:
+        with pytest.raises(RankLostError, match="rank 2"):
+            dist.barrier()
+    else:
+        worker.report("formed")
+        worker.wait_for("the end")
+
+
+def test_a_death_is_noticed_while_another_rank_is_late(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(partial(in_world, wait_beside_a_late_rank, False, 600.0), 3)
+    workers[1].wait_for("formed")
+    workers[2].wait_for("formed")
+    workers[2].kill()
+    workers[0].result()
+    workers[1].tell("the end")
+
+
+def gather_beside_a_process_that_ends(worker: Worker) -> None:
+    tensor = torch.full((4,), float(worker.rank))
+    if worker.rank == 1:
+        dist.gather(tensor, None, 0)
+        world: Any = dist.group.WORLD
+        world.group.node.close()  # as when the process ends, without destroy_process_group
+        return
+    worker.wait_for("the end of rank 1")
+    outputs = [torch.empty(4), torch.empty(4)]
+    dist.gather(tensor, outputs, 0)
+    assert outputs[1].eq(1).all()
+
+
+def test_what_a_rank_has_sent_before_its_process_ends_is_received(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(partial(in_world, gather_beside_a_process_that_ends, True, 20.0), 2)
+    workers[1].result()
+    workers[0].tell("the end of rank 1")
+    workers[0].result()
+
+
+# ---- forming
+
+
+def form_without_limit(worker: Worker) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(0))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == 2
+
+
+def test_a_timeout_of_0_is_no_limit(run_workers: RunWorkers) -> None:
+    run_in_world(run_workers, form_without_limit, 2)
+
+
+def fail_to_form(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def form_but_at_rank_1(worker: Worker) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if worker.rank == 1:
+            patch.setattr(formation, "_share", fail_to_form)
+        with pytest.raises(ZeroDivisionError if worker.rank == 1 else WorkerLostError):
+            in_world(lambda _: None, False, 600.0, worker)
+    if worker.rank == 1:
+        worker.wait_for("the end")
+
+
+def test_a_rank_that_fails_while_its_world_is_formed_is_not_waited_for(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(form_but_at_rank_1, 2)
+    workers[0].result()
+    workers[1].tell("the end")
+    workers[1].result()
+
+
+@in_all(2)
+def test_what_a_failed_forming_has_left_does_not_disturb_the_next(worker: Worker) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if worker.rank == 1:
+            patch.setattr(formation, "_share", fail_to_form)
+        with pytest.raises(ZeroDivisionError if worker.rank == 1 else CollectiveTimeoutError):
+            spmd.init_process_group(timedelta(seconds=1))
+    for _ in range(2):  # c10d gives the second the name of the one that has failed
+        spmd.init_process_group(timedelta(seconds=20))
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+        dist.destroy_process_group()
