@@ -136,5 +136,6 @@ def revision(name: str, folder: Path) -> Side:
     if packed.returncode:
         raise Unavailable(f"neither {', '.join(PEERS)} nor a revision: {packed.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # CPython 3.11.4 and newer
+        archive.extractall(folder)
     return Side(name, f"farcall at {name}", "rpc", "AgentOptions", _FARCALL_ON_A_NETWORK, folder=folder)
