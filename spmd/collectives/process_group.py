@@ -89,19 +89,16 @@ class FarcallProcessGroup(ProcessGroup):
         tensor = self._one(tensors, "all_reduce")
         if tensor.layout == torch.sparse_coo:
             return self._all_reduce_sparse(tensor, opts)
-        return self._all_reduce("all_reduce", tensor, [tensor], opts)
-
-    def _all_reduce(self, name: str, tensor: torch.Tensor, outputs: Tensors, opts: Any) -> GroupWork:
         reduction = reduction_of(_reduce_op(opts))
         reduction.check(tensor.dtype)
-        field = signature(name, tensor.dtype, tensor.shape, reduction.name)
+        field = signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
             flat = tensor.contiguous()
             algorithms.all_reduce(field, deadline, flat, reduction)
             _settle(flat, tensor)
 
-        return self._run(field, outputs, perform, opts)
+        return self._run(field, [tensor], perform, opts)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, opts: Any) -> GroupWork:
         reduction = reduction_of(_reduce_op(opts))
@@ -120,11 +117,10 @@ class FarcallProcessGroup(ProcessGroup):
             algorithms.all_gather(field, deadline, rows, indices)
             parts = [values.new_empty((int(count), *values.shape[1:])) for count in counts]
             algorithms.all_gather(field, deadline, parts, values)
-            with torch.inference_mode(mode=False), torch.no_grad():  # the caller keeps what is made here
-                total = torch.sparse_coo_tensor(
-                    torch.cat(rows, 1), torch.cat(parts), tensor.shape, check_invariants=False
-                )
-                tensor.copy_(total.coalesce())
+            total = torch.sparse_coo_tensor(
+                torch.cat(rows, 1), torch.cat(parts), tensor.shape, check_invariants=False
+            )
+            tensor.copy_(total.coalesce())
 
         return self._run(field, [tensor], perform, opts)
 
@@ -132,7 +128,7 @@ class FarcallProcessGroup(ProcessGroup):
         reduction = reduction_of(_reduce_op(opts))
         for dtype in {tensor.dtype for tensor in tensors}:
             reduction.check(dtype)
-        shapes = "; ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors)
+        shapes = _describe_all(tensors)
         field = signature("all_reduce_coalesced", None, None, reduction.name, -1, shapes)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -225,7 +221,7 @@ class FarcallProcessGroup(ProcessGroup):
                     f"all_gather at rank {self.getRank()}: the output must have {size} times as many "
                     f"elements as the input, of its dtype; got {_describe(output)} for {_describe(mine)}"
                 )
-        shapes = "; ".join(_describe(each) for each in inputs)
+        shapes = _describe_all(inputs)
         field = signature("all_gather_single", None, None, "", -1, shapes)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -248,7 +244,7 @@ class FarcallProcessGroup(ProcessGroup):
                 f"all_gather_coalesced at rank {self.getRank()}: there must be {self.getSize()} lists of "
                 f"{len(inputs)} outputs"
             )
-        shapes = "; ".join(_describe(each) for each in inputs)
+        shapes = _describe_all(inputs)
         field = signature("all_gather_coalesced", None, None, "", -1, shapes)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -324,7 +320,7 @@ class FarcallProcessGroup(ProcessGroup):
                         f"{name} at rank {self.getRank()}: all inputs must have the output's size; "
                         f"got {_describe(part)} for {_describe(output)}"
                     )
-        shapes = "; ".join(_describe(each) for each in outputs)
+        shapes = _describe_all(outputs)
         field = signature(name, None, None, reduction.name, -1, shapes)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -462,6 +458,10 @@ def _reduce_op(opts: Any) -> Any:
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _describe_all(tensors: Tensors) -> str:
+    return "; ".join(map(_describe, tensors))
 
 
 def _room(tensor: torch.Tensor) -> torch.Tensor:
