@@ -67,7 +67,7 @@ def test_ranks_that_call_different_things_all_find_out() -> None:
 
 
 class Hosts:
-    """Ranks on some hosts: memory within one, messages between them.
+    """Ranks on some hosts: memory within one, messages between them. For one run: its boards begin at 0.
 
     Args:
         domains: the ranks of each host.
@@ -144,11 +144,12 @@ def test_all_ranks_have_the_same_bits(domains: list[list[int]]) -> None:
 @DOMAINS
 @pytest.mark.parametrize("operation", [ReduceOp.AVG, ReduceOp.MAX])
 def test_reduce_to_each_root(domains: list[list[int]], operation: Any) -> None:
+    size = sum(map(len, domains))
     for count in (1, 20_000):
-        hosts = Hosts(domains)
-        every = torch.stack([numbers(rank, count) for rank in range(hosts.size)])
-        expected = every.amax(0) if operation == ReduceOp.MAX else every.sum(0).div(hosts.size).trunc().long()
-        for root in range(hosts.size):
+        every = torch.stack([numbers(rank, count) for rank in range(size)])
+        expected = every.amax(0) if operation == ReduceOp.MAX else every.sum(0).div(size).trunc().long()
+        for root in range(size):
+            hosts = Hosts(domains)
 
             def body(mine: Any, rank: int, count: int = count, root: int = root) -> torch.Tensor:
                 tensor = numbers(rank, count)
