@@ -1,0 +1,1 @@
+"""One program on one logical device, recorded on a driver and run by many workers."""

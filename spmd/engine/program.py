@@ -1,0 +1,133 @@
+"""What is recorded on the driver and run by workers: a list of operations on whole tensors, without aliases.
+
+A *program* is in single-assignment form: each instruction makes new values from earlier ones, and changes none.
+In-place operations and writes through views have become that while they were recorded. Where a value lies is
+part of the program: the driver decides it, and says each move from one layout to another as an instruction of
+its own, ``spmd::redistribute``. So what a worker does follows from the program and its rank alone.
+
+Numbers that change from run to run (a learning rate, Adam's bias corrections) are arguments of the program: two
+steps of a training loop are one program, which is sent once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+__all__ = [
+    "REDISTRIBUTE",
+    "REPLICATED",
+    "SEED",
+    "Instruction",
+    "Layout",
+    "MeshKey",
+    "Meta",
+    "Program",
+    "Ref",
+    "Scalar",
+]
+
+REDISTRIBUTE: Final = "spmd::redistribute"
+"""``(value, layout)``: the same tensor, laid out otherwise."""
+
+SEED: Final = "spmd::manual_seed"
+"""``(seed,)``: seeds the generator that all workers have in common. Makes no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshKey:
+    """All workers, arranged.
+
+    Attributes:
+        devices: the workers' numbers, row by row; each of them once.
+        shape: of the arrangement.
+    """
+
+    devices: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parts of a tensor are.
+
+    Attributes:
+        mesh: None for what is whole on every worker, which is so on any mesh.
+        placements: DTensor's, one for each dimension of the mesh.
+    """
+
+    mesh: MeshKey | None = None
+    placements: tuple[Placement, ...] = ()
+
+    @classmethod
+    def of(cls, mesh: MeshKey, placements: tuple[Placement, ...]) -> Layout:
+        """The layout with these placements; ``REPLICATED`` if all say so."""
+        if all(type(each) is Replicate for each in placements):
+            return REPLICATED
+        return cls(mesh, placements)
+
+    def is_partial(self) -> bool:
+        """Whether the tensor is a reduction of what workers hold, which is still to be done."""
+        return any(each.is_partial() for each in self.placements)
+
+
+REPLICATED: Final = Layout()
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """A value: shape and strides are those of the whole tensor on one device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout = REPLICATED
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value of a program, in the arguments of an instruction: its inputs come first, then results in order."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number that is an argument of the program, in the arguments of an instruction."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operation.
+
+    Attributes:
+        operator: ``aten::add.Tensor``; the functional overload; or one of this module's.
+        args, kwargs: with ``Ref`` and ``Scalar``, also inside of lists and tuples. Devices are left out.
+        results: the values that it makes, in the order of the operator's (flattened) results. None where the
+            operator gives None, or a tensor that nobody uses.
+    """
+
+    operator: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    results: tuple[Meta | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What is recorded between two cuts.
+
+    Attributes:
+        inputs: values that earlier programs made, or that come with the run.
+        instructions: in order. Values are numbered by it: inputs, then every entry of ``results`` of each.
+        outputs: numbers of the values that later programs may use; the others are freed.
+    """
+
+    inputs: tuple[Meta, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[int, ...]
