@@ -1,12 +1,12 @@
-"""What is recorded on the driver and run by workers: a list of operations on whole tensors, without aliases.
+"""What is recorded on the driver and run by workers: operations on whole tensors, without aliases.
 
-A *program* is in single-assignment form: each instruction makes new values from earlier ones, and changes none.
-In-place operations and writes through views have become that while they were recorded. Where a value lies is
-part of the program: the driver decides it, and says each move from one layout to another as an instruction of
-its own, ``spmd::redistribute``. So what a worker does follows from the program and its rank alone.
+A *program* is in single-assignment form: each instruction makes new values from earlier ones, and changes
+none. In-place operations and writes through views have become that while they were recorded. Where a value
+lies is part of the program: the driver decides it, and says each move from one layout to another as an
+instruction of its own, ``spmd::redistribute``. So what a worker does follows from the program and its rank.
 
-Numbers that change from run to run (a learning rate, Adam's bias corrections) are arguments of the program: two
-steps of a training loop are one program, which is sent once.
+Numbers that change from run to run (a learning rate, Adam's bias corrections) are arguments of the program:
+two steps of a training loop are one program, which is sent once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A value of a program, in the arguments of an instruction: its inputs come first, then results in order."""
+    """A value of a program, in the arguments of an instruction: inputs come first, then results in order."""
 
     index: int
 
