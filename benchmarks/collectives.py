@@ -2,6 +2,9 @@
 
 Both are process groups of the same processes. A line is measured in rounds: a batch on one, then one on the
 other, so that what else the machine does meets both. The ratio is that of the medians.
+
+With ``--tcp`` each rank is on a host of its own (``network.py``): both use TCP over the same links. Where
+there can be no such hosts, both use loopback.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.network import INTERFACE, Hosts, why_not
 
 __all__ = ["main"]
 
@@ -173,9 +178,21 @@ def _measure(line: Line, groups: dict[str, Any]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in taken.items()}
 
 
-def _work(rank: int, size: int, store: str, names: list[str], results: Any, options: dict[str, Any]) -> None:
+def _work(
+    rank: int,
+    size: int,
+    store: str,
+    names: list[str],
+    results: Any,
+    options: dict[str, Any],
+    hosts: Hosts | None,
+) -> None:
     import rpc
     import spmd  # noqa: F401  # registers the backend
+
+    if hosts is not None:
+        options = options | {"listen": hosts.enter(rank)}
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of names that PyTorch has new ones for
@@ -201,13 +218,18 @@ def _selected(names: list[str]) -> Iterator[Line]:
             yield line
 
 
-def _run(size: int, names: list[str], options: dict[str, Any]) -> Iterator[tuple[Line, dict[str, float]]]:
+def _run(
+    size: int, names: list[str], options: dict[str, Any], *, on_hosts: bool
+) -> Iterator[tuple[Line, dict[str, float]]]:
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
+    hosts = Hosts(context, size) if on_hosts else None
     with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
         store = str(Path(folder) / "store")
         workers = [
-            context.Process(target=_work, args=(rank, size, store, names, results, options), daemon=True)
+            context.Process(
+                target=_work, args=(rank, size, store, names, results, options, hosts), daemon=True
+            )
             for rank in range(size)
         ]
         for worker in workers:
@@ -229,13 +251,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("lines", nargs="*", help="parts of names of lines; default: all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="default 2 and 4")
-    parser.add_argument("--tcp", action="store_true", help="as between hosts: no shared memory, TCP only")
+    parser.add_argument("--tcp", action="store_true", help="between hosts: no shared memory, TCP only")
     arguments = parser.parse_args(argv)
     options = {"shared_memory_bytes": 0, "transports": ["tcp"]} if arguments.tcp else {}
     console = Console(highlight=False)
+    problem = why_not() if arguments.tcp else None
+    if problem is not None:
+        console.print(f"[dim]over loopback, since there are no network namespaces: {problem}[/dim]")
+    on_hosts = arguments.tcp and problem is None
     table = Table("", "ranks", "farcall", "gloo", "ratio", "bar")
     for size in arguments.ranks:
-        for line, medians in _run(size, arguments.lines, options):
+        for line, medians in _run(size, arguments.lines, options, on_hosts=on_hosts):
             ratio = medians["farcall"] / medians["gloo"]
             bar = 1.0 if arguments.tcp else line.bar
             mark = "" if bar is None else f"{bar:g} x{'' if ratio <= bar else ' missed'}"

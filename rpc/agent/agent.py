@@ -147,6 +147,7 @@ class Agent:
         )
         self.connections.lane_came = self.striping.lane_came
         self.bulk = Bulk(self.share, self.striping.consider, self.lose)
+        self.find_target = self.bulk.find_target
 
         self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)
         hooks.gone.extend((self.shared_memory.peer_gone, self.striping.peer_gone, self.bulk.peer_gone))

@@ -81,6 +81,17 @@ class Inbound(Generic[P, M]):
             pairs.append((self._posts.popleft(), message))
         return pairs
 
+    def post_of(self, sequence: int) -> P | None:
+        """Which post a message that has begun to come is for, as things are."""
+        ahead = (sequence - self._next) % SEQUENCES
+        return self._posts[ahead] if ahead < len(self._posts) and sequence not in self._arrived else None
+
+    def number_of(self, post: P) -> int | None:
+        """Which message a post is for, as things are; None if it is matched."""
+        if post not in self._posts:
+            return None
+        return (self._next + self._posts.index(post)) % SEQUENCES
+
     def withdraw(self, post: P) -> bool:
         """Take a post back, unless it is matched; the next message goes to the next one."""
         if post not in self._posts:

@@ -5,7 +5,8 @@ this worker has posted for that sender and tag (``matching.py``), however they a
 
 - up to 64 KiB in one small frame;
 - through shared memory, where the two share some: one copy in, one copy out, or none with ``into=None``;
-- else over the connection, from where the buffers lie.
+- else over the connection, from where the buffers lie, and straight into the posted ones, if they were there
+  when the message began to come.
 
 The call id of a frame of kind ``BULK`` is the tag, times 2^32, and the message's number. A small one has one
 buffer, the message. A large one has more: the message comes after the first, which has one byte if the sender
@@ -22,7 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rpc.bulk.matching import SEQUENCES, Inbound, Outbound
 from rpc.bulk.transfer import Transfer, as_bytes
@@ -32,6 +33,7 @@ from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
+from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame, Kind, encode, encode_small
 
 __all__ = ["MAX_TAG", "Bulk"]
@@ -41,7 +43,14 @@ MAX_TAG: Final = (1 << 32) - 1
 _CREDIT: Final = Struct("<Qq")
 _NONE: Final = -1
 
-Message = Sequence[memoryview]
+
+class _Arrived(NamedTuple):
+    sequence: int
+    buffers: list[memoryview]
+    """The message; a large one comes after the first."""
+
+    def message(self) -> list[memoryview]:
+        return self.buffers[1:] or self.buffers
 
 
 class _Stream:
@@ -52,10 +61,27 @@ class _Stream:
         self.tag = tag
         self.incoming = f"a message from worker '{peer.name}' (tag {tag})"
         self.outgoing = f"a message to worker '{peer.name}' (tag {tag})"
-        self.inbound: Inbound[Transfer, Message] = Inbound()
+        self.inbound: Inbound[Transfer, _Arrived] = Inbound()
         self.outbound: Outbound[Transfer] = Outbound()
+        self.targets: dict[int, Target] = {}
+        """Of messages, by number, that began to come when they had a post, and are not matched yet."""
         self.unacknowledged: dict[int, Transfer] = {}
         """By number: sent from where they lie, and not known to have arrived."""
+
+    def take_back(self, transfer: Transfer) -> bool:
+        """Take back a post, and the targets of all messages that go to another now, or to none."""
+        first = self.inbound.number_of(transfer)
+        if first is None:
+            return False
+        for sequence, target in self.targets.items():
+            if (sequence - first) % SEQUENCES < SEQUENCES // 2:
+                target.take_back()
+        return self.inbound.withdraw(transfer)
+
+    def take_back_targets(self) -> None:
+        for target in self.targets.values():
+            target.take_back()
+        self.targets.clear()
 
     def take_all(self) -> list[Transfer]:
         """All transfers that have not ended, and will not."""
@@ -143,9 +169,10 @@ class Bulk:
                 except BaseException:
                     stream.inbound.withdraw(transfer)
                     raise
-        for _, message in pairs:
-            transfer.deliver(message)
-            transfer.fill()
+            arrived = [(each, self._take(stream, came)) for each, came in pairs]
+        for each, message in arrived:
+            each.deliver(message)
+            each.fill()
         self._report(stream)
         return transfer
 
@@ -226,16 +253,41 @@ class Bulk:
         first, *rest = frame.buffers or [None]
         if first is None or frame.header or (rest and len(first) > 1):
             raise ProtocolError("a malformed bulk message")
-        message = rest or [memoryview(first)]
+        buffers = frame.buffers if rest else [memoryview(first)]
         try:
             stream = self._stream(peer, tag)
         except (WorkerLostError, NotInitializedError):
             return None  # the end came between
         with self._lock:
-            pairs = stream.inbound.arrived(sequence, message, sum(map(len, message)))
+            target = stream.targets.get(sequence)
+            if target is not None and not target.is_of(buffers):
+                raise ProtocolError(f"message {sequence} of a stream comes twice")
+            arrived = _Arrived(sequence, buffers)
+            matched = stream.inbound.arrived(sequence, arrived, sum(map(len, arrived.message())))
+            pairs = [(each, self._take(stream, came)) for each, came in matched]
         self._report(stream, sequence if rest and first else _NONE)
         left = [transfer for transfer, message in pairs if transfer.deliver(message)]
         return (_fill, left) if left else None
+
+    def _take(self, stream: _Stream, arrived: _Arrived) -> list[memoryview] | None:
+        """With the lock: a message that is matched; None if it is in the posted buffers."""
+        target = stream.targets.pop(arrived.sequence, None)
+        return arrived.message() if target is None or target.is_taken_back else None
+
+    def find_target(self, peer: Peer, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
+        """A large message begins to come: the buffers posted for it, if there are any of its size."""
+        if kind != Kind.BULK:
+            return None
+        tag, sequence = divmod(call_id, SEQUENCES)
+        with self._lock:
+            stream = self._streams.get((peer.incarnation, tag))
+            if stream is None or sequence in stream.targets:
+                return None
+            transfer = stream.inbound.post_of(sequence)
+            if transfer is None or not transfer.buffers or sum(sizes[1:]) != transfer.size:
+                return None
+            target = stream.targets[sequence] = Target(transfer.buffers)
+        return target
 
     def _report(self, stream: _Stream, arrived: int = _NONE) -> None:
         """Tell the sender what it needs to know to go on, if anything."""
@@ -252,12 +304,14 @@ class Bulk:
 
     def _withdraw(self, stream: _Stream, transfer: Transfer) -> bool:
         with self._lock:
-            return stream.inbound.withdraw(transfer) or stream.outbound.withdraw(transfer)
+            return stream.take_back(transfer) or stream.outbound.withdraw(transfer)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone. What has arrived from it can still be received."""
         with self._lock:
             mine = [stream for stream in self._streams.values() if stream.peer is peer]
+            for stream in mine:
+                stream.take_back_targets()
             transfers = [each for stream in mine for each in stream.take_all()]
             for stream in mine:
                 if not stream.inbound:
@@ -269,6 +323,8 @@ class Bulk:
         """This worker has left."""
         with self._lock:
             self._ended = NotInitializedError
+            for stream in self._streams.values():
+                stream.take_back_targets()
         self._end_all("RPC has been shut down")
 
     def abandon(self) -> None:

@@ -99,8 +99,11 @@ class Transfer(Awaited):
         """Why it failed; None if it did not, or has not ended."""
         return self._error
 
+    @protected
     def cancel(self, reason: str = "it was cancelled") -> bool:
-        """End it with an ``RpcError`` unless the message has been sent, or has arrived; returns whether."""
+        """End it with an ``RpcError`` unless the message has been sent, or has arrived; returns whether. Then
+        its buffers are the caller's again: a message that was coming goes to the next post.
+        """
         if not self._withdraw(self):
             return False
         self.end(RpcError(f"{self.what} has failed: {reason}"))
@@ -108,8 +111,13 @@ class Transfer(Awaited):
 
     # ---- for its owner, who sees to it that one calls these and no other
 
-    def deliver(self, message: Sequence[memoryview]) -> bool:
-        """The message is here. Returns whether ``fill`` must be called: it is long, and nobody waits."""
+    def deliver(self, message: Sequence[memoryview] | None) -> bool:
+        """The message is here; None if it was received into the buffers. Returns whether ``fill`` must be
+        called: it is long, and nobody waits.
+        """
+        if message is None:
+            self.end()
+            return False
         self._delivered.append(message)
         self.outcome = True
         if sum(map(len, message)) <= _SHORT_BYTES or self.buffers is None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -41,6 +41,7 @@ from rpc.transport.base import (
     SilentOwner,
     Transport,
 )
+from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame, Kind, encode
 
 __all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections"]
@@ -71,6 +72,9 @@ class ConnectionEvents(Protocol):
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
         """On any thread; see ``Receiver``."""
+
+    def find_target(self, peer: Peer, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
+        """See ``ConnectionOwner``."""
 
     def peer_for(self, member: Member) -> Peer:
         """The peer object of a member, made if need be."""
@@ -428,6 +432,7 @@ class _Established:
         events = connections._events
         self.followed = events.followed
         self.take_inline = partial(events.take_inline, peer)
+        self.find_target = partial(events.find_target, peer)
         self._receive = events.frames_received
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:

@@ -15,6 +15,7 @@ from rpc.errors import RpcError
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.tasks import Task
 from rpc.transport.inline_read import InlineReader, Receiver, Spinners
+from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame
 
 __all__ = [
@@ -72,6 +73,14 @@ class ConnectionOwner(Receiver, Protocol):
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None: ...
 
+    def find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
+        """Where a large message goes that begins to come; None for memory of its own.
+
+        Args:
+            kind: of its frame, and so the call id.
+            sizes: of its buffers, in bytes.
+        """
+
     def connection_lost(self, connection: Connection, reason: str) -> None:
         """Called exactly once; nothing is received after it."""
 
@@ -83,6 +92,9 @@ class SilentOwner:
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         pass
+
+    def find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
+        return None
 
     def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from typing import Final
 
 from rpc.errors import ProtocolError
@@ -18,7 +19,7 @@ from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
 from rpc.transport.byte_stream import ReceiveBuffer, SocketStream
 from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
-from rpc.wire.chunking import Outgoing, Reassembly
+from rpc.wire.chunking import Outgoing, Reassembly, Target
 from rpc.wire.frames import PREAMBLE, Decoder, Frame
 
 __all__ = ["StreamConnection"]
@@ -50,6 +51,7 @@ class StreamConnection:
         self._loop = loop = context.loop
         self._stream = SocketStream(sock)
         self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
+        decoder.arriving.find_target = self._find_target
         self._scratch = ReceiveBuffer(decoder.scratch) if byte_stream.AVAILABLE else None
         self.reader: InlineReader | None = None
         if AVAILABLE and self._scratch is not None and self._stream.plain:
@@ -107,6 +109,9 @@ class StreamConnection:
         """What other connections are to share with this one."""
         return self._queue.outgoing, self._decoder.arriving
 
+    def _find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
+        return self.owner.find_target(kind, call_id, sizes)
+
     # ---- receiving, on the loop's thread
 
     def _readable(self) -> bool:
@@ -157,8 +162,10 @@ class StreamConnection:
             count = self._scratch.receive(self._stream.fileno(), offset, decoder.scratch_end - offset)
             if count > 0:
                 return count
+        target = decoder.target
         try:
-            received = self._stream.read_into(decoder.buffer())
+            with contextlib.nullcontext() if target is None else target.lock:  # not taken back meanwhile
+                received = self._stream.read_into(decoder.buffer())
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
             return 0

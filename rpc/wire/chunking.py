@@ -10,7 +10,8 @@ no lane ever has to wait for another.
 ``Outgoing`` says which chunk goes next: of each open message one in turn. Chunks are long, which costs less,
 until something small has had to wait behind one; then they are short for a while. ``Reassembly`` says where
 the bytes of a chunk go: straight to where they stay. Each larger buffer gets memory of its own, so that a
-tensor can be made over it without keeping the rest of the message alive.
+tensor can be made over it without keeping the rest of the message alive; or the message goes to a ``Target``,
+memory that somebody has ready for it.
 
 What a peer may promise is limited: ``MAX_OPEN`` messages at a time on each lane, of which no more is still to
 come than the largest message that is accepted, and what may be on its way on the lanes, if there are several.
@@ -24,6 +25,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -39,10 +41,12 @@ __all__ = [
     "MAX_OPEN",
     "SHORT_CHUNK_BYTES",
     "WHOLE_BYTES",
+    "ArrivingMessage",
     "ChunkedMessage",
     "Outgoing",
     "Reassembly",
     "Room",
+    "Target",
     "allocate",
 ]
 
@@ -236,21 +240,80 @@ def allocate(length: int) -> memoryview:
         raise ProtocolError(f"there is no memory for a frame of {length} bytes ({error})") from error
 
 
-class _Arriving:
+class Target:
+    """Where a message goes that somebody has memory ready for; one that is taken back goes elsewhere.
+
+    Args:
+        buffers: writable; what the message has behind its first buffer fills them, one after the other, and
+            has their size.
+
+    Attributes:
+        lock: held by who writes to them.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self.buffers = buffers
+        self.lock = threading.RLock()
+        self.is_taken_back = False
+        self._message: ArrivingMessage | None = None
+
+    def is_of(self, buffers: list[memoryview]) -> bool:
+        """Whether these are the buffers of the message that came for this target."""
+        return self._message is not None and self._message.buffers is buffers
+
+    def attach(self, message: ArrivingMessage) -> None:
+        """This message begins to come."""
+        self._message = message
+
+    def take_back(self) -> None:
+        """When this returns, nothing is written to the buffers any more: the message has memory of its own,
+        with all that has come of it. From any thread; takes as long as copying does.
+        """
+        with self.lock:
+            self.is_taken_back = True
+            if self._message is not None:
+                self._message.move()
+
+
+class ArrivingMessage:
     """An open message: its memory, and which cells of ``SHORT_CHUNK_BYTES`` have begun to come.
 
     Small neighbours among its buffers share a block of memory, every other buffer has its own.
     """
 
     def __init__(
-        self, what: Any, rooms: Sequence[Room], lead: int, lane: int, allocate: Callable[[int], memoryview]
+        self,
+        what: Any,
+        rooms: Sequence[Room],
+        lead: int,
+        lane: int,
+        allocate: Callable[[int], memoryview],
+        target: Target | None,
     ) -> None:
         self.what = what
         self.size = self.left = sum(room.padded for room in rooms)
         self.lanes = {lane}
         self.begun = bytearray(-(-self.size // SHORT_CHUNK_BYTES))
         self.buffers: list[memoryview] = []
-        self._memory: list[memoryview] = []  # in order, with the padding between buffers
+        """Of the message; this very list, also when they change."""
+        self.target = target
+        """Where it goes, unless that was taken back."""
+        self._rooms, self._lead, self._allocate = rooms, lead, allocate
+        if target is None:
+            self._use(*self._own_memory(rooms))
+        else:
+            buffers, memory = self._own_memory(rooms[:1])
+            self._use([*buffers, *target.buffers], memory + self._memory_of(target))
+            target.attach(self)
+
+    def _use(self, buffers: list[memoryview], memory: list[memoryview]) -> None:
+        self.buffers[:] = buffers
+        self._memory = memory  # in order, with the padding between buffers
+        self._ends = list(accumulate(map(len, memory)))
+
+    def _own_memory(self, rooms: Sequence[Room]) -> tuple[list[memoryview], list[memoryview]]:
+        buffers: list[memoryview] = []
+        memory: list[memoryview] = []
         index = 0
         while index < len(rooms):
             first = index
@@ -260,27 +323,62 @@ class _Arriving:
                 while index < len(rooms) and rooms[index].padded < _OWN_MEMORY_BYTES:
                     total += rooms[index].padded
                     index += 1
-            lead_here = 0 if first else lead
-            block = allocate(lead_here + total)[lead_here:]
+            lead_here = 0 if first else self._lead
+            block = self._allocate(lead_here + total)[lead_here:]
             if total:
-                self._memory.append(block)
+                memory.append(block)
             start = 0
             for room in rooms[first:index]:
-                self.buffers.append(block[start : start + room.length])
+                buffers.append(block[start : start + room.length])
                 start += room.padded
-        self._ends = list(accumulate(map(len, self._memory)))
+        return buffers, memory
 
-    def part(self, offset: int, length: int) -> deque[memoryview]:
-        """The memory for ``length`` bytes from ``offset`` on."""
-        parts: deque[memoryview] = deque()
+    def _memory_of(self, target: Target) -> list[memoryview]:
+        memory: list[memoryview] = []
+        rest = deque(target.buffers)
+        for room in self._rooms[1:]:
+            left = room.length
+            while left:
+                buffer = rest.popleft()
+                if len(buffer) > left:
+                    rest.appendleft(buffer[left:])
+                memory.append(buffer[:left])
+                left -= len(memory[-1])
+            if room.padded > room.length:
+                memory.append(memoryview(bytearray(room.padded - room.length)))
+        return memory
+
+    def move(self) -> None:
+        """With the lock of the target: let go of it."""
+        if self.target is None:
+            return
+        self.target = None
+        before = self._memory
+        self._use(*self._own_memory(self._rooms))
+        offset = 0
+        for part in before:
+            self._write(offset, part)
+            offset += len(part)
+
+    def room(self, offset: int, length: int) -> memoryview:
+        """The memory for bytes from ``offset`` on: for at least one, and at most ``length`` of them."""
         index = bisect_right(self._ends, offset)
-        start = offset - (self._ends[index] - len(self._memory[index]))
-        while length:
-            part = self._memory[index][start : start + length]
-            parts.append(part)
-            length -= len(part)
-            index, start = index + 1, 0
-        return parts
+        memory = self._memory[index]
+        start = offset - (self._ends[index] - len(memory))
+        return memory[start : start + length]
+
+    def fill(self, offset: int, data: memoryview) -> None:
+        """Some bytes have come."""
+        target = self.target
+        with nullcontext() if target is None else target.lock:
+            self._write(offset, data)
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        while data:
+            room = self.room(offset, len(data))
+            room[:] = data[: len(room)]
+            offset += len(room)
+            data = data[len(room) :]
 
 
 class Reassembly:
@@ -291,14 +389,16 @@ class Reassembly:
         lanes: how many there may be.
 
     Attributes:
+        find_target: says where a message goes, of its kind, its call id and the sizes of its buffers.
         promised: bytes of open messages that are still to come.
         open_messages: by number.
     """
 
     def __init__(self, allocate: Callable[[int], memoryview], lanes: int = 1) -> None:
+        self.find_target: Callable[[int, int, Sequence[int]], Target | None] = _no_target
         self.promised = 0
         self.lanes = lanes
-        self.open_messages: dict[int, _Arriving] = {}
+        self.open_messages: dict[int, ArrivingMessage] = {}
         self._allocate = allocate
         self._buffers = 0
 
@@ -317,13 +417,22 @@ class Reassembly:
             raise ProtocolError(f"message {number} was opened twice")
         lanes.add(lane)
 
-    def open(self, number: int, what: Any, rooms: Sequence[Room], lead: int = 0, lane: int = 0) -> None:
+    def open(
+        self,
+        number: int,
+        what: Any,
+        rooms: Sequence[Room],
+        lead: int = 0,
+        lane: int = 0,
+        target: Target | None = None,
+    ) -> None:
         """A message begins, with this number in its chunks.
 
         Args:
             what: returned with its buffers when it is complete.
             lead: how far from an alignment boundary its first buffer starts.
             lane: where its opening came.
+            target: where its buffers from the second on go, which have its size in all.
 
         Raises:
             ProtocolError: too many messages are open, or they have too many buffers, or nothing is to follow.
@@ -334,14 +443,13 @@ class Reassembly:
             raise ProtocolError(f"the open messages have more than {MAX_BUFFERS} buffers")
         if not any(room.padded for room in rooms):
             raise ProtocolError("a message in chunks has nothing in them")
-        message = self.open_messages[number] = _Arriving(what, rooms, lead, lane, self._allocate)
+        message = ArrivingMessage(what, rooms, lead, lane, self._allocate, target)
+        self.open_messages[number] = message
         self._buffers += len(rooms)
         self.promised += message.size
 
-    def begin(self, number: int, offset: int, length: int) -> deque[memoryview]:
-        """A chunk begins; returns where its bytes go, in order. ``ProtocolError`` if there is no such chunk
-        to come.
-        """
+    def begin(self, number: int, offset: int, length: int) -> ArrivingMessage:
+        """A chunk begins; returns its message. ``ProtocolError`` if there is no such chunk to come."""
         message = self.open_messages.get(number)
         if message is None:
             raise ProtocolError(f"a chunk belongs to message {number}, which is not open")
@@ -353,7 +461,7 @@ class Reassembly:
         if any(message.begun[cells]):
             raise ProtocolError(f"the chunk at {offset} of message {number} has come twice")
         message.begun[cells] = b"\1" * (cells.stop - cells.start)
-        return message.part(offset, length)
+        return message
 
     def filled(self, number: int, length: int) -> tuple[Any, list[memoryview]] | None:
         """A chunk has arrived, all of it; returns ``what`` and the buffers of its message, if it is complete
@@ -370,5 +478,11 @@ class Reassembly:
 
     def clear(self) -> None:
         """Forget everything: nothing more will come."""
+        for message in self.open_messages.values():
+            message.target = None
         self.open_messages.clear()
         self._buffers = self.promised = 0
+
+
+def _no_target(kind: int, call_id: int, sizes: Sequence[int]) -> None:
+    return None

@@ -18,7 +18,6 @@ message it belongs (u64). See ``chunking.py``.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from struct import Struct, pack, unpack_from
 from typing import Any, Final, NamedTuple
@@ -26,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from rpc.errors import ProtocolError
-from rpc.wire.chunking import MAX_BUFFERS, ChunkedMessage, Reassembly, Room, allocate
+from rpc.wire.chunking import MAX_BUFFERS, ArrivingMessage, ChunkedMessage, Reassembly, Room, Target, allocate
 
 __all__ = [
     "MAX_BUFFERS",
@@ -302,16 +301,25 @@ class Decoder:
         self._start = 0
         self._greeted = False
         self._large: Prefix | None = None  # of the frame whose body is being filled, if it is no chunk
-        self._chunk = (0, 0)
-        self._parts: deque[memoryview] = deque()
+        self._message: ArrivingMessage | None = None  # that of the chunk that is being filled
+        self._number = self._chunk_bytes = self._at = 0
         self._body = self._view[:0]
         self._filled = 0
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go: never empty."""
+        """Where the next bytes go: never empty. For who has the lock of ``target``, and until it lets go."""
         if self.scratch_offset < 0:
+            message = self._message
+            if message is not None:
+                return message.room(self._at, self._chunk_bytes - self._filled)
             return self._body[self._filled :]
         return self._view[self.scratch_offset : self.scratch_end]
+
+    @property
+    def target(self) -> Target | None:
+        """Whose memory the next bytes go to, if it is somebody's."""
+        message = self._message
+        return None if message is None else message.target
 
     def received(self, count: int) -> list[Frame]:
         """Take note that ``count`` bytes were written to the start of ``buffer()``; returns the frames that
@@ -320,7 +328,8 @@ class Decoder:
         frames: list[Frame] = []
         if self.scratch_offset < 0:
             self._filled += count
-            if self._filled == len(self._body):
+            self._at += count
+            if self._filled == (len(self._body) if self._message is None else self._chunk_bytes):
                 self._body_filled(frames)
             return frames
         end = self.scratch_offset + count
@@ -334,7 +343,7 @@ class Decoder:
         """Let go of what has begun to arrive: the rest will not come, and nothing else will."""
         if not self.lane:  # else others go on with what is open
             self.arriving.clear()
-        self._parts.clear()
+        self._message = None
         self._body = self._view[:0]
 
     def is_between_frames(self) -> bool:
@@ -432,9 +441,6 @@ class Decoder:
 
     def _body_filled(self, frames: list[Frame]) -> None:
         """The memory that ``buffer`` pointed to is full."""
-        if self._parts:  # the rest of a chunk
-            self._body, self._filled = self._parts.popleft(), 0
-            return
         if self._large is None:
             self._chunk_complete(frames)
         elif self._large[4] == Kind.OPENING:
@@ -479,29 +485,26 @@ class Decoder:
             Room(end - begin, following - begin)
             for (begin, end), following in zip(places, begins[1:], strict=True)
         ]
-        arriving.open(number, (kind, call_id, header, codec), rooms, start % ALIGNMENT, self.lane)
+        target = arriving.find_target(kind, call_id, [room.length for room in rooms]) if not header else None
+        what = kind, call_id, header, codec
+        arriving.open(number, what, rooms, start % ALIGNMENT, self.lane, target)
 
     def _read_chunk(self, prefix: Prefix, available: memoryview, frames: list[Frame]) -> bool:
         """A chunk begins, of which some is available; returns whether that is all of it."""
         length, number = prefix[:2]
         offset = prefix[2] | prefix[3] << 32  # see ``chunk_prefix``
-        parts = self.arriving.begin(number, offset, length)
-        self._chunk = number, length
-        while available:
-            part = parts.popleft()
-            count = min(len(part), len(available))
-            part[:count] = available[:count]
-            available = available[count:]
-            if count < len(part):
-                parts.appendleft(part[count:])
-        if not parts:
+        message = self.arriving.begin(number, offset, length)
+        message.fill(offset, available)
+        self._number, self._chunk_bytes = number, length
+        if len(available) == length:
             self._chunk_complete(frames)
             return True
-        self._body, self._filled, self._parts = parts.popleft(), 0, parts
+        self._message, self._filled, self._at = message, len(available), offset + len(available)
         return False
 
     def _chunk_complete(self, frames: list[Frame]) -> None:
-        whole = self.arriving.filled(*self._chunk)
+        self._message = None
+        whole = self.arriving.filled(self._number, self._chunk_bytes)
         if whole is not None:
             (kind, call_id, header, codec), buffers = whole
             frames.append(Frame(kind, call_id, header, buffers, codec))

@@ -6,6 +6,9 @@ ranks that have called different things find out before any tensor is touched.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from struct import Struct
 from time import monotonic
@@ -29,6 +32,10 @@ _TOGETHER_BYTES: Final = 32 << 10
 """A first message of up to so many bytes comes in one with the signature."""
 
 _PIECE_BYTES: Final = 2 << 20
+"""A longer message goes in pieces, so that one is used while the next is on its way."""
+
+_POSTED_AHEAD: Final = 8
+"""For so many messages of a rank there is a place before they come, and no more lie waiting to be reduced."""
 
 _SIZE: Final = Struct("<Q")
 """How many bytes the first message has, after the signature."""
@@ -54,6 +61,15 @@ class Channel(Protocol):
     def post(self, rank: int, into: Any) -> Message: ...
 
 
+class _Expected:
+    """A message that is to come: its size, and where it goes; None for memory of its own."""
+
+    def __init__(self, size: int, into: list[memoryview] | None) -> None:
+        self.size, self.into = size, into
+        self.message: Message | None = None
+        """Once it is posted."""
+
+
 class _Operation:
     """The messages of one operation of one rank."""
 
@@ -68,7 +84,7 @@ class _Operation:
         self._greeted: set[int] = set()
         self._heard: set[int] = set()
         self._sent: list[tuple[int, Message]] = []
-        self._posted: list[tuple[int, Message]] = []
+        self._expected: dict[int, deque[_Expected]] = {}
 
     def send(self, rank: int, data: Sequence[memoryview]) -> None:
         """Send one message; ``data`` must stay as it is until it has arrived."""
@@ -90,36 +106,59 @@ class _Operation:
         except WorkerLostError as error:
             raise self._lost(rank, error) from error
 
-    def receive(self, rank: int, data: Sequence[memoryview]) -> None:
-        """Receive one message, which has the size of ``data``."""
-        size = sum(map(len, data))
+    def expect(self, rank: int, size: int, into: list[memoryview] | None) -> None:
+        """One more message is to come from a rank. Where it goes may be written to as soon as the rank before
+        it is heard of, since it is not sent before what lies there is needed no more.
+        """
+        self._expected.setdefault(rank, deque()).append(_Expected(size, into))
+
+    def receive(self, rank: int) -> list[memoryview]:
+        """Wait for the next message that is expected from a rank, and return it."""
+        expected = self._expected[rank]
         if rank not in self._heard:
             self._heard.add(rank)
-            message = memoryview(b"".join(self._take(rank, None)))
-            field, rest = message[:FIELD_BYTES], message[FIELD_BYTES + _SIZE.size :]
-            if field != self._signature:
-                fields = {self._me: self._signature, rank: bytes(field)}
-                raise CollectiveMismatchError(what_differs(fields) or "")
-            (given,) = _SIZE.unpack_from(message, FIELD_BYTES)
-            if given != size:
-                raise CollectiveError(
-                    f"rank {rank} has {given} bytes for rank {self._me}, which expects {size}"
-                )
-            if size <= _TOGETHER_BYTES:
-                scatter([rest], data)
-                return
-        if size:
-            self._take(rank, list(data))
+            first = expected[0]
+            together = self._hear(rank, first.size)
+            if first.size <= _TOGETHER_BYTES:
+                expected.popleft()
+                if first.into is None:
+                    return [together]
+                scatter([together], first.into)
+                return first.into
+        for following in itertools.islice(expected, _POSTED_AHEAD):
+            if following.size and following.message is None:
+                following.message = self._post(rank, following.into)
+        first = expected[0]
+        found = [] if first.message is None else self._wait(rank, first.message)
+        expected.popleft()
+        if sum(map(len, found)) != first.size:
+            raise self._misfit(rank, sum(map(len, found)), first.size)
+        return found
 
-    def _take(self, rank: int, into: list[memoryview] | None) -> list[memoryview]:
+    def _hear(self, rank: int, size: int) -> memoryview:
+        """The first message of a rank: compare what is called there, and return the rest of it."""
+        greeting = _Expected(len(self._signature), None)
+        self._expected[rank].appendleft(greeting)
+        greeting.message = self._post(rank, None)
+        message = memoryview(bytearray().join(self._wait(rank, greeting.message)))
+        self._expected[rank].popleft()
+        field = message[:FIELD_BYTES]
+        if field != self._signature:
+            fields = {self._me: self._signature, rank: bytes(field)}
+            raise CollectiveMismatchError(what_differs(fields) or "")
+        (given,) = _SIZE.unpack_from(message, FIELD_BYTES)
+        if given != size:
+            raise self._misfit(rank, given, size)
+        return message[FIELD_BYTES + _SIZE.size :]
+
+    def _misfit(self, rank: int, given: int, size: int) -> CollectiveError:
+        return CollectiveError(f"rank {rank} has {given} bytes for rank {self._me}, which expects {size}")
+
+    def _post(self, rank: int, into: list[memoryview] | None) -> Message:
         try:
-            message = self._channel.post(rank, into)
+            return self._channel.post(rank, into)
         except WorkerLostError as error:
             raise self._lost(rank, error) from error
-        self._posted.append((rank, message))
-        found = self._wait(rank, message)
-        self._posted.pop()
-        return found
 
     def _wait(self, rank: int, message: Message) -> list[memoryview]:
         while True:
@@ -151,22 +190,32 @@ class _Operation:
             self._wait(rank, message)
         self._sent.clear()
 
+    def _posted(self) -> list[tuple[int, Message]]:
+        return [
+            (rank, each.message)
+            for rank, expected in list(self._expected.items())
+            for each in list(expected)
+            if each.message is not None
+        ]
+
     def wake(self) -> None:
         """End what is waited for in vain. From any thread."""
-        for rank, message in list(self._posted):
+        for rank, message in self._posted():
             try:
                 self._check(rank)
             except RpcError as error:
                 message.cancel(str(error))
 
     def cancel(self) -> None:
-        """Receive nothing more."""
-        for _, message in self._posted:
-            message.cancel("the operation has ended")
+        """Receive nothing more; when this returns, nothing is written any more to where messages go."""
+        for _, message in self._posted():
+            if not message.cancel("the operation has ended"):
+                with contextlib.suppress(RpcError):
+                    message.wait()  # it is here, and only to be copied
 
 
 def _messages(blocks: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-    """Blocks as messages: large ones in pieces, so that one is used while the next is on its way."""
+    """Blocks as messages: large ones in pieces."""
     if sum(block.nbytes for block in blocks) <= _PIECE_BYTES:
         return [blocks]
     return [
@@ -175,6 +224,18 @@ def _messages(blocks: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         for piece in pieces(block.view(-1), _PIECE_BYTES // block.dtype.itemsize)
         if piece.nbytes
     ]
+
+
+def _as_tensors(message: list[memoryview], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A message as tensors of given shapes and dtypes: over its memory, if that is divided as they are."""
+    if all(message) and list(map(len, message)) == [each.nbytes for each in like]:
+        return [
+            torch.frombuffer(data, dtype=each.dtype).view(each.shape)
+            for data, each in zip(message, like, strict=True)
+        ]
+    tensors = [torch.empty_like(each) for each in like]
+    scatter(message, [bytes_of(each) for each in tensors])
+    return tensors
 
 
 class NetworkCollectives:
@@ -219,6 +280,10 @@ class NetworkCollectives:
         operation = self._begin(signature, deadline)
         try:
             for step in steps:
+                for message in _messages([blocks[each] for each in step.takes]) if step.source >= 0 else ():
+                    into = None if step.reduces else [bytes_of(each) for each in message]
+                    operation.expect(self._ranks[step.source], sum(each.nbytes for each in message), into)
+            for step in steps:
                 if step.to >= 0:
                     for message in _messages([blocks[each] for each in step.sends]):
                         operation.send(self._ranks[step.to], [bytes_of(each) for each in message])
@@ -233,13 +298,12 @@ class NetworkCollectives:
     def _take(
         self, operation: _Operation, step: Step, targets: Sequence[torch.Tensor], reduction: Reduction | None
     ) -> None:
-        into = [torch.empty_like(each) for each in targets] if step.reduces else targets
-        operation.receive(self._ranks[step.source], [bytes_of(each) for each in into])
+        found = operation.receive(self._ranks[step.source])
         if step.reduces:
             assert reduction is not None
             if step.to >= 0 and step.sends == step.takes:
                 operation.finish()  # it is about to change
-            for mine, other in zip(targets, into, strict=True):
+            for mine, other in zip(targets, _as_tensors(found, targets), strict=True):
                 reduction.merge(mine, other)
 
     # ---- operations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import pytest
@@ -122,6 +122,9 @@ class Node:
                 else:
                     self.received.append((peer.name, frame.call_id))
             self._changed.notify_all()
+
+    def find_target(self, peer: Peer, kind: int, call_id: int, sizes: Sequence[int]) -> None:
+        pass
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
         return None

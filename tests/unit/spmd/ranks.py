@@ -68,12 +68,12 @@ class _Posted:
         self._queue, self._into = queue, into
 
     def wait(self, timeout: float | None = None) -> list[memoryview]:
-        data = memoryview(self._queue.get(timeout=_PATIENCE).read())
+        data = memoryview(bytearray(self._queue.get(timeout=_PATIENCE).read()))
         if self._into is None:
             return [data]
         assert sum(map(len, self._into)) == len(data)
         scatter([data], self._into)
-        return []
+        return list(self._into)
 
     def cancel(self, reason: str = "") -> bool:
         return True

@@ -1,0 +1,87 @@
+"""A host of its own for each rank, on one machine: network namespaces, joined by a bridge.
+
+A namespace belongs to the process that has made it and is gone with it, however it ends, and so are the
+links.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import subprocess
+from typing import Any, Final
+
+__all__ = ["INTERFACE", "Hosts", "why_not"]
+
+INTERFACE: Final = "bench0"
+"""What leads from each host to the others."""
+
+_CLONE_NEWNET: Final = 0x40000000
+_PROBE_SECONDS: Final = 30
+
+
+class Hosts:
+    """The hosts of ``size`` ranks, which are processes.
+
+    Args:
+        context: of ``multiprocessing``, whose processes the ranks are.
+    """
+
+    def __init__(self, context: Any, size: int) -> None:
+        self._processes = context.Array("q", size)
+        self._all_have = context.Barrier(size)
+
+    def enter(self, rank: int) -> str:
+        """Have this process, which has one thread, be on a host of its own; all ranks call this. Returns the
+        host's address.
+
+        Raises:
+            OSError, subprocess.CalledProcessError: that cannot be.
+        """
+        _leave_network()
+        self._processes[rank] = os.getpid()
+        self._all_have.wait()
+        if rank == 0:
+            _ip("link", "add", INTERFACE, "type", "bridge")
+            for other, process in enumerate(self._processes[1:], 1):
+                link = f"to{other}"
+                _ip("link", "add", link, "type", "veth", "peer", "name", INTERFACE, "netns", str(process))
+                _ip("link", "set", link, "master", INTERFACE, "up")
+        self._all_have.wait()
+        address = f"10.0.{rank >> 8}.{(rank & 255) + 1}"
+        _ip("address", "add", f"{address}/16", "dev", INTERFACE)
+        for link in ("lo", INTERFACE):
+            _ip("link", "set", link, "up")
+        self._all_have.wait()
+        return address
+
+
+def why_not() -> str | None:
+    """Why there can be no such hosts here; None if there can."""
+    said = multiprocessing.get_context("spawn").SimpleQueue()
+    trying = multiprocessing.get_context("spawn").Process(target=_try, args=(said,))
+    trying.start()
+    trying.join(_PROBE_SECONDS)
+    trying.kill()
+    return "it takes too long" if said.empty() else str(said.get()) or None
+
+
+def _try(said: Any) -> None:
+    try:
+        Hosts(multiprocessing.get_context("spawn"), 1).enter(0)
+        _ip("link", "add", "one", "type", "veth", "peer", "name", "other")
+    except (OSError, subprocess.CalledProcessError) as error:
+        said.put(getattr(error, "stderr", None) or str(error))
+    else:
+        said.put("")
+
+
+def _leave_network() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"no network namespace: {os.strerror(ctypes.get_errno())}")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
