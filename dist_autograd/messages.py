@@ -195,8 +195,8 @@ def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:
     if "modified by an inplace operation" in str(error):
         failure.add_note(
             "If it was another trainer's step that came between this forward and its backward: without "
-            "stale_gradients=False, which its DistributedOptimizer was given, such a backward goes on with the "
-            "parameters that it finds"
+            "stale_gradients=False, which its DistributedOptimizer was given, such a backward goes on with "
+            "the parameters that it finds"
         )
     return failure
 

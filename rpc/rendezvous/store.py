@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -215,6 +215,14 @@ class SharedStore:
         """Set a value if it is still ``expected`` (empty: there is none); returns what it is afterwards."""
         name = self.prefix + key
         return self._ask(lambda store: store.compare_set(name, expected, desired))  # type: ignore[arg-type]
+
+    def pytorch_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """Those of some ranks under which ``torch.distributed.rpc`` has come to this store."""
+        return [
+            rank
+            for rank in sorted(ranks)
+            if self._ask(lambda store, key=f"rpc_prefix_0/names/{rank}": store.check([key]))  # type: ignore[misc]
+        ]
 
     def _ask(self, question: Callable[[Store], T]) -> T:
         try:
