@@ -11,6 +11,7 @@ it is: removing it can never be told apart from losing the first record of the n
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import functools
 import logging
@@ -35,6 +36,7 @@ from rpc.rendezvous.store import (
     Waiting,
     first_line,
     run_with_deadline,
+    start,
 )
 from rpc.runtime.notices import Notices
 
@@ -353,8 +355,13 @@ class _TcpStore:
         socket.create_connection((self.host, self.port), patience).close()
 
     def _as_client(self, waiting: Waiting) -> Store:
-        """Connect to it."""
-        store = self._made(min(_CONNECT_SECONDS, waiting.remaining), serve=False)
+        """Connect to it. Whatever has the port may never answer, which no timeout of the store's ends."""
+        seconds = min(_CONNECT_SECONDS, waiting.remaining)
+        made = start(lambda _: self._made(seconds, serve=False), waiting)
+        concurrent.futures.wait([made], seconds)
+        if not made.done():
+            raise TimeoutError("it accepts connections and does not answer")
+        store = made.result()
         store.set_timeout(timedelta(seconds=waiting.timeout))
         return store
 

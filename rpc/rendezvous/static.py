@@ -157,13 +157,19 @@ class _Joining:
                 f"torch.distributed.rpc runs there, and the two do not speak to each other. Run that program "
                 f"with `farcall run`, or have it import farcall's rpc.",
             )
+        hint = ""
+        if 0 in missing and self._store.master is not None and self._me.id != 0:
+            hint = (
+                " Somebody serves the store: a rank 0 that is just starting, another job, or PyTorch's RPC."
+            )
         logger.warning(
-            "%s has waited %s at %s for a group of %d. %s It gives up in %.0f s.",
+            "%s has waited %s at %s for a group of %d. %s%s It gives up in %.0f s.",
             self._arrival,
             waited,
             self._store.description,
             world_size,
             describe_ranks([each.member.id for each in present], world_size),
+            hint,
             self._waiting.remaining,
         )
         return None

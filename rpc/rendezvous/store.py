@@ -104,7 +104,7 @@ def run_with_deadline(
     """
     waiting, patience = Waiting(timeout), Waiting(timeout + grace)
     try:
-        outcome = _start(work, waiting)
+        outcome = start(work, waiting)
         # In slices: a signal that comes just before the thread begins to wait does not wake it.
         while not outcome.done() and patience.remaining:
             concurrent.futures.wait([outcome], min(_SLICE_SECONDS, patience.remaining))
@@ -122,7 +122,7 @@ def run_with_deadline(
         del outcome  # else error -> traceback -> this frame -> outcome -> error, until collected
 
 
-def _start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.Future[T]:
+def start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.Future[T]:
     """Run ``work`` on a thread of its own, which may be left behind."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -221,7 +221,7 @@ class SharedStore:
         return [
             rank
             for rank in sorted(ranks)
-            if self._ask(lambda store, key=f"rpc_prefix_0/names/{rank}": store.check([key]))  # type: ignore[misc]
+            if self._ask(lambda store, key=f"rpc_prefix_0/0/{rank}": store.check([key]))  # type: ignore[misc]
         ]
 
     def _ask(self, question: Callable[[Store], T]) -> T:
