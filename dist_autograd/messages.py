@@ -189,9 +189,16 @@ def _request(
 
 def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:
     """What the failure of a worker's part is to the one who called ``backward``."""
-    return BackwardError(
+    failure = BackwardError(
         f"Error on Node {worker.id}: {error}\n(raised in the backward on worker '{worker.name}')", worker.name
     )
+    if "modified by an inplace operation" in str(error):
+        failure.add_note(
+            "If it was another trainer's step that came between this forward and its backward: without "
+            "stale_gradients=False, which its DistributedOptimizer was given, such a backward goes on with "
+            "the parameters that it finds"
+        )
+    return failure
 
 
 def given_up() -> AutogradError:

@@ -46,7 +46,7 @@ class LocalOptimizer:
         kwargs: Mapping[str, Any],
         *,
         groups: Sequence[tuple[int, Mapping[str, Any]]] | None = None,
-        stale_gradients: bool = False,
+        stale_gradients: bool = True,
     ) -> None:
         self._parameters = list(parameters)
         # A tensor's `data` is the same memory, but what changes it there is not counted: a backward that

@@ -26,11 +26,13 @@ class DistributedOptimizer:
     It takes the gradients that ``dist_autograd.backward`` has left in a context, and leaves ``.grad`` alone.
 
     Several trainers may step at once, with this object (which can be sent) or each with its own: on each
-    owner one step runs at a time on the same parameters, and there is no common order of steps on different
-    owners. A step of one trainer may come between the forward and the backward of another. Where that
-    backward needs the parameters as they were, as that of a ``Linear`` does that is not the first layer,
-    PyTorch's engine refuses it: "modified by an inplace operation". Asynchronous training wants it done with
-    what is there (Hogwild: Recht et al., NIPS 2011): say so with ``stale_gradients``.
+    owner one step runs at a time on the same parameters, no step is lost, and there is no common order of
+    steps on different owners. A step of one trainer may come between the forward and the backward of another,
+    as is usual in asynchronous training (Hogwild: Recht et al., NIPS 2011). That backward goes on with the
+    parameters as it finds them. Its gradients are approximate where it needs parameters, as that of a
+    ``Linear`` does that is not the first layer, and exact where nobody steps in between, as with one trainer.
+    With ``stale_gradients=False`` PyTorch's engine refuses such a backward: "modified by an inplace
+    operation".
 
     A parameter that is given several times, because modules share it, is optimized once.
 
@@ -42,7 +44,7 @@ class DistributedOptimizer:
             references under ``params``, and the group's own options.
         args: for ``optimizer_class``, after the parameters.
         stale_gradients: let backwards go on with parameters that another trainer's step has changed since
-            their forward; their gradients are approximate then.
+            their forward (default); else such a backward raises.
         kwargs: for ``optimizer_class``.
 
     Raises:
@@ -72,7 +74,7 @@ class DistributedOptimizer:
         optimizer_class: OptimizerFactory,
         params_rref: Parameters,
         *args: Any,
-        stale_gradients: bool = False,
+        stale_gradients: bool = True,
         **kwargs: Any,
     ) -> None:
         given = parameter_groups.read(params_rref)

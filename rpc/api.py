@@ -33,8 +33,9 @@ def rpc_sync(
     Args:
         to: the callee's name, id (rank) or ``WorkerInfo``; it may be the caller itself.
         func: a Python function, class, bound, static or class method, ``async def`` function, builtin or
-            torch operator, or TorchScript function. What the callee can import travels by name; lambdas,
-            local functions and those of a notebook travel by value.
+            torch operator, or TorchScript function. It means the callee's own of that module and name, also
+            of its script; what the callee does not have (lambdas, local functions, those of a notebook)
+            travels by value, with copies of the globals that it uses.
         args: positional arguments. Those of up to 1 MiB, and on one host all, are captured when the call is
             made: what is changed afterwards does not reach the callee. Larger tensors for another host are
             sent from where they are, and must stay as they are until the call is over.

@@ -25,7 +25,8 @@ from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Completions
 from rpc.agent.gather import Gathering
 from rpc.agent.hooks import Hooks
-from rpc.agent.request_runner import RequestRunner
+from rpc.agent.request_runner import RequestRunner, running
+from rpc.agent.standstill import Standstill
 from rpc.agent.tape import Recording, Tape
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.shared_memory.exchange import SharedMemory
@@ -53,6 +54,10 @@ __all__ = ["UNSET_TIMEOUT", "Agent"]
 
 _STOP_SECONDS: Final = 1.0
 """How long ``close`` waits for user code that still runs; its threads are daemons and left behind then."""
+
+
+_SHOWN: Final = 5
+"""So many calls are named in the log."""
 
 
 class Agent:
@@ -103,6 +108,7 @@ class Agent:
             self.executor,
             lambda: self.calls.unanswered() + self.control.unacknowledged(),
             lambda: self.calls.opened + self.dispatcher.requests_begun + self.control.posted,
+            lambda: _under_way(self.calls, self.executor),
         )
         self.postponed, self.something_ended = self.activity.postponed, self.activity.ended
 
@@ -120,8 +126,6 @@ class Agent:
         self.caller = Caller(self)
         self.call, self.call_async = self.caller.ask, self.caller.call_async
         self.calls = CallTable(self.caller, self.loop, self.events)
-        self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer)
-        self.all_gather = self.gathering.all_gather
         self.runner = runner = RequestRunner(self)
         self.reply, self.answer, self.fail = runner.reply, runner.answer, runner.fail
         self.dispatcher = dispatcher = Dispatcher(self, runner.run)
@@ -150,6 +154,11 @@ class Agent:
         self.find_target = self.bulk.find_target
 
         self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)
+        self.standstill = Standstill(
+            self.caller, self.peers, self.executor, self.activity, self.departure, self.serializer
+        )
+        self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer, self.standstill)
+        self.all_gather = self.gathering.all_gather
         hooks.gone.extend((self.shared_memory.peer_gone, self.striping.peer_gone, self.bulk.peer_gone))
         hooks.closed.append(self.bulk.close)
         hooks.forked.extend((self.bulk.abandon, self.shared_memory.abandon, self.striping.abandon))
@@ -366,3 +375,14 @@ class Agent:
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         self._process.restore(give_back=False)
+
+
+def _under_way(calls: CallTable, executor: Executor) -> str:
+    """Which calls an agent waits for, and which it runs, in words."""
+    made = [f"{call.asked} on worker '{call.peer.name}'" for call in calls.waiting()]
+    parts = [
+        f"{words}: {', '.join(which[:_SHOWN])}"
+        for words, which in (("waiting for", made), ("running", running(executor.threads())))
+        if which
+    ]
+    return "; ".join(parts)

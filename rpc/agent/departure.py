@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from rpc.agent.hooks import Hooks
-from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
+from rpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerLostError
 from rpc.group.connections import Connections
 from rpc.group.peer import Peer, PeerTable
-from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination
+from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination, Waits
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, wait_for_event
 from rpc.runtime.executor import Executor
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Counter, Mailbox
+from rpc.runtime.notices import Notices
 from rpc.wire.frames import Frame, Kind, encode
 
 __all__ = ["Activity", "Departure"]
+
+logger = logging.getLogger(__name__)
 
 ROUNDS: Final = 3
 """The first ends when no call is under way anywhere, the second when all references are given back, the
@@ -45,6 +49,7 @@ class Activity:
 
     Args:
         parts_under_way, begun: how much the agent's other parts have under way, and how much has ever begun.
+        describe: says in words which calls are under way.
 
     Attributes:
         postponed: requests that no task works on, but which are still to be run or answered.
@@ -52,11 +57,17 @@ class Activity:
     """
 
     def __init__(
-        self, mailbox: Mailbox, executor: Executor, parts_under_way: Count = int, begun: Count = int
+        self,
+        mailbox: Mailbox,
+        executor: Executor,
+        parts_under_way: Count = int,
+        begun: Count = int,
+        describe: Callable[[], str] = str,
     ) -> None:
         self.postponed = Counter()
         self.listener: Callable[[], object] | None = None
         self.begun = begun
+        self.describe = describe
         self._mailbox = mailbox
         self._executor = executor
         self._parts_under_way = parts_under_way
@@ -107,7 +118,10 @@ class Departure:
         self._loop_thread = loop_thread
         self._termination: Termination | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._notices = Notices()
+        self._notice: asyncio.TimerHandle | None = None
         self._waiting: Callable[[str | None], None] | None = None
+        self._error: type[RpcError] = RpcTimeoutError
         self._claimed = threading.Lock()
         self._is_closed = False
         hooks.closed.append(self._closed)
@@ -159,9 +173,17 @@ class Departure:
         if not wait_for_event(ended, deadline):
             failure[0] = f"this worker still has {self._report().active} calls or tasks under way"
         if failure[0] is not None:
-            raise RpcTimeoutError(
-                f"worker '{self._me.name}' has left without waiting any longer: {failure[0]}"
-            )
+            raise self._error(f"worker '{self._me.name}' has left without waiting any longer: {failure[0]}")
+
+    @property
+    def under_way(self) -> bool:
+        """Whether somebody waits here. From any thread."""
+        return self._waiting is not None
+
+    def give_up(self, reason: str) -> None:
+        """Have who waits here raise ``RpcError``. From any thread."""
+        self._error = RpcError
+        self._loop_thread.call(self._end, reason)
 
     def look(self) -> None:
         """This worker may have become idle."""
@@ -198,6 +220,7 @@ class Departure:
 
     def _begin(self, end: Callable[[str | None], None], timeout: float) -> None:
         self._waiting = end
+        self._await_notice()
         if self._is_closed:
             end(_CLOSED)
         elif self._termination is not None:
@@ -206,6 +229,36 @@ class Departure:
         else:
             self._activity.listen(self.look)
             self.look()
+
+    def _await_notice(self) -> None:
+        if self._notice is not None:
+            self._notice.cancel()
+        self._notices = Notices()
+        self._notice = self._loop_thread.loop.call_at(self._loop_time(self._notices.next), self._give_notice)
+
+    def _loop_time(self, at: float) -> float:
+        return self._loop_thread.loop.time() + max(0.0, at - time.monotonic())
+
+    def _give_notice(self) -> None:
+        """The wait lasts: say in the log for whom."""
+        if self._waiting is None:
+            return
+        if self._notices.due():
+            if self._termination is None:
+                self._tell_of_waiting("its own work")
+            else:
+                self._act(self._termination.inquire(self._report()))
+        self._notice = self._loop_thread.loop.call_at(self._loop_time(self._notices.next), self._give_notice)
+
+    def _tell_of_waiting(self, for_whom: str) -> None:
+        own = self._activity.describe()
+        logger.warning(
+            "worker '%s' has waited in shutdown for %s: %s%s",
+            self._me.name,
+            self._notices.waited,
+            for_whom,
+            f". Here: {own}" if own else "",
+        )
 
     def _watch_over_all(self) -> None:
         """The leader waits for everybody, so it must notice if somebody dies who never had to do with it."""
@@ -234,12 +287,16 @@ class Departure:
                     self._end(None)
                 case Failed(reason):
                     self._end(reason)
+                case Waits(reason):
+                    self._tell_of_waiting(reason)
         assert self._termination is not None
         self._activity.listen(self.look if self._termination.awaits_idleness else None)
         self._set_timer()
 
     def _end(self, reason: str | None) -> None:
         waiting, self._waiting = self._waiting, None
+        if self._notice is not None:
+            self._notice.cancel()
         if waiting is not None:
             waiting(reason)
 

@@ -10,22 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
+from rpc.agent.standstill import Standstill
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
 from rpc.group.peer import Peer, PeerTable
-from rpc.runtime.blocking import INFINITE, check_may_block, wait_for_event
+from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import protected
+from rpc.runtime.notices import wait_telling
 from rpc.serialization.serializer import Serializer
 
 __all__ = ["Gathering"]
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS: Final = 5.0
+"""How long the leader may take to say for whom a round waits."""
 
 Names = tuple[str, ...]
 Key = tuple[Names, int]
@@ -47,14 +55,17 @@ class _Round:
 class Gathering:
     """The rounds that one agent takes part in. From any thread."""
 
-    def __init__(self, caller: Caller, peers: PeerTable, hooks: Hooks, serializer: Serializer) -> None:
+    def __init__(
+        self, caller: Caller, peers: PeerTable, hooks: Hooks, serializer: Serializer, standstill: Standstill
+    ) -> None:
         self._caller = caller
+        self._standstill = standstill
         self._peers = peers
         self._lock = threading.RLock()  # a finalizer may come back here
         self._next: dict[Names, int] = {}
         self._rounds: dict[Key, _Round] = {}
         self._given_up: dict[Names, tuple[int, RpcError]] = {}  # by this worker, the last time that it led
-        for function in (_contribute, _publish, _fail):
+        for function in (_contribute, _publish, _fail, _missing):
             serializer.allow_function(function)
         hooks.gone.append(self._worker_gone)
         hooks.closed.append(self._closed)
@@ -163,7 +174,10 @@ class Gathering:
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
         names, _ = key
-        if not wait_for_event(state.complete, time.monotonic() + timeout if timeout else INFINITE):
+        deadline = time.monotonic() + timeout if timeout else INFINITE
+        with self._standstill.waiting():
+            done = wait_telling(state.complete, deadline, logger, lambda waited: self._tell(key, waited))
+        if not done:
             me = self._peers.own.name
             missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
             raise RpcTimeoutError(
@@ -173,6 +187,47 @@ class Gathering:
         if state.error is not None:
             raise state.error
         return state.objects
+
+    def _tell(self, key: Key, waited: str) -> str:
+        """For whom this worker waits; raises ``RpcError`` if that can be known to be in vain."""
+        names, number = key
+        me = self._peers.own.name
+        missing = self.missing(names, number)
+        if names[0] != me:
+            asked = self._caller.call_async(names[0], _missing, (names, number), {}, _ANSWER_SECONDS)
+            try:
+                missing = asked.wait()
+            except RpcTimeoutError:
+                return (
+                    f"worker '{me}' has waited {waited} in barrier or all_gather for its leader '{names[0]}'"
+                )
+        here = [name for name in names if name not in missing]
+        if missing and here[:1] == [me]:
+            in_vain = self._standstill.in_vain(missing)
+            if in_vain is not None:
+                error = RpcError(f"barrier or all_gather among {list(names)} cannot complete: {in_vain.why}")
+                self._tell_all(key, error)
+                self._standstill.end_shutdowns(in_vain)
+                raise error
+        return f"worker '{me}' has waited {waited} in barrier or all_gather, for {missing or 'the answer'}"
+
+    def _tell_all(self, key: Key, error: RpcError) -> None:
+        """Have all others who take part fail; returns when they know."""
+        names, number = key
+        told = [
+            self._caller.call_async(name, _fail, (names, number, error), {}, _ANSWER_SECONDS)
+            for name in names
+            if name != self._peers.own.name
+        ]
+        for call in told:
+            with contextlib.suppress(RpcError):
+                call.wait()
+
+    def missing(self, names: Names, number: int) -> list[str]:
+        """On the leader: who has not come yet."""
+        with self._lock:
+            state = self._rounds.get((names, number))
+            return [] if state is None else [name for name in names if name not in state.objects]
 
     def contribute(self, names: Names, number: int, name: str, value: Any) -> None:
         """On the leader: somebody's object has come."""
@@ -248,6 +303,11 @@ def _contribute(names: Names, number: int, name: str, *, value: Any) -> None:
 
 def _publish(names: Names, number: int, *, objects: dict[str, Any]) -> None:
     current_agent().gathering.publish(names, number, objects)
+
+
+def _missing(names: Names, number: int) -> list[str]:
+    found: list[str] = current_agent().gathering.missing(names, number)
+    return found
 
 
 def _fail(names: Names, number: int, error: RpcError) -> None:

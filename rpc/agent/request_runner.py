@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import nullcontext
 from types import CoroutineType
 from typing import Any, Final
@@ -309,3 +310,20 @@ class RequestRunner:
 def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:
     answer, value, error = arguments
     answer(value, error)
+
+
+def running(threads: Iterable[threading.Thread]) -> list[str]:
+    """Which functions some threads run for other workers, and for whom. Looks at their frames, so that it
+    costs nothing while calls come.
+    """
+    frames = sys._current_frames()
+    found: list[str] = []
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        while frame is not None and frame.f_code is not RequestRunner.start.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            function, request = frame.f_locals["function"], frame.f_locals["request"]
+            name = getattr(function, "__qualname__", type(function).__name__)
+            found.append(f"{name} for worker '{request.peer.name}'")
+    return found

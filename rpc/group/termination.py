@@ -34,7 +34,7 @@ from typing import Any, Final
 from rpc.errors import ProtocolError
 from rpc.group.workers import Member
 
-__all__ = ["Action", "CutOff", "Failed", "Leave", "Quiescent", "Report", "Send", "Termination"]
+__all__ = ["Action", "CutOff", "Failed", "Leave", "Quiescent", "Report", "Send", "Termination", "Waits"]
 
 _ANSWER_SECONDS: Final = 1.0
 """How long the leader may take to say what a timeout was for."""
@@ -84,7 +84,14 @@ class Failed:
     reason: str
 
 
-Action = Send | CutOff | Quiescent | Leave | Failed
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The answer to ``inquire``: who has not entered shutdown and who is still busy."""
+
+    reason: str
+
+
+Action = Send | CutOff | Quiescent | Leave | Failed | Waits
 
 Wave = dict[int, tuple[frozenset[int], Report]]
 """By incarnation: whom it has lost, and its report."""
@@ -113,6 +120,7 @@ class Termination:
         self._over = False
         self._deadline: float | None = None
         self._answer_by: float | None = None
+        self._inquires = False
         self._owes: tuple[int, frozenset[int]] | None = None
         """Who has probed this worker when it was not clean, and whom that one holds dead."""
         # Of the leader:
@@ -154,6 +162,16 @@ class Termination:
         self._deadline = now + timeout if timeout > 0 else None
         self._entered.add(self._me)
         self._tell_leader("entered")
+        return self._go_on(report)
+
+    def inquire(self, report: Report) -> list[Action]:
+        """Find out what the round waits for: ``Waits`` says so, now or when the leader has answered."""
+        if not self._over and self._has_entered:
+            if self._leads:
+                self._actions.append(Waits(self._standing(self._missing, self._busy)))
+            else:
+                self._inquires = True
+                self._send(self.leader, "ask")
         return self._go_on(report)
 
     def became_idle(self, report: Report) -> list[Action]:
@@ -255,6 +273,9 @@ class Termination:
             case "status", [list(missing), busy]:
                 if self._answer_by is not None:
                     self._fail(self._standing(missing, dict(busy)))
+                elif self._inquires:
+                    self._inquires = False
+                    self._actions.append(Waits(self._standing(missing, dict(busy))))
             case _:
                 raise ProtocolError(f"not a shutdown message: {kind} {str(details)[:100]}")
 

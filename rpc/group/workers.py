@@ -57,7 +57,7 @@ class Member:
             old name has another.
         host: identity of the host and network namespace; equal where Unix sockets can connect.
         addresses: where the worker listens, best first: ``unix:@NAME`` and ``tcp:HOST:PORT``.
-        main: identity of the program that runs as ``__main__`` ("" if interactive).
+        main: the program that runs as ``__main__``, and the names that it defines: see ``main_identity``.
         max_message_bytes: the largest message that it accepts.
     """
 

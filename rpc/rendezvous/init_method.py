@@ -11,10 +11,13 @@ it is: removing it can never be told apart from losing the first record of the n
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import functools
+import logging
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,10 +36,19 @@ from rpc.rendezvous.store import (
     Waiting,
     first_line,
     run_with_deadline,
+    start,
 )
+from rpc.runtime.notices import Notices
+
+logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS: Final = 2.0
 _CONNECT_SECONDS: Final = 5.0
+_MAX_UNANSWERED: Final = 3
+"""Connections in a row without an answer, after which the port must be that of another program."""
+
+_MAX_UNRESOLVED_SECONDS: Final = 2.0
+"""How long a name server may say that it cannot answer just now."""
 _FILE_TIMEOUT: Final = timedelta(seconds=5)
 
 
@@ -163,7 +175,7 @@ def open_store(
     url, master = urlsplit(init_method), None
     match url.scheme:
         case "env" | "tcp":
-            tcp = _TcpStore.of(init_method, rank, environ)
+            tcp = _TcpStore.of(init_method, rank, world_size, environ)
             opener, description, master = tcp.open, tcp.description, tcp.host
         case "file":
             path = url.netloc + url.path
@@ -204,18 +216,26 @@ def _open_by_pytorch(init_method: str, rank: int | None, world_size: int | None,
     return store
 
 
+_REMEDY: Final = (
+    "Rank 0 serves it, in a dynamic group the first worker on that host: check that it is running, that "
+    "address and port are the same at all workers and its own, and that no firewall is in between."
+)
+
+
 @dataclass(frozen=True)
 class _TcpStore:
     """A TCP store, opened as its server or as a client."""
 
     host: str
     port: int
-    serve: bool
+    serve: bool | None  # None: if nobody does, and it is this host
     use_libuv: bool
     description: str
 
     @classmethod
-    def of(cls, init_method: str, rank: int | None, environ: Mapping[str, str]) -> _TcpStore:
+    def of(
+        cls, init_method: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]
+    ) -> _TcpStore:
         """What a URL and the environment say of it."""
         url = urlsplit(init_method)
         named = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
@@ -231,7 +251,22 @@ class _TcpStore:
         torchruns = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and named == (host, str(port))
         use_libuv = parse_qs(url.query).get("use_libuv", [environ.get("USE_LIBUV", "1")])[0] == "1"
         description = f"the rendezvous at {_joined(host, port)}{origin}"
-        return cls(host, port, rank == 0 and not torchruns, use_libuv, description)
+        # In a dynamic group nobody can rely on rank 0 to come: the first worker on that host serves it.
+        serve = False if torchruns else True if rank == 0 else None if world_size is None else False
+        return cls(host, port, serve, use_libuv, description)
+
+    @functools.cached_property
+    def _may_serve(self) -> bool:
+        """Whether this worker is to serve it if nobody else does."""
+        if self.serve is not None:
+            return self.serve
+        try:
+            family, _, _, _, where = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, socket.SOCK_STREAM) as trial:
+                trial.bind(where)
+        except OSError:  # an address of another host
+            return False
+        return True
 
     def open(self, waiting: Waiting) -> Store:
         """Serve the store, if we are to and nobody has the port; else connect to whoever has it.
@@ -240,25 +275,53 @@ class _TcpStore:
         arrivals in its store is where both will learn of each other.
         """
         port_is_free = True
-        backoff = Backoff(waiting)
+        unanswered = 0
+        backoff, notices = Backoff(waiting), Notices()
+        unresolved = Waiting(min(_MAX_UNRESOLVED_SECONDS, waiting.timeout))
         while True:
-            if self.serve and port_is_free and (served := self._as_server(waiting)):
+            if self._may_serve and port_is_free and (served := self._as_server(waiting)):
                 return served
+            began = time.monotonic()
             try:
+                self._knock(waiting)
+                unanswered += 1
                 return self._as_client(waiting)
+            except socket.gaierror as error:
+                self._check_name(error, unresolved)
+                reason = first_line(error)
             except (OSError, RuntimeError) as error:
                 reason = first_line(error)
                 port_is_free = isinstance(error, ConnectionRefusedError)
+                unanswered = 0 if port_is_free else unanswered
+                if unanswered >= _MAX_UNANSWERED or time.monotonic() - began >= _CONNECT_SECONDS:
+                    raise RendezvousError(self._taken(reason)) from error
+            if notices.due():
+                logger.warning(
+                    "nobody has answered at %s for %s: %s. %s",
+                    self.description,
+                    notices.waited,
+                    reason,
+                    _REMEDY,
+                )
             if not backoff.pause():
-                remedy = (
-                    "Its port is taken by another program; choose another."
-                    if self.serve
-                    else "Rank 0 serves it: check that rank 0 is running, that address and port are the same "
-                    "at all workers and rank 0's own, and that no firewall is in between."
-                )
-                raise RendezvousTimeoutError(
-                    f"{self.description} has not been reachable for {waiting.timeout:g} s: {reason}. {remedy}"
-                )
+                lasted = f"has not been reachable for {waiting.timeout:g} s"
+                raise RendezvousTimeoutError(f"{self.description} {lasted}: {reason}. {_REMEDY}")
+
+    def _check_name(self, error: socket.gaierror, patience: Waiting) -> None:
+        """Raise unless the host's name may be known in a moment."""
+        if error.errno == socket.EAI_AGAIN and patience.remaining:
+            return
+        raise RendezvousError(
+            f"the host {self.host!r} of {self.description} cannot be found: {error.strerror}. Check its "
+            f"spelling, and that this machine's name server knows it; or give its address as a number."
+        ) from error
+
+    def _taken(self, reason: str) -> str:
+        """What to say when there is somebody, but no store."""
+        return (
+            f"port {self.port} of {self.host} is taken by a program that is not the store where workers meet "
+            f"({reason}). Choose another port, the same at all workers; `ss -ltnp` shows who has this one."
+        )
 
     def _as_server(self, waiting: Waiting) -> Store | None:
         """Serve it; None if somebody else has the port."""
@@ -286,12 +349,19 @@ class _TcpStore:
                 f"rank 0 cannot listen on {_joined(self.host, self.port)}: {error}"
             ) from error
 
+    def _knock(self, waiting: Waiting) -> None:
+        """Connect in Python and hang up, since a store of C++ prints warnings while nobody listens."""
+        patience = min(_PROBE_SECONDS, max(0.05, waiting.remaining))
+        socket.create_connection((self.host, self.port), patience).close()
+
     def _as_client(self, waiting: Waiting) -> Store:
-        """Connect to it; first in Python, since a store of C++ prints warnings while nobody listens."""
-        socket.create_connection(
-            (self.host, self.port), min(_PROBE_SECONDS, max(0.05, waiting.remaining))
-        ).close()
-        store = self._made(min(_CONNECT_SECONDS, waiting.remaining), serve=False)
+        """Connect to it. Whatever has the port may never answer, which no timeout of the store's ends."""
+        seconds = min(_CONNECT_SECONDS, waiting.remaining)
+        made = start(lambda _: self._made(seconds, serve=False), waiting)
+        concurrent.futures.wait([made], seconds)
+        if not made.done():
+            raise TimeoutError("it accepts connections and does not answer")
+        store = made.result()
         store.set_timeout(timedelta(seconds=waiting.timeout))
         return store
 

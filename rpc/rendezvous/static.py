@@ -22,6 +22,7 @@ later yields.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -41,6 +42,9 @@ from rpc.rendezvous.arrivals import (
     mixed,
 )
 from rpc.rendezvous.store import Abandoned, Backoff, Log, SharedStore, Waiting
+from rpc.runtime.notices import Notices
+
+logger = logging.getLogger(__name__)
 
 
 def join_static(
@@ -122,6 +126,7 @@ class _Joining:
     def _find(self) -> Verdict | None:
         """Wait until there is a verdict, or this worker can tell it; None if there is no time left."""
         doubt_since: float | None = None
+        notices = Notices()
         while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
             if given is not None:  # this process was so slow to write its arrival that it was given up
                 self._index = self.log.append(self._arrival)
@@ -134,9 +139,40 @@ class _Joining:
                         return Verdict(Kind.MISMATCH, reason)
                 case None:
                     doubt_since = None
+            if notices.due() and (strangers := self._tell_of_waiting(notices.waited)) is not None:
+                return strangers
             if not self._backoff.pause():
                 return None
         return given
+
+    def _tell_of_waiting(self, waited: str) -> Verdict | None:
+        """Say in the log who has come; or find those who meet here and will never be in this group."""
+        world_size = self._arrival.world_size
+        present = self._arrivals()
+        missing = set(range(world_size)) - {each.member.id for each in present}
+        if theirs := self._store.pytorch_ranks(missing):
+            return Verdict(
+                Kind.MISMATCH,
+                f"{self._arrival} cannot form a group with rank {theirs[0]} at {self._store.description}: "
+                f"torch.distributed.rpc runs there, and the two do not speak to each other. Run that program "
+                f"with `farcall run`, or have it import farcall's rpc.",
+            )
+        hint = ""
+        if 0 in missing and self._store.master is not None and self._me.id != 0:
+            hint = (
+                " Somebody serves the store: a rank 0 that is just starting, another job, or PyTorch's RPC."
+            )
+        logger.warning(
+            "%s has waited %s at %s for a group of %d. %s%s It gives up in %.0f s.",
+            self._arrival,
+            waited,
+            self._store.description,
+            world_size,
+            describe_ranks([each.member.id for each in present], world_size),
+            hint,
+            self._waiting.remaining,
+        )
+        return None
 
     def _look(self) -> Verdict | _Doubt | None:
         """What this worker can tell of its verdict: as coordinator, or from who has taken its place."""

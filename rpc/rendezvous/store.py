@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -104,7 +104,7 @@ def run_with_deadline(
     """
     waiting, patience = Waiting(timeout), Waiting(timeout + grace)
     try:
-        outcome = _start(work, waiting)
+        outcome = start(work, waiting)
         # In slices: a signal that comes just before the thread begins to wait does not wake it.
         while not outcome.done() and patience.remaining:
             concurrent.futures.wait([outcome], min(_SLICE_SECONDS, patience.remaining))
@@ -122,7 +122,7 @@ def run_with_deadline(
         del outcome  # else error -> traceback -> this frame -> outcome -> error, until collected
 
 
-def _start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.Future[T]:
+def start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.Future[T]:
     """Run ``work`` on a thread of its own, which may be left behind."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -215,6 +215,14 @@ class SharedStore:
         """Set a value if it is still ``expected`` (empty: there is none); returns what it is afterwards."""
         name = self.prefix + key
         return self._ask(lambda store: store.compare_set(name, expected, desired))  # type: ignore[arg-type]
+
+    def pytorch_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """Those of some ranks under which ``torch.distributed.rpc`` has come to this store."""
+        return [
+            rank
+            for rank in sorted(ranks)
+            if self._ask(lambda store, key=f"rpc_prefix_0/0/{rank}": store.check([key]))  # type: ignore[misc]
+        ]
 
     def _ask(self, question: Callable[[Store], T]) -> T:
         try:

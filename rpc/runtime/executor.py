@@ -103,6 +103,11 @@ class Executor:
         self._monitor = threading.Thread(target=self._watch, name=f"{name}-monitor", daemon=True)
         self._monitor.start()
 
+    def threads(self) -> list[threading.Thread]:
+        """Those that there are now."""
+        with self._lock:
+            return list(self._threads)
+
     def submit(self, task: Task) -> bool:
         """Run one task soon; false after ``stop``, when tasks are dropped."""
         return self.submit_batch((task,))

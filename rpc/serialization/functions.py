@@ -9,22 +9,31 @@ module does not hold under its name (the function under a decorator), and what i
 ``cloudpickle.register_pickle_by_value``. What they refer to goes through our pickler again, so that tensors
 and remote references in a closure travel as always.
 
-What ``__main__`` defines goes by name if the other side runs the same ``__main__``: a script of the same file
-name and the same content (``main_identity``). Otherwise, and always in a notebook, an interactive session,
-``python -c`` or on standard input, it goes by value, except from a process to itself. A child that
-``multiprocessing`` spawned runs its parent's script under the name ``__mp_main__``; it counts as
-``__main__``. (So what a script defines only ``if __name__ == "__main__"`` is not found in such a child.)
+What ``__main__`` defines goes by name to a worker whose own ``__main__`` has a function or class of that
+name: the callee's own is meant, as for all other modules, also where the two run different scripts. Each
+worker tells the others what its script is and which names it defines (``main_identity``). What is not there
+goes by value, and everything does to a notebook or an interactive session, where names change their meaning;
+except from a process to itself. A child that ``multiprocessing`` spawned runs its parent's script under the
+name ``__mp_main__``; it counts as ``__main__``, without what the script defines only ``if __name__ ==
+"__main__"``.
+
+What goes by value brings copies of the globals that it uses, each time. That is seldom meant where they are
+large or change, so a function that does this is named in the log, once.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import hashlib
 import importlib
 import io
+import logging
 import os
 import sys
 import uuid
-from types import BuiltinFunctionType, FunctionType, MethodType
+from collections.abc import Iterable
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, Protocol
 
 import cloudpickle
@@ -38,6 +47,8 @@ from rpc.serialization.payload import Destination
 ScriptFunction = Any
 """A ``torch.jit.ScriptFunction``; the stubs do not know how to write it."""
 
+logger = logging.getLogger(__name__)
+
 _modules = sys.modules
 
 MAIN_NAMES: Final = frozenset(("__main__", "__mp_main__"))
@@ -48,17 +59,20 @@ class ByValue(Protocol):
     """What reducing needs of the pickler that runs."""
 
     to: Destination | None
+    trial: bool
 
     @property
     def by_value(self) -> Any: ...
+
+    def measure(self, obj: Any) -> int: ...
 
 
 _identity: tuple[int, str] = (0, "")
 
 
 def main_identity() -> str:
-    """What this process runs as ``__main__``: the script's file name and a hash of its content; without a
-    script, a text that no other process has.
+    """What this process runs as ``__main__``, and the names that it defines, as one text: ``script:`` with
+    the script's file name and a hash of its content; without a script, a text that no other process has.
     """
     global _identity
     process = os.getpid()
@@ -69,16 +83,35 @@ def main_identity() -> str:
 
 
 def _read_main_identity() -> str:
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if path and not hasattr(sys, "ps1") and not sys.flags.interactive:
-        try:
-            with open(path, "rb") as script:
-                digest = hashlib.sha256(script.read()).hexdigest()[:32]
-        except OSError:
-            pass
-        else:
-            return f"script:{os.path.basename(path)}:{digest}"
-    return f"process:{os.getpid()}:{uuid.uuid4().hex}"
+    main = sys.modules.get("__main__")
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return f"process:{os.getpid()}:{uuid.uuid4().hex}"
+    path: str = getattr(main, "__file__", None) or ""
+    try:
+        with open(path, "rb") as script:
+            source = script.read()
+    except OSError:  # `python -c`, standard input
+        return f"process:{os.getpid()}:{uuid.uuid4().hex}\n{_separated(vars(main))}"
+    names = vars(main) if getattr(main, "__name__", "") == "__mp_main__" else _defined_in(source, path)
+    return f"script:{os.path.basename(path)}:{hashlib.sha256(source).hexdigest()[:32]}\n{_separated(names)}"
+
+
+def _defined_in(source: bytes, path: str) -> Iterable[str]:
+    """The names that a script gives values to, those that it has not come to yet included."""
+    try:
+        code = compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):  # a zip file, for one: what is there by now has to do
+        return vars(sys.modules["__main__"])
+    return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}
+
+
+def _separated(names: Iterable[str]) -> str:
+    return " ".join(sorted(name for name in names if not name.startswith("__")))
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(identity: str) -> frozenset[str]:
+    return frozenset(identity.partition("\n")[2].split())
 
 
 builtin_names: Final[dict[BuiltinFunctionType, tuple[str, str]]] = {}
@@ -110,15 +143,18 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
             continue
         name = candidate
         if module in MAIN_NAMES:
-            return ("__main__", name) if _shares_main(to) else None
+            return ("__main__", name) if _has_main(to, name) else None
         if type(obj) is BuiltinFunctionType:
             builtin_names[obj] = module, name
         return module, name
     return None
 
 
-def _shares_main(to: Destination | None) -> bool:
-    return to is not None and bool(to.main) and to.main == main_identity()
+def _has_main(to: Destination | None, name: str) -> bool:
+    """Whether the other side's ``__main__`` has what has this qualified name in ours."""
+    if to is None or not to.main:
+        return False
+    return to.main == main_identity() or name.partition(".")[0] in _names_in(to.main)
 
 
 def _find(module: str, name: str) -> Any:
@@ -153,8 +189,8 @@ def resolve(module: str, name: str) -> Any:
 def not_found(module: str, name: str, why: str) -> FunctionNotFoundError:
     """The error for something that the sender can import and the receiver cannot."""
     hint = (
-        "The sender runs the same script, but this process does not have the name (is it defined only "
-        'if __name__ == "__main__"?)'
+        "The script that this process runs does not have the name, or not yet (is it defined below the call "
+        'of init_rpc, or only if __name__ == "__main__"?)'
         if module == "__main__"
         else "The RPC pickler does not serialize the code of what can be imported: install the same module "
         "on both workers, or name it to cloudpickle.register_pickle_by_value() on the sender"
@@ -168,10 +204,65 @@ def reduce_importable(obj: FunctionType | type, pickler: ByValue) -> Any:
     name = name_of(obj, pickler.to)
     if name is None:
         # For classes such as NoneType, which no module holds, this is the builtin reduction too.
-        return pickler.by_value.reducer_override(obj)
+        reduced = pickler.by_value.reducer_override(obj)
+        if type(obj) is FunctionType and reduced is not NotImplemented and not pickler.trial:
+            _tell_of_copies(obj, reduced, pickler)
+        return reduced
     if obj.__module__ == "__mp_main__":
         return resolve, name
     return NotImplemented  # what pickle always does, which is to save the name
+
+
+_told: Final[set[CodeType]] = set()
+"""Functions that the log has named, or that there is nothing to say about."""
+
+_MAX_TOLD: Final = 4096
+_LARGE: Final = 1 << 20
+
+
+def _tell_of_copies(function: FunctionType, reduced: tuple[Any, ...], pickler: ByValue) -> None:
+    """Say, once for each function, that it goes by value with copies of globals, or of much."""
+    code = function.__code__
+    if code in _told:
+        return
+    if len(_told) >= _MAX_TOLD:
+        _told.clear()
+    _told.add(code)
+    of_globals = {
+        name: value for name, value in reduced[2][1]["__globals__"].items() if _is_copied(value, pickler.to)
+    }
+    of_closure = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    size = pickler.measure((of_globals, [_content(cell) for cell in of_closure.values()]))
+    if not of_globals and size < _LARGE:
+        return
+    shown = f"{size / 1e6:,.1f} MB" if size >= 100_000 else f"{size:,} bytes"
+    logger.warning(
+        "%s.%s (%s, line %d) goes to worker '%s' by value, since that worker has no function of this name: "
+        "each call takes copies of %s along (%s), and what it changes there are the copies. A function that "
+        "both have at the top of a module or script would use the worker's own.",
+        function.__module__,
+        function.__qualname__,
+        os.path.basename(code.co_filename),
+        code.co_firstlineno,
+        pickler.to.name if pickler.to else "",
+        ", ".join([*of_globals, *of_closure]),
+        shown,
+    )
+
+
+def _is_copied(value: Any, to: Destination | None) -> bool:
+    """Whether a global's value is copied: not so modules, and what is found or made as code."""
+    if isinstance(value, ModuleType | FunctionType | type | logging.Logger):
+        return False
+    return name_of(value, to) is None
+
+
+def _content(cell: Any) -> Any:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+    return None if isinstance(content, FunctionType | type) else content
 
 
 def reduce_method(method: MethodType, _: ByValue) -> Any:
@@ -212,7 +303,7 @@ def script_name_of(function: ScriptFunction, to: Destination | None) -> tuple[st
     module = module or "__main__"
     for candidate in MAIN_NAMES if module == "__main__" else (module,):
         if _find(candidate, name) is function:
-            return None if module == "__main__" and not _shares_main(to) else (module, name)
+            return None if module == "__main__" and not _has_main(to, name) else (module, name)
     return None
 
 

@@ -122,6 +122,10 @@ class Pickler(pickle.Pickler):
         reducer = self.reducers[type(obj)]
         return NotImplemented if reducer is None else reducer(obj, self)
 
+    def measure(self, obj: Any) -> int:
+        """How many bytes an object would take in a message."""
+        return sum(map(len, dump(obj, self.to, self.reducers, trial=True).buffers))
+
     @protected  # what has departed is noted
     def carry(self, obj: Any, carrier: Carrier) -> tuple[Any, ...]:
         """Have an object travel beside the pickle."""

@@ -225,6 +225,9 @@ import rpc
 
 calls = 0
 
+def predict():
+    return "stub"
+
 def count():
     global calls
     calls += 1
@@ -244,6 +247,7 @@ def run(worker):
                     rpc.remote(to, Model).rpc_sync().forward(torch.ones(2)).tolist(),
                     isinstance(rpc.rpc_sync(to, Model), Model),
                     rpc.rpc_sync(to, lambda: calls + 100),
+                    rpc.rpc_sync(to, predict),
                 )
                 for to in ("worker1", "worker2")
             }, calls
@@ -258,13 +262,14 @@ def run_script(worker: Worker, *scripts: str) -> Any:
     return runpy.run_path(scripts[worker.rank], run_name="__main__")["result"]
 
 
-def test_functions_of_the_script_are_found_in_the_same_script_and_sent_to_another(
+def test_functions_of_the_script_are_the_callees_own_and_sent_to_a_script_without_them(
     run_workers: RunWorkers, tmp_path: Path
 ) -> None:
     script, other = tmp_path / "train.py", tmp_path / "evaluate.py"
     script.write_text(SCRIPT)
     other.write_text(
         "from tests.support.serving import serve\nfrom tests.support.workers import current_worker\n"
+        "def predict():\n    return 'the real one'\n"
     )
     with other.open("a") as file:
         file.write("result = serve(current_worker())\n")
@@ -274,6 +279,13 @@ def test_functions_of_the_script_are_found_in_the_same_script_and_sent_to_anothe
         [2.0, 2.0],
         True,
         100,
+        "stub",
     )  # its own global counts; the lambda's do not
-    assert answers["worker2"] == ([1, 1, 1], [2.0, 2.0], True, 100)  # each call brings the function along
+    assert answers["worker2"] == (
+        [1, 1, 1],
+        [2.0, 2.0],
+        True,
+        100,
+        "the real one",
+    )  # each call brings `count` along
     assert calls == 0

@@ -12,6 +12,7 @@ from rpc.rendezvous.dynamic import join_dynamic
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import Log, SharedStore
+from rpc.runtime import notices
 from tests.unit.rpc.rendezvous.conftest import Connect, StartWorker, Workers, errors, in_thread, results
 
 QUICK = Pace(settle=0.05, gather=0.2, latecomer=0.1, farewell=1.0)
@@ -195,3 +196,13 @@ def test_store_that_fails_whenever_it_is_opened_is_named_with_its_error(
 ) -> None:
     with pytest.raises(RendezvousTimeoutError, match=r"the full store .* 0\.1 s .* No space left on device"):
         join(full, workers(1)[0].member, 1, timeout=0.1)
+
+
+def test_workers_of_pytorchs_rpc_are_named(
+    memory: SharedStore, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "FIRST_SECONDS", 0.01)
+    (zero,) = workers(1)
+    memory.set("rpc_prefix_0/0/1", b"as torch.distributed.rpc leaves it")
+    with pytest.raises(GroupMismatchError, match=r"rank 1 .*torch\.distributed\.rpc runs there"):
+        join_static(memory, zero.member, 2, 20)

@@ -281,6 +281,63 @@ def test_main_goes_by_value_to_any_other_worker(run_as_main: Any, peer_main: str
     assert send([main.Model()], to=peer)[0].forward() == 1
 
 
+def test_what_another_script_defines_under_the_same_name_is_meant(run_as_main: Any) -> None:
+    peer = Worker(main=identity_of(run_as_main, "def helper(): return 'of the callee'\nclass Model: pass"))
+    main = run_as_main(SCRIPT + "\ndef other(): return 2")
+    assert send_call(main.helper, to=peer)[0] is main.helper  # found by name in this process, which is both
+    assert type(send(main.Model(), to=peer)) is main.Model
+    assert send_call(main.other, to=peer)[0] is not main.other
+
+
+def identity_of(run_as_main: Any, source: str) -> str:
+    run_as_main(source)
+    return main_identity()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def helper(): ...",
+        "if True:\n  from os import getpid as helper",
+        "other = helper = 1",
+        "class helper: ...",
+    ],
+)
+def test_a_script_names_what_it_defines_anywhere_at_its_top(run_as_main: Any, source: str) -> None:
+    peer = Worker(main=identity_of(run_as_main, source))
+    main = run_as_main(SCRIPT)
+    assert send_call(main.helper, to=peer)[0] is main.helper
+
+
+@pytest.mark.parametrize("source", ["def f():\n  helper = 1", "print(len('helper'))"])
+def test_a_script_does_not_name_what_it_only_uses(run_as_main: Any, source: str) -> None:
+    peer = Worker(main=identity_of(run_as_main, source))
+    main = run_as_main(SCRIPT)
+    assert send_call(main.helper, to=peer)[0] is not main.helper
+
+
+def test_copies_of_globals_are_told_of_once(run_as_main: Any, caplog: pytest.LogCaptureFixture) -> None:
+    main = run_as_main("import torch\nTABLE = torch.zeros(1_000_000)\nread = lambda: float(TABLE.sum())")
+    for _ in range(2):
+        send_call(main.read, to=Worker("server"))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "goes to worker 'server' by value" in record.getMessage()
+    assert "takes copies of TABLE along (4.0 MB)" in record.getMessage()
+
+
+def test_nothing_is_told_of_a_lambda_that_copies_little(caplog: pytest.LogCaptureFixture) -> None:
+    offset = 3
+    assert send_call(lambda x: torch.add(x, offset).numel(), to=CALLEE)[0](torch.ones(2)) == 2
+    assert caplog.records == []
+
+
+def test_a_large_closure_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    large = torch.zeros(1_000_000)
+    send_call(lambda x: large + x, to=CALLEE)
+    assert "takes copies of large along (4.0 MB)" in caplog.text
+
+
 def test_lambda_of_a_shared_main_refers_to_the_receivers_main(run_as_main: Any) -> None:
     main = run_as_main(SCRIPT + "\ncall = lambda: helper()\n")
     func, _, _ = send_call(main.call, to=Worker(main=main_identity()))

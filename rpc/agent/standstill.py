@@ -1,0 +1,154 @@
+"""A barrier that waits for a worker which waits in ``shutdown``: found out, instead of waiting for ever.
+
+That a worker is in shutdown proves little: it still answers calls, and one of these may be about to come to
+the barrier. But if *every* worker of a static group waits, in shutdown or on its main thread in a barrier,
+and nothing else is under way anywhere, then nothing can ever begin again. As in ``rpc.group.termination``,
+two looks at all workers between which nothing has begun prove it. Threads that a program has started itself
+are not known here: those should not come to a barrier after all else has been at rest for seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rpc.agent.caller import Caller
+from rpc.agent.departure import Activity, Departure
+from rpc.agent.futures import Future
+from rpc.errors import RpcError
+from rpc.group.peer import PeerTable
+from rpc.runtime.current import current_agent
+from rpc.runtime.executor import Executor
+from rpc.serialization.serializer import Serializer
+
+__all__ = ["InVain", "Standing", "Standstill"]
+
+_ANSWER_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one worker does. Travels as a tuple of its fields.
+
+    Attributes:
+        in_shutdown: a thread of it waits there.
+        at_rest: it waits, in shutdown or with its main thread in a barrier, and all else that is under way
+            waits in barriers.
+        begun: how much has ever begun.
+    """
+
+    in_shutdown: bool
+    at_rest: bool
+    begun: int
+
+
+@dataclass(frozen=True, slots=True)
+class InVain:
+    """A barrier that cannot complete: why, in the words for those in it and for the others, in shutdown."""
+
+    why: str
+    to_others: str
+    in_shutdown: list[str]
+
+
+class Standstill:
+    """What one agent knows of waits that are in vain. From any thread."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        peers: PeerTable,
+        executor: Executor,
+        activity: Activity,
+        departure: Departure,
+        serializer: Serializer,
+    ) -> None:
+        self._caller = caller
+        self._peers = peers
+        self._executor = executor
+        self._activity = activity
+        self._departure = departure
+        self._main = 0
+        self._tasks = 0
+        self._lock = threading.Lock()
+        for function in (_standing, _give_up_shutdown):
+            serializer.allow_function(function)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The current thread waits in a barrier."""
+        main = threading.current_thread() is threading.main_thread()
+        task = self._executor.owns_current_thread()
+        self._count(main, task)
+        try:
+            yield
+        finally:
+            self._count(-main, -task)
+
+    def _count(self, main: int, task: int) -> None:
+        with self._lock:
+            self._main += main
+            self._tasks += task
+
+    def standing(self, asked: int) -> Standing:
+        """What this worker does, apart from ``asked`` requests that want to know it."""
+        begun = self._activity.begun()
+        in_shutdown = self._departure.under_way
+        active = self._activity.under_way() - asked
+        return Standing(in_shutdown, (in_shutdown or self._main > 0) and active == self._tasks, begun)
+
+    def in_vain(self, missing: Sequence[str]) -> InVain | None:
+        """Why a barrier that waits for some workers waits in vain, if that is certain."""
+        if not self._peers.view.static:
+            return None
+        me_name = self._peers.own.name
+        others = [info.name for info in self._peers.view.infos() if info.name != me_name]
+        leaving = [name for name in missing if name in others]
+        try:
+            first, second = self._look(others), self._look(others)
+        except RpcError:
+            return None  # somebody is gone or does not answer: this is another matter
+        me = self.standing(0)
+        if not me.at_rest or me.in_shutdown or not leaving:
+            return None
+        for name in others:
+            before, after = first[name], second[name]
+            # The second look itself has begun there, and nothing else.
+            if not (before.at_rest and after.at_rest and after.begun == before.begun + 1):
+                return None
+            if name in leaving and not after.in_shutdown:
+                leaving.remove(name)
+        if not leaving:
+            return None
+        who = ", ".join(f"'{name}'" for name in leaving)
+        in_shutdown = [name for name in others if second[name].in_shutdown]
+        waiting = ", ".join(f"'{name}'" for name in sorted({me_name, *others} - set(in_shutdown)))
+        return InVain(
+            f"{who} waits in shutdown(), and nothing is under way that could bring it to the barrier",
+            f"{waiting} waits in a barrier for {who}, which is in shutdown",
+            in_shutdown,
+        )
+
+    def end_shutdowns(self, found: InVain) -> None:
+        """Have those raise who wait in shutdown."""
+        for name in found.in_shutdown:
+            with contextlib.suppress(RpcError):
+                self._caller.call_async(name, _give_up_shutdown, (found.to_others,), {}, _ANSWER_SECONDS)
+
+    def _look(self, names: Sequence[str]) -> dict[str, Standing]:
+        asked: dict[str, Future[tuple[bool, bool, int]]] = {
+            name: self._caller.call_async(name, _standing, (), {}, _ANSWER_SECONDS) for name in names
+        }
+        return {name: Standing(*call.wait()) for name, call in asked.items()}
+
+
+def _standing() -> tuple[bool, bool, int]:
+    found: Standing = current_agent().standstill.standing(1)
+    return found.in_shutdown, found.at_rest, found.begun
+
+
+def _give_up_shutdown(reason: str) -> None:
+    current_agent().departure.give_up(reason)

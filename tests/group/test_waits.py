@@ -1,0 +1,154 @@
+"""Waits that last: the log says for whom, and those that are in vain end."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import rpc
+from rpc.errors import RpcError
+from rpc.runtime import notices
+from tests.support.worker_process import WorkerProcess
+from tests.support.workers import RunWorkers, Worker, current_worker
+
+SOON = 0.1
+"""Seconds after which waits are told of here."""
+
+
+class _ToTheTest(logging.Handler):
+    """Reports each line of the log as an event."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        current_worker().report("said", record.getMessage())
+
+
+def hear(worker: WorkerProcess, *texts: str) -> None:
+    """Waits until the worker's log has a line with all these."""
+    said = worker.wait_for("said")
+    while not all(text in said for text in texts):
+        said = worker.wait_for("said")
+
+
+def told_soon(task: Callable[..., Any]) -> Callable[..., Any]:
+    """The task of a worker whose log tells early."""
+
+    @functools.wraps(task)
+    def run(worker: Worker, **given: Any) -> Any:
+        vars(notices)["FIRST_SECONDS"] = SOON
+        logging.getLogger("rpc").addHandler(_ToTheTest())
+        return task(worker, **given)
+
+    return run
+
+
+@told_soon
+def meet(worker: Worker) -> None:
+    if worker.rank == 1:
+        worker.wait_for("go")
+    with worker.group():
+        pass
+
+
+def test_init_rpc_says_who_is_missing(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(meet, 2)
+    hear(workers[0], "'worker0' (rank 0, process", "Ranks that arrived: 0; missing: 1.")
+    workers.tell("go")
+    workers.results()
+
+
+def wait_at_gate() -> None:
+    current_worker().wait_for("go")
+
+
+@told_soon
+def leave_one_by_one(worker: Worker) -> None:
+    worker.join()
+    if worker.rank == 1:
+        worker.wait_for("go")
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_shutdown_says_who_is_not_there(run_workers: RunWorkers, waiting: int) -> None:
+    workers = run_workers.start(leave_one_by_one, 3)
+    hear(workers[waiting], "in shutdown for", "not in shutdown: worker 'worker1'")
+    workers[1].tell("go")
+    workers.results()
+
+
+@told_soon
+def leave_behind_a_call(worker: Worker) -> None:
+    with worker.group():
+        if worker.rank == 0:
+            rpc.rpc_async("worker1", wait_at_gate)
+
+
+def test_shutdown_says_which_functions_it_waits_for(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(leave_behind_a_call, 2)
+    hear(workers[0], "waiting for: wait_at_gate on worker 'worker1'")
+    hear(workers[1], "running: wait_at_gate for worker 'worker0'")
+    workers[1].tell("go")
+    workers.results()
+
+
+@told_soon
+def come_to_barrier_one_by_one(worker: Worker) -> None:
+    with worker.group():
+        if worker.rank == 1:
+            worker.wait_for("go")
+        rpc.barrier()
+
+
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_barrier_says_who_has_not_come(run_workers: RunWorkers, waiting: int) -> None:
+    workers = run_workers.start(come_to_barrier_one_by_one, 3)
+    hear(workers[waiting], f"worker 'worker{waiting}' has waited", "in barrier", "['worker1']")
+    workers[1].tell("go")
+    workers.results()
+
+
+@told_soon
+def wait_at_different_places(worker: Worker, in_barrier: tuple[int, ...]) -> str:
+    worker.join()
+    try:
+        if worker.rank in in_barrier:
+            rpc.barrier()
+        rpc.shutdown()
+    except RpcError as error:
+        if rpc.is_initialized():
+            rpc.shutdown(graceful=False)
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("in_barrier", [(0,), (1,), (0, 2), (1, 2)], ids=str)
+def test_barrier_against_shutdown_is_raised_on_both_sides(
+    run_workers: RunWorkers, in_barrier: tuple[int, ...]
+) -> None:
+    task = functools.partial(wait_at_different_places, in_barrier=in_barrier)
+    for rank, said in enumerate(run_workers(task, max(in_barrier) + 1 if len(in_barrier) > 1 else 2)):
+        assert "in a barrier for" in said or "in shutdown()" in said, (rank, said)
+
+
+@told_soon
+def come_late_through_a_call(worker: Worker) -> str:
+    """Both others are in shutdown, and come to the barrier by calls."""
+    with worker.group():
+        if worker.rank == 2:
+            others = ["worker0", "worker1"]
+            first = rpc.rpc_async("worker0", rpc.barrier, args=(others,))
+            worker.wait_for("go")
+            rpc.rpc_sync("worker1", rpc.barrier, args=(others,))
+            first.wait()
+    return "done"
+
+
+def test_barrier_that_a_call_may_still_reach_is_left_alone(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(come_late_through_a_call, 3)
+    hear(workers[0], "barrier")
+    workers[2].tell("go")
+    assert workers.results() == ["done"] * 3
