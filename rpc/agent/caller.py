@@ -204,8 +204,10 @@ class Caller:
         agent = self._agent
         if kind == Kind.FAILURE:
             raise agent.serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
-        recording = agent.recording_of(header, call.peer, answer=True) if header else None
-        connect = None if recording is None else recording.connect
+        connect = None
+        if header:
+            recording = agent.recording_of(header, call.peer, answer=True)
+            connect = None if recording is None else recording.connect
         return agent.serializer.codecs[codec].loads(
             header, buffers, call.arrivals, call.peer, connect=connect
         )

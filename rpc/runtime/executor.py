@@ -129,7 +129,7 @@ class Executor:
         worker: _Worker | None = getattr(self._current, "worker", None)
         if worker is None or self._backlog or self._stopped:
             return
-        claimed = source.claim_idle() if at_once else None
+        claimed = source.claim(idle=True) if at_once else None
         if claimed is not None or not at_once:
             worker.source, worker.claimed = source, claimed
 
@@ -255,7 +255,7 @@ class Executor:
         source = worker.source
         if source is None:
             return None
-        claimed = worker.claimed or source.claim_idle()
+        claimed = worker.claimed or source.claim(idle=True)
         if claimed is None:
             worker.source = None
             return None

@@ -12,8 +12,8 @@ Task = tuple[Callable[..., object], Any]
 class TaskSource(Protocol):
     """Where one thread at a time may wait for a task that comes from elsewhere, such as a connection."""
 
-    def claim_idle(self) -> Any:
-        """Take the place for the current thread; returns what ``next_task`` takes, None if it is taken."""
+    def claim(self, *, idle: bool) -> Any:
+        """Take the place for the current thread, which is idle; returns what ``next_task`` takes, or None."""
 
     def next_task(self, claimed: Any, timeout: float | None, /) -> Task | None:
         """Having claimed the place: wait for a task, and give up the place. None after ``timeout`` seconds,

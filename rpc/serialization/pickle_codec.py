@@ -276,7 +276,7 @@ def _take_tensors(
     args: Sequence[Any], kwargs: dict[str, Any], tracked: Tracked = None, gradients: bool = False
 ) -> Taken | None:
     """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else. Small
-    ``gradients`` need not arrive with the gaps that they have.
+    ``gradients`` need not arrive with the gaps that they have, and one that occurs twice may arrive as two.
     """
     tensors: list[Any] = []
     taken: list[Tensor] = []
@@ -299,7 +299,7 @@ def _take_tensors(
         return None  # a tensor inside a torch.func transform; the slow way says which
     if not tensors:
         return args, kwargs, ()
-    if len(tensors) > 1 and len(set(map(id, taken))) < len(taken):
+    if len(taken) > 1 and not gradients and len(set(map(id, taken))) < len(taken):
         return None  # one tensor twice must arrive as one: the pickler's memo sees to it
     if tracked is not None:
         tracked += [

@@ -417,10 +417,6 @@ class InlineReader:
         self.leave()
         return None
 
-    def claim_idle(self) -> Turn | None:
-        """As ``claim``, for a thread that has nothing else to do."""
-        return self.claim(idle=True)
-
     def leave(self) -> None:
         """Give up the lease, if the current thread has it: also one that waits for the loop.
 

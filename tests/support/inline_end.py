@@ -146,7 +146,7 @@ class End(Recorder):
 
     def claim_idle(self) -> bool:
         """As an idle thread: get ready for ``next_task``."""
-        self.turn = self.reader.claim_idle()
+        self.turn = self.reader.claim(idle=True)
         return self.turn is not None
 
     def next_task(self, timeout: float | None = SOON) -> int | None:
