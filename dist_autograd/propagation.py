@@ -88,6 +88,7 @@ class Propagation:
     key = "context"
 
     def __init__(self, contexts: Contexts) -> None:
+        self.current = current.get
         self._contexts = contexts
 
     def calling(self, to: Peer) -> Recorded | None:

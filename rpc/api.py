@@ -58,9 +58,11 @@ def rpc_sync(
 
         total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     """
+    if not callable(func):
+        raise not_callable(func)
     if type(args) is not tuple:
-        args = positional(args)
-    return _agent().call(to, callable_(func), args, keywords(kwargs) if kwargs else {}, timeout)
+        args = () if args is None else positional(args)
+    return _agent().call(to, func, args, keywords(kwargs) if kwargs else {}, timeout)
 
 
 def rpc_async(
@@ -86,7 +88,9 @@ def rpc_async(
         futures = [rpc.rpc_async(worker, evaluate, args=(batch,)) for worker in workers]
         scores = [future.wait() for future in futures]
     """
-    future = _agent().call_async(to, callable_(func), positional(args), keywords(kwargs), timeout)
+    if not callable(func):
+        raise not_callable(func)
+    future = _agent().call_async(to, func, positional(args), keywords(kwargs), timeout)
     collect(future)
     return future
 
@@ -98,12 +102,9 @@ def collect(future: Future[Any]) -> None:
         collected.append(future)
 
 
-def callable_(func: Any) -> Callable[..., Any]:
-    """``func``, if it can be called."""
-    if not callable(func):
-        raise TypeError(f"function should be callable, not {type(func).__name__} {func!r:.100}")
-    function: Callable[..., Any] = func
-    return function
+def not_callable(func: object) -> TypeError:
+    """The error for a ``func`` that cannot be called."""
+    return TypeError(f"function should be callable, not {type(func).__name__} {func!r:.100}")
 
 
 def positional(args: Sequence[Any] | None) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rpc.agent.agent import UNSET_TIMEOUT
-from rpc.api import callable_, keywords, positional
+from rpc.api import keywords, not_callable, positional
 from rpc.group.membership import WorkerReference
 from rpc.runtime.interrupts import protected
 from rref.reference import RRef, references
@@ -48,5 +48,7 @@ def remote(
     agent = shell.agent
     timeout = agent.caller.effective_timeout(timeout)
     peer = agent.peer(to)
-    payload = agent.caller.dump_call(callable_(func), positional(args), keywords(kwargs), peer)
+    if not callable(func):
+        raise not_callable(func)
+    payload = agent.caller.dump_call(func, positional(args), keywords(kwargs), peer)
     return shell.create(peer, {}, payload, timeout, func, RRef._of)

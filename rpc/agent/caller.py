@@ -98,29 +98,30 @@ class Caller:
         That a worker is gone is the call's outcome.
         """
         call = self._begin(peer, payload, timeout, what)
-        self.transmit(call, kind, payload, coalesce=coalesce)
+        call.coalesced = coalesce
+        self.transmit(call, kind, payload)
         return call
 
+    @protected
     def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
         """As ``request``, but wait for the answer, and return its value or raise."""
-        return self._exchange(peer, kind, payload, timeout, what).result()
-
-    @protected
-    def _exchange(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> PendingCall:
         call = self._begin(peer, payload, timeout, what)
-        if len(payload.buffers) <= 1:  # to send much takes long, and the loop reads meanwhile
-            call.reserve()  # now: once the call is sent, the reply may come at once
+        reader = peer.reader
+        if reader is not None and len(payload.buffers) <= 1:  # to send much takes long, and the loop reads
+            call.claimed = reader.claim()  # now: once the call is sent, the reply may come at once
         try:
             self.transmit(call, kind, payload)
             call.wait()
         finally:
             if call.claimed is not None:
-                call.release_reserved()
-        return call
+                call.release()
+        return call.result()
 
     def _begin(self, peer: Peer, payload: Payload, timeout: float, what: object) -> PendingCall:
         """Enter a call into the table."""
         agent = self._agent
+        if timeout is UNSET_TIMEOUT:
+            return agent.calls.open(peer, what, agent.rpc_timeout)
         try:
             timeout = self.effective_timeout(timeout)
         except BaseException:
@@ -128,11 +129,11 @@ class Caller:
             raise
         return agent.calls.open(peer, what, timeout)
 
-    def transmit(self, call: PendingCall, kind: int, payload: Payload, *, coalesce: bool = False) -> None:
+    def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
         """Send the message of a call that is in the table; see ``request``."""
         try:
             wait = call.timeout or INFINITE
-            self._agent.send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=coalesce)
+            self._agent.send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=call.coalesced)
         except QueueFull:
             if self.drop(call):
                 call.settle(call.timeout_error())
@@ -157,7 +158,7 @@ class Caller:
         """The message of a call, and what the tape says of it."""
         agent = self._agent
         tape = agent.tape
-        recording = None if tape is None else tape.calling(peer)
+        recording = None if tape is None or tape.current() is None else tape.calling(peer)
         if tape is None or recording is None:
             return agent.serializer.dump_call(function, args, kwargs, peer)
         tensors: list[Tensor] = []
@@ -203,8 +204,10 @@ class Caller:
         agent = self._agent
         if kind == Kind.FAILURE:
             raise agent.serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
-        recording = agent.recording_of(header, call.peer, answer=True) if header else None
-        connect = None if recording is None else recording.connect
+        connect = None
+        if header:
+            recording = agent.recording_of(header, call.peer, answer=True)
+            connect = None if recording is None else recording.connect
         return agent.serializer.codecs[codec].loads(
             header, buffers, call.arrivals, call.peer, connect=connect
         )

@@ -15,12 +15,12 @@ from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, Protocol, TypeVar, overload
 
-from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, WorkerLostError
+from rpc.errors import BlockingCallError, NotInitializedError, ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
-from rpc.runtime.blocking import INFINITE, check_may_block
+from rpc.runtime.blocking import INFINITE, this_thread
 from rpc.runtime.events import CallBegun, CallEnded, Events
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.transport.inline_read import Awaited, InlineReader, Turn
+from rpc.transport.inline_read import Awaited, Turn
 from rpc.wire.frames import Frame
 
 __all__ = ["CallOwner", "CallTable", "PendingCall"]
@@ -55,9 +55,9 @@ class PendingCall(Awaited):
         arrivals: what travelled beside the reply's pickle, adopted when it arrived.
         future: the user's future, if there is one.
         holds: what must stay while the call is under way, such as a reference to the object that it is for.
-        sent: its message is on its way.
         watched: the loop ends it when its deadline passes; else the thread that waits does.
-        claimed: what ``reserve`` has claimed.
+        coalesced: its message may still wait for others.
+        claimed: the turn at reading that the current thread has claimed; it must ``wait`` or ``release`` it.
         began, when_ended: where somebody listens to calls: when it was opened, and who is told of its end.
     """
 
@@ -69,11 +69,11 @@ class PendingCall(Awaited):
     future: Any = None
     holds: Any = None
     outcome: Frame | BaseException | None
-    sent = False
     watched = False
     began = 0.0
     when_ended: Callable[[PendingCall, Frame | BaseException], None] | None = None
-    claimed: tuple[InlineReader, Turn] | None = None
+    coalesced = False
+    claimed: Turn | None = None
 
     def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
         self.owner = owner
@@ -128,33 +128,29 @@ class PendingCall(Awaited):
 
     # ---- waiting
 
-    def reserve(self) -> None:
-        """Claim the connection for the current thread, which will send the call and wait for it at once.
-
-        It must call ``wait`` or ``release_reserved`` then.
-        """
-        self.claimed = self.peer.claim()
-
-    def release_reserved(self) -> None:
-        """Give up what ``reserve`` has claimed."""
-        claimed, self.claimed = self.claimed, None
-        if claimed is not None and claimed[0].lease.holder() is claimed[1]:
-            claimed[0].leave()
+    def release(self) -> None:
+        """Give up the turn that was claimed."""
+        turn, self.claimed = self.claimed, None
+        if turn is not None and turn.reader.lease.holder() is turn:
+            turn.reader.leave()
 
     @protected
     def wait(self) -> None:
         """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
         if self.outcome is not None and self.claimed is None:
             return
-        check_may_block()
+        if this_thread.must_not_block is not None:
+            raise BlockingCallError(this_thread.must_not_block)
         try:
-            if self.claimed is None:  # else its message was not coalesced with others
-                self.peer.flush()
-                if self.outcome is None and not self.keeps_place:
-                    self.reserve()
-            claimed, self.claimed = self.claimed, None
-            if claimed is not None:
-                self.read(*claimed, self.deadline)
+            turn, self.claimed = self.claimed, None
+            if turn is None:
+                if self.coalesced:
+                    self.peer.flush()
+                reader = self.peer.reader
+                if reader is not None and self.outcome is None and not self.keeps_place:
+                    turn = reader.claim()
+            if turn is not None:
+                turn.reader.wait_for(self, self.deadline, turn)
             if self.outcome is None and not self.sleep(INFINITE if self.watched else self.deadline):
                 error = self.owner.expire(self)
                 if error is not None:

@@ -58,6 +58,9 @@ class Dispatcher:
         self.followed: set[int] = set()
         self.requests_begun = 0
         self._agent = agent
+        self._events = agent.events
+        self._activity = agent.activity
+        self._brings_nothing = agent.serializer.brings_nothing
         self._run = run
         self._handlers: dict[int, KindHandler] = {}
         self._any_thread: set[int] = set(_OWN_KINDS)
@@ -85,7 +88,7 @@ class Dispatcher:
         """
         header, buffers = payload.header, payload.buffers
         count = len(buffers)
-        events = self._agent.events
+        events = self._events
         if events.message_sent:
             events.tell(events.message_sent, MessageSent(peer.name, kind, sum(map(len, buffers))))
         try:
@@ -153,7 +156,10 @@ class Dispatcher:
                 self._take_in(peer, frame, arrivals, tasks)
         except Exception as error:
             self._refuse(peer, error)
-        self._pass_on(tasks)
+        if tasks:
+            self._agent.run_soon(tasks)
+        if self._activity.listener is not None:  # whom it interests that this worker may have become idle
+            self._activity.ended()
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool = False) -> Task | None:
         """On any thread: see ``Receiver.take_inline``."""
@@ -164,12 +170,12 @@ class Dispatcher:
                     frame = frames.pop(0)
                 except IndexError:  # the loop has taken over
                     break
-                if frame[0] in self._openers:
-                    frame = self._openers[frame[0]](peer, frame)
+                kind = frame[0]
+                if kind in self._openers:
+                    frame = self._openers[kind](peer, frame)
+                    kind = frame[0]
                 header = frame[2]
-                if frame[0] not in self._any_thread or (
-                    header and not self._agent.serializer.brings_nothing(header)
-                ):
+                if kind not in self._any_thread or (header and not self._brings_nothing(header)):
                     frames.insert(0, frame)
                     break
                 self._take_in(peer, frame, None, tasks)
@@ -177,27 +183,27 @@ class Dispatcher:
             frames.clear()
             self._refuse(peer, error)
         mine = tasks.pop(0) if keep and tasks else None
-        self._pass_on(tasks)
-        return mine
-
-    def _pass_on(self, tasks: list[Task]) -> None:
-        agent = self._agent
         if tasks:
-            agent.run_soon(tasks)
-        if agent.activity.listener is not None:  # whom it interests that this worker may have become idle
-            agent.something_ended()
+            self._agent.run_soon(tasks)
+        if self._activity.listener is not None:
+            self._activity.ended()
+        return mine
 
     def _take_in(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
         kind = frame[0]
-        events = self._agent.events
+        events = self._events
         if events.message_received:
             size = sum(map(len, frame.buffers))
             events.tell(events.message_received, MessageReceived(peer.name, kind, size))
         if kind == Kind.CALL:
             self.accept(Request(peer, frame, arrivals), self._run, tasks)
         elif kind == Kind.REPLY or kind == Kind.FAILURE:
-            self._answered(peer, frame, arrivals, tasks)
+            call = self._agent.calls.answered(frame[1], peer)
+            if call is not None:
+                call.arrivals = arrivals
+                if call.settle(frame) and call.future is not None:
+                    tasks.append((call.future.complete, None))
         else:
             handler = self._handlers.get(kind)
             if handler is None:
@@ -205,13 +211,6 @@ class Dispatcher:
             task = handler(peer, frame)
             if task is not None:
                 tasks.append(task)
-
-    def _answered(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
-        call = self._agent.calls.answered(frame.call_id, peer)
-        if call is not None:
-            call.arrivals = arrivals
-            if call.settle(frame) and call.future is not None:
-                tasks.append((call.future.complete, None))
 
     def _refuse(self, peer: Peer, error: Exception) -> None:
         """Whatever a malformed message makes fail, it ends this connection and nothing else."""
@@ -232,11 +231,11 @@ class Dispatcher:
         """Have ``run`` run a request, which must be answered once, when all that travelled beside its buffers
         is ready: at once by a task that is put among ``tasks``, or later.
         """
-        agent = self._agent
-        self.count_request()
-        if agent.events.request_begun:
+        agent, events = self._agent, self._events
+        self.requests_begun = next(self._numbers)
+        if events.request_begun:
             begun = RequestBegun(request.peer.name, request.frame.call_id)
-            agent.events.tell(agent.events.request_begun, begun)
+            events.tell(events.request_begun, begun)
         task = (run, request)
         if request.arrivals is None:
             tasks.append(task)

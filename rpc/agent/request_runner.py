@@ -109,7 +109,7 @@ class RequestRunner:
         runs nothing of the user's, such as the destructor of the ``value`` that it still has in hand, and
         does not copy what is large: then it goes there when it is done, as without ``at_once``.
         """
-        source = peer.task_source
+        source = peer.reader
         if source is not None:
             at_once = at_once and not large and type(value) in _WITHOUT_DESTRUCTOR
             self._agent.executor.lend(source, at_once=at_once)

@@ -42,6 +42,9 @@ class Tape(Protocol):
     key: str
     """Its place in the header: not that of any carrier."""
 
+    def current(self) -> object:
+        """None if no call made now, on this thread, is noted: ``calling`` need not be asked."""
+
     def calling(self, to: Peer) -> Recording | None:
         """What a call made now, on this thread, is noted in; None if it isn't noted."""
 

@@ -76,10 +76,11 @@ class Transfer(Awaited):
     @protected
     def _wait(self, deadline: float) -> None:
         check_may_block()
-        claimed = self._peer.claim()
+        reader = self._peer.reader
+        claimed = None if reader is None else reader.claim()
         try:
-            if claimed is not None:
-                self.read(*claimed, deadline)
+            if reader is not None and claimed is not None:
+                reader.wait_for(self, deadline, claimed)
             while not self._done:
                 self.fill()
                 if not self.done() and not self.sleep(deadline):

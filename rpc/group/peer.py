@@ -15,9 +15,8 @@ from rpc.runtime import file_limit
 from rpc.runtime.blocking import wait_while
 from rpc.runtime.events import Events, PeerJoined
 from rpc.runtime.interrupts import protected
-from rpc.runtime.tasks import TaskSource
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
-from rpc.transport.inline_read import InlineReader, Turn
+from rpc.transport.inline_read import InlineReader
 
 __all__ = ["Peer", "PeerTable"]
 
@@ -60,6 +59,8 @@ class Peer:
         self._connect = connect
         self.connection: Connection | None = None
         """Once it is established and until the worker is gone."""
+        self.reader: InlineReader | None = None
+        """How threads may read the connection."""
         self.lost: str | None = None
         """Why the worker is gone; None while it is not."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
@@ -83,19 +84,6 @@ class Peer:
         if following is not None:
             self.state = following
         return following is not None
-
-    @property
-    def task_source(self) -> TaskSource | None:
-        """Where an idle thread may wait for its requests, if there is such a connection."""
-        connection = self.connection
-        return None if connection is None else connection.reader
-
-    def claim(self) -> tuple[InlineReader, Turn] | None:
-        """Claim the connection for the current thread to read; see ``InlineReader.claim``."""
-        connection = self.connection
-        reader = None if connection is None else connection.reader
-        turn = None if reader is None else reader.claim()
-        return None if reader is None or turn is None else (reader, turn)
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
@@ -181,7 +169,7 @@ class Peer:
             for buffers, size in self._waiting:
                 connection.send(buffers, size, wait=False)
             self._forget_waiting()
-            self.connection = connection
+            self.connection, self.reader = connection, connection.reader
 
     def gone(self, reason: str) -> Connection | None:
         """The worker is gone for good; returns the connection, to be closed."""
@@ -189,7 +177,7 @@ class Peer:
             if self.lost is None:
                 self.lost = reason
             self._forget_waiting()
-            connection, self.connection = self.connection, None
+            connection, self.connection, self.reader = self.connection, None, None
         return connection
 
     def _forget_waiting(self) -> None:

@@ -19,23 +19,18 @@ INFINITE: Final = float("inf")
 _SLICE_SECONDS: Final = 0.5
 
 
-class _ThreadState(threading.local):
-    forbidden: str | None = None
+class _ThisThread(threading.local):
+    must_not_block: str | None = None
+    """Why every blocking wait on the current thread raises ``BlockingCallError``; None where they do not."""
 
 
-_thread_state: Final = _ThreadState()
-
-
-def forbid_blocking(why: str) -> None:
-    """Make every blocking wait on the current thread raise ``BlockingCallError``, saying ``why``."""
-    _thread_state.forbidden = why
+this_thread: Final = _ThisThread()
 
 
 def check_may_block() -> None:
     """Raise ``BlockingCallError`` on a thread that must not block."""
-    why = _thread_state.forbidden
-    if why is not None:
-        raise BlockingCallError(why)
+    if this_thread.must_not_block is not None:
+        raise BlockingCallError(this_thread.must_not_block)
 
 
 def wait_for(lock: LockType, deadline: float = INFINITE) -> bool:

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task, TaskSource
@@ -46,15 +46,17 @@ class _Worker:
     Attributes:
         finished, brought: tasks that the thread has done, and got at a source; nobody else writes these.
         source: where it is lent to, or will if there is nothing to do after its task.
+        claimed: its place there, if it has that already.
         wake: released when an idle thread is to look at the backlog.
     """
 
-    __slots__ = ("brought", "finished", "source", "thread", "wake")
+    __slots__ = ("brought", "claimed", "finished", "source", "thread", "wake")
 
     def __init__(self, executor: Executor, name: str) -> None:
         self.finished = 0
         self.brought = 0
         self.source: TaskSource | None = None
+        self.claimed: Any = None
         self.wake = threading.Lock()
         self.wake.acquire()
         self.thread = threading.Thread(target=executor._run, args=(self,), name=name, daemon=True)
@@ -130,9 +132,11 @@ class Executor:
         claimed now if ``at_once``.
         """
         worker: _Worker | None = getattr(self._current, "worker", None)
-        free = not self._backlog and not self._stopped
-        if worker is not None and free and (not at_once or source.claim_idle()):
-            worker.source = source
+        if worker is None or self._backlog or self._stopped:
+            return
+        claimed = source.claim(idle=True) if at_once else None
+        if claimed is not None or not at_once:
+            worker.source, worker.claimed = source, claimed
 
     def active(self) -> int:
         """Tasks submitted and not yet finished."""
@@ -238,7 +242,7 @@ class Executor:
                 del task
             if worker.source is not None:
                 worker.source.leave()
-                worker.source = None
+                worker.source = worker.claimed = None
             if backlog and not self._waking:
                 self._spread()
             try:
@@ -256,7 +260,8 @@ class Executor:
         source = worker.source
         if source is None:
             return None
-        if not source.claim_idle():
+        claimed = worker.claimed or source.claim(idle=True)
+        if claimed is None:
             worker.source = None
             return None
         self._lent.append(worker)  # whoever calls it from here on wakes nobody else there
@@ -264,8 +269,8 @@ class Executor:
             task = None
             source.leave()
         else:
-            task = source.next_task(self._patience())
-        worker.source = None
+            task = source.next_task(claimed, self._patience())
+        worker.source = worker.claimed = None
         try:
             self._lent.remove(worker)
         except ValueError:  # it was called

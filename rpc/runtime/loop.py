@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rpc.errors import BlockingCallError
-from rpc.runtime.blocking import forbid_blocking
+from rpc.runtime.blocking import this_thread
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class LoopThread:
         self._thread.start()
 
     def _run(self) -> None:
-        forbid_blocking(self._no_blocking)
+        this_thread.must_not_block = self._no_blocking
         asyncio.set_event_loop(self.loop)
         try:
             while not self._stopping:

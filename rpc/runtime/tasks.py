@@ -12,10 +12,10 @@ Task = tuple[Callable[..., object], Any]
 class TaskSource(Protocol):
     """Where one thread at a time may wait for a task that comes from elsewhere, such as a connection."""
 
-    def claim_idle(self) -> bool:
-        """Take the place for the current thread, which may have it already; false if it cannot have it."""
+    def claim(self, *, idle: bool) -> Any:
+        """Take the place for the current thread, which is idle; returns what ``next_task`` takes, or None."""
 
-    def next_task(self, timeout: float | None) -> Task | None:
+    def next_task(self, claimed: Any, timeout: float | None, /) -> Task | None:
         """Having claimed the place: wait for a task, and give up the place. None after ``timeout`` seconds,
         when ``wake`` was called, and whenever else it likes.
         """

@@ -254,16 +254,18 @@ class PickleCodec:
     ) -> None:
         """Rebuild the tensors that ``_take_tensors`` took out of a message, in their places."""
         rebuild: Any = self._dense
-        everything: Any = items, words
-        if connect is not None:
-            with_grad = [each for each in tensors if len(each[1]) == _WITH_GRAD]
-            if with_grad:
-                tensors = [each for each in tensors if len(each[1]) < _WITH_GRAD]
-                connected = connect([rebuild(*usual[:3]) for _, usual in with_grad])
-                for (place, _), tensor in zip(with_grad, connected, strict=True):
-                    everything[type(place) is str][place] = tensor
+        with_grad: list[tuple[Any, Any]] = []
+        values: list[Tensor] = []
         for place, usual in tensors:
-            everything[type(place) is str][place] = rebuild(*usual)
+            into: Any = words if type(place) is str else items
+            if connect is None or len(usual) < _WITH_GRAD:
+                into[place] = rebuild(*usual)
+            else:
+                with_grad.append((into, place))
+                values.append(rebuild(*usual[:3]))
+        if connect is not None and values:
+            for (into, place), tensor in zip(with_grad, connect(values), strict=True):
+                into[place] = tensor
 
 
 def _without_gaps(tensor: Tensor) -> Any:
@@ -276,10 +278,11 @@ def _take_tensors(
     args: Sequence[Any], kwargs: dict[str, Any], tracked: Tracked = None, gradients: bool = False
 ) -> Taken | None:
     """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else. Small
-    ``gradients`` need not arrive with the gaps that they have.
+    ``gradients`` need not arrive with the gaps that they have, and one that occurs twice may arrive as two.
     """
     tensors: list[Any] = []
     taken: list[Tensor] = []
+    items, words = list(args), dict(kwargs)
     inline = inline_limit(len(args) + len(kwargs))
     place: Any
     try:
@@ -293,25 +296,16 @@ def _take_tensors(
                     return None
                 tensors.append((place, usual))
                 taken.append(value)
+                (words if type(place) is str else items)[place] = None
             elif kind not in _SCALARS and not (kind in _SEQUENCES and _is_short_sequence(value)):
                 return None
     except RuntimeError:
         return None  # a tensor inside a torch.func transform; the slow way says which
-    if not tensors:
-        return args, kwargs, ()
-    if len(tensors) > 1 and len(set(map(id, taken))) < len(taken):
+    if len(taken) > 1 and not gradients and len(set(map(id, taken))) < len(taken):
         return None  # one tensor twice must arrive as one: the pickler's memo sees to it
     if tracked is not None:
-        tracked += [
-            tensor for tensor, (_, usual) in zip(taken, tensors, strict=True) if len(usual) == _WITH_GRAD
-        ]
-    places, words = list(args), dict(kwargs) if kwargs else kwargs
-    for place, _ in tensors:
-        if type(place) is int:
-            places[place] = None
-        else:
-            words[place] = None
-    return places, words, tensors
+        tracked += [tensor for tensor in taken if tensor.requires_grad]
+    return items, words, tensors
 
 
 def _is_short_sequence(value: Any) -> bool:

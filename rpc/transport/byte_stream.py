@@ -106,12 +106,12 @@ class SocketStream:
         return self._descriptor
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
-        if AVAILABLE and sum(map(len, pieces)) <= _JOINED_BYTES:
+        size = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+        if AVAILABLE and size <= _JOINED_BYTES:
             # Allocates nothing that could start a garbage collection, and with it a finalizer that sends too.
-            data = pieces[0] if len(pieces) == 1 and type(pieces[0]) is bytes else b"".join(pieces)
-            count: int = _send(self._descriptor, data, len(data), _FLAGS)
-            if count > 0 or not data:
-                return max(count, 0)
+            count: int = _send(self._descriptor, b"".join(pieces), size, _FLAGS)
+            if count > 0:
+                return count
         try:
             return self.socket.sendmsg(pieces)
         except (BlockingIOError, InterruptedError):

@@ -179,26 +179,24 @@ class Turn:
         thread: whose turn it is, by its identifier.
         idle: the thread has nothing else to do, and gives way to one that waits for a reply.
         descriptor: where it receives from: none any more when the turn has ended.
-        wake: ends the wait of the thread in the kernel.
+        reader: reads the connection.
 
     Attributes:
         left_to_loop: None until the turn has ended; then whether the loop is to go on with what is in it.
+        task: what there is to do, for an idle thread.
     """
 
-    __slots__ = ("frames", "idle", "left_to_loop", "socket", "thread", "unread", "wake")
+    __slots__ = ("frames", "idle", "left_to_loop", "reader", "socket", "task", "thread", "unread")
 
-    def __init__(self, thread: int, idle: bool, descriptor: int, wake: Callable[[], object]) -> None:
+    def __init__(self, thread: int, idle: bool, descriptor: int, reader: InlineReader) -> None:
         self.thread = thread
         self.idle = idle
         self.socket = Number(descriptor)
+        self.reader = reader
         self.unread: list[int] = []
         self.frames: list[Frame] | None = None
         self.left_to_loop: bool | None = None
-        self.wake = wake
-
-    def has_leftovers(self) -> bool:
-        """Whether there is anything that the turn has received and not taken in."""
-        return any(count > 0 for count in self.unread) if self.frames is None else bool(self.frames)
+        self.task: Task | None = None
 
     def take_frames(self) -> list[Frame]:
         """Remove what is left of the frames, and return it."""
@@ -210,10 +208,10 @@ class Turn:
     def release(self) -> None:
         """From any thread: what the thread waits for is here, or will not come."""
         if self.thread != get_ident():  # else it is just taking that in
-            self.wake()
+            self.reader.wake()
 
 
-LOOP: Final = Turn(0, False, -1, int)
+LOOP: Final = Turn(0, False, -1, None)  # type: ignore[arg-type]  # which nobody needs to wake
 """All turns of the loop's thread."""
 
 
@@ -284,15 +282,6 @@ class Awaited:
                 break
             waiter.release()
         return True
-
-    def read(self, reader: InlineReader, turn: Turn, deadline: float) -> None:
-        """Wait by reading on this thread, which has claimed ``turn``, as long as it may."""
-        self._waiters.append(turn)
-        try:
-            reader.wait_for(self, deadline, turn)
-        finally:
-            if self._waiters:
-                self._waits_no_more(turn)
 
     def sleep(self, deadline: float) -> bool:
         """Wait until it is done, or woken; false if the deadline has passed."""
@@ -410,7 +399,7 @@ class InlineReader:
         if watch is None or self._poll is None:
             self._connection.prepare_soon()
             return None
-        turn = Turn(get_ident(), idle, self._descriptor, self.wake)
+        turn = Turn(get_ident(), idle, self._descriptor, self)
         holder = lease.offer(turn)
         if holder is not turn:
             if holder.thread == turn.thread:
@@ -428,28 +417,19 @@ class InlineReader:
         self.leave()
         return None
 
-    def claim_idle(self) -> bool:
-        """As ``claim``, for a thread that has nothing else to do; it may have the lease already."""
-        turn = self._own_turn()
-        return (turn is not None and turn.left_to_loop is None) or self.claim(idle=True) is not None
-
     def leave(self) -> None:
-        """Give up the lease, if the current thread has it.
+        """Give up the lease, if the current thread has it: also one that waits for the loop.
 
         In the middle of a turn, the loop goes on with what it has received and not taken in.
         """
-        turn = self._own_turn()
-        if turn is not None:
-            self._end(turn)
-
-    def _own_turn(self) -> Turn | None:
-        """The current thread's turn, if it has one: also one that has ended and waits for the loop."""
         turn = self.lease.holder()
-        return turn if turn is not None and turn.thread == get_ident() else None
+        if turn is not None and turn.thread == get_ident():
+            self._end(turn)
 
     def _end(self, turn: Turn) -> None:
         """End a turn; once more does no harm, where a finalizer does so in the middle of this."""
-        has_leftovers = turn.has_leftovers()
+        frames = turn.frames
+        has_leftovers = any(count > 0 for count in turn.unread) if frames is None else bool(frames)
         turn.socket.value = -1
         if turn.left_to_loop is None:
             turn.left_to_loop = has_leftovers and not self.closed
@@ -472,6 +452,7 @@ class InlineReader:
         Returns when ``awaited.outcome`` is set, or ``deadline`` on the monotonic clock has passed, or the
         turn was ended or released. Ctrl-C interrupts.
         """
+        awaited._waiters.append(turn)
         try:
             spin_until = min(deadline, monotonic() + _MOMENT_SECONDS)
             while awaited.outcome is None and turn.left_to_loop is None:
@@ -479,39 +460,26 @@ class InlineReader:
                 if deadline <= now:
                     return
                 readable = self._wait(min(deadline, now + _SLICE_SECONDS), spin_until)
-                if readable is None:
-                    return
-                if readable and not self._read(turn, awaited):
+                if readable is None or (readable and not self._read(turn, awaited)):
                     return
         finally:
             if turn.left_to_loop is None:
                 self._end(turn)
+            if awaited._waiters:
+                awaited._waits_no_more(turn)
 
-    def next_task(self, timeout: float | None) -> Task | None:
-        """For a thread that has claimed the lease, being idle: wait for something to do, and give up the
+    def next_task(self, turn: Turn, timeout: float | None) -> Task | None:
+        """For a thread that has claimed ``turn``, being idle: wait for something to do, and give up the
         lease.
 
         None after ``timeout`` seconds, or if something came that needs the loop, or ``wake`` was called.
         """
-        turn = self._own_turn()
-        if turn is None or turn.left_to_loop is not None:
-            return None
         try:
-            task: Task | None = None
             until = math.inf if timeout is None else monotonic() + timeout
-            while task is None and turn.left_to_loop is None:
-                if not self._wait(until, min(until, monotonic() + _MOMENT_SECONDS)):
-                    return None
-                frames = self._receive(turn)
-                if frames is None:
-                    return None
-                owner, last = self._connection.owner, frames[-1].kind if frames else 0
-                task = owner.take_inline(frames, keep=True)
-                if not self._took_all(turn, frames):
-                    return task
-                if task is not None and last in owner.followed and self._follower_has_come():
-                    self._read(turn)  # now, since it would wake the loop as soon as this thread leaves
-            return task
+            while turn.task is None and turn.left_to_loop is None:
+                if not (self._wait(until, min(until, monotonic() + _MOMENT_SECONDS)) and self._read(turn)):
+                    break
+            return turn.task
         finally:
             if turn.left_to_loop is None:
                 self._end(turn)
@@ -520,34 +488,34 @@ class InlineReader:
         """Receive and take in what has come; false if the loop is to go on: it must take in the rest, or what
         came is not what is awaited.
         """
-        frames = self._receive(turn)
-        if frames is None:
-            return False
-        self._connection.owner.take_inline(frames, keep=False)
-        return self._took_all(turn, frames, of_use=awaited is None or awaited.outcome is not None)
-
-    def _took_all(self, turn: Turn, left: list[Frame], *, of_use: bool = True) -> bool:
-        if not left and of_use:
-            if self._worth.penalty:
-                self._worth.paid()
-            return True
-        self._worth.failed()
-        if turn.left_to_loop is not None:  # it was ended in the middle
-            self._connection.deliver_soon(left)
-        return False
-
-    def _receive(self, turn: Turn) -> list[Frame] | None:
-        """The frames that have come; None if the loop must make out what they are."""
         turn.unread.clear()
         turn.frames = None
         turn.unread.extend(map(receive, (turn.socket,), *self._buffer.whole))
         frames = self._decoder.whole_frames(sum(turn.unread))
-        if frames is None:
+        if frames is None:  # the loop must make out what it is
             self._worth.failed()
-            return None
+            return False
         turn.frames = frames
-        # If it has been ended in the middle, the loop takes either these or the bytes.
-        return frames if turn.left_to_loop is None else None
+        has_ended = turn.left_to_loop is not None
+        if has_ended:  # in the middle: the loop takes either these or the bytes
+            return False
+        owner, is_followed = self._connection.owner, False
+        if turn.idle and turn.task is None:
+            last = frames[-1].kind
+            turn.task = owner.take_inline(frames, keep=True)
+            is_followed = turn.task is not None and last in owner.followed
+        else:
+            owner.take_inline(frames, keep=False)
+        if frames or (awaited is not None and awaited.outcome is None):
+            self._worth.failed()
+            if turn.left_to_loop is not None:  # it was ended in the middle
+                self._connection.deliver_soon(frames)
+            return False
+        if self._worth.penalty:
+            self._worth.paid()
+        if is_followed and self._follower_has_come():
+            self._read(turn)  # now, since it would wake the loop as soon as this thread leaves
+        return True
 
     def _follower_has_come(self) -> bool:
         """Look for a moment whether it has, if that has paid."""

@@ -195,11 +195,14 @@ def decode_one(data: bytearray) -> Frame:
 
 def _build(prefix: Prefix, body: bytearray | memoryview) -> Frame:
     """The frame of this prefix, over the memory of its body. Raises ``ProtocolError`` if it is malformed."""
-    _, call_id, header_length, count, kind, codec = prefix
+    body_length, call_id, header_length, count, kind, codec = prefix
     if count == 1 and not header_length:  # as most are
         return new_tuple(Frame, (kind, call_id, {}, [body], codec))
-    _check_layout(prefix)
     view = memoryview(body)
+    if count == 1 and header_length <= body_length and header_length <= MAX_HEADER_BYTES:
+        header = unpack_header(view[:header_length])
+        return new_tuple(Frame, (kind, call_id, header, [view[header_length:]], codec))
+    _check_layout(prefix)
     header, places = _lay_open(prefix, view)
     return new_tuple(Frame, (kind, call_id, header, [view[begin:end] for begin, end in places], codec))
 

@@ -17,7 +17,7 @@ from rpc.runtime.mailbox import Counter
 from rpc.runtime.tasks import Task
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import Connection
-from rpc.transport.inline_read import InlineReader
+from rpc.transport.inline_read import InlineReader, Turn
 from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
 from tests.support.members import peer
 from tests.support.streams import SOON, Recorder, open_connection, skip_preamble, until
@@ -92,6 +92,7 @@ class End(Recorder):
         reader = self.connection.reader
         assert reader is not None
         self.reader: InlineReader = reader
+        self.turn: Turn | None = None
         loop.call(self.peer.established, self.connection)
         skip_preamble(self.there)
         self.there.sendall(PREAMBLE)
@@ -130,7 +131,7 @@ class End(Recorder):
         """The same; the current thread is going to read its reply."""
         self.ready()
         call = self.call()
-        call.reserve()
+        call.claimed = self.reader.claim()
         assert self.reader.is_read_by_thread()
         return call
 
@@ -143,9 +144,14 @@ class End(Recorder):
         self.taken.remove(999)
         until(lambda: not self.reader.is_read_by_thread())
 
+    def claim_idle(self) -> bool:
+        """As an idle thread: get ready for ``next_task``."""
+        self.turn = self.reader.claim(idle=True)
+        return self.turn is not None
+
     def next_task(self, timeout: float | None = SOON) -> int | None:
         """As an idle thread: the call that is to be run next."""
-        task = self.reader.next_task(timeout)
+        task = None if self.turn is None else self.reader.next_task(self.turn, timeout)
         if task is None:
             return None
         request = task[1]

@@ -21,6 +21,7 @@ class Agent:
         self.postponed = Counter()
         self.serializer = Serializer()
         self.events = Events()
+        self.activity = SimpleNamespace(listener=None)
         self.executor = SimpleNamespace(submit=self.run)
         self.told: list[int] = []
 

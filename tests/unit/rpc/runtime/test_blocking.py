@@ -9,7 +9,7 @@ import pytest
 
 from rpc.agent.futures import Future, wait_futures
 from rpc.errors import BlockingCallError
-from rpc.runtime.blocking import forbid_blocking
+from rpc.runtime.blocking import this_thread
 from tests.support.answering import Owner, fail, when_waiting
 from tests.support.ctrl_c import CtrlC
 from tests.support.streams import SOON, until
@@ -36,7 +36,7 @@ def test_a_thread_that_must_not_block_cannot_wait(owner: Owner) -> None:
     own: Future[int] = Future()
 
     def run() -> None:
-        forbid_blocking("not here")
+        this_thread.must_not_block = "not here"
         for blocking in (future.wait, own.wait, call.result, lambda: wait_futures([done_future, future])):
             with pytest.raises(BlockingCallError, match="not here"):
                 blocking()

@@ -151,7 +151,7 @@ def test_a_thread_that_waits_for_room_does_not_keep_the_loop_from_reading(
     with pytest.raises(ConnectionClosed):
         end.connection.send_small(b"waits for room", SOON)
     assert end.taken == [1]
-    call.release_reserved()
+    call.release()
 
 
 # ---- a finalizer, or a signal handler, in the middle
@@ -230,7 +230,7 @@ def idle(end: End) -> Iterator[Callable[[], int | None]]:
 
         def wait() -> Callable[[float], int | None]:
             end.ready()
-            assert thread.submit(end.reader.claim_idle).result()
+            assert thread.submit(end.claim_idle).result()
             return thread.submit(end.next_task).result
 
         yield wait  # type: ignore[misc]
@@ -271,13 +271,13 @@ def test_an_idle_thread_leaves_to_the_loop_what_needs_it(
 def test_what_an_idle_thread_leaves_to_the_loop_stays_when_it_wants_to_wait_again_before_the_loop_comes(
     end: End,
 ) -> None:
-    assert end.reader.claim_idle()
+    assert end.claim_idle()
     loop_may_go_on = threading.Event()
     end.loop.loop.call_soon_threadsafe(loop_may_go_on.wait)
     end.there.sendall(frame(Kind.CALL, 3) + frame(ON_LOOP, 1))
     assert end.next_task() == 3
     end.there.sendall(frame(ON_LOOP, 2))
-    if end.reader.claim_idle():
+    if end.claim_idle():
         end.next_task(0)
     end.reader.leave()
     loop_may_go_on.set()
@@ -294,7 +294,7 @@ def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(
     call.wait()
     assert result(SOON) is None
     call = end.reserved()
-    call.release_reserved()
+    call.release()
     end.loop_reads()
 
 
@@ -305,7 +305,7 @@ def test_an_idle_thread_is_called_back_or_waits_for_a_while_only(
     end.reader.wake()
     assert result(SOON) is None
     end.ready()
-    assert end.reader.claim_idle()
+    assert end.claim_idle()
     assert end.next_task(0.01) is None
     assert end.next_task() is None  # without a turn
     end.loop_reads()
@@ -322,7 +322,7 @@ def test_a_thread_that_reads_is_woken_by_the_end_and_the_descriptor_goes_when_it
     with ThreadPoolExecutor(1) as other:
         call = end.call()
         if idle_thread:
-            waiting = other.submit(lambda: end.reader.claim_idle() and end.next_task(None))
+            waiting = other.submit(lambda: end.claim_idle() and end.next_task(None))
         else:
             waiting = other.submit(call.wait)
         until(end.reader.is_read_by_thread)
