@@ -296,7 +296,8 @@ class Bulk:
                 return
             credit = _CREDIT.pack(stream.inbound.matched, arrived)
         try:
-            stream.peer.send_small(encode_small(Kind.BULK_CREDIT, stream.tag, {}, (credit,)), 0)
+            frame = encode_small(Kind.BULK_CREDIT, stream.tag, {}, (credit,))
+            stream.peer.send_small(frame, 0, patient=True)  # else it would have all chunks be short
         except WorkerLostError:
             return  # ``peer_gone`` follows
 

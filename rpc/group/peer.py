@@ -128,14 +128,14 @@ class Peer:
         except ConnectionClosed:
             raise self.lost_error() from None
 
-    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         """As ``send``, for a frame in one piece: the way of most calls. See ``Connection.send_small``."""
         connection = self.connection
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
             return
         try:
-            connection.send_small(frame, wait, coalesce=coalesce)
+            connection.send_small(frame, wait, coalesce=coalesce, patient=patient)
         except ConnectionClosed:
             raise self.lost_error() from None
 

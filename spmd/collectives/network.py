@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from time import monotonic
 from typing import Any, Final, Protocol
@@ -31,11 +31,11 @@ __all__ = ["Channel", "NetworkCollectives"]
 _TOGETHER_BYTES: Final = 32 << 10
 """A first message of up to so many bytes comes in one with the signature."""
 
-_PIECE_BYTES: Final = 2 << 20
+_PIECE_BYTES: Final = 3 << 20
 """A longer message goes in pieces, so that one is used while the next is on its way."""
 
-_POSTED_AHEAD: Final = 8
-"""For so many messages of a rank there is a place before they come, and no more lie waiting to be reduced."""
+_AHEAD: Final = 4
+"""How many pieces are sent before one is received, and have a place before they come."""
 
 _SIZE: Final = Struct("<Q")
 """How many bytes the first message has, after the signature."""
@@ -125,7 +125,7 @@ class _Operation:
                     return [together]
                 scatter([together], first.into)
                 return first.into
-        for following in itertools.islice(expected, _POSTED_AHEAD):
+        for following in itertools.islice(expected, _AHEAD):
             if following.size and following.message is None:
                 following.message = self._post(rank, following.into)
         first = expected[0]
@@ -284,16 +284,21 @@ class NetworkCollectives:
                     into = None if step.reduces else [bytes_of(each) for each in message]
                     operation.expect(self._ranks[step.source], sum(each.nbytes for each in message), into)
             for step in steps:
-                if step.to >= 0:
-                    for message in _messages([blocks[each] for each in step.sends]):
-                        operation.send(self._ranks[step.to], [bytes_of(each) for each in message])
-                if step.source >= 0:
-                    for message in _messages([blocks[each] for each in step.takes]):
-                        self._take(operation, step, message, reduction)
+                sends = iter(_messages([blocks[each] for each in step.sends]) if step.to >= 0 else ())
+                takes = _messages([blocks[each] for each in step.takes]) if step.source >= 0 else ()
+                self._send(operation, step, itertools.islice(sends, _AHEAD))
+                for message in takes:
+                    self._take(operation, step, message, reduction)
+                    self._send(operation, step, itertools.islice(sends, 1))
+                self._send(operation, step, sends)
             operation.finish()
         finally:
             operation.cancel()
             self._operation = None
+
+    def _send(self, operation: _Operation, step: Step, messages: Iterable[Sequence[torch.Tensor]]) -> None:
+        for message in messages:
+            operation.send(self._ranks[step.to], [bytes_of(each) for each in message])
 
     def _take(
         self, operation: _Operation, step: Step, targets: Sequence[torch.Tensor], reduction: Reduction | None
