@@ -84,8 +84,8 @@ class ByteStream(Protocol):
         """
 
     def read_into(self, buffers: Sequence[memoryview]) -> int | None:
-        """Read at most what the buffers hold, to one after the other; returns how many bytes, 0 at the end, None if there are none
-        now. ``OSError`` if the stream is broken.
+        """Read at most what the buffers hold, into one after the other; returns how many bytes, 0 at the end,
+        None if there are none now. ``OSError`` if the stream is broken.
         """
 
     def close(self) -> None:

@@ -102,6 +102,7 @@ class Kind:
     LANE: Final = 16
     BULK: Final = 18
     BULK_CREDIT: Final = 19
+    BULK_CLOSE: Final = 22
     CHALLENGE: Final = 20
     PROOF: Final = 21
     EXTENSION: Final = 32
@@ -329,8 +330,8 @@ class Decoder:
         return None if message is None else message.target
 
     def received(self, count: int) -> list[Frame]:
-        """Take note that ``count`` bytes were written to ``buffer()``, or ``buffers()``; returns the frames that
-        are complete now, in order. Raises ``ProtocolError`` if the bytes are not what the protocol allows.
+        """Take note that ``count`` bytes were written to ``buffer()`` or ``buffers()``; returns the frames
+        that are complete now, in order. Raises ``ProtocolError`` if they are not what the protocol allows.
         """
         frames: list[Frame] = []
         if self.scratch_offset < 0:

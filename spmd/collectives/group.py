@@ -14,7 +14,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE
 from spmd.collectives.board import Board
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
-from spmd.collectives.formation import form
+from spmd.collectives.formation import COLLECTIVES, close_tags, form
 from spmd.collectives.hierarchy import HierarchicalCollectives
 from spmd.collectives.local import LocalCollectives, header_bytes
 from spmd.collectives.membership import Membership
@@ -26,8 +26,6 @@ from spmd.collectives.work import GroupWork
 
 __all__ = ["Group"]
 
-_COLLECTIVES, _NOTES, _DATA = range(3)
-
 Perform = Callable[[Any, bytes, float], object]
 """Does an operation: given the group's collectives, the signature, and the deadline."""
 
@@ -35,14 +33,14 @@ Perform = Callable[[Any, bytes, float], object]
 class _Channel:
     """Messages of collectives, to and from ranks."""
 
-    def __init__(self, node: Node, peers: Sequence[Peer], tag: int) -> None:
-        self._bulk, self._peers, self._tag = node.agent.bulk, peers, tag
+    def __init__(self, node: Node, peers: Sequence[Peer], tags: Sequence[int]) -> None:
+        self._bulk, self._peers, self._tags = node.agent.bulk, peers, tags
 
     def send(self, rank: int, buffers: list[Any]) -> Transfer:
-        return self._bulk.send(self._peers[rank], self._tag, buffers)
+        return self._bulk.send(self._peers[rank], self._tags[rank] + COLLECTIVES, buffers)
 
     def post(self, rank: int, into: Any) -> Transfer:
-        return self._bulk.post(self._peers[rank], self._tag, into)
+        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into)
 
 
 class Group:
@@ -68,9 +66,10 @@ class Group:
         bulk = node.agent.bulk
         share = node.agent.options.shared_memory_bytes > 0
         formation = form(bulk, peers, rank, name, node.key, share, timeout or INFINITE)
-        tag = formation.first_tag
-        self.messages = Messages(bulk, peers, self.members, tag + _NOTES, tag + _DATA, node.agent.run_soon)
-        self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tag))
+        tags = formation.tags
+        self._close_tags = partial(close_tags, bulk, peers, rank, tags)
+        self.messages = Messages(bulk, peers, self.members, tags, node.agent.run_soon)
+        self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tags))
         self._sequencer = Sequencer(f"farcall-group-{name}")
         self._closed = False
         self.messages.begin()
@@ -181,4 +180,5 @@ class Group:
         self._closed = True
         self.messages.close()
         self.members.fail(CollectiveError("it has been destroyed"), tell=False)
+        self._close_tags()
         self.node.remove(self)

@@ -29,6 +29,7 @@ from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.tasks import Task
 from spmd.collectives.errors import KINDS, CollectiveError, CollectiveMismatchError, RankLostError
+from spmd.collectives.formation import DATA, NOTES
 from spmd.collectives.membership import Membership
 from spmd.collectives.memory import bytes_of
 from spmd.collectives.work import GroupWork
@@ -77,7 +78,7 @@ class Messages:
         bulk: of the agent.
         peers: the workers, by rank.
         members: is told of failures and farewells.
-        notes, data: the tags of the two streams.
+        tags: by rank, the first of the group's.
         run_soon: runs tasks on other threads: long copies.
     """
 
@@ -86,12 +87,11 @@ class Messages:
         bulk: Bulk,
         peers: Sequence[Peer],
         members: Membership,
-        notes: int,
-        data: int,
+        tags: Sequence[int],
         run_soon: Callable[[Sequence[Task]], object],
     ) -> None:
         self._bulk, self._peers, self._members = bulk, peers, members
-        self._notes, self._data = notes, data
+        self._tags = tags
         self._run_soon = run_soon
         self._lock = threading.RLock()
         self._receives: list[_Receive] = []
@@ -127,7 +127,9 @@ class Messages:
             if size <= _SMALL_BYTES:
                 note = _HEADER.pack(_Kind.SMALL, tag, size, dtype)
                 try:
-                    message = self._bulk.send(self._peers[to], self._notes, [note, bytes_of(tensor)])
+                    message = self._bulk.send(
+                        self._peers[to], self._tags[to] + NOTES, [note, bytes_of(tensor)]
+                    )
                 except RpcError as error:
                     raise self._as_lost(to, error) from error
                 message.on_done(partial(self._ended, to, work, tensor))
@@ -190,7 +192,9 @@ class Messages:
         else:
             with self._lock:  # data comes in the order in which offers are accepted
                 try:
-                    message = self._bulk.post(self._peers[source], self._data, bytes_of(tensor))
+                    message = self._bulk.post(
+                        self._peers[source], self._tags[source] + DATA, bytes_of(tensor)
+                    )
                 except RpcError as error:
                     work.finish(self._as_lost(source, error))
                     return
@@ -231,14 +235,15 @@ class Messages:
     ) -> None:
         """Send a note; if its receiver is gone, that is found out elsewhere."""
         try:
-            self._bulk.send(self._peers[to], self._notes, [_HEADER.pack(kind, number, size, dtype), rest])
+            note = _HEADER.pack(kind, number, size, dtype)
+            self._bulk.send(self._peers[to], self._tags[to] + NOTES, [note, rest])
         except RpcError:
             return
 
     def _listen(self, rank: int) -> None:
         while True:
             try:
-                message = self._bulk.post(self._peers[rank], self._notes)
+                message = self._bulk.post(self._peers[rank], self._tags[rank] + NOTES)
             except RpcError:
                 return
             self._posts[rank] = message
@@ -309,11 +314,11 @@ class Messages:
                 accepted = queue.popleft()
                 if accepted is None:  # it has expired: an empty message takes its place, and fails there
                     with contextlib.suppress(RpcError):
-                        self._bulk.send(self._peers[to], self._data, b"")
+                        self._bulk.send(self._peers[to], self._tags[to] + DATA, b"")
                     continue
                 tensor, work = accepted
                 try:
-                    message = self._bulk.send(self._peers[to], self._data, bytes_of(tensor))
+                    message = self._bulk.send(self._peers[to], self._tags[to] + DATA, bytes_of(tensor))
                 except RpcError as error:
                     work.finish(self._as_lost(to, error))
                 else:

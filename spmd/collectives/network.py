@@ -103,8 +103,8 @@ class _Operation:
     def _hand_over(self, rank: int, buffers: list[Any]) -> None:
         try:
             self._sent.append((rank, self._channel.send(rank, buffers)))
-        except WorkerLostError as error:
-            raise self._lost(rank, error) from error
+        except RpcError as error:
+            raise self._failed(rank, error) from error
 
     def expect(self, rank: int, size: int, into: list[memoryview] | None) -> None:
         """One more message is to come from a rank. Where it goes may be written to as soon as the rank before
@@ -157,8 +157,8 @@ class _Operation:
     def _post(self, rank: int, into: list[memoryview] | None) -> Message:
         try:
             return self._channel.post(rank, into)
-        except WorkerLostError as error:
-            raise self._lost(rank, error) from error
+        except RpcError as error:
+            raise self._failed(rank, error) from error
 
     def _wait(self, rank: int, message: Message) -> list[memoryview]:
         while True:
@@ -174,15 +174,15 @@ class _Operation:
                     raise
                 if left <= 0:
                     raise RanksMissingError([rank]) from None
-            except WorkerLostError as error:
-                raise self._lost(rank, error) from error
             except RpcError as error:
-                self._check(rank)
-                raise CollectiveError(f"rank {rank}: {error}") from error
+                raise self._failed(rank, error) from error
 
-    def _lost(self, rank: int, error: WorkerLostError) -> RankLostError:
+    def _failed(self, rank: int, error: RpcError) -> CollectiveError:
+        """What a message to or from a rank has ended in."""
         self._check(rank)
-        return RankLostError(f"rank {rank} (worker '{error.worker}') is gone: {error.reason}")
+        if isinstance(error, WorkerLostError):
+            return RankLostError(f"rank {rank} (worker '{error.worker}') is gone: {error.reason}")
+        return CollectiveError(f"rank {rank}: {error}")
 
     def finish(self) -> None:
         """Wait until what was sent has arrived or was copied."""
