@@ -62,6 +62,8 @@ class Peer:
         """Once it is established and until the worker is gone."""
         self.lost: str | None = None
         """Why the worker is gone; None while it is not."""
+        self.has_left = False
+        """Whether it is gone because it left, and said so."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0

@@ -12,6 +12,7 @@ import torch
 from rpc.bulk.transfer import Transfer
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE
+from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.board import Board
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
 from spmd.collectives.formation import COLLECTIVES, close_tags, form
@@ -26,7 +27,7 @@ from spmd.collectives.work import GroupWork
 
 __all__ = ["Group"]
 
-Perform = Callable[[Any, bytes, float], object]
+Perform = Callable[[Algorithms, bytes, float], object]
 """Does an operation: given the group's collectives, the signature, and the deadline."""
 
 
@@ -75,19 +76,19 @@ class Group:
         self.messages.begin()
         node.add(self)
 
-    def _build(self, domains: Sequence[Sequence[int]], mapping: Any, channel: _Channel) -> Any:
+    def _build(self, domains: Sequence[Sequence[int]], mapping: Any, channel: _Channel) -> Algorithms:
         members = self.members
         local = None
         if mapping is not None:
             mine = next(domain for domain in domains if members.rank in domain)
             board = Board(
-                mapping, mine, mine.index(members.rank), header_bytes(len(mine)), members.check_rank
+                mapping, mine, mine.index(members.rank), header_bytes(len(mine)), members.check_collective
             )
             members.watch(board.wake)
             local = LocalCollectives(board)
             if len(domains) == 1:
                 return local
-        network = HierarchicalCollectives(channel, domains, members.rank, local, members.check_rank)
+        network = HierarchicalCollectives(channel, domains, members.rank, local, members.check_collective)
         members.watch(network.wake)
         return network
 
@@ -128,20 +129,23 @@ class Group:
         members = self.members
         members.check()
         deadline = monotonic() + limit if limit > 0 else INFINITE
+        self.messages.begun += 1
         try:
+            members.check_collective()
             # Not recorded by autograd, and inference tensors may be written on any thread; what
             # ``torch.inference_mode`` does, in a fraction of its time.
             with torch._C._InferenceMode(True):
                 perform(self.algorithms, signature, deadline)
         except RanksMissingError as error:
-            missing = ", ".join(members.describe(each) for each in error.ranks)
+            ranks = self.messages.ask_who_is_behind() or error.ranks
+            missing = ", ".join(members.describe(each) for each in ranks)
             who = members.describe(members.rank)
             reason = (
                 f"{text_of(signature)} has timed out after {limit:g} s at {who}, waiting for {missing}; "
                 "if they are only slow, give the group a longer timeout to wait"
             )
             failure = CollectiveTimeoutError(reason)
-            failure.ranks = error.ranks
+            failure.ranks = ranks
             members.fail(failure)
             raise failure from None
         except CollectiveError as error:
@@ -162,7 +166,7 @@ class Group:
         """A worker is gone; for the node."""
         rank = self._ranks_of.get(peer.incarnation)
         if rank is not None and rank != self.members.rank:
-            self.members.leave(rank, reason)
+            self.members.leave(rank, reason, died=not peer.has_left)
 
     def abort(self, reason: str) -> None:
         """End everything on all ranks."""

@@ -1,4 +1,5 @@
-"""What a group's ranks say to each other outside of collectives: sends and receives, failures, farewells.
+"""What a group's ranks say to each other outside of collectives: sends and receives, failures, farewells, and
+how far they are.
 
 Every pair of ranks has one ordered stream of *notes*. A small tensor comes with its note. For a large one
 the note is an offer; the receiver answers when it has a tensor for it, and only then the data travels, on a
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from struct import Struct
+from time import monotonic
 from typing import Final
 
 import torch
@@ -27,6 +29,7 @@ from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.transfer import Transfer
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
+from rpc.runtime.blocking import wait_for_event
 from rpc.runtime.tasks import Task
 from spmd.collectives.errors import KINDS, CollectiveError, CollectiveMismatchError, RankLostError
 from spmd.collectives.formation import DATA, NOTES
@@ -42,6 +45,8 @@ ANY: Final = -1
 _SMALL_BYTES: Final = 32 << 10
 _HEADER: Final = Struct("<BqQ24s")  # kind, tag or number of the offer, bytes, dtype
 _NUMBER_BYTES: Final = 8
+_ANSWER_SECONDS: Final = 1.0
+"""How long a rank may take to say how far it is, which its agent does."""
 
 
 class _Kind(enum.IntEnum):
@@ -51,6 +56,8 @@ class _Kind(enum.IntEnum):
     REFUSE = 3  # why follows
     FAIL = 4  # the group has failed; the number is that of the error's class, why follows
     LEAVE = 5  # this rank takes part no more
+    ASK = 6  # how many collectives have you begun?
+    ANSWER = 7  # so many, in the place of the size; the number is that of the question
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +76,22 @@ class _Arrival:
     dtype: str
     rest: bytes
     is_offer: bool
+
+
+class _Question:
+    """How far the other ranks are."""
+
+    def __init__(self, asked: Sequence[int]) -> None:
+        self.unanswered = set(asked)
+        self.behind: set[int] = set()
+        self.is_answered = threading.Event()
+
+    def answered(self, rank: int, is_behind: bool) -> None:
+        self.unanswered.discard(rank)
+        if is_behind:
+            self.behind.add(rank)
+        if not self.unanswered:
+            self.is_answered.set()
 
 
 class Messages:
@@ -103,6 +126,9 @@ class Messages:
         self._sending = threading.Lock()
         self._closed = False
         self._posts: dict[int, Transfer] = {}
+        self.begun = 0
+        """How many collectives this rank has begun."""
+        self._questions: dict[int, _Question] = {}
         self._others = [rank for rank in range(members.size) if rank != members.rank]
         members.watch(self._end_hopeless)
 
@@ -287,6 +313,12 @@ class Messages:
             self._members.fail(kind_of_error(rest.decode(errors="replace")), tell=False)
         elif kind == _Kind.LEAVE:
             self._members.leave(rank, "it has left the process group")
+        elif kind == _Kind.ASK:
+            self._note(rank, _Kind.ANSWER, number, self.begun)
+        elif kind == _Kind.ANSWER:
+            question = self._questions.get(number)
+            if question is not None:
+                question.answered(rank, size < self.begun)
         else:
             raise ProtocolError(f"a note of kind {kind}")
         return True
@@ -323,6 +355,21 @@ class Messages:
                     work.finish(self._as_lost(to, error))
                 else:
                     message.on_done(partial(self._ended, to, work, tensor))
+
+    # ---- who is behind
+
+    def ask_who_is_behind(self) -> list[int]:
+        """The ranks that have not begun the collective that this one is at, or do not say so soon."""
+        asked = [rank for rank in self._others if rank not in self._members.gone]
+        number = next(self._numbers)
+        question = self._questions[number] = _Question(asked)
+        for rank in asked:
+            self._note(rank, _Kind.ASK, number)
+        try:
+            wait_for_event(question.is_answered, monotonic() + _ANSWER_SECONDS)
+        finally:
+            del self._questions[number]
+        return sorted(question.behind | question.unanswered)
 
     # ---- the end
 

@@ -239,7 +239,8 @@ def _as_tensors(message: list[memoryview], like: Sequence[torch.Tensor]) -> list
 
 
 class NetworkCollectives:
-    """The collectives of some ranks over messages. One thread at a time. Tensors are contiguous.
+    """The ``Algorithms`` of some ranks over messages, as part of those of more ranks: all-reduce and reduce
+    take tensors that have been ``prepare``d, and how many the result is made of.
 
     Args:
         channel: the messages.
@@ -314,18 +315,11 @@ class NetworkCollectives:
     # ---- operations
 
     def barrier(self, signature: bytes, deadline: float = INFINITE) -> None:
-        """Returns when all ranks have called it."""
         self._run(signature, deadline, schedules.barrier(self._me, self._size), [])
 
     def all_reduce(
         self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction, count: int
     ) -> None:
-        """``tensor`` becomes the reduction of all ranks' tensors; the same everywhere, bit by bit.
-
-        Args:
-            tensor: has been ``prepare``d.
-            count: of how many tensors the result is made.
-        """
         steps = schedules.all_reduce(self._me, self._size, tensor.nbytes)
         blocks = of_even_size(tensor, schedules.count_blocks(self._size, tensor.nbytes))
         self._run(signature, deadline, steps, blocks, reduction)
@@ -340,7 +334,7 @@ class NetworkCollectives:
         root: int,
         count: int,
     ) -> None:
-        """As ``all_reduce``, at ``root``; elsewhere ``tensor`` is what has been reduced so far."""
+        """At other ranks than ``root`` ``tensor`` becomes what has been reduced so far."""
         place = self._ranks.index(root)
         self._run(
             signature, deadline, schedules.reduce(self._me, self._size, place), [tensor.view(-1)], reduction
@@ -349,7 +343,6 @@ class NetworkCollectives:
             reduction.finish(tensor, count)
 
     def broadcast(self, signature: bytes, deadline: float, tensor: torch.Tensor, root: int) -> None:
-        """``tensor`` becomes that of ``root``, everywhere."""
         place = self._ranks.index(root)
         steps = schedules.broadcast(self._me, self._size, tensor.nbytes, place)
         self._run(
@@ -362,7 +355,6 @@ class NetworkCollectives:
     def all_gather(
         self, signature: bytes, deadline: float, outputs: Sequence[torch.Tensor], mine: torch.Tensor
     ) -> None:
-        """Each rank's ``mine`` becomes the output at its place, everywhere. They may differ in size."""
         copy_bytes(mine, outputs[self._me])
         largest = max(each.nbytes for each in outputs)
         steps = schedules.all_gather(self._me, self._size, largest * self._size)
@@ -376,7 +368,6 @@ class NetworkCollectives:
         inputs: Sequence[torch.Tensor],
         reduction: Reduction,
     ) -> None:
-        """``output`` becomes the reduction of all ranks' inputs at this rank's place. All have one size."""
         blocks = [each.clone() for each in inputs]
         for each in blocks:
             reduction.prepare(each)
@@ -392,7 +383,6 @@ class NetworkCollectives:
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
     ) -> None:
-        """Output i becomes input ``rank`` of rank i. Sizes may differ from pair to pair, and be 0."""
         copy_bytes(inputs[self._me], outputs[self._me])
         blocks = [*inputs, *outputs]
         self._run(signature, deadline, schedules.all_to_all(self._me, self._size), blocks)
@@ -405,7 +395,6 @@ class NetworkCollectives:
         mine: torch.Tensor,
         root: int,
     ) -> None:
-        """As ``all_gather``, to ``root`` alone; ``outputs`` is None on the others."""
         place = self._ranks.index(root)
         if outputs is not None:
             copy_bytes(mine, outputs[place])
@@ -420,7 +409,6 @@ class NetworkCollectives:
         inputs: Sequence[torch.Tensor] | None,
         root: int,
     ) -> None:
-        """``output`` becomes the input at this rank's place of ``root``; ``inputs`` is None on the others."""
         place = self._ranks.index(root)
         if inputs is not None:
             copy_bytes(inputs[place], output)
