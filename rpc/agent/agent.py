@@ -173,6 +173,7 @@ class Agent:
         self.dispatcher.unwrap(Kind.IN_SEGMENT, self.shared_memory.unwrap)
         self.dispatcher.on(Kind.BULK, self.bulk.received, any_thread=True)
         self.dispatcher.on(Kind.BULK_CREDIT, self.bulk.credited, any_thread=True)
+        self.dispatcher.on(Kind.BULK_CLOSE, self.bulk.closed, any_thread=True)
         try:
             self.addresses = self.on_loop(self.connections.listen, listen_host, listen_port)
         except BaseException as error:
@@ -234,7 +235,7 @@ class Agent:
         self.peers.leave(peer, reason)
         self.control.forget(peer)
         self.calls.lost(peer)
-        for handler in self.hooks.gone:
+        for handler in list(self.hooks.gone):  # one may be removed meanwhile
             handler(peer, reason)
         self.departure.worker_gone(peer)
         if self.events.peer_lost:
@@ -260,6 +261,7 @@ class Agent:
             "pending_calls": len(self.calls),
             "postponed_requests": self.postponed.value,
             "unacknowledged_control_messages": self.control.unacknowledged(),
+            "bulk_tags": self.bulk.tags,
             "connected_peers": sum(peer.connected and not peer.is_self for peer in self.peers.all()),
         }
         info = {f"agent.{key}": value for key, value in counts.items()}

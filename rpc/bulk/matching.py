@@ -50,8 +50,11 @@ class Inbound(Generic[P, M]):
         self._held = 0
         self._next = first
         self._reported = 0
+        self._closed = False
+        self.end: int | None = None
+        """The number that the first message would have which does not come any more, once that is known."""
         self.matched = 0
-        """The cost of all messages that were ever matched."""
+        """The cost of all messages that were ever matched, or dropped."""
 
     def posted(self, post: P) -> list[tuple[P, M]]:
         """A buffer is posted."""
@@ -73,13 +76,32 @@ class Inbound(Generic[P, M]):
 
     def _match(self) -> list[tuple[P, M]]:
         pairs: list[tuple[P, M]] = []
-        while self._posts and self._next in self._arrived:
+        while (self._posts or self._closed) and self._next in self._arrived:
             message, cost = self._arrived.pop(self._next)
             self._next = (self._next + 1) % SEQUENCES
             self._held -= cost
             self.matched += cost
-            pairs.append((self._posts.popleft(), message))
+            if self._posts:
+                pairs.append((self._posts.popleft(), message))
         return pairs
+
+    def close(self) -> list[P]:
+        """Take all posts back; what has arrived, and what will, is dropped."""
+        posts = self.take_posts()
+        self._closed = True
+        self._match()
+        return posts
+
+    def is_complete(self) -> bool:
+        """Whether all messages are matched, or dropped, and no more will come."""
+        return self._next == self.end
+
+    def take_hopeless(self) -> list[P]:
+        """Take back those posts for which no message will come, as is known now."""
+        hopeless: list[P] = []
+        while self.end is not None and len(self._posts) > (self.end - self._next) % SEQUENCES:
+            hopeless.append(self._posts.pop())
+        return hopeless
 
     def post_of(self, sequence: int) -> P | None:
         """Which post a message that has begun to come is for, as things are."""
@@ -142,6 +164,11 @@ class Outbound(Generic[M]):
         self._sent += cost
         sequence, self._next = self._next, (self._next + 1) % SEQUENCES
         return sequence, message
+
+    @property
+    def end(self) -> int:
+        """The number of the message that would be sent next."""
+        return self._next
 
     def reported(self, matched: int) -> None:
         """The receiver has matched so much in all. Raises ``ProtocolError`` if that cannot be."""

@@ -12,6 +12,10 @@ The call id of a frame of kind ``BULK`` is the tag, times 2^32, and the message'
 buffer, the message. A large one has more: the message comes after the first, which has one byte if the sender
 waits to be told of its arrival, and else none. ``BULK_CREDIT`` has a tag for its call id, and one buffer: the
 cost of all messages that were matched u64, and the number of a message that has arrived, or -1, i64.
+``BULK_CLOSE`` has a tag, too, and how many messages its sender has sent under it, modulo 2^32, u32.
+
+A stream is forgotten when both sides have said that and all has arrived: nothing can come under its tag any
+more. Until then the side that has closed it drops what comes, and gives the credit for it.
 
 Nothing here blocks but ``Transfer.wait``. When a worker is gone, all that was posted for it and has not come
 fails at once, and so does all that was sent to it and is not known to have arrived.
@@ -19,6 +23,7 @@ fails at once, and so does all that was sent to it and is not known to have arri
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +32,7 @@ from typing import Any, Final, NamedTuple
 
 from rpc.bulk.matching import SEQUENCES, Inbound, Outbound
 from rpc.bulk.transfer import Transfer, as_bytes
-from rpc.errors import ForkedProcessError, NotInitializedError, ProtocolError, WorkerLostError
+from rpc.errors import ForkedProcessError, NotInitializedError, ProtocolError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
@@ -36,10 +41,14 @@ from rpc.transport.base import SMALL_BYTES
 from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame, Kind, encode, encode_small
 
-__all__ = ["MAX_TAG", "Bulk"]
+__all__ = ["MAX_TAG", "RESERVED_TAGS", "Bulk"]
 
 MAX_TAG: Final = (1 << 32) - 1
 
+RESERVED_TAGS: Final = 1 << 30
+"""Tags from here on, as many as there are below, are given by ``reserve``."""
+
+_END: Final = Struct("<I")
 _CREDIT: Final = Struct("<Qq")
 _NONE: Final = -1
 
@@ -67,6 +76,11 @@ class _Stream:
         """Of messages, by number, that began to come when they had a post, and are not matched yet."""
         self.unacknowledged: dict[int, Transfer] = {}
         """By number: sent from where they lie, and not known to have arrived."""
+        self.is_closed = False
+
+    def is_over(self) -> bool:
+        """Whether both sides have closed it, and nothing is under way."""
+        return self.is_closed and self.inbound.is_complete() and not self.unacknowledged
 
     def take_back(self, transfer: Transfer) -> bool:
         """Take back a post, and the targets of all messages that go to another now, or to none."""
@@ -117,6 +131,7 @@ class Bulk:
         self._lose = lose
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._streams: dict[tuple[int, int], _Stream] = {}
+        self._reserved: dict[int, int] = {}
         self._ended: type[NotInitializedError] | None = None
 
     @protected
@@ -139,6 +154,7 @@ class Bulk:
         peer.check_size(transfer.size)
         with self._lock:
             self._check(peer)
+            self._check_open(stream)
             stream.outbound.add(transfer, transfer.size)
         self._send_waiting(stream)
         return transfer
@@ -162,10 +178,13 @@ class Bulk:
         stream = self._stream(peer, tag)
         transfer = Transfer(peer, stream.incoming, targets, partial(self._withdraw, stream))
         with self._lock:
+            self._check_open(stream)
             pairs = stream.inbound.posted(transfer)
             if not pairs:
                 try:
                     self._check(peer)
+                    if stream.inbound.take_hopeless():
+                        raise RpcError(f"{stream.incoming} will not come: that worker has closed the tag")
                 except BaseException:
                     stream.inbound.withdraw(transfer)
                     raise
@@ -175,6 +194,80 @@ class Bulk:
             each.fill()
         self._report(stream)
         return transfer
+
+    def reserve(self, peer: Peer, count: int) -> int:
+        """The first of ``count`` tags that nobody uses with a worker, from ``RESERVED_TAGS`` on.
+
+        Two workers must not both reserve tags with each other.
+
+        Raises:
+            RpcError: all are reserved.
+        """
+        with self._lock:
+            first = self._reserved.get(peer.incarnation, RESERVED_TAGS)
+            if first + count > 2 * RESERVED_TAGS:
+                raise RpcError(f"all tags for messages between this worker and '{peer.name}' were used once")
+            self._reserved[peer.incarnation] = first + count
+        return first
+
+    @protected
+    def close_tag(self, peer: Peer, tag: int) -> None:
+        """Send and receive no more under a tag: what still comes is dropped, what waits fails.
+
+        When the other worker has closed it, too, and nothing is under way, nothing is left of it. Whether and
+        when it has is not told, so the tag must not be used again.
+        """
+        try:
+            stream = self._stream(peer, tag)
+        except (WorkerLostError, NotInitializedError):
+            return
+        with self._lock:
+            if stream.is_closed:
+                return
+            stream.is_closed = True
+            stream.take_back_targets()
+            ended = [*stream.inbound.close(), *stream.outbound.take_waiting()]
+            end = _END.pack(stream.outbound.end)
+            self._forget_if_over(stream)
+        for transfer in ended:
+            transfer.end(RpcError(f"{transfer.what} has failed: this worker has closed the tag"))
+        with contextlib.suppress(WorkerLostError):
+            peer.send_small(encode_small(Kind.BULK_CLOSE, tag, {}, (end,)), 0)
+        self._report(stream)
+
+    def closed(self, peer: Peer, frame: Frame) -> None:
+        """A worker has closed a tag, and says how many messages it has sent."""
+        if frame.header or len(frame.buffers) != 1 or len(frame.buffers[0]) != _END.size:
+            raise ProtocolError("a malformed end of bulk messages")
+        try:
+            stream = self._stream(peer, frame.call_id)
+        except (WorkerLostError, NotInitializedError):
+            return
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        with self._lock:
+            if stream.inbound.end is not None:
+                raise ProtocolError(f"tag {stream.tag} is closed twice")
+            (stream.inbound.end,) = _END.unpack(frame.buffers[0])
+            hopeless = stream.inbound.take_hopeless()
+            self._forget_if_over(stream)
+        for transfer in hopeless:
+            transfer.end(RpcError(f"{transfer.what} will not come: that worker has closed the tag"))
+
+    @property
+    def tags(self) -> int:
+        """How many tags are in use, each counted for each worker."""
+        return len(self._streams)
+
+    def _forget_if_over(self, stream: _Stream) -> None:
+        """With the lock."""
+        if stream.is_over():
+            self._streams.pop((stream.peer.incarnation, stream.tag), None)
+
+    def _check_open(self, stream: _Stream) -> None:
+        """With the lock."""
+        if stream.is_closed:
+            raise RpcError(f"this worker has closed tag {stream.tag} for worker '{stream.peer.name}'")
 
     def _stream(self, peer: Peer, tag: int) -> _Stream:
         try:
@@ -215,6 +308,7 @@ class Bulk:
                     self._lose(stream.peer, f"a bulk message to it cannot be sent: {failure}")
             with self._lock:
                 mine = stream.unacknowledged.pop(sequence, None) is not None
+                self._forget_if_over(stream)
             if mine:
                 transfer.end(error)
 
@@ -235,12 +329,15 @@ class Bulk:
     def credited(self, peer: Peer, frame: Frame) -> Task | None:
         """A worker says what has been matched there, and what has arrived. May return what is to be done."""
         with self._lock:
-            stream = self._streams.get((peer.incarnation, frame.call_id))
-            if stream is None or len(frame.buffers) != 1 or len(frame.buffers[0]) != _CREDIT.size:
+            if len(frame.buffers) != 1 or len(frame.buffers[0]) != _CREDIT.size:
                 raise ProtocolError("a malformed credit")
+            stream = self._streams.get((peer.incarnation, frame.call_id))
+            if stream is None:
+                return None  # both have closed it
             matched, sequence = _CREDIT.unpack(frame.buffers[0])
             stream.outbound.reported(matched)
             arrived = stream.unacknowledged.pop(sequence, None)
+            self._forget_if_over(stream)
         if arrived is not None:
             arrived.end()
         return (self._send_waiting, stream) if stream.outbound else None
@@ -265,6 +362,7 @@ class Bulk:
             arrived = _Arrived(sequence, buffers)
             matched = stream.inbound.arrived(sequence, arrived, sum(map(len, arrived.message())))
             pairs = [(each, self._take(stream, came)) for each, came in matched]
+            self._forget_if_over(stream)
         self._report(stream, sequence if rest and first else _NONE)
         left = [transfer for transfer, message in pairs if transfer.deliver(message)]
         return (_fill, left) if left else None
@@ -296,7 +394,8 @@ class Bulk:
                 return
             credit = _CREDIT.pack(stream.inbound.matched, arrived)
         try:
-            stream.peer.send_small(encode_small(Kind.BULK_CREDIT, stream.tag, {}, (credit,)), 0)
+            frame = encode_small(Kind.BULK_CREDIT, stream.tag, {}, (credit,))
+            stream.peer.send_small(frame, 0, patient=True)  # else it would have all chunks be short
         except WorkerLostError:
             return  # ``peer_gone`` follows
 
@@ -316,6 +415,7 @@ class Bulk:
             for stream in mine:
                 if not stream.inbound:
                     del self._streams[peer.incarnation, stream.tag]
+            self._reserved.pop(peer.incarnation, None)
         for transfer in transfers:
             transfer.end(peer.lost_error(f"{transfer.what} was not delivered"))
 

@@ -293,7 +293,8 @@ class Connections:
     def goodbye_received(self, peer: Peer, frame: Frame) -> None:
         """A peer leaves, and says so."""
         reason = legible(frame.header.get("reason", "it left"))
-        self._lose(peer, reason, logging.WARNING if reason.startswith(CRASHED) else logging.INFO)
+        peer.has_left = not reason.startswith(CRASHED)
+        self._lose(peer, reason, logging.INFO if peer.has_left else logging.WARNING)
 
     def _lose(self, peer: Peer, reason: str, level: int) -> None:
         if not peer.step(Event.LOSE):

@@ -63,6 +63,8 @@ class Peer:
         """How threads may read the connection."""
         self.lost: str | None = None
         """Why the worker is gone; None while it is not."""
+        self.has_left = False
+        """Whether it is gone because it left, and said so."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0
@@ -116,14 +118,14 @@ class Peer:
         except ConnectionClosed:
             raise self.lost_error() from None
 
-    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         """As ``send``, for a frame in one piece: the way of most calls. See ``Connection.send_small``."""
         connection = self.connection
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
             return
         try:
-            connection.send_small(frame, wait, coalesce=coalesce)
+            connection.send_small(frame, wait, coalesce=coalesce, patient=patient)
         except ConnectionClosed:
             raise self.lost_error() from None
 

@@ -154,9 +154,12 @@ class Connection(Protocol):
             QueueFull: there is no room in the send queue; the frame was not sent.
         """
 
-    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         """As ``send``, for a frame in one piece: of ``SMALL_BYTES``, and what a prefix and a header take.
-        With ``coalesce`` it may go out with those that follow, moments later, or at ``flush``.
+
+        Args:
+            coalesce: it may go out with those that follow, moments later, or at ``flush``.
+            patient: it may wait behind a long chunk of a large message.
         """
 
     def flush(self) -> None:
@@ -207,7 +210,7 @@ class DirectConnection:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         self.pass_on(bytearray().join(buffers))
 
-    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         self.send((frame,), len(frame))
 
     def flush(self) -> None:

@@ -83,9 +83,9 @@ class ByteStream(Protocol):
         broken.
         """
 
-    def read_into(self, buffer: memoryview) -> int | None:
-        """Read at most what the buffer holds; returns how many bytes, 0 at the end, None if there are none
-        now. ``OSError`` if the stream is broken.
+    def read_into(self, buffers: Sequence[memoryview]) -> int | None:
+        """Read at most what the buffers hold, into one after the other; returns how many bytes, 0 at the end,
+        None if there are none now. ``OSError`` if the stream is broken.
         """
 
     def close(self) -> None:
@@ -117,9 +117,9 @@ class SocketStream:
         except (BlockingIOError, InterruptedError):
             return 0
 
-    def read_into(self, buffer: memoryview) -> int | None:
+    def read_into(self, buffers: Sequence[memoryview]) -> int | None:
         try:
-            return self.socket.recv_into(buffer)
+            return self.socket.recvmsg_into(buffers)[0]
         except (BlockingIOError, InterruptedError):
             return None
 

@@ -165,7 +165,7 @@ class StreamConnection:
         target = decoder.target
         try:
             with contextlib.nullcontext() if target is None else target.lock:  # not taken back meanwhile
-                received = self._stream.read_into(decoder.buffer())
+                received = self._stream.read_into(decoder.buffers())
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
             return 0

@@ -21,7 +21,7 @@ SILENT_SECONDS = 60
 _NEXT_ADDRESS_SECONDS: Final = 0.25
 """How long an address may take before the next one is tried as well."""
 _NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
-_UNSENT_BYTES: Final = 128 << 10
+_UNSENT_BYTES: Final = 256 << 10
 """What the kernel keeps of large messages delays small ones. It needs little beyond what is under way on the
 network.
 """

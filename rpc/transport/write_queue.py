@@ -139,7 +139,7 @@ class WriteQueue:
             self.drain()
 
     @protected
-    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         """Send a frame in one piece; see ``Connection.send_small``."""
         if (self._queued_bytes or not self._open or self.error) and not self._is_ready(wait, False):
             return
@@ -152,7 +152,7 @@ class WriteQueue:
                 self.tell_loop(self._flush)
             return
         if not self._write_now((frame,), len(frame)):
-            self._enqueue([frame], len(frame))
+            self._enqueue([frame], len(frame), patient=patient)
         if self._queue or self.outgoing.unsent:
             self.drain()
 
@@ -206,11 +206,11 @@ class WriteQueue:
         with self._count_lock:
             return wait_while(self._is_full, self._room, deadline)
 
-    def _enqueue(self, pieces: Iterable[Any], size: int) -> None:
+    def _enqueue(self, pieces: Iterable[Any], size: int, *, patient: bool = False) -> None:
         with self._count_lock:
             self._queued_bytes += size
             self._queue.extend(pieces)
-        if self.outgoing:
+        if self.outgoing and not patient:
             self.outgoing.shorten()
 
     def _capture(self, piece: Any) -> Any:
@@ -381,7 +381,12 @@ class WriteQueue:
 
     def _writable(self) -> None:
         if not self.lock.acquire(False):
-            return  # somebody looks at the queue right now; the event comes again
+            if not self._finishing:
+                # Leave it to who has the lock, since the event would come again and again meanwhile.
+                self._loop.remove_writer(self._stream.fileno())
+                self._stalled = False
+                self.drain()
+            return
         try:
             self._write(_LOOP_BYTES)
             if not self:

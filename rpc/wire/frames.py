@@ -102,6 +102,7 @@ class Kind:
     LANE: Final = 16
     BULK: Final = 18
     BULK_CREDIT: Final = 19
+    BULK_CLOSE: Final = 22
     CHALLENGE: Final = 20
     PROOF: Final = 21
     EXTENSION: Final = 32
@@ -318,6 +319,13 @@ class Decoder:
             return self._body[self._filled :]
         return self._view[self.scratch_offset : self.scratch_end]
 
+    def buffers(self) -> list[memoryview]:
+        """As ``buffer``; behind a chunk, where what follows it goes in the same read."""
+        buffer = self.buffer()
+        if self._message is None or len(buffer) < self._chunk_bytes - self._filled:
+            return [buffer]
+        return [buffer, self._view[:_BETWEEN_CHUNKS_BYTES]]
+
     @property
     def target(self) -> Target | None:
         """Whose memory the next bytes go to, if it is somebody's."""
@@ -325,15 +333,18 @@ class Decoder:
         return None if message is None else message.target
 
     def received(self, count: int) -> list[Frame]:
-        """Take note that ``count`` bytes were written to the start of ``buffer()``; returns the frames that
-        are complete now, in order. Raises ``ProtocolError`` if the bytes are not what the protocol allows.
+        """Take note that ``count`` bytes were written to ``buffer()`` or ``buffers()``; returns the frames
+        that are complete now, in order. Raises ``ProtocolError`` if they are not what the protocol allows.
         """
         frames: list[Frame] = []
         if self.scratch_offset < 0:
+            left = (len(self._body) if self._message is None else self._chunk_bytes) - self._filled
             self._filled += count
             self._at += count
-            if self._filled == (len(self._body) if self._message is None else self._chunk_bytes):
+            if count >= left:
                 self._body_filled(frames)
+            if count > left:
+                self._read_frames(frames, count - left)
             return frames
         end = self.scratch_offset + count
         if self._greeted or self._read_preamble(end):

@@ -20,10 +20,10 @@ from typing import Any, Final
 
 import msgpack
 
-from rpc.bulk.point_to_point import Bulk
+from rpc.bulk.point_to_point import RESERVED_TAGS, Bulk
 from rpc.bulk.shared_memory import fd_channel
 from rpc.bulk.shared_memory import memory as shared_memory
-from rpc.errors import RpcError, RpcTimeoutError
+from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.interrupts import interruptible
 from spmd.collectives import futex
@@ -31,13 +31,13 @@ from spmd.collectives.board import board_bytes
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
 from spmd.collectives.local import header_bytes
 
-__all__ = ["CHANNELS", "Formation", "form"]
+__all__ = ["COLLECTIVES", "DATA", "NOTES", "Formation", "close_tags", "form"]
 
-CHANNELS: Final = 4
-"""How many tags a group has, from its first on."""
+COLLECTIVES, NOTES, DATA = _CHANNELS = range(3)
+"""The tags that a group has with each other rank, from the first of them on."""
 
-_FORMING: Final = 1 << 31
-"""Tags from here on are those of groups that are being formed, by name."""
+_FORMING: Final = 2 * RESERVED_TAGS
+"""Tags from here on, as many as there are reserved ones twice, are those of groups that are being formed."""
 
 _RECORD: Final = b"board"
 _LOOK_SECONDS: Final = 0.02
@@ -49,12 +49,12 @@ class Formation:
     """What all ranks of a group have agreed upon.
 
     Attributes:
-        first_tag: of the group's ``CHANNELS``.
+        tags: by rank, the first of those for messages to and from it.
         domains: the ranks that share memory, in order; one of one rank shares with nobody.
         mapping: the memory of this rank's domain, if it has others.
     """
 
-    first_tag: int
+    tags: Sequence[int]
     domains: Sequence[Sequence[int]]
     mapping: shared_memory.Mapping | None
 
@@ -64,7 +64,7 @@ class _Talk:
 
     def __init__(self, bulk: Bulk, peers: Sequence[Peer], rank: int, tag: int, deadline: float) -> None:
         self._bulk, self._peers, self._rank = bulk, peers, rank
-        self._tag, self._deadline = tag, deadline
+        self._tag, self.deadline = tag, deadline
 
     def tell(self, rank: int, value: Any) -> None:
         self._bulk.send(self._peers[rank], self._tag, msgpack.packb(value))
@@ -75,22 +75,43 @@ class _Talk:
 
     def value(self, message: Any, rank: int) -> Any:
         try:
-            buffers = message.wait(max(0.0, self._deadline - monotonic()))
+            buffers = message.wait(max(0.0, self.deadline - monotonic()))
         except RpcTimeoutError:
             message.cancel()
             raise CollectiveTimeoutError(
                 f"rank {rank} (worker '{self._peers[rank].name}') has not joined the group in time"
             ) from None
+        except WorkerLostError:
+            raise
+        except RpcError as error:
+            raise CollectiveError(
+                f"rank {rank} (worker '{self._peers[rank].name}') has not formed the group: {error}"
+            ) from error
         return msgpack.unpackb(b"".join(buffers))
 
-    def gather(self, value: Any) -> list[Any]:
-        """What all ranks say, by rank."""
+    def gather(self, values: Sequence[Any]) -> list[Any]:
+        """What all ranks say to this one, by rank; it says each of ``values`` to one of them."""
         others = [rank for rank in range(len(self._peers)) if rank != self._rank]
         for rank in others:
-            self.tell(rank, value)
+            self.tell(rank, values[rank])
         said = {rank: self.value(self.post(rank), rank) for rank in others}
-        said[self._rank] = value
+        said[self._rank] = values[self._rank]
         return [said[rank] for rank in range(len(self._peers))]
+
+    def reserve(self) -> list[int]:
+        """The first tag for messages with each rank, for those that this one chooses; -1 for the others.
+
+        Of two workers always the same one reserves their tags, so no two groups have any in common.
+        """
+        me = self._peers[self._rank].incarnation
+        return [
+            self._bulk.reserve(peer, len(_CHANNELS)) if me < peer.incarnation else -1 for peer in self._peers
+        ]
+
+    def close(self) -> None:
+        for rank, peer in enumerate(self._peers):
+            if rank != self._rank:
+                self._bulk.close_tag(peer, self._tag)
 
 
 def form(
@@ -112,11 +133,21 @@ def form(
         CollectiveError: the ranks do not agree on the group.
         WorkerLostError: one is gone.
     """
-    deadline = monotonic() + timeout
-    talk = _Talk(bulk, peers, rank, _FORMING + (zlib.crc32(f"{key}/{name}".encode()) >> 1), deadline)
+    # Two groups of one tag would have to be formed at the same time, by the same workers, in different order;
+    # then they find that the names differ.
+    tag = _FORMING + (zlib.crc32(f"{key}/{name}".encode()) >> 1)
+    talk = _Talk(bulk, peers, rank, tag, monotonic() + timeout)
+    try:
+        return _form(talk, peers, rank, name, share)
+    finally:
+        talk.close()
+
+
+def _form(talk: _Talk, peers: Sequence[Peer], rank: int, name: str, share: bool) -> Formation:
     share = share and futex.AVAILABLE and shared_memory.AVAILABLE
     host = peers[rank].member.host if share else secrets.token_hex(8)
-    said = talk.gather([name, len(peers), host, secrets.randbits(29) * CHANNELS])
+    reserved = talk.reserve()
+    said = talk.gather([[name, len(peers), host, tag] for tag in reserved])
     for other, (its_name, its_size, _, _) in enumerate(said):
         if (its_name, its_size) != (name, len(peers)):
             raise CollectiveError(
@@ -125,14 +156,22 @@ def form(
             )
     hosts = [each[2] for each in said]
     together = [other for other in range(len(peers)) if hosts[other] == host]
-    mapping = _share(talk, rank, together, deadline) if len(together) > 1 else None
-    has_it = talk.gather(mapping is not None)
+    tags = [mine if mine >= 0 else each[3] for mine, each in zip(reserved, said, strict=True)]
+    mapping = _share(talk, rank, together, talk.deadline) if len(together) > 1 else None
+    has_it = talk.gather([mapping is not None] * len(peers))
     domains: list[list[int]] = []
     for host_name in dict.fromkeys(hosts):
         members = [other for other in range(len(peers)) if hosts[other] == host_name]
         domains.extend([members] if all(has_it[each] for each in members) else [[each] for each in members])
     shares = any(rank in domain and len(domain) > 1 for domain in domains)
-    return Formation(said[0][3], sorted(domains), mapping if shares else None)
+    return Formation(tags, sorted(domains), mapping if shares else None)
+
+
+def close_tags(bulk: Bulk, peers: Sequence[Peer], rank: int, tags: Sequence[int]) -> None:
+    """A rank takes part in a group no more, which has these tags; see ``Formation``."""
+    for other, peer in enumerate(peers):
+        for channel in _CHANNELS if other != rank else ():
+            bulk.close_tag(peer, tags[other] + channel)
 
 
 def _share(talk: _Talk, rank: int, together: Sequence[int], deadline: float) -> shared_memory.Mapping | None:

@@ -12,9 +12,10 @@ import torch
 from rpc.bulk.transfer import Transfer
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE
+from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.board import Board
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
-from spmd.collectives.formation import form
+from spmd.collectives.formation import COLLECTIVES, close_tags, form
 from spmd.collectives.hierarchy import HierarchicalCollectives
 from spmd.collectives.local import LocalCollectives, header_bytes
 from spmd.collectives.membership import Membership
@@ -26,23 +27,21 @@ from spmd.collectives.work import GroupWork
 
 __all__ = ["Group"]
 
-_COLLECTIVES, _NOTES, _DATA = range(3)
-
-Perform = Callable[[Any, bytes, float], object]
+Perform = Callable[[Algorithms, bytes, float], object]
 """Does an operation: given the group's collectives, the signature, and the deadline."""
 
 
 class _Channel:
     """Messages of collectives, to and from ranks."""
 
-    def __init__(self, node: Node, peers: Sequence[Peer], tag: int) -> None:
-        self._bulk, self._peers, self._tag = node.agent.bulk, peers, tag
+    def __init__(self, node: Node, peers: Sequence[Peer], tags: Sequence[int]) -> None:
+        self._bulk, self._peers, self._tags = node.agent.bulk, peers, tags
 
     def send(self, rank: int, buffers: list[Any]) -> Transfer:
-        return self._bulk.send(self._peers[rank], self._tag, buffers)
+        return self._bulk.send(self._peers[rank], self._tags[rank] + COLLECTIVES, buffers)
 
     def post(self, rank: int, into: Any) -> Transfer:
-        return self._bulk.post(self._peers[rank], self._tag, into)
+        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into)
 
 
 class Group:
@@ -68,27 +67,28 @@ class Group:
         bulk = node.agent.bulk
         share = node.agent.options.shared_memory_bytes > 0
         formation = form(bulk, peers, rank, name, node.key, share, timeout or INFINITE)
-        tag = formation.first_tag
-        self.messages = Messages(bulk, peers, self.members, tag + _NOTES, tag + _DATA, node.agent.run_soon)
-        self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tag))
+        tags = formation.tags
+        self._close_tags = partial(close_tags, bulk, peers, rank, tags)
+        self.messages = Messages(bulk, peers, self.members, tags, node.agent.run_soon)
+        self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tags))
         self._sequencer = Sequencer(f"farcall-group-{name}")
         self._closed = False
         self.messages.begin()
         node.add(self)
 
-    def _build(self, domains: Sequence[Sequence[int]], mapping: Any, channel: _Channel) -> Any:
+    def _build(self, domains: Sequence[Sequence[int]], mapping: Any, channel: _Channel) -> Algorithms:
         members = self.members
         local = None
         if mapping is not None:
             mine = next(domain for domain in domains if members.rank in domain)
             board = Board(
-                mapping, mine, mine.index(members.rank), header_bytes(len(mine)), members.check_rank
+                mapping, mine, mine.index(members.rank), header_bytes(len(mine)), members.check_collective
             )
             members.watch(board.wake)
             local = LocalCollectives(board)
             if len(domains) == 1:
                 return local
-        network = HierarchicalCollectives(channel, domains, members.rank, local, members.check_rank)
+        network = HierarchicalCollectives(channel, domains, members.rank, local, members.check_collective)
         members.watch(network.wake)
         return network
 
@@ -129,20 +129,23 @@ class Group:
         members = self.members
         members.check()
         deadline = monotonic() + limit if limit > 0 else INFINITE
+        self.messages.begun += 1
         try:
+            members.check_collective()
             # Not recorded by autograd, and inference tensors may be written on any thread; what
             # ``torch.inference_mode`` does, in a fraction of its time.
             with torch._C._InferenceMode(True):
                 perform(self.algorithms, signature, deadline)
         except RanksMissingError as error:
-            missing = ", ".join(members.describe(each) for each in error.ranks)
+            ranks = self.messages.ask_who_is_behind() or error.ranks
+            missing = ", ".join(members.describe(each) for each in ranks)
             who = members.describe(members.rank)
             reason = (
                 f"{text_of(signature)} has timed out after {limit:g} s at {who}, waiting for {missing}; "
                 "if they are only slow, give the group a longer timeout to wait"
             )
             failure = CollectiveTimeoutError(reason)
-            failure.ranks = error.ranks
+            failure.ranks = ranks
             members.fail(failure)
             raise failure from None
         except CollectiveError as error:
@@ -163,7 +166,7 @@ class Group:
         """A worker is gone; for the node."""
         rank = self._ranks_of.get(peer.incarnation)
         if rank is not None and rank != self.members.rank:
-            self.members.leave(rank, reason)
+            self.members.leave(rank, reason, died=not peer.has_left)
 
     def abort(self, reason: str) -> None:
         """End everything on all ranks."""
@@ -181,4 +184,5 @@ class Group:
         self._closed = True
         self.messages.close()
         self.members.fail(CollectiveError("it has been destroyed"), tell=False)
+        self._close_tags()
         self.node.remove(self)

@@ -19,7 +19,7 @@ __all__ = ["HierarchicalCollectives"]
 
 
 class HierarchicalCollectives:
-    """The collectives of a group of several domains, for one rank. One thread at a time.
+    """The ``Algorithms`` of a group of several domains, for one rank.
 
     Args:
         channel: messages between ranks.
@@ -69,7 +69,6 @@ class HierarchicalCollectives:
         return mine, found
 
     def barrier(self, signature: bytes, deadline: float) -> None:
-        """Returns when all ranks have called it."""
         _, leaders = self._leaders(0)
         if self._local is not None:
             self._local.barrier(signature, deadline)
@@ -79,7 +78,6 @@ class HierarchicalCollectives:
             self._local.barrier(signature, deadline)
 
     def broadcast(self, signature: bytes, deadline: float, tensor: torch.Tensor, root: int) -> None:
-        """``tensor`` becomes that of ``root``, everywhere."""
         leader, leaders = self._leaders(root)
         if leaders is not None:
             leaders.broadcast(signature, deadline, tensor, root)
@@ -89,7 +87,6 @@ class HierarchicalCollectives:
     def all_reduce(
         self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction
     ) -> None:
-        """``tensor`` becomes the reduction of all ranks' tensors; the same everywhere, bit by bit."""
         leader, leaders = self._leaders(0)
         self._reduce_in_domain(signature, deadline, tensor, reduction, leader)
         if leaders is not None:
@@ -100,7 +97,6 @@ class HierarchicalCollectives:
     def reduce(
         self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction, root: int
     ) -> None:
-        """As ``all_reduce``, at ``root``; the others' tensors stay as they are."""
         leader, leaders = self._leaders(root)
         mine = tensor if self._rank == root else tensor.clone()
         self._reduce_in_domain(signature, deadline, mine, reduction, leader)

@@ -44,7 +44,7 @@ def header_bytes(size: int) -> int:
 
 
 class LocalCollectives:
-    """The collectives of ranks of one host. One thread at a time. Tensors are contiguous.
+    """The ``Algorithms`` of ranks of one host.
 
     Args:
         board: the shared memory.
@@ -147,19 +147,16 @@ class LocalCollectives:
     # ---- operations
 
     def barrier(self, signature: bytes, deadline: float) -> None:
-        """Returns when all ranks have called it."""
         self._open(signature, deadline)
 
     def reduce(
         self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction, root: int
     ) -> None:
-        """As ``all_reduce``, at ``root``; the others' tensors stay as they are."""
         self.all_reduce(signature, deadline, tensor, reduction, root)
 
     def all_gather(
         self, signature: bytes, deadline: float, outputs: Sequence[torch.Tensor], mine: torch.Tensor
     ) -> None:
-        """Each rank's ``mine`` becomes the output at its place, everywhere. They may differ in size."""
         source, size = mine.data_ptr(), mine.nbytes
         targets = [each.data_ptr() for each in outputs]
         limits = [each.nbytes for each in outputs]
@@ -183,7 +180,6 @@ class LocalCollectives:
         mine: torch.Tensor,
         root: int,
     ) -> None:
-        """As ``all_gather``, to ``root`` alone; ``outputs`` is None on the others."""
         source = mine.data_ptr()
         sends = [mine.nbytes if rank == root else 0 for rank in self._everybody]
         targets = [each.data_ptr() for each in outputs or ()]
@@ -204,7 +200,6 @@ class LocalCollectives:
         )
 
     def broadcast(self, signature: bytes, deadline: float, tensor: torch.Tensor, root: int) -> None:
-        """``tensor`` becomes that of ``root``, everywhere."""
         address, size = tensor.data_ptr(), tensor.nbytes
         is_root = self._me == root
 
@@ -227,7 +222,6 @@ class LocalCollectives:
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
     ) -> None:
-        """Output i becomes input ``rank`` of rank i. Sizes may differ from pair to pair, and be 0."""
         part = self._chunk_bytes(SLOT_BYTES * self._size)
         sources = [each.data_ptr() for each in inputs]
         sizes = [each.nbytes for each in inputs]
@@ -255,7 +249,6 @@ class LocalCollectives:
         inputs: Sequence[torch.Tensor] | None,
         root: int,
     ) -> None:
-        """``output`` becomes the input at this rank's place of ``root``; ``inputs`` is None on the others."""
         empty = output.new_empty(0)
         given = [empty] * self._size if inputs is None else list(inputs)
         outputs = [output if rank == root else empty for rank in self._everybody]
@@ -269,7 +262,6 @@ class LocalCollectives:
         inputs: Sequence[torch.Tensor],
         reduction: Reduction,
     ) -> None:
-        """``output`` becomes the reduction of all ranks' inputs at this rank's place. All have one size."""
         me, dtype = self._me, output.dtype
         part = self._chunk_bytes(output.nbytes * self._size)
         count = part // dtype.itemsize
@@ -313,11 +305,10 @@ class LocalCollectives:
         *,
         last: bool = True,
     ) -> None:
-        """``tensor`` becomes the reduction of all ranks' tensors: everywhere, or only at ``root``.
-
-        All results are the same bit by bit.
+        """See ``Algorithms``.
 
         Args:
+            root: who gets the result; None for all.
             last: no other ranks' tensors are reduced into the result later.
         """
         if self._size == 2 or tensor.nbytes <= _SMALL_BYTES:

@@ -31,6 +31,7 @@ class Membership:
         self.name, self.rank, self.size = name, rank, len(workers)
         self.workers = workers
         self.gone: dict[int, str] = {}
+        self._dead: list[int] = []
         self._tell = tell
         self._failure: CollectiveError | None = None
         self._lock = threading.Lock()
@@ -61,6 +62,17 @@ class Membership:
         if rank in self.gone:
             raise RankLostError(f"{self.describe(rank)} is gone: {self.gone[rank]}")
 
+    def check_collective(self, rank: int | None = None) -> None:
+        """Raise if the group has failed, or ``rank``, which is waited for, is gone, or any other has died, so
+        that not all can end a collective.
+        """
+        for each in self._dead[:1]:
+            self.check_rank(each)
+        if rank is None:
+            self.check()
+        else:
+            self.check_rank(rank)
+
     def error(self) -> CollectiveError:
         """Why the group has failed: a new exception of the first one's class."""
         assert self._failure is not None
@@ -84,8 +96,14 @@ class Membership:
             self._tell(failure)
         self._notify()
 
-    def leave(self, rank: int, reason: str) -> None:
-        """A rank is gone."""
+    def leave(self, rank: int, reason: str, *, died: bool = False) -> None:
+        """A rank is gone.
+
+        Args:
+            died: before it could say that it takes part no more.
+        """
+        if died and rank not in self.gone:
+            self._dead.append(rank)
         self.gone.setdefault(rank, reason)
         self._notify()
 

@@ -1,4 +1,5 @@
-"""What a group's ranks say to each other outside of collectives: sends and receives, failures, farewells.
+"""What a group's ranks say to each other outside of collectives: sends and receives, failures, farewells, and
+how far they are.
 
 Every pair of ranks has one ordered stream of *notes*. A small tensor comes with its note. For a large one
 the note is an offer; the receiver answers when it has a tensor for it, and only then the data travels, on a
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from struct import Struct
+from time import monotonic
 from typing import Final
 
 import torch
@@ -27,8 +29,10 @@ from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.transfer import Transfer
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
+from rpc.runtime.blocking import wait_for_event
 from rpc.runtime.tasks import Task
 from spmd.collectives.errors import KINDS, CollectiveError, CollectiveMismatchError, RankLostError
+from spmd.collectives.formation import DATA, NOTES
 from spmd.collectives.membership import Membership
 from spmd.collectives.memory import bytes_of
 from spmd.collectives.work import GroupWork
@@ -41,6 +45,8 @@ ANY: Final = -1
 _SMALL_BYTES: Final = 32 << 10
 _HEADER: Final = Struct("<BqQ24s")  # kind, tag or number of the offer, bytes, dtype
 _NUMBER_BYTES: Final = 8
+_ANSWER_SECONDS: Final = 1.0
+"""How long a rank may take to say how far it is, which its agent does."""
 
 
 class _Kind(enum.IntEnum):
@@ -50,6 +56,8 @@ class _Kind(enum.IntEnum):
     REFUSE = 3  # why follows
     FAIL = 4  # the group has failed; the number is that of the error's class, why follows
     LEAVE = 5  # this rank takes part no more
+    ASK = 6  # how many collectives have you begun?
+    ANSWER = 7  # so many, in the place of the size; the number is that of the question
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +78,22 @@ class _Arrival:
     is_offer: bool
 
 
+class _Question:
+    """How far the other ranks are."""
+
+    def __init__(self, asked: Sequence[int]) -> None:
+        self.unanswered = set(asked)
+        self.behind: set[int] = set()
+        self.is_answered = threading.Event()
+
+    def answered(self, rank: int, is_behind: bool) -> None:
+        self.unanswered.discard(rank)
+        if is_behind:
+            self.behind.add(rank)
+        if not self.unanswered:
+            self.is_answered.set()
+
+
 class Messages:
     """The notes and tensors between one rank and all others. From any thread; nothing here blocks.
 
@@ -77,7 +101,7 @@ class Messages:
         bulk: of the agent.
         peers: the workers, by rank.
         members: is told of failures and farewells.
-        notes, data: the tags of the two streams.
+        tags: by rank, the first of the group's.
         run_soon: runs tasks on other threads: long copies.
     """
 
@@ -86,12 +110,11 @@ class Messages:
         bulk: Bulk,
         peers: Sequence[Peer],
         members: Membership,
-        notes: int,
-        data: int,
+        tags: Sequence[int],
         run_soon: Callable[[Sequence[Task]], object],
     ) -> None:
         self._bulk, self._peers, self._members = bulk, peers, members
-        self._notes, self._data = notes, data
+        self._tags = tags
         self._run_soon = run_soon
         self._lock = threading.RLock()
         self._receives: list[_Receive] = []
@@ -103,6 +126,9 @@ class Messages:
         self._sending = threading.Lock()
         self._closed = False
         self._posts: dict[int, Transfer] = {}
+        self.begun = 0
+        """How many collectives this rank has begun."""
+        self._questions: dict[int, _Question] = {}
         self._others = [rank for rank in range(members.size) if rank != members.rank]
         members.watch(self._end_hopeless)
 
@@ -127,7 +153,9 @@ class Messages:
             if size <= _SMALL_BYTES:
                 note = _HEADER.pack(_Kind.SMALL, tag, size, dtype)
                 try:
-                    message = self._bulk.send(self._peers[to], self._notes, [note, bytes_of(tensor)])
+                    message = self._bulk.send(
+                        self._peers[to], self._tags[to] + NOTES, [note, bytes_of(tensor)]
+                    )
                 except RpcError as error:
                     raise self._as_lost(to, error) from error
                 message.on_done(partial(self._ended, to, work, tensor))
@@ -190,7 +218,9 @@ class Messages:
         else:
             with self._lock:  # data comes in the order in which offers are accepted
                 try:
-                    message = self._bulk.post(self._peers[source], self._data, bytes_of(tensor))
+                    message = self._bulk.post(
+                        self._peers[source], self._tags[source] + DATA, bytes_of(tensor)
+                    )
                 except RpcError as error:
                     work.finish(self._as_lost(source, error))
                     return
@@ -231,14 +261,15 @@ class Messages:
     ) -> None:
         """Send a note; if its receiver is gone, that is found out elsewhere."""
         try:
-            self._bulk.send(self._peers[to], self._notes, [_HEADER.pack(kind, number, size, dtype), rest])
+            note = _HEADER.pack(kind, number, size, dtype)
+            self._bulk.send(self._peers[to], self._tags[to] + NOTES, [note, rest])
         except RpcError:
             return
 
     def _listen(self, rank: int) -> None:
         while True:
             try:
-                message = self._bulk.post(self._peers[rank], self._notes)
+                message = self._bulk.post(self._peers[rank], self._tags[rank] + NOTES)
             except RpcError:
                 return
             self._posts[rank] = message
@@ -282,6 +313,12 @@ class Messages:
             self._members.fail(kind_of_error(rest.decode(errors="replace")), tell=False)
         elif kind == _Kind.LEAVE:
             self._members.leave(rank, "it has left the process group")
+        elif kind == _Kind.ASK:
+            self._note(rank, _Kind.ANSWER, number, self.begun)
+        elif kind == _Kind.ANSWER:
+            question = self._questions.get(number)
+            if question is not None:
+                question.answered(rank, size < self.begun)
         else:
             raise ProtocolError(f"a note of kind {kind}")
         return True
@@ -309,15 +346,30 @@ class Messages:
                 accepted = queue.popleft()
                 if accepted is None:  # it has expired: an empty message takes its place, and fails there
                     with contextlib.suppress(RpcError):
-                        self._bulk.send(self._peers[to], self._data, b"")
+                        self._bulk.send(self._peers[to], self._tags[to] + DATA, b"")
                     continue
                 tensor, work = accepted
                 try:
-                    message = self._bulk.send(self._peers[to], self._data, bytes_of(tensor))
+                    message = self._bulk.send(self._peers[to], self._tags[to] + DATA, bytes_of(tensor))
                 except RpcError as error:
                     work.finish(self._as_lost(to, error))
                 else:
                     message.on_done(partial(self._ended, to, work, tensor))
+
+    # ---- who is behind
+
+    def ask_who_is_behind(self) -> list[int]:
+        """The ranks that have not begun the collective that this one is at, or do not say so soon."""
+        asked = [rank for rank in self._others if rank not in self._members.gone]
+        number = next(self._numbers)
+        question = self._questions[number] = _Question(asked)
+        for rank in asked:
+            self._note(rank, _Kind.ASK, number)
+        try:
+            wait_for_event(question.is_answered, monotonic() + _ANSWER_SECONDS)
+        finally:
+            del self._questions[number]
+        return sorted(question.behind | question.unanswered)
 
     # ---- the end
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
 from spmd.collectives.group import Group
 from spmd.collectives.signature import signature
@@ -30,7 +31,7 @@ def monitored_barrier(group: Group, seconds: float, wait_all_ranks: bool) -> Non
     """
     rank, size = group.members.rank, group.members.size
 
-    def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+    def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
         nothing = torch.empty(0)
         algorithms.gather(field, deadline, [nothing] * size if rank == 0 else None, nothing, 0)
         algorithms.broadcast(field, deadline, nothing, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from time import monotonic
 from typing import Any, Final, Protocol
@@ -31,11 +31,11 @@ __all__ = ["Channel", "NetworkCollectives"]
 _TOGETHER_BYTES: Final = 32 << 10
 """A first message of up to so many bytes comes in one with the signature."""
 
-_PIECE_BYTES: Final = 2 << 20
+_PIECE_BYTES: Final = 3 << 20
 """A longer message goes in pieces, so that one is used while the next is on its way."""
 
-_POSTED_AHEAD: Final = 8
-"""For so many messages of a rank there is a place before they come, and no more lie waiting to be reduced."""
+_AHEAD: Final = 4
+"""How many pieces are sent before one is received, and have a place before they come."""
 
 _SIZE: Final = Struct("<Q")
 """How many bytes the first message has, after the signature."""
@@ -103,8 +103,8 @@ class _Operation:
     def _hand_over(self, rank: int, buffers: list[Any]) -> None:
         try:
             self._sent.append((rank, self._channel.send(rank, buffers)))
-        except WorkerLostError as error:
-            raise self._lost(rank, error) from error
+        except RpcError as error:
+            raise self._failed(rank, error) from error
 
     def expect(self, rank: int, size: int, into: list[memoryview] | None) -> None:
         """One more message is to come from a rank. Where it goes may be written to as soon as the rank before
@@ -125,7 +125,7 @@ class _Operation:
                     return [together]
                 scatter([together], first.into)
                 return first.into
-        for following in itertools.islice(expected, _POSTED_AHEAD):
+        for following in itertools.islice(expected, _AHEAD):
             if following.size and following.message is None:
                 following.message = self._post(rank, following.into)
         first = expected[0]
@@ -157,8 +157,8 @@ class _Operation:
     def _post(self, rank: int, into: list[memoryview] | None) -> Message:
         try:
             return self._channel.post(rank, into)
-        except WorkerLostError as error:
-            raise self._lost(rank, error) from error
+        except RpcError as error:
+            raise self._failed(rank, error) from error
 
     def _wait(self, rank: int, message: Message) -> list[memoryview]:
         while True:
@@ -174,15 +174,15 @@ class _Operation:
                     raise
                 if left <= 0:
                     raise RanksMissingError([rank]) from None
-            except WorkerLostError as error:
-                raise self._lost(rank, error) from error
             except RpcError as error:
-                self._check(rank)
-                raise CollectiveError(f"rank {rank}: {error}") from error
+                raise self._failed(rank, error) from error
 
-    def _lost(self, rank: int, error: WorkerLostError) -> RankLostError:
+    def _failed(self, rank: int, error: RpcError) -> CollectiveError:
+        """What a message to or from a rank has ended in."""
         self._check(rank)
-        return RankLostError(f"rank {rank} (worker '{error.worker}') is gone: {error.reason}")
+        if isinstance(error, WorkerLostError):
+            return RankLostError(f"rank {rank} (worker '{error.worker}') is gone: {error.reason}")
+        return CollectiveError(f"rank {rank}: {error}")
 
     def finish(self) -> None:
         """Wait until what was sent has arrived or was copied."""
@@ -239,7 +239,8 @@ def _as_tensors(message: list[memoryview], like: Sequence[torch.Tensor]) -> list
 
 
 class NetworkCollectives:
-    """The collectives of some ranks over messages. One thread at a time. Tensors are contiguous.
+    """The ``Algorithms`` of some ranks over messages, as part of those of more ranks: all-reduce and reduce
+    take tensors that have been ``prepare``d, and how many the result is made of.
 
     Args:
         channel: the messages.
@@ -284,16 +285,21 @@ class NetworkCollectives:
                     into = None if step.reduces else [bytes_of(each) for each in message]
                     operation.expect(self._ranks[step.source], sum(each.nbytes for each in message), into)
             for step in steps:
-                if step.to >= 0:
-                    for message in _messages([blocks[each] for each in step.sends]):
-                        operation.send(self._ranks[step.to], [bytes_of(each) for each in message])
-                if step.source >= 0:
-                    for message in _messages([blocks[each] for each in step.takes]):
-                        self._take(operation, step, message, reduction)
+                sends = iter(_messages([blocks[each] for each in step.sends]) if step.to >= 0 else ())
+                takes = _messages([blocks[each] for each in step.takes]) if step.source >= 0 else ()
+                self._send(operation, step, itertools.islice(sends, _AHEAD))
+                for message in takes:
+                    self._take(operation, step, message, reduction)
+                    self._send(operation, step, itertools.islice(sends, 1))
+                self._send(operation, step, sends)
             operation.finish()
         finally:
             operation.cancel()
             self._operation = None
+
+    def _send(self, operation: _Operation, step: Step, messages: Iterable[Sequence[torch.Tensor]]) -> None:
+        for message in messages:
+            operation.send(self._ranks[step.to], [bytes_of(each) for each in message])
 
     def _take(
         self, operation: _Operation, step: Step, targets: Sequence[torch.Tensor], reduction: Reduction | None
@@ -309,18 +315,11 @@ class NetworkCollectives:
     # ---- operations
 
     def barrier(self, signature: bytes, deadline: float = INFINITE) -> None:
-        """Returns when all ranks have called it."""
         self._run(signature, deadline, schedules.barrier(self._me, self._size), [])
 
     def all_reduce(
         self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction, count: int
     ) -> None:
-        """``tensor`` becomes the reduction of all ranks' tensors; the same everywhere, bit by bit.
-
-        Args:
-            tensor: has been ``prepare``d.
-            count: of how many tensors the result is made.
-        """
         steps = schedules.all_reduce(self._me, self._size, tensor.nbytes)
         blocks = of_even_size(tensor, schedules.count_blocks(self._size, tensor.nbytes))
         self._run(signature, deadline, steps, blocks, reduction)
@@ -335,7 +334,7 @@ class NetworkCollectives:
         root: int,
         count: int,
     ) -> None:
-        """As ``all_reduce``, at ``root``; elsewhere ``tensor`` is what has been reduced so far."""
+        """At other ranks than ``root`` ``tensor`` becomes what has been reduced so far."""
         place = self._ranks.index(root)
         self._run(
             signature, deadline, schedules.reduce(self._me, self._size, place), [tensor.view(-1)], reduction
@@ -344,7 +343,6 @@ class NetworkCollectives:
             reduction.finish(tensor, count)
 
     def broadcast(self, signature: bytes, deadline: float, tensor: torch.Tensor, root: int) -> None:
-        """``tensor`` becomes that of ``root``, everywhere."""
         place = self._ranks.index(root)
         steps = schedules.broadcast(self._me, self._size, tensor.nbytes, place)
         self._run(
@@ -357,7 +355,6 @@ class NetworkCollectives:
     def all_gather(
         self, signature: bytes, deadline: float, outputs: Sequence[torch.Tensor], mine: torch.Tensor
     ) -> None:
-        """Each rank's ``mine`` becomes the output at its place, everywhere. They may differ in size."""
         copy_bytes(mine, outputs[self._me])
         largest = max(each.nbytes for each in outputs)
         steps = schedules.all_gather(self._me, self._size, largest * self._size)
@@ -371,7 +368,6 @@ class NetworkCollectives:
         inputs: Sequence[torch.Tensor],
         reduction: Reduction,
     ) -> None:
-        """``output`` becomes the reduction of all ranks' inputs at this rank's place. All have one size."""
         blocks = [each.clone() for each in inputs]
         for each in blocks:
             reduction.prepare(each)
@@ -387,7 +383,6 @@ class NetworkCollectives:
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
     ) -> None:
-        """Output i becomes input ``rank`` of rank i. Sizes may differ from pair to pair, and be 0."""
         copy_bytes(inputs[self._me], outputs[self._me])
         blocks = [*inputs, *outputs]
         self._run(signature, deadline, schedules.all_to_all(self._me, self._size), blocks)
@@ -400,7 +395,6 @@ class NetworkCollectives:
         mine: torch.Tensor,
         root: int,
     ) -> None:
-        """As ``all_gather``, to ``root`` alone; ``outputs`` is None on the others."""
         place = self._ranks.index(root)
         if outputs is not None:
             copy_bytes(mine, outputs[place])
@@ -415,7 +409,6 @@ class NetworkCollectives:
         inputs: Sequence[torch.Tensor] | None,
         root: int,
     ) -> None:
-        """``output`` becomes the input at this rank's place of ``root``; ``inputs`` is None on the others."""
         place = self._ranks.index(root)
         if inputs is not None:
             copy_bytes(inputs[place], output)

@@ -53,8 +53,12 @@ class Node:
         self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._process = os.getpid()
-        agent.on_gone(self._worker_gone)
-        agent.on_close(self._agent_closes)
+        self._hooks: list[tuple[list[Any], Any]] = [
+            (agent.hooks.gone, self._worker_gone),
+            (agent.hooks.close, self._agent_closes),
+        ]
+        for handlers, mine in self._hooks:
+            handlers.append(mine)
         if owned:
             atexit.register(self.close)
             _owned.add(self)
@@ -74,10 +78,15 @@ class Node:
         self.close_if_unused()
 
     def close_if_unused(self) -> None:
-        """End an agent that was started for groups, if there are none."""
+        """If there are no groups, watch the workers no more, and end an agent that was started for groups."""
         with self._lock:
             is_used = bool(self._groups)
-        if self._owned and not is_used:
+        if is_used:
+            return
+        for handlers, mine in self._hooks:
+            with contextlib.suppress(ValueError):
+                handlers.remove(mine)
+        if self._owned:
             self.close()
 
     def _worker_gone(self, peer: Peer, reason: str) -> None:

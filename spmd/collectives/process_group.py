@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch.distributed import ProcessGroup
 
+from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.group import Group
 from spmd.collectives.memory import pieces
 from spmd.collectives.messages import ANY
@@ -93,7 +94,7 @@ class FarcallProcessGroup(ProcessGroup):
         reduction.check(tensor.dtype)
         field = signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = tensor.contiguous()
             algorithms.all_reduce(field, deadline, flat, reduction)
             _settle(flat, tensor)
@@ -108,7 +109,7 @@ class FarcallProcessGroup(ProcessGroup):
 
         @torch.inference_mode(False)  # the tensor gets new parts, which are to be as any other's
         @torch.no_grad()
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             mine = tensor.coalesce()
             counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.getSize())]
             algorithms.all_gather(field, deadline, counts, torch.tensor([mine._nnz()]))
@@ -131,7 +132,7 @@ class FarcallProcessGroup(ProcessGroup):
         shapes = _describe_all(tensors)
         field = signature("all_reduce_coalesced", None, None, reduction.name, -1, shapes)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
                 same = [tensor for tensor in tensors if tensor.dtype == dtype]
                 flat = torch.cat([tensor.reshape(-1) for tensor in same])
@@ -149,7 +150,7 @@ class FarcallProcessGroup(ProcessGroup):
         root = self._root(opts, "reduce")
         field = signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = tensor.contiguous()
             algorithms.reduce(field, deadline, flat, reduction, root)
             if self.getRank() == root:
@@ -162,7 +163,7 @@ class FarcallProcessGroup(ProcessGroup):
         root = self._root(opts, "broadcast")
         field = signature("broadcast", tensor.dtype, tensor.shape, "", root)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = tensor.contiguous()
             algorithms.broadcast(field, deadline, flat, root)
             if self.getRank() != root:
@@ -203,7 +204,7 @@ class FarcallProcessGroup(ProcessGroup):
         return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts, [mine])
 
     def _perform_all_gather(
-        self, outputs: Tensors, mine: torch.Tensor, algorithms: Any, field: bytes, deadline: float
+        self, outputs: Tensors, mine: torch.Tensor, algorithms: Algorithms, field: bytes, deadline: float
     ) -> None:
         flat = [_room(each) for each in outputs]
         algorithms.all_gather(field, deadline, flat, mine.contiguous())
@@ -224,7 +225,7 @@ class FarcallProcessGroup(ProcessGroup):
         shapes = _describe_all(inputs)
         field = signature("all_gather_single", None, None, "", -1, shapes)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
                 flat = _room(output)
                 algorithms.all_gather(
@@ -247,7 +248,7 @@ class FarcallProcessGroup(ProcessGroup):
         shapes = _describe_all(inputs)
         field = signature("all_gather_coalesced", None, None, "", -1, shapes)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             for parts, mine in zip(by_input, inputs, strict=True):
                 self._perform_all_gather(parts, mine, algorithms, field, deadline)
 
@@ -261,7 +262,7 @@ class FarcallProcessGroup(ProcessGroup):
             self._check_count(targets, "gather", "output")
         field = signature("gather", mine.dtype, None, "", root)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = [_room(each) for each in targets] if is_root else None
             algorithms.gather(field, deadline, flat, mine.contiguous(), root)
             for part, target in zip(flat or [], targets, strict=True):
@@ -277,7 +278,7 @@ class FarcallProcessGroup(ProcessGroup):
             self._check_count(sources, "scatter", "input")
         field = signature("scatter", output.dtype, None, "", root)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = _room(output)
             given = [each.contiguous() for each in sources] if is_root else None
             algorithms.scatter(field, deadline, flat, given, root)
@@ -323,7 +324,7 @@ class FarcallProcessGroup(ProcessGroup):
         shapes = _describe_all(outputs)
         field = signature(name, None, None, reduction.name, -1, shapes)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             for output, parts in zip(outputs, sources, strict=True):
                 flat = _room(output)
                 algorithms.reduce_scatter(
@@ -345,7 +346,7 @@ class FarcallProcessGroup(ProcessGroup):
         gives = self._splits(mine, input_sizes, "input")
         field = signature("all_to_all_single", mine.dtype)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = _room(output)
             algorithms.all_to_all(field, deadline, pieces(flat, takes), pieces(mine.contiguous(), gives))
             _settle(flat, output)
@@ -367,7 +368,7 @@ class FarcallProcessGroup(ProcessGroup):
         self._check_count(inputs, "all_to_all", "input")
         field = signature("all_to_all", inputs[0].dtype)
 
-        def perform(algorithms: Any, field: bytes, deadline: float) -> None:
+        def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = [_room(each) for each in outputs]
             algorithms.all_to_all(field, deadline, flat, [each.contiguous() for each in inputs])
             for part, output in zip(flat, outputs, strict=True):

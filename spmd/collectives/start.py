@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
-from spmd.collectives.store import WorkerStore
+from spmd.collectives.store import WorkerStore, forget_keys
 
 __all__ = ["init_process_group"]
 
@@ -45,8 +45,9 @@ def init_process_group(timeout: timedelta | None = None) -> None:
             "give init_rpc a world_size"
         )
     me, workers = agent.get_worker_info(), agent.get_worker_infos()
-    stores = agent.extensions.setdefault(_EXTENSION, [])
-    store = WorkerStore(workers[0].name, f"{len(stores)}/")
-    stores.append(store)  # C++ does not keep it
+    number = agent.extensions.get(_EXTENSION, (0, None))[0]
+    store = WorkerStore(workers[0].name, f"{number}/")
+    agent.extensions[_EXTENSION] = number + 1, store  # C++ does not keep it
+    forget_keys(agent, f"{number - 2}/")  # all have left that world, since all have joined the one after it
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     dist.init_process_group("farcall", store=store, rank=me.id, world_size=len(workers), **options)

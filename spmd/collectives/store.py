@@ -15,7 +15,7 @@ from rpc.errors import RpcTimeoutError
 from rpc.functions import async_execution
 from rpc.runtime.current import current_agent
 
-__all__ = ["WorkerStore", "install"]
+__all__ = ["WorkerStore", "forget_keys", "install"]
 
 _EXTENSION: Final = "spmd.store"
 
@@ -71,6 +71,11 @@ class _Keys:
         with self._lock:
             return self._values.pop(key, None) is not None
 
+    def forget(self, prefix: str) -> None:
+        with self._lock:
+            for key in [each for each in self._values if each.startswith(prefix)]:
+                del self._values[key]
+
     def has(self, keys: Sequence[str]) -> bool:
         with self._lock:
             return all(key in self._values for key in keys)
@@ -96,6 +101,11 @@ def install(agent: Agent) -> None:
     agent.extensions[_EXTENSION] = _Keys()
     agent.serializer.allow_function(_ask)
     agent.serializer.allow_function(_wait)
+
+
+def forget_keys(agent: Agent, prefix: str) -> None:
+    """Have the store that an agent serves forget all keys with a prefix."""
+    agent.extensions[_EXTENSION].forget(prefix)
 
 
 def _ask(operation: str, arguments: tuple[Any, ...]) -> Any:

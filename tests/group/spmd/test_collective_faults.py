@@ -159,6 +159,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_everywhere(run_workers: RunW
         kind, text = workers[rank].result()
         assert kind is CollectiveTimeoutError
         assert "all_reduce(sum, float32[3]) has timed out after 1 s" in text
+        assert "waiting for rank 1 (worker 'rank1');" in text
     workers[1].tell("the end")
 
 

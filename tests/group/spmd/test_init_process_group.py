@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,9 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import rpc
 import spmd
 from rpc.errors import GroupMismatchError
+from rpc.runtime.current import current_agent
 from spmd.collectives.errors import CollectiveError
-from tests.support.serving import in_all, in_processes
-from tests.support.workers import Worker
+from tests.support.serving import in_all, in_group, in_processes
+from tests.support.streams import until
+from tests.support.workers import RunWorkers, Worker
 
 
 @in_all(3)
@@ -46,6 +51,41 @@ def test_it_can_be_done_again(worker: Worker) -> None:
         dist.all_reduce(tensor)
         assert tensor.item() == 2
         dist.destroy_process_group()
+
+
+def objects_of_ours() -> Counter[str]:
+    """How many objects there are of each class of collectives, and of bulk messages."""
+    gc.collect()
+    kinds = (type(each) for each in gc.get_objects())
+    return Counter(
+        each.__qualname__ for each in kinds if str(each.__module__).startswith(("rpc.bulk.", "spmd."))
+    )
+
+
+def begin_and_end() -> None:
+    spmd.init_process_group()
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor)
+    assert tensor[-1] == 2
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("count", "shared_memory_bytes"), [(100, 0), (10, 1 << 20)], ids=["messages", "shared memory"]
+)
+def test_groups_that_have_ended_leave_nothing_behind(
+    run_workers: RunWorkers, count: int, shared_memory_bytes: int
+) -> None:
+    def task(worker: Worker) -> None:
+        begin_and_end()
+        before = objects_of_ours()
+        for _ in range(count):
+            begin_and_end()
+        begin_and_end()
+        until(lambda: current_agent().bulk.tags == 0)
+        until(lambda: objects_of_ours() <= before)
+
+    run_workers(in_group(task, shared_memory_bytes=shared_memory_bytes), 2)
 
 
 @in_all(4)

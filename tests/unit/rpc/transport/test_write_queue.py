@@ -65,7 +65,7 @@ class Stream:
     def fileno(self) -> int:
         return 7
 
-    def read_into(self, buffer: memoryview) -> int | None:
+    def read_into(self, buffers: Sequence[memoryview]) -> int | None:
         return None
 
     def close(self) -> None:
