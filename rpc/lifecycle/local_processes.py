@@ -198,6 +198,10 @@ class _Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with _uninterrupted():
+            self._end()
+
+    def _end(self) -> None:
         try:
             for end in (SpawnProcess.terminate, SpawnProcess.kill):
                 for worker in self._workers:
@@ -302,6 +306,19 @@ def _pickled(work: Any) -> bytes:
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
             return pickle.dumps(work)
     return bytes(cloudpickle.dumps(work))
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Another Ctrl-C does not disturb the clean-up, which takes a moment."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
