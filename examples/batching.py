@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument(
         "--target", type=float, default=SPEED_UP, help="speed-up that counts as success (%(default)s)"
     )
-    run_example(__file__, parser, NAMES, direct)
+    run_example(parser, NAMES, direct)
 
 
 if __name__ == "__main__":

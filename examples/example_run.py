@@ -7,32 +7,29 @@ while the others answer calls, all meet at a barrier, and leave.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 import rpc
 from command_line import add_group_arguments, parse_arguments
-from local_group import run_on_this_machine
 
-__all__ = ["Miss", "run_example"]
+__all__ = ["Miss", "in_group", "run_example", "run_workers"]
+
+Work = Callable[[argparse.Namespace], None]
+"""What each worker does, once it is in the group."""
 
 
 class Miss(Exception):
     """The example did not reach what it is to show; says what is missing."""
 
 
-def run_example(
-    script: str,
-    parser: argparse.ArgumentParser,
-    names: Sequence[str],
-    direct: Callable[[argparse.Namespace], None],
-) -> None:
+def run_example(parser: argparse.ArgumentParser, names: Sequence[str], direct: Work) -> None:
     """Runs the whole example, or the part of one worker, and ends the process if something went wrong.
 
     Args:
-        script: the path of the example.
         parser: knows the example's own arguments; ``--seed`` and those of the group are added here.
         names: of the workers, by rank.
         direct: what rank 0 does. It raises ``Miss`` if the result is not as it should be.
@@ -41,38 +38,60 @@ def run_example(
     parser.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
     add_group_arguments(parser)
     options = parse_arguments(parser)
-    if options.rank is None:
-        sys.exit(run_on_this_machine(script, names, sys.argv[1:]))
-    if options.world_size != len(names):
+    if options.rank is not None and options.world_size != len(names):
         parser.error(f"--world-size is {len(names)} here: {', '.join(names)}")
+    options.direct = direct
+    run_workers(_take_part, options, names)
+
+
+def run_workers(work: Work, options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Runs all workers on this machine, or the one that the command line tells, in a group."""
     try:
-        _run_worker(names[options.rank], options, direct)
+        if options.rank is not None:
+            with in_group(names[options.rank], options):
+                _work(work, options)
+            return
+        print(f"Starting {', '.join(names)} on this machine.", flush=True)
+        rpc.spawn(_work, work, options, workers=names)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (Miss, RuntimeError) as error:  # what the group reports, a lost worker for one
-        sys.exit(f"{names[options.rank]}: {error}")
+    except rpc.errors.RpcError as error:  # a worker was killed
+        sys.exit(str(error))
+    finally:
+        if sys.stdout.isatty():  # a worker that was killed may have left it hidden
+            print("\x1b[?25h", end="", flush=True)
 
 
-def _run_worker(name: str, options: argparse.Namespace, direct: Callable[[argparse.Namespace], None]) -> None:
-    torch.set_num_threads(1)  # there are as many processes as this machine can feed
-    torch.manual_seed(options.seed)
-    rpc.init_rpc(
-        name,
-        rank=options.rank,
-        world_size=options.world_size,
-        rpc_backend_options=rpc.AgentOptions(init_method=options.init_method),
-    )
-    miss = None
+@contextlib.contextmanager
+def in_group(name: str, options: argparse.Namespace) -> Iterator[None]:
+    """Joins the group by hand, and leaves it."""
+    meeting = rpc.AgentOptions(init_method=options.init_method)
+    rpc.init_rpc(name, rank=options.rank, world_size=options.world_size, rpc_backend_options=meeting)
     try:
-        if options.rank == 0:
-            try:
-                direct(options)
-            except Miss as missed:  # the others did their part: all leave in order
-                miss = missed
-        rpc.barrier()
+        yield
     except BaseException:
         rpc.shutdown(graceful=False)  # the others notice at once
         raise
     rpc.shutdown()
+
+
+def _work(work: Work, options: argparse.Namespace) -> None:
+    """The part of one worker; ends the process with what went wrong."""
+    torch.set_num_threads(1)  # there are as many processes as this machine can feed
+    try:
+        work(options)
+    except (Miss, RuntimeError) as error:  # what the group reports, a lost worker for one
+        sys.exit(f"{rpc.get_worker_info().name}: {error}")
+
+
+def _take_part(options: argparse.Namespace) -> None:
+    torch.manual_seed(options.seed)
+    miss = None
+    if rpc.get_worker_info().id == 0:
+        try:
+            options.direct(options)
+        except Miss as missed:  # the others did their part: all leave in order
+            miss = missed
+    rpc.barrier()
     if miss is not None:
         raise miss

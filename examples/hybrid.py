@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--batch", type=positive, default=32, help="images per step (%(default)s)")
     parser.add_argument("--size", type=positive, default=32, help="of the embedding's rows (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="of Adagrad (%(default)s)")
-    run_example(__file__, parser, NAMES, direct)
+    run_example(parser, NAMES, direct)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import contextlib
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from typing import TypeAlias
@@ -43,7 +42,7 @@ from torch import Tensor, nn
 import rpc
 from command_line import add_group_arguments, example_parser, parse_arguments, positive
 from digits import Images, load_images
-from local_group import run_on_this_machine
+from example_run import Miss, run_workers
 from training_display import TrainerProgress, training_display
 
 TARGET = 0.95
@@ -160,27 +159,16 @@ class Trainer:
 
 
 def run_worker(options: argparse.Namespace) -> None:
-    """What each process does: joins the group, plays its part, leaves."""
-    torch.set_num_threads(1)  # there are as many processes as this machine can feed
+    """What each process does in the group."""
     torch.manual_seed(options.seed)
-    # (1) A group: every process gives its name and rank and meets the others at one address. Rank 0
-    # directs. The others have nothing to do but answer calls, until all have come to the barrier. If a
-    # worker is lost, the barrier raises, on all of them.
-    rpc.init_rpc(
-        worker_name(options.rank),
-        rank=options.rank,
-        world_size=options.world_size,
-        rpc_backend_options=rpc.AgentOptions(init_method=options.init_method),
-    )
-    try:
-        accuracy = direct(options) if options.rank == 0 else TARGET
-        rpc.barrier()
-    except BaseException:
-        rpc.shutdown(graceful=False)  # the others notice at once
-        raise
-    rpc.shutdown()
+    # (1) A group: every process has a name and a rank, and has met the others at one address. `rpc.spawn` or
+    # `rpc.init_rpc` has seen to that, and `rpc.shutdown` ends it (in `example_run.py`). Rank 0 directs. The
+    # others have nothing to do but answer calls, until all have come to the barrier. If a worker is lost, the
+    # barrier raises, on all of them.
+    accuracy = direct(options) if rpc.get_worker_info().id == 0 else TARGET
+    rpc.barrier()
     if accuracy < TARGET:
-        sys.exit(f"The accuracy is {accuracy:.3f}; it should be {TARGET} at least.")
+        raise Miss(f"The accuracy is {accuracy:.3f}; it should be {TARGET} at least.")
 
 
 def worker_name(rank: int) -> str:
@@ -190,7 +178,7 @@ def worker_name(rank: int) -> str:
 
 def direct(options: argparse.Namespace) -> float:
     """The server's part: makes the objects, has the trainers train, returns the accuracy reached."""
-    names = [worker_name(rank) for rank in range(1, options.world_size)]
+    names = [info.name for info in rpc.get_worker_infos()[1:]]
     local = ParameterServer(len(names), options.learning_rate, options.max_lead)
     # (2) Remote objects: rpc.remote makes one on another worker and returns a reference at once.
     # (3) References travel: `server`, a reference to the object here, is an argument like any other.
@@ -252,15 +240,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Runs one worker if told which, else all of them."""
     options = parse_arguments(make_parser())
-    try:
-        if options.rank is None:
-            names = [worker_name(rank) for rank in range(options.trainers + 1)]
-            sys.exit(run_on_this_machine(__file__, names, sys.argv[1:]))
-        run_worker(options)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except RuntimeError as error:  # what the group reports, a lost worker for one
-        sys.exit(f"{worker_name(options.rank)}: {error}")
+    size = options.world_size or options.trainers + 1
+    run_workers(run_worker, options, [worker_name(rank) for rank in range(size)])
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument(
         "--target", type=float, default=0.0, help="fail if the speed-up is less (%(default)s)"
     )
-    run_example(__file__, parser, NAMES, direct)
+    run_example(parser, NAMES, direct)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=150, help="at most (%(default)s)")
     parser.add_argument("--carts", type=positive, default=16, help="of each observer (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.02, help="of Adam (%(default)s)")
-    run_example(__file__, parser, NAMES, direct)
+    run_example(parser, NAMES, direct)
 
 
 if __name__ == "__main__":

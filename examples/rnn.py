@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=positive, default=2000, help="words known (%(default)s)")
     parser.add_argument("--size", type=positive, default=64, help="of vectors and states (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.1, help="of Adagrad (%(default)s)")
-    run_example(__file__, parser, NAMES, direct)
+    run_example(parser, NAMES, direct)
 
 
 if __name__ == "__main__":

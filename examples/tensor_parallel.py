@@ -43,12 +43,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-import rpc
 import spmd
 from command_line import add_group_arguments, example_parser, parse_arguments, positive
-from example_run import Miss
+from example_run import Miss, run_workers
 from live_progress import live_progress, print_figures
-from local_group import run_on_this_machine
 from spmd.tensor_parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -281,33 +279,22 @@ def compare(
 
 
 @contextlib.contextmanager
-def process_group(options: argparse.Namespace) -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """PyTorch's default process group, of farcall's collectives."""
     # (1) By torchrun the backend's name is enough. Otherwise workers of an RPC group become ranks, and calls
     # go on beside collectives.
     if dist.is_torchelastic_launched():
         dist.init_process_group("farcall")
-        yield
-        dist.destroy_process_group()
-        return
-    meeting = rpc.AgentOptions(init_method=options.init_method)
-    name = worker_name(options.rank)
-    rpc.init_rpc(name, rank=options.rank, world_size=options.world_size, rpc_backend_options=meeting)
-    try:
+    else:
         spmd.init_process_group()
-        yield
-        dist.destroy_process_group()
-    except BaseException:
-        rpc.shutdown(graceful=False)  # the others notice at once
-        raise
-    rpc.shutdown()
+    yield
+    dist.destroy_process_group()
 
 
 def run_worker(options: argparse.Namespace) -> None:
     """One worker, from joining to leaving."""
-    torch.set_num_threads(1)  # there are as many processes as this machine can feed
     miss = None
-    with process_group(options):
+    with process_group():
         try:
             train(options)
         except Miss as missed:  # the others did their part: all leave in order
@@ -365,15 +352,13 @@ def main() -> None:
     ):
         if wrong:
             parser.error(complaint)
-    try:
-        if options.rank is None:
-            names = [worker_name(rank) for rank in range(size)]
-            sys.exit(run_on_this_machine(__file__, names, sys.argv[1:]))
-        run_worker(options)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (Miss, RuntimeError) as error:  # what the group reports, a lost worker for one
-        sys.exit(f"{worker_name(options.rank)}: {error}")
+    if dist.is_torchelastic_launched():
+        try:
+            run_worker(options)
+        except Miss as error:
+            sys.exit(f"{worker_name(options.rank)}: {error}")
+    else:
+        run_workers(run_worker, options, [worker_name(rank) for rank in range(size)])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """The front door of farcall: the command line, and ``compat`` for programs written for PyTorch's RPC.
 
-The packages that do the work stand beside this one: ``rpc``, ``rref``. Importing this one checks that it is
-ours that those names mean.
+The packages that do the work stand beside this one: ``rpc``, ``rref`` and so on; ``from farcall import rpc``
+is ``import rpc``. Importing this one checks that it is ours that those names mean.
 """
 
 from __future__ import annotations
 
+import importlib as _importlib
 from importlib import metadata as _metadata
+from types import ModuleType as _ModuleType
 
 import farcall_guard as _guard
 
@@ -18,3 +20,10 @@ except _metadata.PackageNotFoundError:  # run from a source tree that is not ins
     __version__ = "unknown"
 
 _guard.check(*_guard.PACKAGES)
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """``from farcall import rpc``."""
+    if name in _guard.PACKAGES:
+        return _importlib.import_module(name)
+    raise AttributeError(f"module 'farcall' has no attribute {name!r}")

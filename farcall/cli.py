@@ -1,21 +1,26 @@
-"""The command ``farcall``: run a program with farcall in place of PyTorch's RPC, and say what is installed.
+"""The command ``farcall``: launch programs, lend them our code under PyTorch's names, and say what is wrong.
 
 ::
 
-    farcall run train.py --epochs 3         # as `python train.py --epochs 3`
-    farcall run -m package.train            # as `python -m package.train`
-    torchrun --nproc-per-node 4 -m farcall run train.py
-    farcall env                             # what a bug report needs
+    farcall launch -n 4 train.py --epochs 3        # four processes on this machine
+    farcall run train.py --epochs 3                # as `python train.py --epochs 3`, on farcall
+    farcall doctor                                 # is this machine fit for it; can two machines meet
+    farcall env                                    # what a bug report needs
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 from collections.abc import Sequence
+
+import click
+from click.shell_completion import get_completion_class
 
 import farcall
 
 __all__ = ["main"]
+
+_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,37 +32,123 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    options = _parser().parse_args(arguments)
-    if options.command == "env":
-        from farcall.environment import show
+    try:
+        status = cli.main(arguments, prog_name="farcall", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    return int(status or 0)
 
-        show(as_json=options.json)
-        return 0
+
+@click.group(
+    subcommand_metavar="COMMAND [ARGUMENTS]...", context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.version_option(farcall.__version__, message="farcall %(version)s")
+def cli() -> None:
+    """Distributed RPC and remote objects for PyTorch."""
+
+
+@cli.command(context_settings=_PROGRAM)
+@click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
+@click.argument("target", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
+    """Run a Python program in which torch.distributed.rpc means farcall.
+
+    TARGET is a script, or a folder or zip file with a __main__.py.
+    """
     from farcall.program import run_module, run_script
 
-    if options.module:
-        return run_module(options.target, options.arguments)
-    return run_script(options.target, options.arguments)
+    return (run_module if module else run_script)(target, arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="farcall", description="Distributed RPC and remote objects for PyTorch.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"farcall {farcall.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run",
-        help="run a Python program in which torch.distributed.rpc means farcall",
-        description="Run a Python program, unmodified, in which torch.distributed.rpc means farcall.",
-        usage="farcall run [-m] TARGET [ARGUMENTS ...]",
-        allow_abbrev=False,
-    )
-    run.add_argument(
-        "-m", dest="module", action="store_true", help="TARGET is the name of a module, not a file"
-    )
-    run.add_argument("target", metavar="TARGET", help="a script, or a folder or zip file with a __main__.py")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the program's own")
-    env = commands.add_parser("env", help="show versions and what this machine offers, for bug reports")
-    env.add_argument("--json", action="store_true", help="as JSON")
-    return parser
+@cli.command(context_settings=_PROGRAM)
+@click.option("-n", "--workers", type=click.IntRange(1), required=True, help="Processes on this machine.")
+@click.option("--nnodes", type=click.IntRange(1), help="Machines; each runs this command.  [1, or Slurm's]")
+@click.option("--node-rank", type=click.IntRange(0), help="Which of them this is; 0 is the one at --rdzv.")
+@click.option("--rdzv", metavar="HOST:PORT", help="Where the machines meet: an address of one of them.")
+@click.option(
+    "--job", metavar="NAME", help="The same on all machines; keeps apart jobs that meet at one place."
+)
+@click.option(
+    "--restart", type=click.IntRange(0), default=0, help="How often to start all again when one fails."
+)
+@click.option("--lend-names", is_flag=True, help="torch.distributed.rpc means farcall, as in `farcall run`.")
+@click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
+@click.argument("target", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    workers: int,
+    nnodes: int | None,
+    node_rank: int | None,
+    rdzv: str | None,
+    job: str | None,
+    restart: int,
+    lend_names: bool,
+    module: bool,
+    target: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Run a program in several processes, which are told their places.
+
+    Each finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, where init_rpc looks by
+    default. When one fails, the others are ended.
+
+    \b
+    farcall launch -n 4 train.py --epochs 3
+    farcall launch -n 4 --nnodes 2 --rdzv host0:29500 train.py        # on both machines
+    srun --ntasks-per-node=1 farcall launch -n 4 train.py             # under Slurm
+    """  # noqa: D301
+    from farcall.launching import launch as launch_job
+    from farcall.launching import under_slurm
+
+    given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job, "restarts": restart}
+    found = under_slurm(workers, os.environ, **given)
+    if found.nodes > 1 and not found.rdzv:
+        raise click.UsageError("several machines need --rdzv HOST:PORT, where they meet")
+    return launch_job(found, target, arguments, module=module, lend_names=lend_names)
+
+
+@cli.command()
+@click.option(
+    "--meet", metavar="HOST:PORT", help="Also meet a second machine, on which the same command runs."
+)
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="How long to wait for it.")
+def doctor(meet: str | None, seconds: float) -> int:
+    """Say whether this machine is fit for farcall, and what to do.
+
+    With --meet, on two machines, also whether they can meet and talk; HOST is one of the two.
+    """
+    from farcall.doctor import examine
+    from farcall.doctor import meet as meet_other
+
+    findings = list(examine())
+    for finding in findings:
+        click.echo(finding)
+    if meet is not None:
+        for finding in meet_other(meet, seconds):
+            findings.append(finding)
+            click.echo(finding)
+    return int(any(finding.remedy for finding in findings))
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def env(as_json: bool) -> int:
+    """Show versions and what this machine offers, for bug reports."""
+    from farcall.environment import show
+
+    show(as_json=as_json)
+    return 0
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> int:
+    """Print what completes this command in a shell: eval "$(farcall completion bash)"."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, "farcall", "_FARCALL_COMPLETE").source())
+    return 0

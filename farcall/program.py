@@ -1,4 +1,4 @@
-"""Runs a Python program in this process, as ``python`` itself would, with ``farcall.compat`` installed.
+"""Runs a Python program in this process, as ``python`` itself would, if asked with ``farcall.compat``.
 
 The program becomes ``__main__`` and stays it: its functions pickle as ``__main__.name``, and threads that are
 left when it ends, and exit handlers, still find its names. (``runpy`` would take the module away.) Child
@@ -24,13 +24,20 @@ from farcall_guard import namesakes
 
 __all__ = ["run_module", "run_script"]
 
+OnError = Callable[[Exception], object]
+"""Gets what the program has raised."""
 
-def run_script(path: str, arguments: Sequence[str]) -> int:
+
+def run_script(
+    path: str, arguments: Sequence[str], *, lend_names: bool = True, on_error: OnError | None = None
+) -> int:
     """Run a file, or a folder or zip file that has a ``__main__.py``: ``python PATH ARGUMENTS``.
 
     Args:
         path: of the program.
         arguments: what it finds in ``sys.argv`` after its path.
+        lend_names: install ``farcall.compat`` before it runs.
+        on_error: gets what it raises, before that is printed.
 
     Returns:
         The exit status: 0, or 1 after an error, which has been printed.
@@ -41,23 +48,28 @@ def run_script(path: str, arguments: Sequence[str]) -> int:
     if not os.path.exists(path):
         _give_up(f"can't open file {os.path.abspath(path)!r}: no such file")
     if os.path.isdir(path) or zipfile.is_zipfile(path):
-        _prepare(path, path)
+        _prepare(path, path, lend_names)
         spec = PathFinder.find_spec("__main__", [path])
         if spec is None:
             _give_up(f"can't find '__main__' module in {path!r}")
-        return _run_spec(spec, [path, *arguments])
-    _prepare(os.path.dirname(os.path.realpath(path)), path)
+        return _run_spec(spec, [path, *arguments], on_error)
+    _prepare(os.path.dirname(os.path.realpath(path)), path, lend_names)
     loader = SourceFileLoader("__main__", path)
     main = _new_main(path, None, loader)
-    return _run(lambda: loader.source_to_code(loader.get_data(path), path), main, [path, *arguments])
+    return _run(
+        lambda: loader.source_to_code(loader.get_data(path), path), main, [path, *arguments], on_error
+    )
 
 
-def run_module(name: str, arguments: Sequence[str]) -> int:
+def run_module(
+    name: str, arguments: Sequence[str], *, lend_names: bool = True, on_error: OnError | None = None
+) -> int:
     """Run a module, or a package's ``__main__``: ``python -m NAME ARGUMENTS``.
 
     Args:
         name: as it would be imported.
         arguments: what it finds in ``sys.argv`` after its path.
+        lend_names, on_error: as for ``run_script``.
 
     Returns:
         The exit status: 0, or 1 after an error, which has been printed.
@@ -65,7 +77,7 @@ def run_module(name: str, arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: the program's own, or 2 because there is no such program.
     """
-    _prepare(os.getcwd(), name)
+    _prepare(os.getcwd(), name, lend_names)
     sys.argv[:] = ["-m", *arguments]  # what packages see that are imported on the way
     try:
         spec = find_spec(name)
@@ -76,13 +88,14 @@ def run_module(name: str, arguments: Sequence[str]) -> int:
         _give_up(f"cannot find module {name!r}: {error}")
     if spec is None:
         _give_up(f"no module named {name}")
-    return _run_spec(spec, [spec.origin or name, *arguments])
+    return _run_spec(spec, [spec.origin or name, *arguments], on_error)
 
 
-def _prepare(folder: str, program: str) -> None:
+def _prepare(folder: str, program: str, lend_names: bool) -> None:
     """What must be done before the first line of a program's code, also that of its packages, is run."""
-    compat.install()
-    _install_in_children()
+    if lend_names:
+        compat.install()
+        _install_in_children()
     if not sys.flags.safe_path:
         sys.path[0] = folder  # as Python does, which had put the folder of this command there
     for name, path in namesakes(folder).items():
@@ -94,12 +107,12 @@ def _prepare(folder: str, program: str) -> None:
             )
 
 
-def _run_spec(spec: ModuleSpec, argv: list[str]) -> int:
+def _run_spec(spec: ModuleSpec, argv: list[str], on_error: OnError | None) -> int:
     loader: Any = spec.loader
     if not hasattr(loader, "get_code"):
         _give_up(f"no code object available for {spec.name}")
     main = _new_main(spec.origin or argv[0], spec, loader)
-    return _run(lambda: loader.get_code(spec.name), main, argv)
+    return _run(lambda: loader.get_code(spec.name), main, argv, on_error)
 
 
 def _new_main(path: str, spec: ModuleSpec | None, loader: Any) -> ModuleType:
@@ -116,13 +129,17 @@ def _new_main(path: str, spec: ModuleSpec | None, loader: Any) -> ModuleType:
     return main
 
 
-def _run(get_code: Callable[[], CodeType], main: ModuleType, argv: list[str]) -> int:
+def _run(
+    get_code: Callable[[], CodeType], main: ModuleType, argv: list[str], on_error: OnError | None
+) -> int:
     sys.argv[:] = argv
     sys.modules["__main__"] = main
     try:
         exec(get_code(), main.__dict__)
     except Exception as error:
         error.__traceback__ = _without_ours(error.__traceback__)
+        if on_error is not None:
+            on_error(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0

@@ -38,6 +38,7 @@ from rpc.lifecycle.backend_registry import (
     construct_rpc_backend_options,
     register_backend,
 )
+from rpc.lifecycle.local_processes import LocalGroup, local_group, spawn
 from rpc.lifecycle.startup import init_rpc, init_with_store
 from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.runtime import events
@@ -52,6 +53,7 @@ __all__ = [
     "AgentOptions",
     "BackendType",
     "Future",
+    "LocalGroup",
     "PortablePickler",
     "RRef",
     "RpcBackendOptions",
@@ -73,12 +75,14 @@ __all__ = [
     "init_rpc",
     "init_with_store",
     "is_initialized",
+    "local_group",
     "register_backend",
     "remote",
     "rpc_async",
     "rpc_sync",
     "set_rpc_timeout",
     "shutdown",
+    "spawn",
     "use_pickler",
     "wait_all",
 ]

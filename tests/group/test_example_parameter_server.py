@@ -65,11 +65,13 @@ class Demo:
         return self.process.communicate(timeout=60)
 
     def worker_pid(self, rank: int) -> int:
-        """The process of one worker that the demo has started."""
-        for process in leftovers.descendants():
-            if f"--rank {rank} " in process.command:
-                return process.pid
-        pytest.fail(f"no process has --rank {rank}")
+        """The process of one worker that the demo has started; they are started by rank."""
+        return worker_pids()[rank]
+
+
+def worker_pids() -> list[int]:
+    """The processes that ``rpc.spawn`` has started, in this order."""
+    return sorted(each.pid for each in leftovers.descendants() if "spawn_main" in each.command)
 
 
 @contextlib.contextmanager

@@ -169,11 +169,11 @@ def test_a_worker_that_dies_ends_the_example_and_is_named() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "Starting agent, observer0, observer1 on this machine.\n"
         assert "rounds: 1 of" in process.stdout.readline()
-        [observer] = [each for each in leftovers.descendants() if "--rank 1 " in each.command]
-        os.kill(observer.pid, signal.SIGKILL)
+        observer = sorted(each.pid for each in leftovers.descendants() if "spawn_main" in each.command)[1]
+        os.kill(observer, signal.SIGKILL)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert f"observer0 (process {observer.pid}) was killed by SIGKILL" in errors
+    assert f"observer0 (process {observer}) was killed by SIGKILL" in errors
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")

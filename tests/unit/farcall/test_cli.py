@@ -8,19 +8,16 @@ import pytest
 
 import farcall
 from farcall.cli import main
+from farcall.launching import Job, slurm_hosts, under_slurm
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"farcall {farcall.__version__}\n"
 
 
 def test_without_a_command_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([])
-    assert end.value.code == 2
+    assert main([]) == 2
     assert "COMMAND" in capsys.readouterr().err
 
 
@@ -46,3 +43,45 @@ def test_env_keeps_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "s3cret" not in printed
     assert json.loads(printed)["FARCALL_TOKEN"] == "is set"
     assert json.loads(printed)["FARCALL_COLOUR"] == "blue"
+
+
+def test_completion_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    assert "_FARCALL_COMPLETE=bash_complete" in capsys.readouterr().out
+
+
+def test_several_machines_must_be_told_where_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "-n", "2", "--nnodes", "2", "train.py"]) == 2
+    assert "--rdzv HOST:PORT" in capsys.readouterr().err
+
+
+def test_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    said = capsys.readouterr().out
+    assert "ok  TCP on loopback: work" in said
+    assert "ok  Unix sockets: work" in said
+
+
+SLURM = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_NODELIST": "node[01-03]",
+}
+
+
+def test_slurm_says_where_the_machines_meet() -> None:
+    assert under_slurm(4, SLURM, nodes=None, name=None) == Job(4, 3, 1, "node01:29513", 0, "slurm-12")
+    assert under_slurm(4, {}, nodes=2, rdzv="a:1") == Job(4, 2, None, "a:1")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("gpu1", ["gpu1"]),
+        ("node[01-03,7],gpu1", ["node01", "node02", "node03", "node7", "gpu1"]),
+        ("a[1-2]-b[8-9]x", ["a1-b8x", "a1-b9x", "a2-b8x", "a2-b9x"]),
+    ],
+)
+def test_hosts_in_slurms_notation(nodes: str, hosts: list[str]) -> None:
+    assert slurm_hosts(nodes) == hosts

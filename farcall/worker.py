@@ -1,0 +1,36 @@
+"""One process of ``farcall launch``: runs the program, and leaves behind what it raises.
+
+::
+
+    python -m farcall.worker [--lend-names] [-m] TARGET [ARGUMENTS ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from farcall.launching import record
+from farcall.program import run_module, run_script
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run what the command line says; returns the exit status."""
+    lend_names = module = False
+    arguments = sys.argv[1:]
+    while arguments and arguments[0] in ("--lend-names", "-m"):
+        flag = arguments.pop(0)
+        lend_names, module = lend_names or flag == "--lend-names", module or flag == "-m"
+    target, *rest = arguments
+    run = run_module if module else run_script
+    return run(target, rest, lend_names=lend_names, on_error=_record)
+
+
+def _record(error: Exception) -> None:
+    record(error, "".join(traceback.format_exception(error)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

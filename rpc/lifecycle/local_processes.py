@@ -1,0 +1,394 @@
+"""Workers as processes of this machine, from inside a program: ``spawn``, and ``local_group`` for notebooks.
+
+The processes are started as ``multiprocessing`` does with *spawn*: each is a new Python that imports the
+program's script under another name, so what starts them must stand under ``if __name__ == "__main__":``. A
+notebook's functions are sent by value. The processes end with this one, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from types import FrameType
+from typing import Any, Final, NoReturn, Self
+
+import cloudpickle
+import torch
+
+from rpc.errors import AlreadyInitializedError, RpcError, WorkerLostError
+from rpc.group.workers import check_name
+from rpc.lifecycle.startup import init_rpc
+from rpc.options import AgentOptions
+from rpc.runtime.cpu_quota import usable_cores
+from rpc.runtime.current import current_agent, is_initialized
+
+__all__ = ["LocalGroup", "local_group", "spawn"]
+
+_GRACE_SECONDS: Final = 1.0
+"""So long the others may go on once one has failed: to notice it themselves, and to end."""
+
+
+def spawn(main: Callable[..., Any], *args: Any, workers: int | Sequence[str] = 2) -> list[Any]:
+    """Run a function on new workers, one process each, on this machine, and wait until all have returned.
+
+    Each process joins the group, calls ``main(*args)``, and leaves gracefully, so that a worker whose
+    function has returned serves the others until all have. If one fails, the others are ended.
+
+    Args:
+        main: what each runs; it tells workers apart by ``rpc.get_worker_info()``.
+        args: for ``main``.
+        workers: how many; they are called ``worker0``, ``worker1`` and so on. Or their names, by rank.
+
+    Returns:
+        What ``main`` returned, by rank.
+
+    Raises:
+        RpcError: a worker failed; says which and has its traceback. Its ``__cause__`` is what was raised.
+        SystemExit: what a worker's ``main`` raised, if its status is not 0.
+
+    Example::
+
+        def main():
+            if rpc.get_worker_info().id == 0:
+                print(rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)))
+
+        if __name__ == "__main__":
+            rpc.spawn(main, workers=2)
+    """
+    names = _names(workers)
+    with _Processes(names, world_size=len(names)) as processes, _terminated_like_interrupted():
+        processes.start(main, args)
+        return processes.results()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGroup:
+    """The group that ``local_group`` has made.
+
+    Attributes:
+        names: of the workers that it started, by rank.
+        me: the name of the worker that this process is; its rank comes after theirs.
+    """
+
+    names: tuple[str, ...]
+    me: str
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+
+@contextlib.contextmanager
+def local_group(
+    workers: int | Sequence[str] = 2, *, name: str = "main", options: AgentOptions | None = None
+) -> Iterator[LocalGroup]:
+    """Start workers on this machine that serve while the block runs; this process joins them. For notebooks
+    and tests.
+
+    Args:
+        workers: how many; they are called ``worker0``, ``worker1`` and so on. Or their names, by rank.
+        name: of the worker that this process becomes, of the rank after theirs.
+        options: of the agents; ``init_method`` is put in. Default: as for ``init_rpc``.
+
+    Raises:
+        AlreadyInitializedError: this process is a worker already.
+        RpcError: a worker did not start.
+
+    Example::
+
+        with rpc.local_group(4) as group:
+            for each in group:
+                print(rpc.rpc_sync(each, os.getpid))
+    """
+    if is_initialized():
+        raise AlreadyInitializedError("this process is a worker already: call rpc.shutdown() first")
+    names = _names(workers)
+    with _Processes(names, world_size=len(names) + 1, options=options) as processes:
+        processes.start(_serve, ())
+        processes.started()
+        given = processes.options()
+        init_rpc(name, rank=len(names), world_size=len(names) + 1, rpc_backend_options=given)
+        try:
+            yield LocalGroup(names, name)
+        except BaseException:
+            if is_initialized():
+                current_agent().shutdown(graceful=False)
+            raise
+        if is_initialized():
+            current_agent().shutdown()
+        processes.results()
+
+
+def _serve() -> None:
+    """What a worker of a local group does by itself; the others call it until it may leave."""
+
+
+def _names(workers: int | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(workers, str):
+        raise TypeError(f"workers is a number or a list of names, not the text {workers!r}")
+    if isinstance(workers, int):
+        if workers < 1:
+            raise ValueError(f"there must be at least one worker, not {workers}")
+        return tuple(f"worker{rank}" for rank in range(workers))
+    for name in workers:
+        check_name(name)
+    return tuple(workers)
+
+
+# ---- the processes, as their parent sees them
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One process: ``outcome`` is what it said at its end: a value, or an error and its traceback."""
+
+    name: str
+    process: SpawnProcess
+    pipe: Connection
+    started: bool = False
+    outcome: tuple[Any, ...] | None = None
+
+    @property
+    def failed(self) -> bool:
+        if self.outcome is not None:
+            return len(self.outcome) > 1
+        return self.process.exitcode is not None
+
+    def listen(self) -> None:
+        """Take in what it has said."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe.poll():
+                said = cloudpickle.loads(self.pipe.recv_bytes())
+                if said is None:
+                    self.started = True
+                else:
+                    self.outcome = said
+
+
+class _Processes:
+    """The processes of some workers; leaving the context ends those that still run."""
+
+    def __init__(self, names: Sequence[str], world_size: int, options: AgentOptions | None = None) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RpcError(
+                "this script is being imported by a worker that it has started itself: put what starts "
+                'workers under `if __name__ == "__main__":`'
+            )
+        self._names = names
+        self._world_size = world_size
+        self._options = options
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="farcall-")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _uninterrupted():
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            for end in (SpawnProcess.terminate, SpawnProcess.kill):
+                for worker in self._workers:
+                    end(worker.process)
+                self._join(_GRACE_SECONDS)
+        finally:
+            for worker in self._workers:
+                worker.pipe.close()
+            self._folder.cleanup()
+
+    def options(self) -> AgentOptions:
+        """For an agent of this group."""
+        given = AgentOptions() if self._options is None else self._options
+        given.init_method = f"file://{self._folder.name}/rendezvous"
+        return given
+
+    def start(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Start all; returns at once."""
+        context = multiprocessing.get_context("spawn")
+        work = _pickled((main, args))
+        threads = max(1, usable_cores() // self._world_size)
+        for rank, name in enumerate(self._names):
+            ours, theirs = context.Pipe(duplex=False)
+            given = (name, rank, self._world_size, self.options(), threads, work, theirs)
+            process = context.Process(target=_run_worker, args=given, name=name, daemon=True)
+            try:
+                process.start()
+            except BaseException:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
+            self._workers.append(_Worker(name, process, ours))
+
+    def started(self) -> None:
+        """Wait until all are about to join."""
+        self._wait(lambda worker: worker.started)
+
+    def results(self) -> list[Any]:
+        """Wait until all have ended; what they returned, or the error of one."""
+        self._wait(lambda worker: worker.outcome is not None)
+        self._join(_GRACE_SECONDS)
+        return [worker.outcome[0] for worker in self._workers if worker.outcome is not None]
+
+    def _wait(self, done: Callable[[_Worker], bool]) -> None:
+        while not all(map(done, self._workers)):
+            wait([each for worker in self._workers if not done(worker) for each in _signs(worker)])
+            self._listen()
+            if any(worker.failed for worker in self._workers):
+                self._settle()
+                raise self._failure()
+
+    def _listen(self) -> None:
+        for worker in self._workers:
+            worker.listen()
+
+    def _settle(self) -> None:
+        """Give the others a moment to end as well, since the first to say so may not be the cause."""
+        until = time.monotonic() + _GRACE_SECONDS
+        while (left := until - time.monotonic()) > 0:
+            running = [worker for worker in self._workers if worker.process.exitcode is None]
+            if not running:
+                break
+            wait([worker.process.sentinel for worker in running], left)
+        self._listen()
+
+    def _failure(self) -> BaseException:
+        """What to raise: the death by a signal, else the error that is not about another's end."""
+        failed = sorted((worker for worker in self._workers if worker.failed), key=_consequence)
+        worker, pid = failed[0], failed[0].process.pid
+        if worker.outcome is None:
+            code = worker.process.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            return RpcError(f"{worker.name} (process {pid}) {how}")
+        error, trace = worker.outcome
+        if isinstance(error, SystemExit):
+            return error
+        failure = RpcError(f"{worker.name} (process {pid}) raised {type(error).__name__}: {error}\n\n{trace}")
+        failure.__cause__ = error
+        return failure
+
+    def _join(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for worker in self._workers:
+            worker.process.join(max(0.0, until - time.monotonic()))
+
+
+def _signs(worker: _Worker) -> list[Any]:
+    return [worker.pipe, worker.process.sentinel] if worker.process.exitcode is None else [worker.pipe]
+
+
+def _consequence(worker: _Worker) -> int:
+    """How likely a failure is only the consequence of another."""
+    if worker.outcome is None:
+        return 0 if (worker.process.exitcode or 0) < 0 else 1
+    return 2 if isinstance(worker.outcome[0], WorkerLostError) else 1
+
+
+def _pickled(work: Any) -> bytes:
+    """By name, where the new process finds the script; else by value."""
+    if getattr(sys.modules["__main__"], "__file__", None) and not hasattr(sys, "ps1"):
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            return pickle.dumps(work)
+    return bytes(cloudpickle.dumps(work))
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Another Ctrl-C does not disturb the clean-up, which takes a moment."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends the workers too, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- a process, as it sees itself
+
+
+def _run_worker(
+    name: str,
+    rank: int,
+    world_size: int,
+    options: AgentOptions,
+    threads: int,
+    work: bytes,
+    pipe: Connection,
+) -> None:
+    """The main function of a worker's process."""
+    threading.Thread(target=_end_with_parent, name="farcall-parent", daemon=True).start()
+    torch.set_num_threads(threads)
+    status = 0
+    try:
+        main, args = pickle.loads(work)
+        _say(pipe, None)
+        init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        value = main(*args)
+        if is_initialized():
+            current_agent().shutdown()
+        _say(pipe, (value,))
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as end:
+        status = 1 if end.code else 0
+        _say(pipe, (end, "") if end.code else (None,))
+    except BaseException as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without ours
+        _say(pipe, (error, "".join(traceback.format_exception(type(error), error, frames))))
+        status = 1
+    if status and is_initialized():
+        current_agent().shutdown(graceful=False)  # the others notice at once
+    pipe.close()
+    sys.exit(status)
+
+
+def _say(pipe: Connection, what: Any) -> None:
+    try:
+        said = cloudpickle.dumps(what)
+    except Exception as error:  # a value or an exception that cannot be sent
+        said = cloudpickle.dumps((RpcError(f"{what[0]!r} cannot be sent: {error}"), what[-1] if what else ""))
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send_bytes(said)
+
+
+def _end_with_parent() -> None:
+    """A worker without the process that has started it has no use."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -1,0 +1,105 @@
+"""``rpc.spawn`` and ``rpc.local_group``, in a script as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import leftovers
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+SCRIPT = """
+import os, signal, sys, threading
+from farcall import rpc
+
+calls = 0
+
+def count():
+    global calls
+    calls += 1
+    return calls
+
+def main(what):
+    me = rpc.get_worker_info()
+    if what != "count" and me.id == 1:
+        END[what]()
+    if what != "count":
+        rpc.rpc_sync("worker1", wait)
+    return [rpc.rpc_sync("worker1", count) for _ in range(3)] if me.id == 0 else me.name
+
+def wait():
+    threading.Event().wait()
+
+def fail():
+    raise LookupError("bad luck")
+
+END = {"raise": fail, "die": lambda: os.kill(os.getpid(), signal.SIGKILL), "exit": lambda: sys.exit(3)}
+"""
+
+STARTS = """
+if __name__ == "__main__":
+    if sys.argv[1] == "group":
+        with rpc.local_group(2) as group:
+            print(group.me, [(name, rpc.rpc_sync(name, count), rpc.rpc_sync(name, count)) for name in group])
+    else:
+        print(rpc.spawn(main, sys.argv[1], workers=2))
+"""
+
+
+def run(folder: Path, what: str, starts: str = STARTS) -> subprocess.CompletedProcess[str]:
+    script = folder / "program.py"
+    script.write_text(SCRIPT + starts)
+    with leftovers.nothing_left():
+        return subprocess.run(
+            [sys.executable, script, what],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=80,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+        )
+
+
+@pytest.mark.nightly
+def test_spawned_workers_call_each_others_own_functions(tmp_path: Path) -> None:
+    done = run(tmp_path, "count")
+    assert (done.returncode, done.stdout) == (0, "[[1, 2, 3], 'worker1']\n"), done.stderr
+
+
+def test_local_group_serves_this_process(tmp_path: Path) -> None:
+    done = run(tmp_path, "group")
+    assert (done.returncode, done.stdout) == (0, "main [('worker0', 1, 2), ('worker1', 1, 2)]\n"), done.stderr
+
+
+def test_a_worker_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
+    done = run(tmp_path, "raise")
+    assert done.returncode == 1
+    assert "raised LookupError: bad luck" in done.stderr
+    assert "in fail\n" in done.stderr
+
+
+@pytest.mark.nightly
+def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
+    done = run(tmp_path, "die")
+    assert done.returncode == 1
+    assert ") was killed by SIGKILL" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.nightly
+def test_a_workers_exit_status_is_the_programs(tmp_path: Path) -> None:
+    assert run(tmp_path, "exit").returncode == 3
+
+
+@pytest.mark.nightly
+def test_a_script_that_starts_workers_wherever_it_is_imported_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, "", "rpc.spawn(main, 'count')")
+    assert done.returncode == 1
+    assert 'under `if __name__ == "__main__":`' in done.stderr
