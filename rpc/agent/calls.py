@@ -122,10 +122,6 @@ class PendingCall(Awaited):
         """End the call in a forked child, where no lock may be taken."""
         PendingCall.settle(self, error)
 
-    def settled(self) -> bool:
-        """Whether the call has ended."""
-        return self.outcome is not None
-
     # ---- waiting
 
     def release(self) -> None:

@@ -134,7 +134,7 @@ class Future(torch.futures.Future[T]):
             call.wait()
             self.complete()
         except BaseException:
-            if call.settled():
+            if call.done():
                 call.owner.complete_soon(self)
             raise
         interruption, _thread_state.interruption = _thread_state.interruption, None

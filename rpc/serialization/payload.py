@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from torch import Tensor
@@ -44,6 +45,7 @@ class Source(Protocol):
     def name(self) -> str: ...
 
 
+@dataclass(slots=True, eq=False)
 class Payload:
     """A serialized object: a header and the buffers that belong to it.
 
@@ -55,9 +57,6 @@ class Payload:
         codec: the number of the codec that they are in.
     """
 
-    __slots__ = ("buffers", "codec", "header")
-
-    def __init__(self, header: dict[str, Any], buffers: list[Any], codec: int = 0) -> None:
-        self.header = header
-        self.buffers = buffers
-        self.codec = codec
+    header: dict[str, Any]
+    buffers: list[Any]
+    codec: int = 0

@@ -479,7 +479,8 @@ class InlineReader:
             while turn.task is None and turn.left_to_loop is None:
                 if not (self._wait(until, min(until, monotonic() + _MOMENT_SECONDS)) and self._read(turn)):
                     break
-            return turn.task
+            task, turn.task = turn.task, None  # it must not die with the turn, which the loop may have
+            return task
         finally:
             if turn.left_to_loop is None:
                 self._end(turn)

@@ -81,7 +81,7 @@ def test_a_call_ends_when_its_deadline_passes_and_not_before(
 ) -> None:
     call = watched(table, 2.0)
     clockwork.advance(1.99)
-    assert not call.settled()
+    assert not call.done()
     clockwork.advance(0.02)
     assert isinstance(call.outcome, RpcTimeoutError)
     assert str(call.outcome).startswith(
@@ -101,7 +101,7 @@ def test_calls_end_in_the_order_of_their_deadlines(table: CallTable, clockwork: 
 def test_no_timeout_means_no_deadline_and_no_alarm(table: CallTable, clockwork: Clockwork) -> None:
     call = watched(table, 0)
     clockwork.advance(1e9)
-    assert not call.settled()
+    assert not call.done()
     assert clockwork.woken == 0
 
 
@@ -118,8 +118,8 @@ def test_an_earlier_deadline_moves_the_alarm(table: CallTable, clockwork: Clockw
     clockwork.advance(0)
     assert clockwork.ringing() == [1.0]
     clockwork.advance(2.0)
-    assert early.settled()
-    assert not late.settled()
+    assert early.done()
+    assert not late.done()
     assert clockwork.ringing() == [60.0]
 
 
@@ -133,14 +133,14 @@ def test_the_alarm_is_not_set_again_once_all_calls_were_answered(
     assert owner.settled == []
     call = watched(table, 5.0)
     clockwork.advance(6.0)
-    assert call.settled()
+    assert call.done()
 
 
 def test_a_blocking_call_is_left_to_the_thread_that_waits(table: CallTable, clockwork: Clockwork) -> None:
     blocking = table.open(peer(), "blocking", 1.0)
     watched(table, 2.0)
     clockwork.advance(3.0)
-    assert not blocking.settled()
+    assert not blocking.done()
     assert list(table.waiting()) == [blocking]
 
 
@@ -185,10 +185,10 @@ def test_ctrl_c_at_any_line_of_setting_the_alarm_lets_no_deadline_pass(clockwork
         files = (module.__file__, clockwork_module.__file__)
         interrupted = interrupted_at(line, functools.partial(table.watch, first), files.__contains__)
         clockwork.advance(2.5)
-        assert first.settled() == first.watched, line
+        assert first.done() == first.watched, line
         second = watched(table, 1.0)
         clockwork.advance(1.5)
-        assert second.settled(), line
+        assert second.done(), line
         if not interrupted:
             break
     assert line > 5

@@ -68,5 +68,5 @@ def test_a_call_whose_sending_raises_tells_that_it_has_ended(error: type[BaseExc
 def test_a_call_to_a_worker_about_to_be_lost_is_left_to_who_says_why() -> None:
     agent = Unsending(WorkerLostError("closed", "callee", "closed"))
     call = agent.request(peer())
-    assert not call.settled()
+    assert not call.done()
     assert list(agent.calls.waiting()) == [call]

@@ -53,7 +53,7 @@ def test_an_answer_to_a_call_that_another_worker_got_is_malformed_and_the_call_g
     for count, _ in enumerate(both_ways(end, [Frame(Kind.REPLY, call.call_id, {}, [b""])]), 1):
         assert len(end.agent.lost) == count
         assert "an answer to a call that worker 'other' got" in end.agent.lost[-1]
-    assert not call.settled()
+    assert not call.done()
     assert list(end.agent.calls.waiting()) == [call]
 
 

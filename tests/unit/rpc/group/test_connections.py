@@ -257,7 +257,7 @@ def unconnected(to: Member, **options: Any) -> Peer:
 class Sent:
     """A connection that keeps what is sent over it."""
 
-    direct = None
+    reader = None
 
     def __init__(self) -> None:
         self.frames: list[list[Any]] = []

@@ -57,7 +57,7 @@ def test_what_any_thread_may_take_in_is_taken_in_on_the_way(end: End) -> None:
     replies = frame(Kind.REPLY, other.call_id) + frame(Kind.REPLY, call.call_id)
     end.there.sendall(frame(Kind.CALL, 70) + frame(ANYWHERE, 1) + replies)
     call.wait()
-    assert other.settled()
+    assert other.done()
     assert (end.taken, end.agent.passed_on, end.frames) == ([1], [70], [])
     end.loop_reads()
 
@@ -67,7 +67,7 @@ def test_a_thread_leaves_the_reading_to_the_loop_where_others_replies_come_first
     end.meanwhile = lambda: end.there.sendall(frame(Kind.REPLY, call.call_id))
     end.there.sendall(frame(ANYWHERE, 1) + frame(Kind.REPLY, other.call_id))
     call.wait()
-    assert other.settled()
+    assert other.done()
     assert end.taken == [1]
     assert [each.kind for each in end.frames] == [Kind.REPLY]
     end.loop_reads()
