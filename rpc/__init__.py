@@ -43,7 +43,7 @@ from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOpt
 from rpc.runtime import events
 from rpc.runtime.current import is_initialized
 from rpc.serialization.portable import PortablePickler
-from rpc.serialization.settings import allow_class, allow_function, use_pickler
+from rpc.serialization.settings import allow_class, allow_function, allow_methods, use_pickler
 from rref.reference import RRef
 from rref.remote import remote
 
@@ -60,6 +60,7 @@ __all__ = [
     "all_gather",
     "allow_class",
     "allow_function",
+    "allow_methods",
     "backend_registered",
     "barrier",
     "construct_rpc_backend_options",
