@@ -39,7 +39,7 @@ from rpc.lifecycle.backend_registry import (
     register_backend,
 )
 from rpc.lifecycle.startup import init_rpc, init_with_store
-from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions, TlsOptions
 from rpc.runtime import events
 from rpc.runtime.current import is_initialized
 from rpc.serialization.portable import PortablePickler
@@ -56,6 +56,7 @@ __all__ = [
     "RRef",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
+    "TlsOptions",
     "WorkerInfo",
     "all_gather",
     "allow_class",

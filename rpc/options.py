@@ -14,7 +14,13 @@ import torch
 from rpc.device_maps import DeviceLike, DeviceMap, to_device_list, to_device_map
 from rpc.errors import InvalidOptionError
 
-__all__ = ["AgentOptions", "InvalidOptionError", "RpcBackendOptions", "TensorPipeRpcBackendOptions"]
+__all__ = [
+    "AgentOptions",
+    "InvalidOptionError",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "TlsOptions",
+]
 
 DEFAULT_RPC_TIMEOUT = 60.0
 UNSET_TIMEOUT: Final = -1.0
@@ -130,6 +136,26 @@ def _listen(name: str, value: object) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class TlsOptions:
+    """TLS 1.3 on TCP connections, with certificates on both sides. All workers of a group have it, or none.
+
+    Args:
+        cert: path of this worker's certificate, with the chain to the authority's, in PEM.
+        key: path of its private key, in PEM, not encrypted.
+        ca: path of the certificate of the authority that signs those of the job's workers, and no others.
+
+    Example::
+
+        tls = rpc.TlsOptions(cert="worker.pem", key="worker.key", ca="ca.pem")
+        options = rpc.AgentOptions(tls=tls, token_file="token")
+    """
+
+    cert: str
+    key: str
+    ca: str
+
+
 class Token(bytes):
     """A job's token, which is not shown."""
 
@@ -243,6 +269,8 @@ class AgentOptions(RpcBackendOptions):
             workers know. Workers of one user on one host need none. Default: the environment's
             ``FARCALL_TOKEN``; see ``docs/security.md``.
         token_file: a file with the token, which only this user can read. Default: ``FARCALL_TOKEN_FILE``.
+        tls: encrypt what goes over TCP; see ``TlsOptions`` (default ``None``: do not). The token is needed
+            all the same. Unix sockets and shared memory do not leave the host, and are not encrypted.
         insecure: do without a token (default ``False``): whoever reaches a worker's address, or the store,
             can run code on the worker.
         deserialization: ``"pickle"`` (default), or ``"safe"``: accept only tensors, containers, scalars
@@ -279,6 +307,9 @@ class AgentOptions(RpcBackendOptions):
     listen: _Option[str | None, str | None] = _Option(None, _or_none(_listen))
     token: _Option[bytes | None, str | bytes | None] = _Option(None, _or_none(to_token))
     token_file: _Option[str | None, str | None] = _Option(None, _or_none(_string))
+    tls: _Option[TlsOptions | None, TlsOptions | None] = _Option(
+        None, _or_none(_instance(TlsOptions, "TlsOptions"))
+    )
     insecure: _Option[bool, bool] = _Option(False, _instance(bool, "True or False"))
     deserialization: _Option[Literal["pickle", "safe"], Literal["pickle", "safe"]] = _Option(
         "pickle", _deserialization

@@ -48,6 +48,7 @@ from rpc.runtime.process_tuning import ProcessTuning
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import TransportContext
 from rpc.transport.registry import transports as make_transports
+from rpc.transport.tls import TlsContexts
 from rpc.wire.frames import Kind
 
 __all__ = ["UNSET_TIMEOUT", "Agent"]
@@ -68,6 +69,7 @@ class Agent:
         listen_port: 0 for any.
         authenticator: has other workers prove that they belong to the job; None to ask nothing.
         transports: which to use; default: those for this system.
+        tls: encrypts what goes over TCP.
 
     Attributes:
         extensions: what stands on this agent, by name: each part's own object, where its code finds it again.
@@ -88,6 +90,7 @@ class Agent:
         *,
         authenticator: Authenticator | None = None,
         transports: Iterable[str] | None = None,
+        tls: TlsContexts | None = None,
     ) -> None:
         self.options = options
         self.rpc_timeout = options.rpc_timeout
@@ -122,7 +125,7 @@ class Agent:
         self.peer_by_incarnation = self.peers.by_incarnation
         self.connections = Connections(
             self.loop,
-            make_transports(TransportContext(self.loop, options.send_queue_bytes), transports),
+            make_transports(TransportContext(self.loop, options.send_queue_bytes, tls=tls), transports),
             self,
             options.max_message_bytes,
             authenticator,

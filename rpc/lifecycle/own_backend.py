@@ -38,6 +38,7 @@ from rpc.rendezvous.token import find_credential
 from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.functions import main_identity
+from rpc.transport.tls import TlsContexts
 from rpc.transport.unix import UnixTransport
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,8 @@ def _start(
     if transports is None and on_one_host and UnixTransport.available:
         transports = ("unix",)  # the kernel knows there whose processes connect
     authenticator = None if token is None else TokenAuthenticator(token)
-    agent = Agent(options, host, port, authenticator=authenticator, transports=transports)
+    tls = None if options.tls is None else TlsContexts.of(options.tls)
+    agent = Agent(options, host, port, authenticator=authenticator, transports=transports, tls=tls)
     store = store.sealed(token)
     try:
         draft = Member(

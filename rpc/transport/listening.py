@@ -23,7 +23,9 @@ _SILENT_SECONDS: Final = 10.0
 
 
 class SocketListener:
-    """Hands over sockets that a bound and listening one accepts, as they come. On the loop's thread."""
+    """Hands over sockets that a bound and listening one accepts, as they come, until it is ``closed``. On the
+    loop's thread.
+    """
 
     def __init__(
         self,
@@ -31,11 +33,13 @@ class SocketListener:
         sock: socket.socket,
         address: str,
         accepted: Callable[[socket.socket], None],
+        closed: Callable[[], object] = int,
     ) -> None:
         self.address = address
         self._loop = loop
         self._socket = sock
         self._accepted = accepted
+        self._closed = closed
         self._open = True
         self._silent_until = 0.0
         self._allowed = float(_ACCEPTS_AT_ONCE)
@@ -84,6 +88,7 @@ class SocketListener:
             self._open = False
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
+            self._closed()
 
     def abandon(self) -> None:
         """In a forked child: let go of the descriptor, which the parent goes on using."""
