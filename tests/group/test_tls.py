@@ -34,9 +34,8 @@ def test_calls_and_large_tensors_go_over_tls(run_workers: RunWorkers, tmp_path: 
 
 
 def call_with(worker: Worker, folder: str, names: list[str]) -> str:
-    tls = rpc.TlsOptions(
-        *(f"{folder}/{names[worker.rank]}.{what}.pem" for what in ("cert", "key")), f"{folder}/ours.ca.pem"
-    )
+    cert, key = (f"{folder}/{names[worker.rank]}.{what}.pem" for what in ("cert", "key"))
+    tls = rpc.TlsOptions(cert, key, f"{folder}/ours.ca.pem")
     worker.join(tls=tls, token=TOKEN, **ACROSS)
     try:
         if worker.rank == 0:
