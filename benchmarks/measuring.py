@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import serving
+from benchmarks.certificates import Certificate
 from benchmarks.sides import Side
 from benchmarks.turns import Failure, Workers, take_turns, work_by_turns
 from benchmarks.workload import Workload
@@ -56,20 +57,25 @@ def _end(groups: dict[str, Workers], *, kill: bool) -> None:
         groups.popitem()[1].end(kill=kill)
 
 
-def _kind_of_group(workload: Workload) -> tuple[int, bool, int]:
-    """What a group of workers has to have: how many, over TCP, with how many stripes."""
-    return workload.workers, workload.network, workload.stripes
+def _kind_of_group(workload: Workload) -> tuple[int, bool, int, bool]:
+    """What a group of workers has to have: how many, over TCP, with how many stripes, with TLS."""
+    return workload.workers, workload.network, workload.stripes, workload.encrypted
 
 
 def _group(side: Side, workload: Workload) -> Workers:
     count, options = workload.workers, dict(side.network) if workload.network else {}
     if workload.stripes:
         options["tcp_stripes"] = workload.stripes
+    certificate = Certificate() if workload.encrypted else None
 
     def work(rank: int, folder: Path, parent: Connection) -> None:
         warnings.simplefilter("ignore")  # of parts of PyTorch that are deprecated
         try:
-            rpc = _join(side, rank, count, folder, options)
+            rpc = side.load()
+            if certificate is not None:
+                options["tls"] = certificate.options(rpc, folder, rank)
+            given = getattr(rpc, side.options)(init_method=f"file://{folder}/rendezvous", **options)
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=count, rpc_backend_options=given)
         except Exception as error:
             if rank == 0:
                 parent.recv()
@@ -84,13 +90,6 @@ def _group(side: Side, workload: Workload) -> Workers:
         rpc.shutdown()
 
     return Workers(work, 1 if side.starts_its_workers else count)
-
-
-def _join(side: Side, rank: int, count: int, folder: Path, options: dict[str, Any]) -> Any:
-    rpc = side.load()
-    given = getattr(rpc, side.options)(init_method=f"file://{folder}/rendezvous", **options)
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=count, rpc_backend_options=given)
-    return rpc
 
 
 def _measured(workload: Workload, rpc: Any) -> float | Failure:

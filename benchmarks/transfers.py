@@ -95,6 +95,15 @@ def workloads() -> Iterator[Workload]:
             network=True,
             part="tensors",
         )
+        yield Workload(
+            f"tls-{text.replace(' ', '').lower()}",
+            f"{text} tensor sent, TCP with TLS",
+            "ms",
+            _transfer(swallow, size),
+            network=True,
+            encrypted=True,
+            part="tensors",
+        )
     yield Workload(
         "streaming",
         "small calls beside 256 MB, TCP",

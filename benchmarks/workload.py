@@ -58,6 +58,7 @@ class Workload:
         network: they talk over TCP, as between hosts, whatever else they could do.
         stripes: over how many connections large messages go; 0 where that is not what is measured. Only
             farcall can be told.
+        encrypted: with TLS, which the network alone does not have. Only farcall can be told.
         part: what it is about: ``calls``, ``tensors`` or ``training``. Not every peer has all.
     """
 
@@ -69,6 +70,7 @@ class Workload:
     workers: int = 2
     network: bool = False
     stripes: int = 0
+    encrypted: bool = False
     part: str = "calls"
 
     @property

@@ -40,11 +40,11 @@ from rpc.lifecycle.backend_registry import (
 )
 from rpc.lifecycle.local_processes import LocalGroup, local_group, spawn
 from rpc.lifecycle.startup import init_rpc, init_with_store
-from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions, TlsOptions
 from rpc.runtime import events
 from rpc.runtime.current import is_initialized
 from rpc.serialization.portable import PortablePickler
-from rpc.serialization.settings import allow_class, allow_function, use_pickler
+from rpc.serialization.settings import allow_class, allow_function, allow_methods, use_pickler
 from rref.reference import RRef
 from rref.remote import remote
 
@@ -58,10 +58,12 @@ __all__ = [
     "RRef",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
+    "TlsOptions",
     "WorkerInfo",
     "all_gather",
     "allow_class",
     "allow_function",
+    "allow_methods",
     "backend_registered",
     "barrier",
     "construct_rpc_backend_options",

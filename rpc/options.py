@@ -14,7 +14,13 @@ import torch
 from rpc.device_maps import DeviceLike, DeviceMap, to_device_list, to_device_map
 from rpc.errors import InvalidOptionError
 
-__all__ = ["AgentOptions", "InvalidOptionError", "RpcBackendOptions", "TensorPipeRpcBackendOptions"]
+__all__ = [
+    "AgentOptions",
+    "InvalidOptionError",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "TlsOptions",
+]
 
 DEFAULT_RPC_TIMEOUT = 60.0
 UNSET_TIMEOUT: Final = -1.0
@@ -23,6 +29,7 @@ DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 
 _MIB = 1 << 20
+_SHORTEST_TOKEN: Final = 16
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -129,6 +136,46 @@ def _listen(name: str, value: object) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class TlsOptions:
+    """TLS 1.3 on TCP connections, with certificates on both sides. All workers of a group have it, or none.
+
+    Args:
+        cert: path of this worker's certificate, with the chain to the authority's, in PEM.
+        key: path of its private key, in PEM, not encrypted.
+        ca: path of the certificate of the authority that signs those of the job's workers, and no others.
+
+    Example::
+
+        tls = rpc.TlsOptions(cert="worker.pem", key="worker.key", ca="ca.pem")
+        options = rpc.AgentOptions(tls=tls, token_file="token")
+    """
+
+    cert: str
+    key: str
+    ca: str
+
+
+class Token(bytes):
+    """A job's token, which is not shown."""
+
+    def __repr__(self) -> str:
+        return "<a token>"
+
+
+def to_token(name: str, value: object) -> Token:
+    """Check a token, named in errors: text or bytes, long enough that nobody guesses it."""
+    if not isinstance(value, (str, bytes)):
+        raise TypeError(f"incompatible constructor arguments: {name} must be a string or bytes")
+    token = Token(value.encode() if isinstance(value, str) else value)
+    if len(token) < _SHORTEST_TOKEN:
+        raise InvalidOptionError(
+            f"{name}: a token must have at least {_SHORTEST_TOKEN} characters, this one has "
+            f"{len(token)}. Make one with: python -c 'import secrets; print(secrets.token_urlsafe())'"
+        )
+    return token
+
+
 def _deserialization(name: str, value: Any) -> Literal["pickle", "safe"]:
     if value not in ("pickle", "safe"):
         raise InvalidOptionError(f'{name} must be "pickle" or "safe", got {value!r}')
@@ -218,6 +265,14 @@ class AgentOptions(RpcBackendOptions):
             the smaller number of theirs. What cannot be opened is not used, and the log says so.
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
             address that reaches the rendezvous, loopback if that is on loopback.
+        token: what shows that a worker belongs to the job: a string or bytes, of at least 16, that only its
+            workers know. Workers of one user on one host need none. Default: the environment's
+            ``FARCALL_TOKEN``; see ``docs/security.md``.
+        token_file: a file with the token, which only this user can read. Default: ``FARCALL_TOKEN_FILE``.
+        tls: encrypt what goes over TCP; see ``TlsOptions`` (default ``None``: do not). The token is needed
+            all the same. Unix sockets and shared memory do not leave the host, and are not encrypted.
+        insecure: do without a token (default ``False``): whoever reaches a worker's address, or the store,
+            can run code on the worker.
         deserialization: ``"pickle"`` (default), or ``"safe"``: accept only tensors, containers, scalars
             and registered functions.
 
@@ -250,6 +305,12 @@ class AgentOptions(RpcBackendOptions):
     kept_memory_bytes: _Integer = _Option(64 * _MIB, _integer(0))
     tcp_stripes: _Integer = _Option(1, _integer(1, 64))
     listen: _Option[str | None, str | None] = _Option(None, _or_none(_listen))
+    token: _Option[bytes | None, str | bytes | None] = _Option(None, _or_none(to_token))
+    token_file: _Option[str | None, str | None] = _Option(None, _or_none(_string))
+    tls: _Option[TlsOptions | None, TlsOptions | None] = _Option(
+        None, _or_none(_instance(TlsOptions, "TlsOptions"))
+    )
+    insecure: _Option[bool, bool] = _Option(False, _instance(bool, "True or False"))
     deserialization: _Option[Literal["pickle", "safe"], Literal["pickle", "safe"]] = _Option(
         "pickle", _deserialization
     )

@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from rpc.agent.request_runner import LATER, Request
-from rpc.errors import ProtocolError, RRefError, SerializationError
+from rpc.errors import ProtocolError, RRefError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Task
 from rpc.transport.base import INFINITE, SMALL_BYTES
@@ -149,9 +149,10 @@ class Server:
             name = request.frame.header.get("method")
             if function is not method_of_object or not isinstance(name, str):
                 raise ProtocolError(f"asked to call {function!r}, as {name!r}, of an object")
-            if self._agent.serializer.allow is not None and name.startswith("_") and name != "__call__":
-                raise SerializationError(f"safe mode does not admit calls of the private method '{name}'")
-            function = getattr(on.get(), name)
+            content = on.get()
+            if self._agent.serializer.allow is not None:
+                self._agent.serializer.allow.check_method(content, name)
+            function = getattr(content, name)
         return function, args, kwargs
 
     def _run_creation(self, request: Request, rref: RRefId, value: Value, on: Value | None) -> None:

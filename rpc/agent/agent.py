@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from rpc.bulk.striping import Striping
 from rpc.errors import ForkedProcessError, RpcError
 from rpc.group.connections import Connections
 from rpc.group.control import Control
+from rpc.group.handshake import Authenticator
 from rpc.group.membership import Membership, WorkerReference
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member, WorkerInfo
@@ -47,7 +48,8 @@ from rpc.runtime.mailbox import Mailbox
 from rpc.runtime.process_tuning import ProcessTuning
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import TransportContext
-from rpc.transport.registry import transports
+from rpc.transport.registry import transports as make_transports
+from rpc.transport.tls import TlsContexts
 from rpc.wire.frames import Kind
 
 __all__ = ["UNSET_TIMEOUT", "Agent"]
@@ -70,6 +72,9 @@ class Agent:
         options: of the backend.
         listen_host: where TCP listens, a host name or address.
         listen_port: 0 for any.
+        authenticator: has other workers prove that they belong to the job; None to ask nothing.
+        transports: which to use; default: those for this system.
+        tls: encrypts what goes over TCP.
 
     Attributes:
         extensions: what stands on this agent, by name: each part's own object, where its code finds it again.
@@ -82,7 +87,16 @@ class Agent:
     control: Control
     dispatcher: Dispatcher
 
-    def __init__(self, options: AgentOptions, listen_host: str, listen_port: int = 0) -> None:
+    def __init__(
+        self,
+        options: AgentOptions,
+        listen_host: str,
+        listen_port: int = 0,
+        *,
+        authenticator: Authenticator | None = None,
+        transports: Iterable[str] | None = None,
+        tls: TlsContexts | None = None,
+    ) -> None:
         self.options = options
         self.rpc_timeout = options.rpc_timeout
         self.incarnation = secrets.randbits(63)
@@ -117,9 +131,10 @@ class Agent:
         self.peer_by_incarnation = self.peers.by_incarnation
         self.connections = Connections(
             self.loop,
-            transports(TransportContext(self.loop, options.send_queue_bytes), options.transports),
+            make_transports(TransportContext(self.loop, options.send_queue_bytes, tls=tls), transports),
             self,
             options.max_message_bytes,
+            authenticator,
         )
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
 

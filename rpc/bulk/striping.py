@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.group.connections import FAREWELL_SECONDS, Connections
-from rpc.group.handshake import legible, parse_refusal
+from rpc.group.handshake import Lane, legible
 from rpc.group.peer import Peer
 from rpc.runtime.mailbox import Mailbox
 from rpc.transport.base import Connection, SilentOwner
@@ -53,7 +53,7 @@ class _Lanes:
         self.count = count
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.dialled: list[Connection] = []
-        """Those that this side has made, welcome or not."""
+        """Those that this side has made."""
         self.open: dict[int, StreamConnection] = {}
         self.in_use = False
         self.leaving = 0
@@ -179,17 +179,13 @@ class Striping:
 
     # ---- opening them
 
-    def lane_came(self, connection: Connection, header: dict[str, Any]) -> None:
-        """Somebody has connected and says to be a lane: take the connection over; ``ProtocolError`` if that
-        is not true.
+    def lane_came(self, connection: Connection, lane: Lane) -> None:
+        """Somebody who belongs to the job has connected and says to be a lane: take the connection over;
+        ``ProtocolError`` if that is not true.
         """
-        token, number = header.get("token"), header.get("number")
-        if (
-            not isinstance(token, bytes)
-            or not isinstance(number, int)
-            or not isinstance(connection, StreamConnection)
-        ):
-            raise ProtocolError("a malformed lane")
+        token, number = lane.token, lane.number
+        if not isinstance(connection, StreamConnection):
+            raise ProtocolError("a lane over a connection that takes none")
         for peer, lanes in self._lanes.items():  # noqa: B007
             if lanes is not None and not lanes.in_use and secrets.compare_digest(lanes.token, token):
                 break
@@ -197,21 +193,14 @@ class Striping:
             raise ProtocolError("a lane that belongs to no connection, or comes too late")
         if not 0 <= number < lanes.count or number in lanes.open or peer.dialled:
             raise ProtocolError(f"a lane of the number {number!r}, where {lanes.count} are expected once")
-        buffers, size = encode(Kind.WELCOME, 0, {}, ())
-        connection.send(buffers, size, wait=False)
         self._add(peer, lanes, number, connection)
 
     async def _connect(self, peer: Peer, lanes: _Lanes) -> None:
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
                 for number in range(lanes.count):
-                    connection = await self._connections.connect_again(peer)
+                    connection = await self._connections.open_lane(peer, Lane(lanes.token, number))
                     lanes.dialled.append(connection)
-                    greeting = _Greeting(self._loop)
-                    connection.start(greeting)
-                    hello = {"token": lanes.token, "number": number}
-                    connection.send_small(encode_small(Kind.LANE, 0, hello, ()), False)
-                    await greeting.welcome
                     assert isinstance(connection, StreamConnection)
                     self._add(peer, lanes, number, connection)
         except BaseException as error:
@@ -345,23 +334,3 @@ class _LaneOwner(SilentOwner):
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self._striping.lane_lost(self._peer, reason)
-
-
-class _Greeting(SilentOwner):
-    """Owner of a connection that is to become a lane."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.welcome: asyncio.Future[None] = loop.create_future()
-
-    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
-        frame = frames[0]
-        if frame.kind == Kind.WELCOME and len(frames) == 1 and not self.welcome.done():
-            self.welcome.set_result(None)
-        elif frame.kind == Kind.REFUSED:
-            connection.close(parse_refusal(frame.header).reason)
-        else:
-            connection.close(f"expected welcome or refused, got a frame of kind {frame.kind}")
-
-    def connection_lost(self, connection: Connection, reason: str) -> None:
-        if not self.welcome.done():
-            self.welcome.set_exception(ConnectionError(f"a lane was not opened: {legible(reason)}"))

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from rpc.errors import ProtocolError
 from rpc.group.admission import CROSSED, judge
@@ -21,6 +21,7 @@ from rpc.group.handshake import (
     Authenticator,
     Handshake,
     Hello,
+    Lane,
     Message,
     Refusal,
     Role,
@@ -32,6 +33,7 @@ from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
+from rpc.runtime.limited_log import LimitedLog
 from rpc.runtime.tasks import Task
 from rpc.transport.base import (
     CLOSED_BY_PEER,
@@ -52,7 +54,17 @@ SMALL_FRAME_BYTES: Final = 128 << 10
 """Frames up to this are accepted whatever the limit for messages: nobody checks them before sending."""
 
 CONNECT_SECONDS: Final = 20.0
-"""How long one address may take to answer, and how long a peer may take to shake hands."""
+"""How long one address may take to answer, and then the worker there to shake hands."""
+
+STRANGER_SECONDS: Final = 5.0
+"""How long whoever has connected may take to prove that it belongs to the job."""
+
+MAX_STRANGERS: Final = 256
+"""Beyond so many who have connected and not proven that, the one who has tried for longest is cut off, if it
+is slow: how many may come at a time is for the transports to limit.
+"""
+
+_SLOW_SECONDS: Final = 1.0
 
 FAREWELL_SECONDS: Final = 5.0
 """How long what is queued for peers may take to be sent when this worker leaves."""
@@ -94,7 +106,7 @@ class Connections:
 
     Attributes:
         group: the key of the group, once it is formed.
-        lane_came: takes over a connection that says to be a lane, or raises ``ProtocolError``.
+        lane_came: takes over a connection that is to be a lane, or raises ``ProtocolError``.
         closed: this worker leaves, or has left.
     """
 
@@ -107,9 +119,10 @@ class Connections:
         authenticator: Authenticator | None = None,
     ) -> None:
         self.connect_seconds = CONNECT_SECONDS
+        self.stranger_seconds = STRANGER_SECONDS
         self.farewell_seconds = FAREWELL_SECONDS
         self.group = ""
-        self.lane_came: Callable[[Connection, dict[str, Any]], None] | None = None
+        self.lane_came: Callable[[Connection, Lane], None] | None = None
         self.closed = False
         self.loop = loop
         self.authenticator = authenticator
@@ -119,6 +132,8 @@ class Connections:
         self._view: Membership | None = None
         self._listeners: list[Listener] = []
         self._greetings: dict[_Greeting, None] = {}  # in the order in which they began
+        self._strangers: dict[_Greeting, None] = {}  # those of them whose other side has proven nothing yet
+        self._refusals = LimitedLog(logger)
         self._dialling: set[asyncio.Task[None]] = set()
 
     # ---- listening
@@ -147,10 +162,17 @@ class Connections:
                 self._judge(greeting, greeting.hello)
 
     def _accepted(self, connection: Connection) -> None:
-        self._greet(connection, None)
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            if self.loop.time() - oldest.began > _SLOW_SECONDS:
+                oldest.connection.close("too many others wait to shake hands")
+        greeting = _Greeting(self, connection, self.stranger_seconds)
+        self._strangers[greeting] = self._greetings[greeting] = None
 
-    def _greet(self, connection: Connection, peer: Peer | None) -> _Greeting:
-        greeting = _Greeting(self, connection, peer)
+    def _greet(
+        self, connection: Connection, peer: Peer, lane: asyncio.Future[None] | None = None
+    ) -> _Greeting:
+        greeting = _Greeting(self, connection, self.connect_seconds, peer, lane)
         self._greetings[greeting] = None
         return greeting
 
@@ -196,10 +218,21 @@ class Connections:
         assert self._view is not None
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group))
 
-    async def connect_again(self, peer: Peer) -> Connection:
-        """One more connection over the network to a connected peer, not yet started. ``OSError`` if there is
-        no way.
+    async def open_lane(self, peer: Peer, lane: Lane) -> Connection:
+        """One more connection over the network to a connected peer, which has let it in. ``OSError`` if there
+        is no way, or it does not.
         """
+        connection = await self._connect_again(peer)
+        welcome: asyncio.Future[None] = self.loop.create_future()
+        self._greet(connection, peer, welcome).greet(lane)
+        try:
+            await welcome
+        except BaseException:
+            _drop(connection, "not needed any more")
+            raise
+        return connection
+
+    async def _connect_again(self, peer: Peer) -> Connection:
         addresses = [address for address in peer.member.addresses if address.startswith("tcp:")]
         for address in addresses[:-1]:
             with contextlib.suppress(OSError):
@@ -208,12 +241,23 @@ class Connections:
 
     # ---- what handshakes come to
 
-    def heard(self, greeting: _Greeting, said: Hello | Welcomed | Refusal) -> None:
+    def heard(self, greeting: _Greeting, said: Hello | Lane | Welcomed | Refusal) -> None:
         """The other side wants to be let in, has let this worker in, or does not. Or its proof is wrong."""
         peer = greeting.peer
+        if greeting.lane is not None:
+            self._lane_heard(greeting, greeting.lane, said)
+            return
         match said:
+            case Lane() as lane:
+                if self.lane_came is None:
+                    raise ProtocolError("a lane, which this worker does not take")
+                self.lane_came(greeting.connection, lane)
+                greeting.welcome()
+                greeting.finish()
             case Hello() as hello:
+                self._strangers.pop(greeting, None)
                 greeting.hello = hello
+                greeting.wait(self.connect_seconds)
                 if self._view is not None:  # else ``join_group`` will judge it
                     self._judge(greeting, hello)
             case Refusal() as refusal:
@@ -233,6 +277,15 @@ class Connections:
                     self._establish(greeting, peer)
                 else:
                     greeting.connection.close("not needed any more")
+
+    def _lane_heard(self, greeting: _Greeting, lane: asyncio.Future[None], said: object) -> None:
+        """The answer to a further connection."""
+        if isinstance(said, Welcomed):
+            if not lane.done():
+                lane.set_result(None)
+                greeting.finish()
+            return
+        greeting.connection.close(said.reason if isinstance(said, Refusal) else "refused")
 
     def _judge(self, greeting: _Greeting, hello: Hello) -> None:
         assert self._view is not None
@@ -256,7 +309,8 @@ class Connections:
     def _refuse(self, greeting: _Greeting, refusal: Refusal) -> None:
         if refusal.code != CROSSED:
             detail = f" ({refusal.detail})" if refusal.detail else ""
-            logger.warning("refused %s: %s%s", greeting.connection.description, refusal.reason, detail)
+            described = greeting.connection.description
+            self._refusals.log(logging.WARNING, "refused %s: %s%s", described, refusal.reason, detail)
         greeting.refuse(refusal)
 
     def _crossed_expired(self, peer: Peer) -> None:
@@ -266,14 +320,17 @@ class Connections:
     def ended(self, greeting: _Greeting, failure: str | None) -> None:
         """A handshake is over: the connection has closed, because ``failure``, or it has succeeded."""
         self._greetings.pop(greeting, None)
-        if failure is None or self.closed:
+        self._strangers.pop(greeting, None)
+        if greeting.lane is not None and not greeting.lane.done():
+            greeting.lane.set_exception(ConnectionError(f"a lane was not opened: {legible(failure)}"))
+        if failure is None or self.closed or greeting.lane is not None:
             return
         if greeting.peer is not None:
             if not greeting.peer.connected:
                 self.lose(greeting.peer, f"the handshake with it failed: {failure}")
         elif not greeting.is_refused:
             level = logging.WARNING if greeting.connection.received_anything else logging.DEBUG
-            logger.log(level, "refused %s: %s", greeting.connection.description, failure)
+            self._refusals.log(level, "refused %s: %s", greeting.connection.description, failure)
 
     def _establish(self, greeting: _Greeting, peer: Peer) -> None:
         greeting.finish()
@@ -349,27 +406,49 @@ class Connections:
 class _Greeting(SilentOwner):
     """Owns a connection until both sides know each other: the shell round ``handshake``.
 
-    ``peer`` is whom this side connects to, None on the accepting side, where ``hello`` is to be judged.
+    ``peer`` is whom this side connects to, None on the accepting side, where ``hello`` is to be judged. With
+    ``lane``, which is done when this one is welcome, it is connected to it already.
     """
 
-    def __init__(self, connections: Connections, connection: Connection, peer: Peer | None) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        connection: Connection,
+        seconds: float,
+        peer: Peer | None = None,
+        lane: asyncio.Future[None] | None = None,
+    ) -> None:
         self.connection = connection
         self.peer = peer
         self.hello: Hello | None = None
+        self.lane = lane
+        self.began = connections.loop.time()
         self._connections = connections
         role = Role.ACCEPTOR if peer is None else Role.DIALLER
         self._handshake = Handshake(role, connections.authenticator)
-        seconds = connections.connect_seconds
-        late = f"no handshake within {seconds:g} s"
-        self._timer = connections.loop.call_later(seconds, connection.close, late)
+        self._timer: asyncio.TimerHandle | None = None
+        self.wait(seconds)
         connection.start(self)
+
+    def wait(self, seconds: float) -> None:
+        """From now on, the other side may take so long to go on."""
+        loop = self._connections.loop
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_later(seconds, self._expired, seconds, loop.time() + seconds)
+
+    def _expired(self, seconds: float, due: float) -> None:
+        if self._connections.loop.time() > due + _SLOW_SECONDS:
+            self.wait(seconds)  # it was this process that stood still: what has come was not looked at yet
+        else:
+            self.connection.close(f"no handshake within {seconds:g} s")
 
     @property
     def is_refused(self) -> bool:
         """Whether the other side, or this one, has been told why it is not let in."""
         return self._handshake.state is State.REFUSED
 
-    def greet(self, hello: Hello) -> None:
+    def greet(self, hello: Hello | Lane) -> None:
         """At the dialler: begin."""
         self._send(self._handshake.greet(hello))
 
@@ -384,7 +463,7 @@ class _Greeting(SilentOwner):
 
     def finish(self) -> None:
         """It is over: somebody else owns the connection now."""
-        self._timer.cancel()
+        self._cancel_timer()
         self._connections.ended(self, None)
 
     def _send(self, message: Message) -> None:
@@ -407,12 +486,6 @@ class _Greeting(SilentOwner):
                 return
 
     def _receive(self, frame: Frame) -> None:
-        if frame.kind == Kind.LANE and self.peer is None and self._handshake.state is State.BEGUN:
-            if self._connections.lane_came is None:
-                raise ProtocolError("a lane, which this worker does not take")
-            self._connections.lane_came(self.connection, frame.header)
-            self.finish()
-            return
         said = self._handshake.receive(frame.kind, frame.header)
         if isinstance(said, Message):
             self._send(said)
@@ -420,8 +493,12 @@ class _Greeting(SilentOwner):
             self._connections.heard(self, said)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
-        self._timer.cancel()
+        self._cancel_timer()
         self._connections.ended(self, reason)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class _Established:

@@ -7,7 +7,7 @@ proof of its own if it asked for one, or refused, and why. The two speak by turn
 the same table, ``TRANSITIONS``; whatever is not in it ends the connection::
 
     dialler                      acceptor
-    HELLO      member, wanted, group  ->
+    HELLO      member, wanted, group  ->  or LANE  token, number
                <-  CHALLENGE              only with an authenticator
     PROOF                         ->      likewise
                <-  WELCOME or REFUSED
@@ -34,6 +34,7 @@ __all__ = [
     "Authenticator",
     "Handshake",
     "Hello",
+    "Lane",
     "Message",
     "Refusal",
     "Role",
@@ -65,7 +66,7 @@ class State(Enum):
 
 
 TRANSITIONS: Final[Mapping[State, Mapping[int, State]]] = {
-    State.BEGUN: {Kind.HELLO: State.GREETED},
+    State.BEGUN: {Kind.HELLO: State.GREETED, Kind.LANE: State.GREETED},
     State.GREETED: {
         Kind.CHALLENGE: State.CHALLENGED,
         Kind.WELCOME: State.WELCOMED,
@@ -80,6 +81,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[int, State]]] = {
 
 _SAID_BY: Final = {
     Kind.HELLO: (Role.DIALLER, "hello"),
+    Kind.LANE: (Role.DIALLER, "lane"),
     Kind.CHALLENGE: (Role.ACCEPTOR, "challenge"),
     Kind.PROOF: (Role.DIALLER, "proof"),
     Kind.WELCOME: (Role.ACCEPTOR, "welcome"),
@@ -130,6 +132,25 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Lane:
+    """In the place of a hello: this is to be one of several connections to a worker that has one already."""
+
+    token: bytes
+    number: int
+
+    def header(self) -> dict[str, Any]:
+        return {"token": self.token, "number": self.number}
+
+    @classmethod
+    def parse(cls, header: dict[str, Any]) -> Lane:
+        """Raises ``ProtocolError`` if this is none."""
+        match header:
+            case {"token": bytes(token), "number": int(number)}:
+                return cls(token, number)
+        raise ProtocolError("a malformed lane")
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """To be sent."""
 
@@ -173,11 +194,11 @@ class Handshake:
         self.state = State.BEGUN
         self._authenticator = authenticator
         self._said = hashlib.sha256()
-        self._hello: Hello | None = None
+        self._hello: Hello | Lane | None = None
 
-    def greet(self, hello: Hello) -> Message:
+    def greet(self, hello: Hello | Lane) -> Message:
         """At the dialler, first of all."""
-        return self._say(Kind.HELLO, hello.header())
+        return self._say(Kind.HELLO if isinstance(hello, Hello) else Kind.LANE, hello.header())
 
     def welcome(self) -> Message:
         """At the acceptor: let the other side in, of which ``receive`` has returned the hello."""
@@ -189,7 +210,7 @@ class Handshake:
         """At the acceptor: do not let it in."""
         return self._say(Kind.REFUSED, refusal.header())
 
-    def receive(self, kind: int, header: dict[str, Any]) -> Message | Hello | Welcomed | Refusal:
+    def receive(self, kind: int, header: dict[str, Any]) -> Message | Hello | Lane | Welcomed | Refusal:
         """Take in a message; returns what is to be done. A refusal at the acceptor is to be sent.
         ``ProtocolError`` if it must not come now, or is malformed: the connection is to be closed.
         """
@@ -198,8 +219,8 @@ class Handshake:
         authenticator, said = self._authenticator, self._said.digest()
         self._note(kind, header)
         match kind:
-            case Kind.HELLO:
-                self._hello = Hello.parse(header)
+            case Kind.HELLO | Kind.LANE:
+                self._hello = Hello.parse(header) if kind == Kind.HELLO else Lane.parse(header)
                 if authenticator is None:
                     return self._hello
                 return self._say(Kind.CHALLENGE, authenticator.challenge())

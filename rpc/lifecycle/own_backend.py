@@ -24,18 +24,22 @@ import torch
 from rpc.agent.agent import Agent
 from rpc.device_maps import check_device_maps
 from rpc.errors import WorkerLostError
+from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import UNSET_TIMEOUT, AgentOptions, parse_listen
-from rpc.rendezvous.address import host_identity, listen_address
+from rpc.rendezvous.address import host_identity, is_loopback, listen_address
 from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.dynamic import join_dynamic
 from rpc.rendezvous.init_method import job_key, resolve_group
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
+from rpc.rendezvous.token import find_credential
 from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.functions import main_identity
+from rpc.transport.tls import TlsContexts
+from rpc.transport.unix import UnixTransport
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +93,15 @@ def _start(
         host, port = parse_listen(options.listen)
     else:
         host, port = listen_address(store.master, single_host=place.single_host)
-    agent = Agent(options, host, port)
+    credential = find_credential(options, os.environ)
+    token, transports = credential.token, options.transports
+    on_one_host = options.listen is None and (credential.automatic or is_loopback(host))
+    if transports is None and on_one_host and UnixTransport.available:
+        transports = ("unix",)  # the kernel knows there whose processes connect
+    authenticator = None if token is None else TokenAuthenticator(token)
+    tls = None if options.tls is None else TlsContexts.of(options.tls)
+    agent = Agent(options, host, port, authenticator=authenticator, transports=transports, tls=tls)
+    store = store.sealed(token)
     try:
         draft = Member(
             WorkerInfo(name, rank),

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 import msgpack
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.group.handshake import legible
 from rpc.group.workers import Member, WorkerInfo
+from rpc.rendezvous.token import WAYS
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,19 @@ class Arrival:
         except (TypeError, ValueError, msgpack.UnpackException) as error:
             raise ValueError(f"not an arrival: {packed[:60]!r}") from error
 
+    @classmethod
+    def claimed(cls, index: int, packed: bytes) -> Arrival | None:
+        """What an arrival says that is not sealed with this job's token; None if it is nothing to be shown.
+        Of its addresses only those on this host are kept: nobody is to have others connect anywhere.
+        """
+        try:
+            arrival = cls.unpack(index, packed)
+        except ValueError:
+            return None
+        near = tuple(each for each in arrival.member.addresses if each.startswith("unix:"))
+        member = replace(arrival.member, addresses=near)
+        return replace(arrival, member=member, process=legible(arrival.process))
+
 
 class Kind(enum.StrEnum):
     """What becomes of an arrival; with it goes a detail, given here in brackets."""
@@ -90,12 +105,14 @@ class Kind(enum.StrEnum):
     MISMATCH = "mismatch"  # it cannot be in the group (the reason)
     TIMEOUT = "timeout"  # the others have not come (who)
     INTERRUPTED = "interrupted"  # rank 0 no longer waits (that it does not)
+    FOREIGN = "foreign"  # who has decided has another token (that it has); never written
 
 
 _ERRORS: dict[Kind, type[RendezvousError]] = {
     Kind.MISMATCH: GroupMismatchError,
     Kind.TIMEOUT: RendezvousTimeoutError,
     Kind.INTERRUPTED: RendezvousError,
+    Kind.FOREIGN: GroupMismatchError,
 }
 
 
@@ -121,6 +138,32 @@ class Verdict:
         kind, detail = msgpack.unpackb(packed)
         return cls(Kind(kind), str(detail))
 
+    @classmethod
+    def claimed(cls, packed: bytes) -> Verdict:
+        """What counts of a verdict that is not sealed with this job's token: that somebody is gone needs no
+        proof, since whoever writes to the store can keep workers from joining anyway.
+        """
+        try:
+            said = cls.unpack(packed)
+        except (TypeError, ValueError, msgpack.UnpackException):
+            return FOREIGN
+        return said if said.kind is Kind.GONE else FOREIGN
+
+
+FOREIGN = Verdict(
+    Kind.FOREIGN,
+    f"another worker in this group's store has another token than this one. Workers of one user on one host "
+    f"find the same by themselves; others do not. {WAYS}",
+)
+
+
+def foreign(arrival: Arrival) -> str:
+    """Why there can be no group with a worker that has another token."""
+    return (
+        f"{arrival} has another token than the others that meet here. Workers of one user on one host find "
+        f"the same by themselves; others do not. {WAYS}"
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -129,6 +172,7 @@ class Entry:
     index: int
     arrival: Arrival | None  # not written (yet)
     verdict: Verdict | None  # not decided (yet)
+    foreign: Arrival | None = None  # what is there instead, sealed with another token
 
     @property
     def is_member(self) -> bool:
@@ -138,7 +182,7 @@ class Entry:
     @property
     def settled(self) -> bool:
         """Whether it concerns nobody who comes later, now and for ever."""
-        return self.verdict is not None and not self.is_member
+        return self.verdict is not None and self.verdict.kind not in (Kind.MEMBER, Kind.FOREIGN)
 
     def member(self) -> Member | None:
         """The member of a dynamic group, with its id."""
@@ -183,6 +227,13 @@ def _conflict(ordered: Sequence[Arrival], world_size: int) -> Conflict | None:
             )
     claimed: dict[tuple[str, object], Arrival] = {}
     for arrival in ordered:
+        apart = next((each for each in ordered if each.member.host != arrival.member.host), None)
+        if apart is not None and is_near_only(arrival.member):
+            return Conflict(
+                f"{apart} cannot reach {arrival}, which is on another host, or in another network namespace, "
+                "and listens for workers on its own host only. Give each an address by the option listen=.",
+                (arrival, apart),
+            )
         for what, key in ("name", arrival.member.name), ("rank", arrival.member.id):
             first = claimed.setdefault((what, key), arrival)
             if first is not arrival:
@@ -192,6 +243,11 @@ def _conflict(ordered: Sequence[Arrival], world_size: int) -> Conflict | None:
                     (first, arrival),
                 )
     return None
+
+
+def is_near_only(member: Member) -> bool:
+    """Whether only workers on its own host can reach it."""
+    return bool(member.addresses) and all(each.startswith("unix:") for each in member.addresses)
 
 
 def describe_ranks(present: Iterable[int], world_size: int) -> str:

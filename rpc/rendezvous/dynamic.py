@@ -18,7 +18,17 @@ from dataclasses import dataclass, replace
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member, WorkerInfo
 from rpc.rendezvous.address import Probe, probe
-from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Entry, Group, Kind, Pace, Verdict, mixed
+from rpc.rendezvous.arrivals import (
+    DEFAULT_PACE,
+    Arrival,
+    Entry,
+    Group,
+    Kind,
+    Pace,
+    Verdict,
+    foreign,
+    mixed,
+)
 from rpc.rendezvous.store import (
     Abandoned,
     Backoff,
@@ -96,8 +106,10 @@ class _Joining:
             raise
         me, taken = self.arrival.member, {member.id for member in members}
         own_id = me.id if me.id >= 0 else min(set(range(len(taken) + 1)) - taken)
-        if log.decide(place, Verdict(Kind.MEMBER, str(own_id))) == _GONE:
+        given = log.decide(place, Verdict(Kind.MEMBER, str(own_id)))
+        if given == _GONE:
             return None
+        given.raise_if_refused()
         log.trim()
         me = replace(me, info=WorkerInfo(me.name, own_id))
         group = tuple(sorted([*members, me], key=lambda member: member.id))
@@ -109,6 +121,10 @@ class _Joining:
         me = self.arrival.member
         members: list[Member] = []
         for entry in log.before(place):
+            if entry.foreign is not None:
+                if self.tell(entry.foreign.member) is not False:
+                    raise GroupMismatchError(foreign(entry.foreign))
+                continue
             if entry.arrival is not None and entry.arrival.member.incarnation == me.incarnation:
                 log.remove(entry.index)  # an attempt of ours that the store was lost in
                 continue

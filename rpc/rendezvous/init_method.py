@@ -5,8 +5,10 @@ rank 0 wait in C++ until all workers have connected and cannot say which are mis
 and torchrun's own store are treated as there, which also opens every URL that is not known here.
 
 Three things differ. Clients connect in Python until somebody listens, which is quiet and can be interrupted.
-Where the rendezvous is on loopback, the store listens there and nowhere else. And a store file is left where
-it is: removing it can never be told apart from losing the first record of the next group.
+The store listens at the address that the rendezvous names and nowhere else; if that is none of this host's
+(but of what forwards to it), or a name that means several, or loopback here alone, it must listen on all. And
+a store file is left where it is: removing it can never be told apart from losing the first record of the next
+group.
 """
 
 from __future__ import annotations
@@ -325,7 +327,7 @@ class _TcpStore:
 
     def _as_server(self, waiting: Waiting) -> Store | None:
         """Serve it; None if somebody else has the port."""
-        listener = self._listen_on_loopback() if self.use_libuv and is_loopback(self.host) else None
+        listener = self._listen() if self.use_libuv else None
         try:
             return self._made(waiting.remaining, serve=True, listener=listener)
         except RuntimeError as error:
@@ -336,14 +338,18 @@ class _TcpStore:
                 f"The address must be one of this host's, and the port free."
             ) from error
 
-    def _listen_on_loopback(self) -> int | None:
-        """A socket that listens on loopback only; None if the port is taken: the store finds out by whom."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        address = "127.0.0.1" if self.host.lower().rstrip(".") == "localhost" else self.host
+    def _listen(self) -> int | None:
+        """A socket that listens at our address only. None if the store is to listen on all, or the port is
+        taken: the store finds out by whom.
+        """
+        address = self._own_address()
+        if address is None:
+            return None
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             return socket.create_server((address, self.port), family=family, backlog=1024).detach()
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
+            if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 return None
             raise RendezvousError(
                 f"rank 0 cannot listen on {_joined(self.host, self.port)}: {error}"
@@ -353,6 +359,17 @@ class _TcpStore:
         """Connect in Python and hang up, since a store of C++ prints warnings while nobody listens."""
         patience = min(_PROBE_SECONDS, max(0.05, waiting.remaining))
         socket.create_connection((self.host, self.port), patience).close()
+
+    def _own_address(self) -> str | None:
+        """The one address that the host's name means, here and elsewhere; None if it may be another."""
+        if is_loopback(self.host):
+            return "127.0.0.1" if self.host.lower().rstrip(".") == "localhost" else self.host
+        try:
+            found = {each[4][0] for each in socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)}
+        except OSError:
+            return None  # the store says what is wrong
+        address = str(found.pop())
+        return None if found or is_loopback(address) else address
 
     def _as_client(self, waiting: Waiting) -> Store:
         """Connect to it. Whatever has the port may never answer, which no timeout of the store's ends."""

@@ -39,6 +39,7 @@ from rpc.rendezvous.arrivals import (
     Verdict,
     describe_ranks,
     examine,
+    foreign,
     mixed,
 )
 from rpc.rendezvous.store import Abandoned, Backoff, Log, SharedStore, Waiting
@@ -193,6 +194,11 @@ class _Joining:
             found = None if taken is None else _Doubt(taken, 0.0)
         return found
 
+    def _foreign(self) -> list[Arrival]:
+        """Those without a verdict that have another token."""
+        found = [entry.foreign for entry in self.log.read() if entry.verdict is None]
+        return [arrival for arrival in found if arrival is not None]
+
     def _arrivals(self) -> list[Arrival]:
         """Those for a static group that had no verdict when they were read."""
         found = [entry.arrival for entry in self.log.read()]
@@ -211,6 +217,10 @@ class _Joining:
 
     def _judge(self, arrivals: Sequence[Arrival]) -> Verdict | _Doubt | None:
         """The group, if it is complete; or what speaks against it; or None as long as somebody is missing."""
+        for each in self._foreign():
+            if self._tell(each.member) is not False:
+                return _Doubt(foreign(each), self._pace.gather)
+            self.log.decide(each.index, Verdict(Kind.GONE))
         match examine(arrivals, self._arrival.world_size):
             case tuple() as group:
                 if self._drop_dead(each for each in group if each.index < self._index):
@@ -261,6 +271,8 @@ class _Joining:
         """Says so, if a worker of a dynamic group lives that arrived before."""
         names = []
         for entry in self.log.read():
+            if entry.foreign is not None:
+                continue  # ``_judge`` deals with it
             if entry.arrival is None:
                 self.log.decide(entry.index, Verdict(Kind.GONE))  # it is to arrive after us
                 continue
@@ -284,7 +296,7 @@ class _Joining:
         if given is not None and given.kind is not Kind.GONE:
             verdict = given
         if self._coordinates:
-            arrivals = self._arrivals()
+            arrivals = [*self._arrivals(), *self._foreign()]
             self._others = [each for each in arrivals if each.member.incarnation != self._me.incarnation]
             for each in self._others:
                 self.log.decide(each.index, verdict)

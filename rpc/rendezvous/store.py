@@ -12,19 +12,21 @@ has left behind can be taken for an answer.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 import msgpack
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from rpc.errors import RendezvousError, RendezvousTimeoutError
+from rpc.group.authentication import ForeignRecordError, Seal
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Verdict
 
@@ -144,7 +146,8 @@ class SharedStore:
     """A c10d store with what is needed to open it again, under a prefix of its own.
 
     Keep it for as long as others may need the store: with rank 0's goes the server. Used by one thread at
-    a time. Whatever is asked of it raises ``StoreLost`` if the store does not answer.
+    a time. Whatever is asked of it raises ``StoreLost`` if the store does not answer, and
+    ``ForeignRecordError`` for a value (counters are anybody's) that was not sealed with this job's token.
     """
 
     opener: Opener | None  # opens it again; None if nothing is known of how
@@ -152,6 +155,7 @@ class SharedStore:
     description: str  # names it in errors
     master: str | None  # the host that serves it; None for a file or a store in memory
     prefix: str = ""  # of all keys
+    seal: Seal = field(default_factory=Seal)
 
     def __post_init__(self) -> None:
         self._file = _FileIdentity.of(self.store)
@@ -159,6 +163,10 @@ class SharedStore:
     def under(self, prefix: str) -> SharedStore:
         """The same store with all keys under a prefix."""
         return replace(self, prefix=f"{self.prefix}{prefix}/")
+
+    def sealed(self, token: bytes | None) -> SharedStore:
+        """The same store, for those who have a token."""
+        return replace(self, seal=Seal(token))
 
     def run(self, work: Callable[[Waiting], T], timeout: float) -> T:
         """Run ``work`` as ``run_with_deadline`` does, and once more whenever the store was lost on the way.
@@ -197,14 +205,20 @@ class SharedStore:
 
     def counter(self, key: str) -> int:
         """What a counter is at; 0 if there is none."""
-        return int(self.get(key) or 0)
+        return int(self._get(key) or 0)
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value, whatever was there."""
-        self._ask(lambda store: store.set(self.prefix + key, value))  # type: ignore[arg-type]
+        name = self.prefix + key
+        sealed = self.seal.close(name, value)
+        self._ask(lambda store: store.set(name, sealed))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes | None:
         """The value; None if there is none. Never waits for one."""
+        sealed = self._get(key)
+        return None if sealed is None else self.seal.open(self.prefix + key, sealed)
+
+    def _get(self, key: str) -> bytes | None:
         return self._ask(lambda store: store.get(self.prefix + key)) if self.has(key) else None
 
     def has(self, *keys: str) -> bool:
@@ -214,7 +228,9 @@ class SharedStore:
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set a value if it is still ``expected`` (empty: there is none); returns what it is afterwards."""
         name = self.prefix + key
-        return self._ask(lambda store: store.compare_set(name, expected, desired))  # type: ignore[arg-type]
+        before, after = self.seal.close(name, expected) if expected else b"", self.seal.close(name, desired)
+        found = self._ask(lambda store: store.compare_set(name, before, after))  # type: ignore[arg-type]
+        return self.seal.open(name, found)
 
     def pytorch_ranks(self, ranks: Iterable[int]) -> list[int]:
         """Those of some ranks under which ``torch.distributed.rpc`` has come to this store."""
@@ -267,7 +283,9 @@ class Log:
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
-        self._next = self._first = store.counter("first") or 1
+        self._next = self._first = 1
+        with contextlib.suppress(ForeignRecordError):
+            self._next = self._first = int(store.get("first") or 1)
         self._open: dict[int, Entry] = {}
 
     def append(self, arrival: Arrival) -> int:
@@ -301,9 +319,13 @@ class Log:
         entry = Entry(index, known.arrival if known else None, self.verdict(index))
         if entry.settled:
             return entry
-        if entry.arrival is None and (packed := self._store.get(f"arrival/{index}")) is not None:
+        if entry.arrival is None:
             try:
-                entry = replace(entry, arrival=Arrival.unpack(index, packed))
+                packed = self._store.get(f"arrival/{index}")
+                if packed is not None:
+                    entry = replace(entry, arrival=Arrival.unpack(index, packed))
+            except ForeignRecordError as error:
+                entry = replace(entry, foreign=Arrival.claimed(index, error.claimed))
             except ValueError as error:
                 logger.warning("passing over an arrival, of another version of farcall? %s", error)
                 return replace(entry, verdict=self.decide(index, Verdict(Kind.GONE)))
@@ -312,12 +334,18 @@ class Log:
 
     def verdict(self, index: int) -> Verdict | None:
         """What has been decided about an arrival."""
-        packed = self._store.get(f"arrival/{index}/verdict")
+        try:
+            packed = self._store.get(f"arrival/{index}/verdict")
+        except ForeignRecordError as error:
+            return Verdict.claimed(error.claimed)
         return None if packed is None else Verdict.unpack(packed)
 
     def decide(self, index: int, verdict: Verdict) -> Verdict:
         """Give an arrival its verdict; returns the one that it has, which may be another's decision."""
-        found = Verdict.unpack(self._store.swap(f"arrival/{index}/verdict", b"", verdict.pack()))
+        try:
+            found = Verdict.unpack(self._store.swap(f"arrival/{index}/verdict", b"", verdict.pack()))
+        except ForeignRecordError as error:
+            found = Verdict.claimed(error.claimed)
         if found.kind is not Kind.MEMBER:
             self._open.pop(index, None)
         return found
@@ -347,6 +375,9 @@ class Log:
         return tuple(map(Member.from_wire, msgpack.unpackb(packed))) if packed else ()
 
     def last_group(self) -> tuple[Member, ...]:
-        """The members of the static group that was formed last; none if there was none."""
-        key = self._store.get("last")
-        return self.members(key.decode()) if key else ()
+        """The members of the static group that was formed last; none if there was none of this token."""
+        try:
+            key = self._store.get("last")
+            return self.members(key.decode()) if key else ()
+        except ForeignRecordError:
+            return ()

@@ -8,6 +8,8 @@ always for what is no ``Exception`` (``SystemExit``, ``KeyboardInterrupt``, ``as
 is about the thread or task that raised it, and for ``torch.jit.Error``, since ``torch.distributed.rpc``
 raises a ``RuntimeError`` when TorchScript fails.
 
+In safe mode only the type, the text and the traceback count: see ``safe``.
+
 An exception's header is ``{"!": [type, text, traceback, worker]}``, so that all this is known even when no
 pickle can be read; then come the buffers of the exception itself, none if it could not be pickled. Of what
 is too long, a header has the beginning and the end.
@@ -19,6 +21,7 @@ import contextlib
 import os
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -91,14 +94,23 @@ class _Reduced:
         return constructor, arguments, kept | {"__notes__": notes}
 
 
-def load_exception(header: dict[str, Any], source: Source, load: Callable[[], Any] | None) -> Exception:
-    """See ``Serializer.load_exception``. ``load`` rebuilds the exception itself, if it has been sent."""
+def load_exception(
+    header: dict[str, Any],
+    source: Source,
+    load: Callable[[], Any] | None,
+    make: Callable[[str, str], Exception] | None = None,
+) -> Exception:
+    """See ``Serializer.load_exception``. ``load`` rebuilds the exception itself, if it has been sent;
+    ``make`` makes one of the name of a type and a text.
+    """
     try:
         kind, text, remote_traceback, worker = map(str, header[EXCEPTION])
     except (KeyError, TypeError, ValueError):
         return RemoteError(f"worker '{source.name}' reported a failure that cannot be read")
     error: Exception | None = None
     why = ""
+    if make is not None:
+        load = partial(make, kind, text)
     if load is not None:
         try:
             loaded = load()

@@ -6,13 +6,19 @@ that our pickler writes, and which admits only what an ``AllowList`` names:
 
 - scalars, texts, bytes, lists, tuples, dicts, sets; dates and times; ``OrderedDict``, ``deque``;
 - tensors: strided and sparse ones of all types, parameters, meta tensors, sizes, dtypes, devices, layouts;
-- builtin exceptions and farcall's own, so that failures arrive as themselves;
 - functions passed to ``allow_function``, as what is called or as an argument;
 - instances of classes passed to ``allow_class``;
 - what travels beside the pickle (remote references).
 
 Names are looked up in a dict: nothing is imported, and no attribute is followed. Only admitted classes and
 the rebuilding functions of this package are called while a pickle is read, never an allowed function.
+
+*Failures* are rebuilt from their type, text and traceback alone: as builtin exceptions, farcall's own, or
+those of admitted classes, called with the text; as a ``RemoteError`` where that is not possible.
+
+*Methods* of objects that others refer to are called only if ``allow_methods`` names them for the object's
+class or one that it derives from. Of tensors those are named already that give a copy, or tell what kind of
+tensor it is. So what an allowed function returns gives no more to those who refer to it than its owner said.
 
 What it does not protect from: what allowed functions and classes do with hostile arguments (attributes of
 an instance are set without its constructor being run; a tensor may have any shape and any values, also
@@ -32,18 +38,30 @@ import functools
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
 from rpc import errors
 from rpc.errors import SerializationError
 from rpc.serialization import carriers, tensor_kinds, tensors
+from rpc.serialization.failures import type_name
 from rpc.serialization.functions import name_of
 from rpc.serialization.memory import layout_of
 from rpc.serialization.restricted_unpickler import Machine
 
-_CONSTANTS: Final = (torch.dtype, torch.layout, torch.memory_format)
+_CONSTANTS: Final = {
+    name: value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format)
+}
+"""Not looked up in ``torch`` when somebody asks: that would import some of its modules."""
+
+_OF_TENSORS: Final = frozenset(
+    {"clone", "item", "tolist", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size"}
+    | {"storage_offset", "is_contiguous", "is_floating_point", "is_complex", "__len__"}
+)
+"""What may be called of tensors: what gives a copy, or tells what kind of tensor it is."""
 
 
 class AllowList:
@@ -54,8 +72,12 @@ class AllowList:
     def __init__(self, also: AllowList | None = None) -> None:
         self._named: ChainMap[tuple[str, str], Any] = ChainMap({}, *(also._named.maps if also else ()))
         """Functions and classes by their names."""
-        self._classes: ChainMap[Any, None] = ChainMap({}, *(also._classes.maps if also else (_EXCEPTIONS,)))
+        self._classes: ChainMap[Any, None] = ChainMap({}, *(also._classes.maps if also else ()))
         """Classes of which a pickle may make instances, and set their attributes."""
+        self._methods: ChainMap[Any, frozenset[str]] = ChainMap(
+            {}, *(also._methods.maps if also else ({torch.Tensor: _OF_TENSORS},))
+        )
+        """By class, what may be called of objects that others refer to."""
 
     def function(self, function: Callable[..., Any]) -> None:
         """Admit a function, or anything else that can be called by name; ``ValueError`` if it has none."""
@@ -69,6 +91,28 @@ class AllowList:
         """
         self._named[_name(kind)] = kind
         self._classes[kind] = None
+
+    def methods(self, kind: type, *names: str) -> None:
+        """Admit calls of these methods of a class, and of those derived from it, through references."""
+        self._methods[kind] = self._methods.get(kind, frozenset()) | frozenset(names)
+
+    def check_method(self, obj: object, name: str) -> None:
+        """Raise ``SerializationError`` unless that method of an object may be called through a reference."""
+        if not any(name in self._methods.get(kind, ()) for kind in type(obj).__mro__):
+            raise SerializationError(
+                f"the method '{name}' of objects of type '{type_name(type(obj))}' is not on this worker's "
+                "allow-list (it deserializes in safe mode: see rpc.allow_methods)"
+            )
+
+    def exception(self, kind: str, text: str) -> Exception:
+        """A failure, from what a header says of it; ``SerializationError`` if that type is not admitted."""
+        found = _EXCEPTIONS.get(kind)
+        if found is None:
+            admitted = filter(_is_exception, self._classes)
+            found = next((each for each in admitted if type_name(each) == kind), None)
+        if found is None:
+            raise SerializationError(f"'{kind}' is not on this worker's allow-list")
+        return found(text)
 
     def find(self, module: str, name: str) -> Any:
         """What the list admits under a name; ``SerializationError`` if nothing."""
@@ -124,13 +168,13 @@ def _name(obj: Any) -> tuple[str, str]:
     return module, qualified
 
 
-def _is_exception(kind: object) -> bool:
+def _is_exception(kind: object) -> TypeGuard[type[Exception]]:
     return isinstance(kind, type) and issubclass(kind, Exception)
 
 
 def _constant(name: Any) -> Any:
-    found = getattr(torch, name, None) if type(name) is str else None
-    if not isinstance(found, _CONSTANTS):
+    found = _CONSTANTS.get(name) if type(name) is str else None
+    if found is None:
         raise SerializationError(f"'torch.{name}' is no constant that can be sent")
     return found
 
@@ -188,12 +232,14 @@ def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
     kinds: list[Any] = [tensors.conjugated, tensors.negated, tensor_kinds.parameter, carriers.arrived]
     kinds += [torch.Size, torch.device, complex, collections.deque]
     kinds += [dt.date, dt.time, dt.datetime, dt.timedelta, dt.timezone]
-    kinds += filter(_is_exception, vars(builtins).values())
-    kinds += [getattr(errors, name) for name in errors.__all__]
     checked |= {kind: kind for kind in kinds}
     return {(known.__module__, known.__qualname__): made for known, made in checked.items()}
 
 
 _CONSTRUCTORS: Final = _constructors()
 _CALLABLE: Final = frozenset(_CONSTRUCTORS.values())
-_EXCEPTIONS: Final[dict[Any, None]] = dict.fromkeys(filter(_is_exception, _CONSTRUCTORS.values()))
+_EXCEPTIONS: Final[dict[str, type[Exception]]] = {
+    type_name(kind): kind
+    for kind in (*vars(builtins).values(), *(getattr(errors, name) for name in errors.__all__))
+    if _is_exception(kind)
+}

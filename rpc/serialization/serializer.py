@@ -142,6 +142,8 @@ class Serializer:
         def load() -> Any:
             return self.codecs[codec].loads(header, buffers, arrivals, source)
 
+        if self.allow is not None:
+            return exceptions.load_exception(header, source, None, self.allow.exception)
         return exceptions.load_exception(header, source, load if buffers else None)
 
     def without_exception(self, header: dict[str, Any], reason: BaseException) -> Payload:

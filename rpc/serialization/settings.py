@@ -39,6 +39,21 @@ def allow_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def allow_methods(kind: type, *names: str) -> None:
+    """Let methods of objects be called in safe mode by those who refer to them, in this process.
+
+    Args:
+        kind: the class of the objects, or one that it derives from.
+        names: of the methods. Nothing else of them can be called; of tensors also what gives a copy, or tells
+            what kind of tensor it is.
+
+    Example::
+
+        rpc.allow_methods(ParameterServer, "get_weights", "push")
+    """
+    process_settings.allowed.methods(kind, *names)
+
+
 def allow_class(kind: type) -> type:
     """Admit a class in safe mode, in this process: its instances, and calls of it. A decorator.
 

@@ -15,6 +15,7 @@ from rpc.errors import RpcError
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.tasks import Task
 from rpc.transport.inline_read import InlineReader, Receiver, Spinners
+from rpc.transport.tls import TlsContexts
 from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame
 
@@ -50,12 +51,13 @@ CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 @dataclass(frozen=True, slots=True)
 class TransportContext:
     """What all transports of one agent are made with: its loop, how many bytes may be queued for a peer
-    before callers wait, and its threads that spin.
+    before callers wait, its threads that spin, and how to encrypt what goes over a network, if at all.
     """
 
     loop: asyncio.AbstractEventLoop
     send_queue_bytes: int
     spinners: Spinners = field(default_factory=Spinners)
+    tls: TlsContexts | None = None
 
 
 class ConnectionClosed(RpcError):

@@ -14,13 +14,18 @@ __all__ = ["SocketListener"]
 logger = logging.getLogger(__name__)
 
 _ACCEPTS_PER_WAKE_UP: Final = 64
+_ACCEPTS_PER_SECOND: Final = 500
+_ACCEPTS_AT_ONCE: Final = 1024
+"""A whole large group may come at once; a flood is let in no faster than the members do not feel it."""
 _RETRY_SECONDS: Final = 0.1
 _SILENT_SECONDS: Final = 10.0
 """How long not to say again that no connections can be accepted."""
 
 
 class SocketListener:
-    """Hands over sockets that a bound and listening one accepts, as they come. On the loop's thread."""
+    """Hands over sockets that a bound and listening one accepts, as they come, until it is ``closed``. On the
+    loop's thread.
+    """
 
     def __init__(
         self,
@@ -28,18 +33,29 @@ class SocketListener:
         sock: socket.socket,
         address: str,
         accepted: Callable[[socket.socket], None],
+        closed: Callable[[], object] = int,
     ) -> None:
         self.address = address
         self._loop = loop
         self._socket = sock
         self._accepted = accepted
+        self._closed = closed
         self._open = True
         self._silent_until = 0.0
+        self._allowed = float(_ACCEPTS_AT_ONCE)
+        self._counted_at = loop.time()
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._acceptable)
 
     def _acceptable(self) -> None:
-        for _ in range(_ACCEPTS_PER_WAKE_UP):
+        now = self._loop.time()
+        self._allowed += (now - self._counted_at) * _ACCEPTS_PER_SECOND
+        self._allowed = min(self._allowed, _ACCEPTS_AT_ONCE)
+        self._counted_at = now
+        if self._allowed < 1:
+            self._pause()
+            return
+        for _ in range(min(_ACCEPTS_PER_WAKE_UP, int(self._allowed))):
             try:
                 accepted, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -49,14 +65,18 @@ class SocketListener:
                 if self._loop.time() > self._silent_until:
                     self._silent_until = self._loop.time() + _SILENT_SECONDS
                     logger.warning("cannot accept connections on %s just now: %s", self.address, error)
-                self._loop.remove_reader(self._socket.fileno())
-                self._loop.call_later(_RETRY_SECONDS, self._resume)
+                self._pause()
                 return
+            self._allowed -= 1
             try:
                 self._accepted(accepted)
             except OSError as error:  # it broke at once
                 logger.info("a connection on %s is gone already: %s", self.address, error)
                 accepted.close()
+
+    def _pause(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.call_later(_RETRY_SECONDS, self._resume)
 
     def _resume(self) -> None:
         if self._open:
@@ -68,6 +88,7 @@ class SocketListener:
             self._open = False
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
+            self._closed()
 
     def abandon(self) -> None:
         """In a forked child: let go of the descriptor, which the parent goes on using."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,6 +19,7 @@ from rpc.transport import byte_stream
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
 from rpc.transport.byte_stream import ReceiveBuffer, SocketStream
 from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
+from rpc.transport.tls import TlsStream
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import Outgoing, Reassembly, Target
 from rpc.wire.frames import PREAMBLE, Decoder, Frame
@@ -49,12 +51,13 @@ class StreamConnection:
         captured_bytes: int = CAPTURE_ALL,
     ) -> None:
         self._loop = loop = context.loop
-        self._stream = SocketStream(sock)
+        self._stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock)
         self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
         decoder.arriving.find_target = self._find_target
-        self._scratch = ReceiveBuffer(decoder.scratch) if byte_stream.AVAILABLE else None
+        readable = byte_stream.AVAILABLE and self._stream.plain
+        self._scratch = ReceiveBuffer(decoder.scratch) if readable else None
         self.reader: InlineReader | None = None
-        if AVAILABLE and self._scratch is not None and self._stream.plain:
+        if AVAILABLE and self._scratch is not None:
             self.reader = InlineReader(self, sock.fileno(), decoder, self._scratch, context.spinners)
         self._queue = WriteQueue(
             loop,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from asyncio.staggered import staggered_race
@@ -9,11 +10,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from rpc.runtime.limited_log import LimitedLog
 from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
+from rpc.transport.tls import Acceptor, shake_hands
 
 __all__ = ["TcpTransport"]
+
+logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 1024
 SILENT_SECONDS = 60
@@ -36,6 +41,7 @@ class TcpTransport:
 
     A host that is silent for a minute, whatever is sent to it, is gone, and so are calls over a broken link.
     Tensors of more than 1 MiB are sent from where they are, as long as that takes; smaller ones are copied.
+    With ``tls`` in the context all is encrypted, and both sides show certificates.
     """
 
     scheme = "tcp"
@@ -65,7 +71,20 @@ class TcpTransport:
         def on_socket(connected: socket.socket) -> None:
             accepted(self._connection(connected, _description(connected)))
 
-        return SocketListener(self._loop, sock, address, on_socket)
+        if self._context.tls is None:
+            return SocketListener(self._loop, sock, address, on_socket)
+        refusals = LimitedLog(logger)
+
+        def on_failure(description: str, error: OSError) -> None:
+            why = getattr(error, "reason", None) or str(error) or "it takes too long"
+            refusals.log(logging.WARNING, "refused %s: no TLS with it: %s", description, why)
+
+        acceptor = Acceptor(self._loop, self._context.tls.server, on_socket, on_failure)
+
+        def begin(connected: socket.socket) -> None:
+            acceptor.accept(connected, _description(connected))
+
+        return SocketListener(self._loop, sock, address, begin, acceptor.close)
 
     async def connect(self, address: str) -> StreamConnection:
         host, _, port = address.removeprefix("tcp:").rpartition(":")
@@ -78,6 +97,8 @@ class TcpTransport:
         )
         if sock is None:
             raise failures[0] or ConnectionError(f"{address} cannot be reached")
+        if self._context.tls is not None:
+            sock = await shake_hands(self._loop, self._context.tls.client, sock)
         return self._connection(sock, address)
 
     async def _resolve(self, host: str, port: int) -> list[tuple[int, Any]]:

@@ -26,6 +26,7 @@ import msgpack
 
 from rpc.errors import ProtocolError
 from rpc.wire.chunking import MAX_BUFFERS, ArrivingMessage, ChunkedMessage, Reassembly, Room, Target, allocate
+from rpc.wire.header_check import MAX_ENTRIES, check_entries
 
 __all__ = [
     "MAX_BUFFERS",
@@ -51,6 +52,10 @@ PREAMBLE: Final = MAGIC + bytes([PROTOCOL_VERSION])
 
 MAX_HEADER_BYTES: Final = 64 << 20
 ALIGNMENT: Final = 16
+
+_SMALL_HEADER_BYTES: Final = 64 << 10
+_FEW_ENTRIES: Final = 1024
+"""Smaller headers, with no longer lists than this, cannot take much memory."""
 
 _PREFIX: Final = Struct("<QQIIBB2x")
 _CHUNK_PREFIX: Final = Struct("<QQQBB2x")
@@ -139,6 +144,8 @@ def encode(
     count = len(buffers)
     if len(packed_header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(packed_header)} bytes is over the limit of {MAX_HEADER_BYTES}")
+    if len(packed_header) > MAX_ENTRIES:  # else it has fewer entries
+        check_entries(memoryview(packed_header))
     if count > MAX_BUFFERS:
         raise ProtocolError(f"a frame of {count} buffers is over the limit of {MAX_BUFFERS}")
     if count <= 1:
@@ -261,10 +268,32 @@ def pack_header(header: dict[str, Any]) -> bytes:
     return packed
 
 
+def _unpack_small(packed: memoryview) -> Any:
+    try:
+        return msgpack.unpackb(
+            packed,
+            strict_map_key=False,
+            unicode_errors=_ANY_TEXT,
+            max_array_len=_FEW_ENTRIES,
+            max_map_len=_FEW_ENTRIES,
+        )
+    except ValueError as error:
+        if "exceeds max_" not in str(error):
+            raise
+    check_entries(packed)
+    return msgpack.unpackb(packed, strict_map_key=False, unicode_errors=_ANY_TEXT)
+
+
 def unpack_header(packed: memoryview) -> dict[str, Any]:
     """A frame's header. Raises ``ProtocolError`` if it is not a map in msgpack."""
     try:
-        header = msgpack.unpackb(packed, strict_map_key=False, unicode_errors=_ANY_TEXT)
+        if len(packed) > _SMALL_HEADER_BYTES:
+            check_entries(packed)
+            header = msgpack.unpackb(packed, strict_map_key=False, unicode_errors=_ANY_TEXT)
+        else:
+            header = _unpack_small(packed)
+    except ProtocolError:
+        raise
     except Exception as error:  # msgpack raises a handful of unrelated types for malformed input
         raise ProtocolError(f"a frame's header is not msgpack: {type(error).__name__} {error}") from error
     if not isinstance(header, dict):

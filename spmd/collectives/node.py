@@ -9,16 +9,19 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rpc.agent.agent import Agent
-from rpc.errors import NotInitializedError, RendezvousTimeoutError, RpcError
+from rpc.errors import GroupMismatchError, NotInitializedError, RendezvousTimeoutError, RpcError
+from rpc.group.authentication import ForeignRecordError, Seal
 from rpc.group.peer import Peer
 from rpc.lifecycle.own_backend import start_separate_agent
 from rpc.options import AgentOptions
 from rpc.rendezvous.store import SharedStore, run_with_deadline
+from rpc.rendezvous.token import WAYS, find_credential
 from rpc.runtime.current import current_agent
 
 __all__ = ["Node", "WatchesWorkers", "find_node"]
@@ -137,13 +140,16 @@ def find_node(store: Store, rank: int, size: int, timeout: float, options: Agent
 
     Raises:
         RendezvousTimeoutError: not all have come; names who is missing.
+        GroupMismatchError: a rank has another token.
     """
     turn = run_with_deadline(lambda _: store.add(f"turn/{rank}", 1), timeout, "the process group's store")
     store = PrefixStore(f"{turn}", store)
     mine = None if options is not None else _agent_of_rpc()
-    said = _exchange(store, "agent", rank, size, _NONE if mine is None else _identity(mine), timeout)
+    given = (options or AgentOptions()) if mine is None else mine.options
+    exchange = _Exchange(store, Seal(find_credential(given, os.environ).token), rank, size, timeout)
+    said = exchange.tell("agent", _NONE if mine is None else _identity(mine))
     peers = None if mine is None else _peers_of(mine, said)
-    agreed = _exchange(store, "agreed", rank, size, _NONE if peers is None else secrets.token_hex(8), timeout)
+    agreed = exchange.tell("agreed", _NONE if peers is None else secrets.token_hex(8))
     if mine is not None and peers is not None and _NONE not in agreed:
         return Node(mine, peers, agreed[0], owned=False)
     options = options or AgentOptions()
@@ -182,27 +188,49 @@ def _peers_of(agent: Agent, said: Sequence[str]) -> list[Peer] | None:
     return peers
 
 
-def _exchange(store: Store, what: str, rank: int, size: int, mine: str, timeout: float) -> list[str]:
-    """What all ranks say, by rank."""
+@dataclass(frozen=True)
+class _Exchange:
+    """What all ranks say to each other through the store, sealed with their token."""
 
-    def ask(_: object) -> list[str]:
-        store.set(f"{what}/{rank}", mine)
-        return [store.get(f"{what}/{other}").decode() for other in range(size)]
+    store: Store
+    seal: Seal
+    rank: int
+    size: int
+    timeout: float
 
-    def look(_: object) -> list[str]:
-        return [str(other) for other in range(size) if not store.check([f"{what}/{other}"])]
+    def tell(self, what: str, mine: str) -> list[str]:
+        """Say something, once; returns what all ranks say, by rank."""
+        waiting_for = f"the process group's store (the {what} of all ranks)"
 
-    waiting_for = f"the process group's store (the {what} of all ranks)"
-    try:
-        return run_with_deadline(ask, timeout, waiting_for)
-    except RuntimeError as error:  # the store's own, if its timeout is the same
-        missing = run_with_deadline(look, _LOOK_SECONDS, waiting_for)
-        if not missing:
+        def ask(_: object) -> list[str]:
+            name = f"{what}/{self.rank}"
+            self.store.set(name, self.seal.close(name, mine.encode()))  # type: ignore[arg-type]
+            return [self._said_by(other, what) for other in range(self.size)]
+
+        def look(_: object) -> list[str]:
+            return [str(other) for other in range(self.size) if not self.store.check([f"{what}/{other}"])]
+
+        try:
+            return run_with_deadline(ask, self.timeout, waiting_for)
+        except GroupMismatchError:
             raise
-        raise RendezvousTimeoutError(
-            f"rank {rank} has waited {timeout:g} s for the other ranks of a process group of {size}; "
-            f"missing: {', '.join(missing)}. Check that they run, and form the same group."
-        ) from error
+        except RuntimeError as error:  # the store's own, if its timeout is the same
+            missing = run_with_deadline(look, _LOOK_SECONDS, waiting_for)
+            if not missing:
+                raise
+            raise RendezvousTimeoutError(
+                f"rank {self.rank} has waited {self.timeout:g} s for the other ranks of a process group of "
+                f"{self.size}; missing: {', '.join(missing)}. Check that they run, and form the same group."
+            ) from error
+
+    def _said_by(self, rank: int, what: str) -> str:
+        name = f"{what}/{rank}"
+        try:
+            return self.seal.open(name, self.store.get(name)).decode()
+        except ForeignRecordError as error:
+            raise GroupMismatchError(
+                f"rank {rank} of the process group has another token than rank {self.rank}. {WAYS}"
+            ) from error
 
 
 def _master_of(store: Store) -> str | None:

@@ -18,6 +18,7 @@ from rpc.runtime.current import current_agent
 __all__ = ["WorkerStore", "forget_keys", "install"]
 
 _EXTENSION: Final = "spmd.store"
+_OPERATIONS: Final = frozenset({"put", "get", "add", "compare_set", "delete", "has", "count"})
 
 
 class _Keys:
@@ -110,6 +111,8 @@ def forget_keys(agent: Agent, prefix: str) -> None:
 
 def _ask(operation: str, arguments: tuple[Any, ...]) -> Any:
     """At the serving worker: anything but waiting."""
+    if operation not in _OPERATIONS:
+        raise ValueError(f"a store does not {operation!r}")
     return getattr(current_agent().extensions[_EXTENSION], operation)(*arguments)
 
 

@@ -13,6 +13,7 @@ import torch
 import rpc
 from rpc.errors import RemoteError, SerializationError
 from rpc.group.workers import Member
+from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.refusals import refused
@@ -58,16 +59,35 @@ class Secret:
     def __call__(self) -> int:
         return self.value
 
+    def tell_all(self) -> str:
+        return "secrets"
+
+
+rpc.allow_methods(Secret, "look", "__call__")
+
 
 @rpc.allow_class
 class Point:
     def __init__(self, x: int) -> None:
         self.x = x
 
+    def grow(self) -> None:
+        self.x += 1
+
 
 @rpc.allow_function
 def make_secret(value: int) -> Secret:
     return Secret(value)
+
+
+@rpc.allow_function
+def give_array() -> Any:
+    return torch.ones(3).numpy()
+
+
+@rpc.allow_function
+def give_storage() -> Any:
+    return torch.ones(3).untyped_storage()
 
 
 @rpc.allow_function
@@ -201,7 +221,12 @@ def use_what_is_not_allowed(_: Worker) -> list[str]:
     secret = rpc.remote("worker1", make_secret, args=(7,))
     refused(SerializationError, f"'{__name__}.Secret' is not on", secret.to_here)
     refused(SerializationError, f"'{__name__}.Secret' is not on", secret.remote().look)
-    refused(SerializationError, "does not admit calls of the private method '_peek'", secret.rpc_sync()._peek)
+    for method in ("_peek", "tell_all"):
+        text = f"^the method '{method}' of objects of type '{__name__}.Secret' is not on"
+        refused(SerializationError, text, getattr(secret.rpc_sync(), method))
+    point = rpc.remote("worker1", Point, args=(7,))
+    text = f"^the method 'grow' of objects of type '{__name__}.Point' is not on"
+    refused(SerializationError, text, point.remote().grow().to_here)
     refused(SerializationError, f"'{__name__}.run' is not on", rpc.rpc_sync, "worker1", answer_with_hostility)
     refused(KeyError, "key", rpc.rpc_sync, "worker1", fail, ("known",))
     unknown = (
@@ -213,6 +238,42 @@ def use_what_is_not_allowed(_: Worker) -> list[str]:
 
 def test_what_is_not_allowed_is_named_and_nothing_runs(run_workers: RunWorkers) -> None:
     assert first_of_safe(run_workers, use_what_is_not_allowed) == []
+
+
+def reach_through_references(worker: Worker) -> list[str]:
+    """What a tensor, an array or a list would give to those who refer to it."""
+    tensor = rpc.remote("worker1", add, args=(torch.ones(3),))
+    path = str(worker.folder / "written")
+    assert tensor.rpc_sync().size() == (3,)
+    assert tensor.rpc_sync().tolist() == [2, 2, 2]
+    assert tensor.rpc_async().clone().wait().tolist() == [2, 2, 2]
+    for method, args in (
+        ("numpy", ()),
+        ("untyped_storage", ()),
+        ("storage", ()),
+        ("apply_", (add,)),
+        ("fill_", (0,)),
+        ("set_", (torch.zeros(9),)),
+        ("register_hook", (add,)),
+        ("share_memory_", ()),
+        ("to", ("cpu",)),
+    ):
+        text = f"^the method '{method}' of objects of type 'torch.Tensor' is not on .* rpc.allow_methods"
+        refused(SerializationError, text, getattr(tensor.rpc_sync(), method), *args)
+    array, storage = rpc.remote("worker1", give_array), rpc.remote("worker1", give_storage)
+    refused(SerializationError, "^the method 'tofile'", array.rpc_sync().tofile, path)
+    refused(
+        SerializationError, "^the method 'from_file'", storage.rpc_sync().from_file, "/etc/hostname", False, 1
+    )
+    refused(
+        SerializationError, "^the method 'append'", rpc.remote("worker1", what_ran).rpc_sync().append, "more"
+    )
+    return [*os.listdir(worker.folder), *rpc.rpc_sync("worker1", what_ran)]
+
+
+def test_references_give_no_more_than_the_list_names(run_workers: RunWorkers) -> None:
+    found = first_of_safe(run_workers, reach_through_references)
+    assert [name for name in found if not name.startswith(("worker", "rendezvous"))] == []
 
 
 HOSTILE_PICKLES = [
@@ -235,7 +296,7 @@ HOSTILE_PICKLES = [
 def attack(worker: Worker) -> list[str]:
     with worker.group(dynamic=True, **SAFE):
         wire, group = rpc.rpc_sync("worker0", say_target)
-        at = Target(Member.from_wire(wire), group)
+        at = Target(Member.from_wire(wire), group, current_agent().connections.authenticator)
         with Hostile(at) as peer:
             peer.join(peer.newcomer(1))
             for number, data in enumerate(HOSTILE_PICKLES, 1):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from rpc.group.handshake import Authenticator, Handshake, Hello, Message, Role
 from rpc.group.workers import Member, WorkerInfo
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode
@@ -29,12 +30,13 @@ class Target:
 
     member: Member
     group: str
+    authenticator: Authenticator | None = None
 
 
 def target() -> Target:
     """To be called remotely: what one needs to know to attack this worker."""
     agent = current_agent()
-    return Target(agent.view.me, agent.connections.group)
+    return Target(agent.view.me, agent.connections.group, agent.connections.authenticator)
 
 
 class Hostile:
@@ -107,7 +109,19 @@ class Hostile:
 
     def join(self, member: Member) -> None:
         """Shake hands as ``member``, who must be welcome."""
-        self.say(self.hello(member))
-        answer = self.hear()
+        answer = self.shake_hands(member)
         assert answer is not None
         assert answer.kind == Kind.WELCOME, answer.header
+
+    def shake_hands(self, member: Member, **changes: Any) -> Frame | None:
+        """Say hello as ``member``, with changes to it, and prove to belong to the job; the answer."""
+        handshake = Handshake(Role.DIALLER, self.at.authenticator)
+        hello = handshake.greet(Hello(member, self.at.member.incarnation, self.at.group, **changes))
+        self.say(PREAMBLE, frame(hello.kind, hello.header, call_id=0))
+        answer = self.hear()
+        if answer is None or answer.kind != Kind.CHALLENGE:
+            return answer
+        proof = handshake.receive(answer.kind, answer.header)
+        assert isinstance(proof, Message)
+        self.say(frame(proof.kind, proof.header, call_id=0))
+        return self.hear()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import re
 import socket
 import struct
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from rpc.group import connections
+from rpc.group.authentication import TokenAuthenticator
 from rpc.group.workers import Member
 from rpc.wire.frames import MAGIC, PREAMBLE, PROTOCOL_VERSION, Kind
 from tests.support.members import member
 from tests.support.nodes import MakeNode, Node, pair, refusals
 from tests.support.stranger import Stranger, frame, hello_to
 from tests.support.streams import SOON, until
-from tests.support.token import Token
 
 # ---- who comes in
 
@@ -34,8 +38,10 @@ def test_a_hello_that_comes_before_the_group_is_formed_is_answered_then(make_nod
 def test_workers_with_the_jobs_token_connect_and_others_are_refused(
     make_node: MakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here, friend = (make_node(name, authenticator=Token(b"token")) for name in ("here", "friend"))
-    guesser = make_node("guesser", authenticator=Token(b"guess"))
+    here, friend = (
+        make_node(name, authenticator=TokenAuthenticator(b"token")) for name in ("here", "friend")
+    )
+    guesser = make_node("guesser", authenticator=TokenAuthenticator(b"guess"))
     here.form_group(friend.member, guesser.member)
     for other in (friend, guesser):
         other.form_group(here.member)
@@ -48,12 +54,136 @@ def test_workers_with_the_jobs_token_connect_and_others_are_refused(
 
 
 def test_a_worker_that_asks_for_no_proof_is_not_believed(make_node: MakeNode) -> None:
-    here, impostor = make_node("here", authenticator=Token(b"token")), make_node("impostor")
+    here, impostor = make_node("here", authenticator=TokenAuthenticator(b"token")), make_node("impostor")
     here.form_group(impostor.member)
     impostor.form_group(here.member)
     here.send(impostor, 1)
     said = "the handshake with it failed: it has not proven that it belongs to this job"
     assert here.wait_gone() == ("impostor", said)
+
+
+def test_a_stranger_learns_neither_incarnation_nor_group(
+    make_node: MakeNode, stranger: Callable[[Node], Stranger]
+) -> None:
+    node, friend = (
+        make_node(name, authenticator=TokenAuthenticator(b"token")) for name in ("node", "friend")
+    )
+    node.form_group(friend.member)
+    visitor = stranger(node)
+    visitor.say_hello(hello_to(node, friend.member, wanted=1, group="whose?"))
+    (challenge,) = visitor.hear(1)
+    assert (challenge.kind, [*challenge.header]) == (Kind.CHALLENGE, ["nonce"])
+    visitor.say(frame(Kind.PROOF, {"nonce": b"x" * 32, "mac": b"x" * 32}))
+    (refused,) = visitor.hear()
+    assert refused.kind == Kind.REFUSED
+    assert refused.header == {
+        "code": "stranger",
+        "reason": "it does not belong to this job: its proof is wrong",
+    }
+
+
+class Between:
+    """Sits on the network between two workers: passes on all that they say, and keeps what the first says."""
+
+    def __init__(self, node: Node) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp:127.0.0.1:{self.server.getsockname()[1]}"
+        self.recorded = b""
+        self._node = node
+        self._threads = [threading.Thread(target=self._pass_on)]
+        self._threads[0].start()
+
+    def _pass_on(self) -> None:
+        here, _ = self.server.accept()
+        there = Stranger(self._node).socket
+        self._threads.append(threading.Thread(target=self._pump, args=(there, here, False)))
+        self._threads[-1].start()
+        self._pump(here, there, True)
+
+    def _pump(self, source: socket.socket, target: socket.socket, record: bool) -> None:
+        with source, contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                self.recorded += data if record else b""
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.server.close()
+        for thread in self._threads:
+            thread.join(SOON)
+
+
+def test_what_a_member_has_said_lets_nobody_else_in(
+    make_node: MakeNode, stranger: Callable[[Node], Stranger]
+) -> None:
+    node, friend = (
+        make_node(name, authenticator=TokenAuthenticator(b"token")) for name in ("node", "friend")
+    )
+    between = Between(node)
+    node.form_group(friend.member)
+    friend.form_group(replace(node.member, host="elsewhere", addresses=(between.address,)))
+    friend.send(node, 1)
+    node.wait_until(lambda: node.numbers_from(friend) == [1])
+    visitor = stranger(node)
+    visitor.say(between.recorded)
+    assert visitor.is_cut_off()
+    assert node.numbers_from(friend) == [1]
+    for each in (node, friend):
+        each.leave()
+    between.close()
+
+
+def test_of_many_strangers_the_slowest_are_cut_off_and_members_come_in(
+    make_node: MakeNode, stranger: Callable[[Node], Stranger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 20)
+    monkeypatch.setattr(connections, "_SLOW_SECONDS", 0.0)
+    node, other = pair(make_node, host="host")
+    first = [stranger(node) for _ in range(20)]
+    until(lambda: node.connections.handshaking == 20)
+    second = [stranger(node) for _ in range(20)]
+    assert all(each.is_cut_off() for each in first)
+    assert node.connections.handshaking <= 20
+    other.send(node, 1)
+    node.wait_until(lambda: node.numbers_from(other) == [1])
+    for each in second:
+        each.close()
+
+
+def test_a_handshake_may_take_longer_if_it_was_this_worker_that_stood_still(
+    make_node: MakeNode, stranger: Callable[[Node], Stranger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, other = (make_node(name, authenticator=TokenAuthenticator(b"token")) for name in ("node", "other"))
+    node.form_group(other.member)
+    other.form_group(node.member)
+    monkeypatch.setattr(connections, "_SLOW_SECONDS", 0.1)
+    node.connections.stranger_seconds = 0.2
+    resume, stopped = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        stopped.set()
+        resume.wait(SOON)
+
+    visitor = stranger(node)
+    until(lambda: node.connections.handshaking)
+    node.loop.call_soon_threadsafe(stand_still)
+    stopped.wait(SOON)
+    visitor.say_hello(hello_to(node))
+    threading.Timer(0.5, resume.set).start()
+    assert visitor.hear(1)[0].kind == Kind.CHALLENGE
+
+
+def test_refusals_do_not_fill_the_log(
+    make_node: MakeNode, stranger: Callable[[Node], Stranger], caplog: pytest.LogCaptureFixture
+) -> None:
+    node, other = pair(make_node, host="host")
+    for _ in range(60):
+        visitor = stranger(node)
+        visitor.say(b"nonsense")
+        assert visitor.is_cut_off()
+    other.send(node, 1)
+    node.wait_until(lambda: node.numbers_from(other) == [1])
+    assert 20 <= len(refusals(caplog)) <= 25
 
 
 PREFIX = struct.Struct("<QQIIB3x")
@@ -81,7 +211,7 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
         + frame(Kind.HELLO, {"member": ["\x1b[31m\n", 1, 1, "", [], "", 1 << 30], "wanted": 1, "group": ""}),
         r"a malformed hello: InvalidNameError.*\\x1b\[31m\\n",
     ),
-    "a call": (PREAMBLE + frame(Kind.CALL, {}, b"a pickle"), "expected hello, got a frame of kind 5"),
+    "a call": (PREAMBLE + frame(Kind.CALL, {}, b"a pickle"), "expected hello or lane, got a frame of kind 5"),
     "random bytes": (
         PREAMBLE + random.Random(1).randbytes(5000),
         "a frame of [0-9]+ bytes is over the limit",
@@ -99,7 +229,7 @@ def test_what_is_no_hello_is_cut_off_and_logged_and_the_listener_lives_on(
     complaint: str,
 ) -> None:
     node, other = pair(make_node)
-    node.connections.connect_seconds = 0.3
+    node.connections.stranger_seconds = 0.3
     visitor = stranger(node)
     visitor.say(said)
     assert visitor.is_cut_off()
@@ -128,7 +258,7 @@ def test_who_says_nothing_is_cut_off_in_time(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     node, _ = pair(make_node)
-    node.connections.connect_seconds = 0.05
+    node.connections.stranger_seconds = 0.05
     visitor = stranger(node)
     assert visitor.is_cut_off()
     until(lambda: "no handshake within 0.05 s" in caplog.text)

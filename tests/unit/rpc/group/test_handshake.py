@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.group.admission import judge
+from rpc.group.authentication import TokenAuthenticator
 from rpc.group.handshake import (
     TRANSITIONS,
     Authenticator,
@@ -30,7 +31,6 @@ from rpc.group.workers import Member
 from rpc.wire.frames import Kind
 from tests.support.effort import PROFILE
 from tests.support.members import member
-from tests.support.token import Token
 
 ME, OTHER = member("me", 0, 500), member("other", 1, 400)
 HELLO = Hello(OTHER, ME.incarnation, "job/1")
@@ -78,7 +78,7 @@ def test_without_an_authenticator_welcome_follows_hello() -> None:
 
 
 def test_with_an_authenticator_both_sides_prove_that_they_belong_to_the_job() -> None:
-    dialler, acceptor = sides(Token(b"token"), Token(b"token"))
+    dialler, acceptor = sides(TokenAuthenticator(b"token"), TokenAuthenticator(b"token"))
     assert converse(dialler, acceptor) == ([Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME], Welcomed())
     assert dialler.state is acceptor.state is State.WELCOMED
 
@@ -89,9 +89,9 @@ def test_whatever_is_not_in_the_table_or_the_receivers_own_to_say_is_refused(
     role: Role, state: State
 ) -> None:
     for kind in range(256):
-        side = Handshake(role, Token(b"token"))
+        side = Handshake(role, TokenAuthenticator(b"token"))
         side.state = state
-        by_dialler = kind in (Kind.HELLO, Kind.PROOF)
+        by_dialler = kind in (Kind.HELLO, Kind.LANE, Kind.PROOF)
         if kind in TRANSITIONS[state] and by_dialler == (role is Role.ACCEPTOR):
             with contextlib.suppress(Exception):  # for its content
                 side.receive(kind, {})
@@ -117,7 +117,7 @@ def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
 
 
 def test_a_dialler_with_another_token_is_refused_before_it_is_told_anything() -> None:
-    said, outcome = converse(*sides(Token(b"guess"), Token(b"token")))
+    said, outcome = converse(*sides(TokenAuthenticator(b"guess"), TokenAuthenticator(b"token")))
     assert said == [Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.REFUSED]
     assert outcome == Refusal("stranger", "it does not belong to this job: its proof is wrong")
 
@@ -125,8 +125,8 @@ def test_a_dialler_with_another_token_is_refused_before_it_is_told_anything() ->
 @pytest.mark.parametrize(
     ("dialler", "acceptor", "complaint"),
     [
-        (Token(b"token"), None, "has not proven"),
-        (None, Token(b"token"), "wants a proof"),
+        (TokenAuthenticator(b"token"), None, "has not proven"),
+        (None, TokenAuthenticator(b"token"), "wants a proof"),
     ],
     ids=["the acceptor has none", "the dialler has none"],
 )
@@ -139,17 +139,17 @@ def test_an_authenticator_on_one_side_only_ends_the_connection(
 
 @pytest.mark.parametrize("kind", [Kind.HELLO, Kind.CHALLENGE])
 def test_a_proof_is_over_all_that_was_said_before(kind: int) -> None:
-    _, outcome = converse(*sides(Token(b"token"), Token(b"token")), change=kind)
+    _, outcome = converse(*sides(TokenAuthenticator(b"token"), TokenAuthenticator(b"token")), change=kind)
     assert isinstance(outcome, Refusal)
 
 
 def test_the_acceptors_proof_is_over_the_diallers() -> None:
     with pytest.raises(ProtocolError, match="has not proven"):
-        converse(*sides(Token(b"token"), Token(b"token")), change=Kind.PROOF)
+        converse(*sides(TokenAuthenticator(b"token"), TokenAuthenticator(b"token")), change=Kind.PROOF)
 
 
 def test_a_proof_cannot_be_given_back_as_ones_own() -> None:
-    dialler, acceptor = sides(Token(b"token"), Token(b"token"))
+    dialler, acceptor = sides(TokenAuthenticator(b"token"), TokenAuthenticator(b"token"))
     hello = dialler.greet(HELLO)
     challenge = acceptor.receive(hello.kind, hello.header)
     assert isinstance(challenge, Message)

@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from rpc.errors import SerializationError
+from rpc.errors import RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
 from rpc.serialization.portable import PortablePickler
 from rpc.serialization.safe import AllowList
 from rpc.serialization.serializer import Serializer
 from rpc.serialization.settings import allow_class, allow_function, process_settings
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point, Slotted
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, replaced_by, safely, send, send_call
+from tests.unit.rpc.serialization.journey import (
+    CALLEE,
+    CALLER,
+    raise_remotely,
+    replaced_by,
+    safely,
+    send,
+    send_call,
+)
 from tests.unit.rpc.serialization.test_tensor_kinds import COMPRESSED, SPARSE_COO
 
 
@@ -106,6 +114,96 @@ def test_what_has_no_name_cannot_be_admitted(allow: AllowList) -> None:
         allow.function(lambda: 0)
     with pytest.raises(ValueError, match=r"use cls\(\)"):
         allow.function(Plain)
+
+
+# ---- failures
+
+
+class OurError(Exception):
+    pass
+
+
+class StubbornError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def failed(allow: AllowList, error: Exception) -> Exception:
+    return raise_remotely(error, at=safely(allow))
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("wrong"), "wrong"),
+        (KeyError("key"), "'key'"),
+        (FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'"),
+        (RpcTimeoutError("late"), "late"),
+        (WorkerLostError("gone", "worker1", "why"), "gone"),
+        (OurError("ours"), "ours"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_failure_is_made_of_its_type_and_text(allow: AllowList, error: Exception, text: str) -> None:
+    allow.cls(OurError)
+    arrived = failed(allow, error)
+    assert type(arrived) is type(error)
+    assert arrived.args == (text,)
+    assert "Traceback on worker" in arrived.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "why"),
+        ExceptionGroup("several", [ValueError("a")]),
+        StubbornError(1, 2),
+        OurError("whose?"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_failure_that_cannot_be_made_so_is_told_of(allow: AllowList, error: Exception) -> None:
+    allow.cls(StubbornError)
+    arrived = failed(allow, error)
+    assert type(arrived) is RemoteError
+    assert str(error) in str(arrived)
+
+
+def test_the_pickle_of_a_failure_is_not_read(allow: AllowList) -> None:
+    header = {"!": ["ValueError", "text", "trace", "worker"]}
+    arrived = safely(allow).load_exception(header, [memoryview(b"not even a pickle")], None, CALLER)
+    assert (type(arrived), str(arrived)) == (ValueError, "text")
+
+
+# ---- methods of what others refer to
+
+
+class Base:
+    def method(self) -> None: ...
+
+
+class Derived(Base):
+    def another(self) -> None: ...
+
+
+def test_methods_are_admitted_by_class_and_for_those_derived_from_it(allow: AllowList) -> None:
+    allow.methods(Base, "method")
+    allow.methods(Derived, "another")
+    reader = AllowList(allow)
+    allow.methods(Base, "__call__")  # also after there is an agent
+    obj: Any
+    for obj, name in (
+        (Base(), "method"),
+        (Derived(), "method"),
+        (Derived(), "another"),
+        (Base(), "__call__"),
+    ):
+        reader.check_method(obj, name)
+    for obj, name in ((Base(), "another"), (Base, "method"), (Derived(), "__init__"), ([], "append")):
+        with pytest.raises(
+            SerializationError, match=f"the method '{name}' of objects of type .*allow_methods"
+        ):
+            reader.check_method(obj, name)
 
 
 # ---- what is refused, though its sender means no harm

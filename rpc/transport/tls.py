@@ -1,0 +1,218 @@
+"""TLS 1.3 below a connection, with certificates on both sides.
+
+Python's ``ssl`` reads and writes the socket itself, without blocking. What it has not taken of a write stays
+with the caller; what it has read and not given yet, it gives at the next read, so reads go on until there is
+nothing. One thread at a time may be in it (it lets go of the interpreter while it computes), hence the lock;
+and only the loop's thread reads, since what comes on the socket is not what ``read_into`` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rpc.errors import InvalidOptionError
+from rpc.options import TlsOptions
+
+__all__ = ["Acceptor", "TlsContexts", "TlsStream", "shake_hands"]
+
+_AT_ONCE: Final = 64 << 10
+"""Bytes in one write: ``ssl`` makes records of up to 16 KiB of them."""
+_PER_CALL: Final = 256 << 10
+"""After so many bytes others have their turn."""
+_HANDSHAKE_SECONDS: Final = 5.0
+_MAX_HANDSHAKES: Final = 256
+
+_NOT_NOW: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsContexts:
+    """What connections are made with: ``server`` for those that come, ``client`` for one's own.
+
+    Certificates must be signed by the job's authority. The names in them are not looked at: workers are known
+    by address, and prove in the handshake of ``rpc.group`` who they are.
+    """
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def of(cls, options: TlsOptions) -> TlsContexts:
+        """Raises ``InvalidOptionError`` if the files are not what they must be."""
+        server, client = (ssl.SSLContext(side) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
+        client.check_hostname = False
+        server.num_tickets = 0
+        for context in (server, client):
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_cert_chain(options.cert, options.key)
+                context.load_verify_locations(options.ca)
+            except OSError as error:
+                raise InvalidOptionError(f"{options}: {error.strerror or error}") from error
+        return cls(server, client)
+
+
+class TlsStream:
+    """A ``ByteStream`` over a socket whose TLS handshake is over, which it owns. From any thread."""
+
+    plain = False
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self._descriptor = sock.fileno()
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may send
+        self._begun: bytes | memoryview = b""
+        """What ``ssl`` has begun to write: it must be given the same again."""
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, pieces: Sequence[bytes | memoryview]) -> int:
+        written, total = 0, sum(map(len, pieces))
+        with self._lock:
+            while written < min(total, _PER_CALL):
+                data = self._begun or _next(pieces, written)
+                try:
+                    self.socket.send(data)
+                except _NOT_NOW:
+                    self._begun = data  # the caller has it still: it gives the same bytes next time
+                    break
+                self._begun = b""
+                written += len(data)
+        return written
+
+    def read_into(self, buffers: Sequence[memoryview]) -> int | None:
+        total = 0
+        for buffer in buffers:
+            count = self._read_one(buffer[: _PER_CALL - total])
+            total += count or 0
+            if not count:
+                return total or count
+            if count < len(buffer):
+                break
+        return total
+
+    def _read_one(self, buffer: memoryview) -> int | None:
+        filled, room = 0, len(buffer)
+        with self._lock:
+            while filled < room:
+                try:
+                    count = self.socket.recv_into(buffer[filled:])
+                except _NOT_NOW:
+                    return filled or None
+                except OSError:
+                    if filled:  # which is the caller's first; the next read says it again
+                        return filled
+                    raise
+                if not count:
+                    return filled
+                filled += count
+        return filled
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _next(pieces: Sequence[bytes | memoryview], skipped: int) -> bytes | memoryview:
+    """So many bytes as are written at once, behind those that are skipped; large ones are not copied."""
+    together: list[bytes | memoryview] = []
+    size = 0
+    for piece in pieces:
+        if skipped >= len(piece):
+            skipped -= len(piece)
+            continue
+        part = memoryview(piece)[skipped : skipped + _AT_ONCE - size]
+        skipped = 0
+        together.append(part)
+        size += len(part)
+        if size == _AT_ONCE:
+            break
+    return together[0] if len(together) == 1 else b"".join(together)
+
+
+async def shake_hands(
+    loop: asyncio.AbstractEventLoop, context: ssl.SSLContext, sock: socket.socket
+) -> ssl.SSLSocket:
+    """A connected socket, with TLS. ``OSError`` if the other side has no certificate that counts here, or
+    does not speak TLS; the socket is closed then.
+    """
+    sock.setblocking(False)
+    server_side = context.protocol == ssl.PROTOCOL_TLS_SERVER
+    wrapped = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+    descriptor = wrapped.fileno()
+    try:
+        while True:
+            ready: asyncio.Future[None] = loop.create_future()
+            try:
+                wrapped.do_handshake()
+                return wrapped
+            except ssl.SSLWantReadError:
+                watch, unwatch = loop.add_reader, loop.remove_reader
+            except ssl.SSLWantWriteError:
+                watch, unwatch = loop.add_writer, loop.remove_writer
+            watch(descriptor, _done, ready)
+            try:
+                await ready
+            finally:
+                unwatch(descriptor)
+    except BaseException:
+        wrapped.close()
+        raise
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Acceptor:
+    """Shakes hands with those who connect, and hands them over. On the loop's thread.
+
+    Of too many at a time, the one who has tried for longest is cut off.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: ssl.SSLContext,
+        accepted: Callable[[socket.socket], None],
+        failed: Callable[[str, OSError], None],
+    ) -> None:
+        self._loop = loop
+        self._context = context
+        self._accepted = accepted
+        self._failed = failed
+        self._under_way: dict[asyncio.Task[None], None] = {}
+
+    def accept(self, sock: socket.socket, description: str) -> None:
+        """Somebody has connected."""
+        if len(self._under_way) >= _MAX_HANDSHAKES:
+            next(iter(self._under_way)).cancel()
+        task = self._loop.create_task(self._shake_hands(sock, description))
+        self._under_way[task] = None
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._under_way.pop(task, None)
+
+    async def _shake_hands(self, sock: socket.socket, description: str) -> None:
+        try:
+            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                sock = await shake_hands(self._loop, self._context, sock)
+            self._accepted(sock)
+        except OSError as error:  # a timeout is one
+            sock.close()
+            self._failed(description, error)
+
+    def close(self) -> None:
+        """Nobody is let in any more."""
+        for task in self._under_way:
+            task.cancel()

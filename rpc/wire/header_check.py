@@ -1,0 +1,91 @@
+"""How many things a header holds, found out without making any of them.
+
+What msgpack makes of a few bytes can take very many: it trusts the lengths of lists and maps before it has
+seen what is in them, and an empty list takes one byte there and 64 here. So headers that are large, or have a
+large list, are looked through first.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rpc.errors import ProtocolError
+
+__all__ = ["MAX_ENTRIES", "check_entries"]
+
+MAX_ENTRIES: Final = 1 << 20
+"""Of a header: values, keys, lists and maps together."""
+
+_MAX_DEPTH: Final = 100
+
+# By the first byte of a value in msgpack: how many bytes follow, how many of them say how many bytes follow
+# these, and how many say how many values do. Maps have two values for each of their entries.
+_FIXED: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_FIXED_EXTENSIONS: Final = {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
+_SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_SIZED_EXTENSIONS: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+
+
+_TOO_SOON: Final = "a frame's header is not msgpack: it ends too soon"
+
+
+def _following() -> list[int]:
+    """How many bytes follow, for all kinds of which the first byte says so; -1 for the others."""
+    table = [-1] * 256
+    for first in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3):
+        table[first] = 0
+    for first in range(0xA0, 0xC0):
+        table[first] = first - 0xA0
+    for first, count in (_FIXED | _FIXED_EXTENSIONS).items():
+        table[first] = count
+    return table
+
+
+_FOLLOWING: Final = _following()
+
+
+def check_entries(packed: memoryview) -> None:
+    """Raise ``ProtocolError`` if a header has too many entries, is nested too deeply, or ends too soon."""
+    data = bytes(packed)
+    end = len(data)
+    position = entries = 0
+    above: list[int] = []
+    left = 1
+    while left or above:
+        if not left:
+            left = above.pop()
+            continue
+        left -= 1
+        entries += 1
+        if position >= end:
+            raise ProtocolError(_TOO_SOON)
+        first = data[position]
+        position += 1
+        skipped = _FOLLOWING[first]
+        if skipped >= 0:
+            position += skipped
+            continue
+        if first < 0xA0:
+            count = (first & 0x0F) * (2 if first < 0x90 else 1)
+        elif first in _COUNTED:
+            size, each = _COUNTED[first]
+            count = int.from_bytes(data[position : position + size]) * each
+            position += size
+        elif first in _SIZED or first in _SIZED_EXTENSIONS:
+            size = _SIZED.get(first) or _SIZED_EXTENSIONS[first]
+            position += size + int.from_bytes(data[position : position + size]) + (first in _SIZED_EXTENSIONS)
+            continue
+        else:
+            raise ProtocolError("a frame's header is not msgpack")
+        above.append(left)
+        left = count
+        if left > end - position:
+            raise ProtocolError(_TOO_SOON)
+        if entries + left > MAX_ENTRIES or len(above) > _MAX_DEPTH:
+            raise ProtocolError(
+                f"a frame's header has more than {MAX_ENTRIES} entries, or is nested more than {_MAX_DEPTH} "
+                "deep"
+            )
+    if position > end:
+        raise ProtocolError(_TOO_SOON)
