@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -14,8 +15,9 @@ from tests.support.effort import EFFORT, PROFILE
 from tests.support.process_groups import by_messages, process_group
 from tests.support.workers import RunWorkers, Worker, Workers, WorkersFailed, fork_server_key
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300 * EFFORT)]  # what fails is made smaller
 
+Run: TypeAlias = Callable[[Sequence[Call]], None]
 EXAMPLES = settings(PROFILE, max_examples=30 * EFFORT, phases=[Phase.generate, Phase.shrink])
 
 
@@ -24,8 +26,7 @@ def serve(apart: bool, worker: Worker) -> None:
     with process_group(worker, options=by_messages() if apart else None):
         runner = Runner(worker.rank)
         while (program := worker.wait_for("program")) is not None:
-            runner.run(program)
-            worker.report("done")
+            worker.report("done", runner.run(program))
 
 
 class Pool:
@@ -40,17 +41,18 @@ class Pool:
         """Run a program in all of them.
 
         Raises:
-            WorkersFailed: one has found something wrong.
+            WorkersFailed: one has failed.
         """
         if self._workers is None:
-            self._workers = self._run_workers.start(partial(serve, self._apart), SIZE)
+            self._workers = self._run_workers.start(partial(serve, self._apart), SIZE, time_limit=120)
         try:
             self._workers.restart_clock()
             self._workers.tell("program", program)
-            self._workers.wait_for("done")
+            wrong = [text for each in self._workers.wait_for("done") for text in each]
         except WorkersFailed:
             self._workers = None
             raise
+        assert not wrong, "\n".join(wrong)
 
     def close(self) -> None:
         if self._workers is not None:
@@ -59,7 +61,7 @@ class Pool:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["shared memory", "messages"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Runs a program in processes that all tests share."""
     run_workers = RunWorkers(request.config.stash[fork_server_key], tmp_path_factory.mktemp("programs"))
     pool = Pool(run_workers, request.param)
@@ -70,5 +72,5 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @EXAMPLES
 @given(data=st.data())
-def test_a_program_of_collectives_gives_what_gloo_gives(run: Callable, data: st.DataObject) -> None:
+def test_a_program_of_collectives_gives_what_gloo_gives(run: Run, data: st.DataObject) -> None:
     run(data.draw(programs()))
