@@ -27,6 +27,7 @@ from dist_autograd.api import current_context
 from dist_autograd.graph import Leaf
 from dist_autograd.installation import autograd
 from dist_autograd.leaves import owned
+from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy
 from rpc.errors import AutogradError
 from rpc.runtime.current import current_agent
 from rref import RRef
@@ -147,6 +148,7 @@ class ModelShard:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.rank = -1
+        self._worker = ""
         self._group: Group | None = None
         self._process_group: Any = None
         self._mesh: Any = None
@@ -167,7 +169,7 @@ class ModelShard:
             initialize: fills the module; None: ``reset_parameters`` of the modules in it.
             seed: of its random numbers.
         """
-        self.rank = rank
+        self.rank, self._worker = rank, us.workers[rank]
         self._form(us)
         try:
             self._fill(parallelize, initialize, seed)
@@ -182,7 +184,9 @@ class ModelShard:
             torch.manual_seed(seed)
             (_reset if initialize is None else initialize)(self.module)
         for parameter in self.module.parameters():
-            self._locals[parameter] = _local_twin(parameter)
+            twin = self._locals[parameter] = _local_twin(parameter)
+            if self.rank and not _is_sharded(parameter):
+                mark_as_copy(twin)
 
     def _form(self, us: Membership) -> None:
         agent: Any = current_agent()
@@ -288,6 +292,12 @@ class ModelShard:
             tape.inputs, tape.outputs = [], []
         return list(found[:count]) if self.rank == 0 else None
 
+    def step(self, optimizers: Mapping[str, RRef[LocalOptimizer]], context_id: int) -> None:
+        """Take a step with this worker's part of an optimizer, if it has one."""
+        mine = optimizers.get(self._worker)
+        if mine is not None:
+            mine.local_value().step(context_id)
+
     def train(self, mode: bool) -> None:
         """Training mode, or evaluation mode."""
         self.module.train(mode)
@@ -341,6 +351,10 @@ class ModelShard:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) and any(isinstance(each, Shard) for each in parameter.placements)
 
 
 def _local_twin(parameter: nn.Parameter) -> Tensor:
