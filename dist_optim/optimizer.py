@@ -149,7 +149,9 @@ class DistributedOptimizer:
             )
         factor = float(max_norm / (total + 1e-6))
         if not factor >= 1:  # also where it is no number
-            on_all_objects(self.local_optimizers, "clip_grad_norm_", lambda local: local.scale(context_id, factor))
+            on_all_objects(
+                self.local_optimizers, "clip_grad_norm_", lambda local: local.scale(context_id, factor)
+            )
         return total
 
     def lr_scheduler(

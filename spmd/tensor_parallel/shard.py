@@ -149,6 +149,8 @@ class ModelShard:
         self.module = module
         self.rank = -1
         self._worker = ""
+        self._aborted = ""
+        self._store: WorkerStore | None = None
         self._group: Group | None = None
         self._process_group: Any = None
         self._mesh: Any = None
@@ -193,8 +195,10 @@ class ModelShard:
         world = us.world or tuple(range(len(us.workers)))
         timeout = timedelta(seconds=us.timeout)
         if us.world is None:
-            store = WorkerStore(us.workers[0], f"{us.name}/")
+            store = self._store = WorkerStore(us.workers[0], f"{us.name}/")
             agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
+            if self._aborted:  # before there was a store
+                raise ParallelError(self._aborted)
             dist.init_process_group(
                 "farcall", store=store, rank=self.rank, world_size=len(world), timeout=timeout
             )
@@ -339,9 +343,12 @@ class ModelShard:
     # ---- its group
 
     def abort(self, reason: str) -> None:
-        """End what is under way on all shards, and the model with it."""
+        """End what is under way on all shards, and the model with it; also while the group is formed."""
+        self._aborted = reason
         if self._group is not None:
             self._group.abort(reason)
+        elif self._store is not None:
+            self._store.give_up(reason)
 
     @property
     def failed(self) -> bool:
