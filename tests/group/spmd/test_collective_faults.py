@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_everywhere(run_workers: RunW
         kind, text = workers[rank].result()
         assert kind is CollectiveTimeoutError
         assert "all_reduce(sum, float32[3]) has timed out after 1 s" in text
-        assert "waiting for rank 1 (worker 'rank1');" in text
+        assert "rank 1 (worker 'rank1')" in text.partition("waiting for")[2]
     workers[1].tell("the end")
 
 
@@ -176,7 +176,7 @@ def test_a_timeout_names_who_has_not_come_and_not_who_waits_for_it(run_workers: 
     for rank in range(3):
         kind, text = workers[rank].result()
         assert kind is CollectiveTimeoutError
-        assert "waiting for rank 3 (worker 'rank3');" in text
+        assert "rank 3 (worker 'rank3')" in text.partition("waiting for")[2]
     workers[3].tell("the end")
 
 
