@@ -395,7 +395,7 @@ class Bulk:
             credit = _CREDIT.pack(stream.inbound.matched, arrived)
         try:
             frame = encode_small(Kind.BULK_CREDIT, stream.tag, {}, (credit,))
-            stream.peer.send_small(frame, 0, patient=True)  # else it would have all chunks be short
+            stream.peer.send_patiently(frame)  # else all chunks would be short
         except WorkerLostError:
             return  # ``peer_gone`` follows
 

@@ -118,14 +118,25 @@ class Peer:
         except ConnectionClosed:
             raise self.lost_error() from None
 
-    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
         """As ``send``, for a frame in one piece: the way of most calls. See ``Connection.send_small``."""
         connection = self.connection
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
             return
         try:
-            connection.send_small(frame, wait, coalesce=coalesce, patient=patient)
+            connection.send_small(frame, wait, coalesce=coalesce)
+        except ConnectionClosed:
+            raise self.lost_error() from None
+
+    def send_patiently(self, frame: bytes) -> None:
+        """As ``send_small`` without waiting, for a frame that may itself wait behind a long chunk."""
+        connection = self.connection
+        if connection is None:
+            self.send((frame,), len(frame), wait=0)
+            return
+        try:
+            connection.send_small(frame, 0, patient=True)
         except ConnectionClosed:
             raise self.lost_error() from None
 

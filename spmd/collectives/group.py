@@ -135,19 +135,10 @@ class Group:
             # Not recorded by autograd, and inference tensors may be written on any thread; what
             # ``torch.inference_mode`` does, in a fraction of its time.
             with torch._C._InferenceMode(True):
-                perform(self.algorithms, signature, deadline)
-        except RanksMissingError as error:
-            ranks = self.messages.ask_who_is_behind() or error.ranks
-            missing = ", ".join(members.describe(each) for each in ranks)
-            who = members.describe(members.rank)
-            reason = (
-                f"{text_of(signature)} has timed out after {limit:g} s at {who}, waiting for {missing}; "
-                "if they are only slow, give the group a longer timeout to wait"
-            )
-            failure = CollectiveTimeoutError(reason)
-            failure.ranks = ranks
-            members.fail(failure)
-            raise failure from None
+                try:
+                    perform(self.algorithms, signature, deadline)
+                except RanksMissingError as error:
+                    raise self._timed_out(signature, limit, error) from None
         except CollectiveError as error:
             where = f"{text_of(signature)} at {members.describe(members.rank)}"
             members.fail(type(error)(f"{where}: {error}"))
@@ -156,6 +147,19 @@ class Group:
             where = f"{text_of(signature)} at {members.describe(members.rank)}"
             members.fail(CollectiveError(f"{where} has ended in {type(error).__name__}: {error}"))
             raise
+
+    def _timed_out(self, signature: bytes, limit: float, error: RanksMissingError) -> CollectiveTimeoutError:
+        members = self.members
+        ranks = self.messages.ask_who_is_behind() or error.ranks
+        missing = ", ".join(members.describe(each) for each in ranks)
+        who = members.describe(members.rank)
+        failure = CollectiveTimeoutError(
+            f"{text_of(signature)} has timed out after {limit:g} s at {who}, waiting for {missing}; "
+            "if they are only slow, give the group a longer timeout to wait"
+        )
+        failure.ranks = ranks
+        members.fail(failure)
+        return failure
 
     # ---- failure, and the end
 

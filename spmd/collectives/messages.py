@@ -359,7 +359,9 @@ class Messages:
     # ---- who is behind
 
     def ask_who_is_behind(self) -> list[int]:
-        """The ranks that have not begun the collective that this one is at, or do not say so soon."""
+        """The ranks that say that they have not begun the collective which this one is at; if there are none,
+        those that do not answer soon.
+        """
         asked = [rank for rank in self._others if rank not in self._members.gone]
         number = next(self._numbers)
         question = self._questions[number] = _Question(asked)
@@ -369,7 +371,7 @@ class Messages:
             wait_for_event(question.is_answered, monotonic() + _ANSWER_SECONDS)
         finally:
             del self._questions[number]
-        return sorted(question.behind | question.unanswered)
+        return sorted(question.behind or question.unanswered)
 
     # ---- the end
 

@@ -190,7 +190,7 @@ class FarcallProcessGroup(ProcessGroup):
 
         Args:
             timeout: how long to wait; default as long as the group's operations may take.
-            wait_all_ranks: name all missing ranks. Ranks that share no memory know of the first alone.
+            wait_all_ranks: name all missing ranks, and not only the first.
 
         Raises:
             CollectiveTimeoutError: not all have come.

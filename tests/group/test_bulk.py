@@ -141,6 +141,31 @@ def test_without_a_buffer_the_receiver_gets_the_message_s_own(
     both(run_workers, task, **options)
 
 
+@pytest.mark.parametrize("way", ["unix", "tcp", "stripes"])
+def test_a_buffer_whose_post_is_cancelled_while_it_is_filled_is_the_caller_s_again(
+    run_workers: RunWorkers, way: str
+) -> None:
+    def task(worker: Worker) -> None:
+        size = 64 * MIB
+        if worker.rank == 1:
+            bulk().post(other(worker), 2).wait(SOON)
+            bulk().send(other(worker), 1, numbers(size, 1).numpy()).wait(SOON)
+            return
+        cancelled, following = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        first = bulk().post(other(worker), 1, cancelled.numpy())
+        bulk().send(other(worker), 2, b"posted")
+        until(lambda: cancelled[0] or first.done())
+        if not first.cancel():  # all of it is here already
+            first.wait(SOON)
+            return
+        cancelled.zero_()
+        bulk().post(other(worker), 1, following.numpy()).wait(SOON)
+        assert torch.equal(following, numbers(size, 1))
+        assert not cancelled.any()
+
+    both(run_workers, task, **WAYS[way])
+
+
 @in_all()
 def test_tags_are_independent_and_a_full_one_holds_up_no_other(worker: Worker) -> None:
     """Far more is sent than the receiver keeps; the last tag is posted first."""

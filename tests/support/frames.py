@@ -36,12 +36,16 @@ def feed(decoder: Decoder, data: bytes, chunks: Iterator[int] | None = None) -> 
     frames: list[Frame] = []
     view = memoryview(data)
     while view:
-        buffer = decoder.buffer()
-        assert len(buffer) > 0
+        buffers = decoder.buffers()
+        assert len(buffers[0]) > 0
         if decoder.scratch_offset >= 0:
-            assert len(buffer) == decoder.scratch_end - decoder.scratch_offset
-        count = min(len(buffer), len(view), next(chunks) if chunks else len(view))
-        buffer[:count] = view[:count]
+            assert list(map(len, buffers)) == [decoder.scratch_end - decoder.scratch_offset]
+        count = min(sum(map(len, buffers)), len(view), next(chunks) if chunks else len(view))
+        rest = view[:count]
+        for buffer in buffers:
+            part = rest[: len(buffer)]
+            buffer[: len(part)] = part
+            rest = rest[len(part) :]
         frames += decoder.received(count)
         view = view[count:]
     return frames

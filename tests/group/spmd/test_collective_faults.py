@@ -138,8 +138,45 @@ def test_a_rank_that_does_not_come_in_time_is_named_everywhere(run_workers: RunW
         kind, text = workers[rank].result()
         assert kind is CollectiveTimeoutError
         assert "all_reduce(sum, float32[3]) has timed out after 1 s" in text
-        assert "waiting for rank 1 (worker 'rank1');" in text
+        assert "rank 1 (worker 'rank1')" in text.partition("waiting for")[2]
     workers[1].tell("the end")
+
+
+def all_reduce_but_rank_3(worker: Worker) -> None:
+    if worker.rank == 3:
+        worker.wait_for("the end")
+    else:
+        dist.all_reduce(torch.ones(3))
+
+
+def test_a_timeout_names_who_has_not_come_and_not_who_waits_for_it(run_workers: RunWorkers) -> None:
+    """Rank 0 waits for rank 2, which waits for rank 3."""
+    workers = run_workers.start([partial(_task, all_reduce_but_rank_3, True, {"seconds": 1.0})] * 4, 4)
+    for rank in range(3):
+        kind, text = workers[rank].result()
+        assert kind is CollectiveTimeoutError
+        assert "rank 3 (worker 'rank3')" in text.partition("waiting for")[2]
+    workers[3].tell("the end")
+
+
+def all_reduce_at_rank_0(worker: Worker) -> None:
+    if worker.rank == 0:
+        worker.report("waiting")
+        dist.all_reduce(torch.ones(3))
+    else:
+        worker.wait_for("the end")
+
+
+def test_a_rank_that_dies_ends_a_collective_also_where_nobody_waits_for_it(run_workers: RunWorkers) -> None:
+    """Rank 0 waits for rank 1, which is still to come."""
+    workers = run_workers.start([partial(_task, all_reduce_at_rank_0, True, {})] * 4, 4)
+    workers[0].wait_for("waiting")
+    workers[3].kill()
+    kind, text = workers[0].result()
+    assert kind is RankLostError
+    assert "rank 3 (worker 'rank3') is gone" in text
+    workers[1].tell("the end")
+    workers[2].tell("the end")
 
 
 def all_reduce_or_leave(worker: Worker) -> None:

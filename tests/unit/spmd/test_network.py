@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 
 from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
+from spmd.collectives import network
 from spmd.collectives.board import Board, board_bytes
 from spmd.collectives.errors import CollectiveMismatchError
 from spmd.collectives.hierarchy import HierarchicalCollectives
@@ -61,6 +62,33 @@ def test_ranks_that_call_different_things_all_find_out() -> None:
 
     # each has received the other's before it waits for its own to arrive
     assert in_threads(2, body) == ["rank 0 called call0(), but rank 1 call1()"] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_goes_in_pieces_arrives_as_a_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_PIECE_BYTES", 4000)
+    network_of_ranks, count = Network(size), 40_003
+    ranks = range(size)
+
+    def body(rank: int) -> list[torch.Tensor]:
+        mine = NetworkCollectives(network_of_ranks.channel(rank), ranks, rank, no_check)
+        total, copied = numbers(rank, count), numbers(rank, count)
+        mine.all_reduce(CALL, INFINITE, total, SUM, size)
+        mine.broadcast(CALL, INFINITE, copied, 1)
+        gathered = [torch.empty(5000 + 700 * each, dtype=torch.int64) for each in ranks]
+        mine.all_gather(CALL, INFINITE, gathered, numbers(rank, 5000 + 700 * rank))
+        exchanged = [torch.empty(1000 * (rank + 1), dtype=torch.int64) for _ in ranks]
+        given = [numbers(rank, 1000 * (each + 1)) for each in ranks]
+        mine.all_to_all(CALL, INFINITE, exchanged, given)
+        return [total, copied, *gathered, *exchanged]
+
+    total = torch.stack([numbers(rank, count) for rank in ranks]).sum(0)
+    for rank, found in enumerate(in_threads(size, body)):
+        gathered = [numbers(each, 5000 + 700 * each) for each in ranks]
+        exchanged = [numbers(each, 1000 * (rank + 1)) for each in ranks]
+        for mine, expected in zip(found, [total, numbers(1, count), *gathered, *exchanged], strict=True):
+            assert torch.equal(mine, expected)
+    assert network_of_ranks.is_empty()
 
 
 # ---- several hosts

@@ -210,6 +210,20 @@ def test_while_the_stream_takes_nothing_only_the_loop_writes() -> None:
     assert queue.numbers() == [1, 2]
 
 
+def test_the_loop_leaves_to_a_thread_that_has_the_lock_what_it_finds_it_writing() -> None:
+    queue = Queue(room=5)
+    queue.send(1)
+    queue.loop.run()
+    writer = queue.loop.writer
+    assert writer is not None
+    with queue.queue.lock:
+        writer()
+        assert queue.loop.writer is None  # else it would be called again and again
+    queue.stream.room = 1000
+    queue.queue.drain()
+    assert queue.numbers() == [1]
+
+
 # ---- coalescing
 
 
@@ -273,6 +287,15 @@ def test_after_something_small_chunks_are_short() -> None:
     queue.send(2)
     queue.give_room()
     assert max(queue.stream.writes[2:]) < CHUNK_BYTES
+
+
+def test_after_something_small_that_is_patient_chunks_are_long() -> None:
+    queue = Queue(room=1000)
+    queue.send(1, 8 * CHUNK_BYTES)
+    queue.queue.send_small(b"".join(encode(Kind.CALL, 2, {}, [b"x"])[0]), 0, patient=True)
+    queue.give_room()
+    assert sum(count >= CHUNK_BYTES for count in queue.stream.writes) >= 6
+    assert sorted(queue.numbers()) == [1, 2]
 
 
 @pytest.mark.parametrize("size", [10, 300_000, LARGE])
