@@ -47,7 +47,7 @@ def test_an_async_def_callee_awaits_calls() -> None:
 
 @in_worker0()
 def test_wait_all_waits_for_the_calls_in_its_block_only() -> None:
-    rref = rpc.remote("worker1", list, args=([1, 2],))
+    rref: rpc.RRef[list[Any]] = rpc.remote("worker1", list, args=([1, 2],))
     with rpc.wait_all():
         futures: list[rpc.Future[Any]] = [call(number) for number in range(10)]
         futures.append(rref.rpc_async().copy())
@@ -159,7 +159,7 @@ def test_an_answer_that_needs_a_context_warns_once() -> None:
 
 @in_worker0()
 def test_a_reference_says_what_it_is_and_what_to_call() -> None:
-    rref = rpc.remote("worker1", dict, args=({"a": 1},))
+    rref: rpc.RRef[dict[str, int]] = rpc.remote("worker1", dict, args=({"a": 1},))
     with pytest.raises(AttributeError, match=r"rref\.rpc_sync\(\)\.get\("):
         rref.get  # type: ignore[attr-defined]  # noqa: B018
     assert rref.to_here() == {"a": 1}

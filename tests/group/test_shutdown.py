@@ -174,7 +174,7 @@ def test_a_process_that_ends_says_goodbye(run_workers: RunWorkers) -> None:
 
 def leak(worker: Worker) -> str:
     worker.join()
-    rref = rpc.remote("worker1", list) if worker.rank == 0 else None
+    rref: rpc.RRef[list[Any]] | None = rpc.remote("worker1", list) if worker.rank == 0 else None
     rpc.barrier()
     if worker.rank == 0:
         rpc.shutdown(release_references=False)
