@@ -53,7 +53,8 @@ def remote(
     """Call ``func`` on another worker and return a reference to its value, which stays there.
 
     Returns at once. Arguments are as for ``rpc_sync``; with a class as ``func``, the reference is to a new
-    object of it.
+    object of it. Calls of its methods run side by side, each on a thread of its own, also those of one
+    caller: an object that cannot stand it takes a lock in its methods.
 
     Args:
         timeout: seconds that making the object may take; if it takes longer, the reference becomes of no
