@@ -54,7 +54,7 @@ class Autograd:
             return
         if context_id == -1:
             raise AutogradError(
-                f"User RRefs require 'dist_autograd_ctx_id' to be specified: {rref!r} refers to an object of "
+                f"User RRefs require 'dist_autograd_ctx_id' to be specified: {rref} refers to an object of "
                 f"worker '{rref.owner_name()}'; pass the id of the context that its tensor was computed in"
             )
         agent = self.agent
@@ -76,7 +76,7 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
     root = rref.local_value()
     if not isinstance(root, Tensor):
         raise RRefError(
-            f"RRef should contain a tensor for .backward(), and {rref!r} refers to {with_article(type(root))}"
+            f"RRef should contain a tensor for .backward(), and {rref} refers to {with_article(type(root))}"
         )
     if context_id == -1:
         torch.autograd.backward((root,), retain_graph=retain_graph)

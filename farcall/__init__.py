@@ -9,8 +9,16 @@ from __future__ import annotations
 import importlib as _importlib
 from importlib import metadata as _metadata
 from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING
 
 import farcall_guard as _guard
+
+if TYPE_CHECKING:
+    import dist_autograd as dist_autograd
+    import dist_optim as dist_optim
+    import rpc as rpc
+    import rref as rref
+    import spmd as spmd
 
 __all__ = ["__version__"]
 

@@ -17,7 +17,7 @@ farcall_guard.check("rref", "dist_autograd")
 
 # The one place that looks up: what PyTorch has in this package, though it stands on it.
 from rpc import errors, functions
-from rpc.agent.futures import Future, wait_all
+from rpc.agent.futures import Future, as_completed, wait_all, wait_any
 from rpc.api import (
     UNSET_RPC_TIMEOUT,
     all_gather,
@@ -64,6 +64,7 @@ __all__ = [
     "allow_class",
     "allow_function",
     "allow_methods",
+    "as_completed",
     "backend_registered",
     "barrier",
     "construct_rpc_backend_options",
@@ -87,4 +88,5 @@ __all__ = [
     "spawn",
     "use_pickler",
     "wait_all",
+    "wait_any",
 ]

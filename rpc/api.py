@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar, overload
 
+import torch
 from torch import Tensor
 
 from rpc.agent.futures import Future, collected_futures
@@ -15,12 +16,39 @@ from rpc.group.workers import WorkerInfo
 from rpc.options import UNSET_TIMEOUT, RpcBackendOptions
 from rpc.runtime.current import current_agent
 
+T = TypeVar("T")
+
 _agent: Final[Callable[[], AgentInterface]] = current_agent
 
 UNSET_RPC_TIMEOUT: Final = UNSET_TIMEOUT
 """As a ``timeout``: the default that ``init_rpc`` or ``set_rpc_timeout`` set."""
 
 
+# What an ``async def`` function or one with ``async_execution`` returns is awaited at the callee.
+@overload
+def rpc_sync(
+    to: WorkerReference,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: WorkerReference,
+    func: Callable[..., torch.futures.Future[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: WorkerReference,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
 def rpc_sync(
     to: WorkerReference,
     func: Callable[..., Any],
@@ -65,6 +93,30 @@ def rpc_sync(
     return _agent().call(to, func, args, keywords(kwargs) if kwargs else {}, timeout)
 
 
+@overload
+def rpc_async(
+    to: WorkerReference,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: WorkerReference,
+    func: Callable[..., torch.futures.Future[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: WorkerReference,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
 def rpc_async(
     to: WorkerReference,
     func: Callable[..., Any],

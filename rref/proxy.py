@@ -39,4 +39,4 @@ class RRefProxy:
         return method
 
     def __repr__(self) -> str:
-        return f"<proxy of {self._rref!r}>"
+        return f"<proxy of {self._rref}>"

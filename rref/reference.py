@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -143,7 +143,7 @@ class RRef(Generic[T]):
                 f"For {self._full_name()}, can't call localValue() on user {me}. "
                 f"Call it on owner {self.owner()}, or fetch the object with to_here()."
             )
-        value: T = self._value("local_value").wait(0, f"{self!r} is still being made")
+        value: T = self._value("local_value").wait(0, f"{self} is still being made")
         return value
 
     def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
@@ -161,7 +161,7 @@ class RRef(Generic[T]):
         if self.is_owner():
             shell = self._references
             value: T = self._value("to_here").wait(
-                shell.agent.caller.effective_timeout(timeout), f"{self!r} is still being made"
+                shell.agent.caller.effective_timeout(timeout), f"{self} is still being made"
             )
             return value
         shell = self._usable("to_here", timeout)
@@ -184,7 +184,7 @@ class RRef(Generic[T]):
         if shell.released or shell.agent.closed:
             check_not_forked()
             raise RRefError(
-                f"{self!r} is of no use any more: its agent is shut down. "
+                f"{self} is of no use any more: its agent is shut down. "
                 f"Cannot call {doing}() on it after deletion."
             )
         return shell
@@ -202,10 +202,10 @@ class RRef(Generic[T]):
         elif self._owner.lost is None:
             shell.wait_settled(self._ref, shell.agent.caller.effective_timeout(timeout), self._owner.name)
         if self._owner.lost is not None:
-            raise self._owner.lost_error(f"{doing} of {self!r} is impossible")
+            raise self._owner.lost_error(f"{doing} of {self} is impossible")
         state = shell.state(self._ref)
         if state is State.FAILED:
-            raise RRefError(f"{self!r} is of no use: {shell.reason(self._ref)}")
+            raise RRefError(f"{self} is of no use: {shell.reason(self._ref)}")
         self._confirmed = state is State.CONFIRMED  # which only the owner's end can change
         return shell
 
@@ -267,10 +267,10 @@ class RRef(Generic[T]):
         kind = self._get_type(timeout)
         may_have = hasattr(kind, name) or hasattr(kind, "__getattr__")
         if not may_have:
-            raise AttributeError(f"the object of {self!r}, {with_article(kind)}, has no attribute '{name}'")
+            raise AttributeError(f"the object of {self}, {with_article(kind)}, has no attribute '{name}'")
         shell = self._usable(name, timeout)
         payload = self._dump_call(name, args, kwargs)
-        what = f"method '{name}' of {self!r}"
+        what = f"method '{name}' of {self}"
         made = shell.create(self._owner, self._target(name), payload, timeout, what, RRef._of)
         assert made._creation is not None
         made._creation.hold(self)
@@ -293,7 +293,7 @@ class RRef(Generic[T]):
         except SerializationError as error:
             reason = error
         # To the pickler the method is what stands for it.
-        text = str(reason).replace(f"{__package__}.requests.method_of_object", f"'{name}' of {self!r}")
+        text = str(reason).replace(f"{__package__}.requests.method_of_object", f"'{name}' of {self}")
         raise SerializationError(text) from reason.__cause__
 
     def _target(self, method: str) -> dict[str, Any]:
@@ -311,7 +311,7 @@ class RRef(Generic[T]):
                 shell = self._usable("_get_type", timeout)
                 ask = fetch(self._rref)
                 ask.header["type"] = True
-                call = shell.agent.caller.request(self._owner, FETCH, ask, timeout, f"the type of {self!r}")
+                call = shell.agent.caller.request(self._owner, FETCH, ask, timeout, f"the type of {self}")
                 kind = shell.agent.caller.future(call)
             self._type = kind
         if not blocking:
@@ -357,12 +357,27 @@ class RRef(Generic[T]):
 
     # ---- as a Python object
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         shell = self._references
         rref = shell.id_text(self._rref)
         if self.is_owner():
             return f"OwnerRRef({rref})"
         return f"UserRRef(RRefId = {rref}, ForkId = {shell.id_text(self._ref)})"
+
+    def __repr__(self) -> str:
+        if not self.is_owner():
+            made = "made" if self.confirmed_by_owner() else "perhaps still being made"
+            return f"<{self} to an object on worker '{self.owner_name()}', {made}>"
+        return f"<{self} to an object of this worker, '{self.owner_name()}'>"
+
+    if not TYPE_CHECKING:  # which is to find wrong names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Only called for what a reference does not have itself."""
+            hint = ""
+            if not name.startswith("_"):
+                hint = f": if the object has it, call rref.rpc_sync().{name}(...), or fetch it by to_here()"
+            raise AttributeError(f"an RRef has no attribute '{name}'{hint}", name=name, obj=self)
 
     def _full_name(self) -> str:
         shell = self._references
@@ -370,12 +385,12 @@ class RRef(Generic[T]):
 
     def deleted_error(self) -> RRefError:
         """The error of whoever wants to send it when its agent is shut down."""
-        return RRefError(f"Cannot call fork an UserRRef after deletion. {self!r} is of no use any more.")
+        return RRefError(f"Cannot call fork an UserRRef after deletion. {self} is of no use any more.")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         if self._references.released or self._references.agent.closed:
             raise self.deleted_error()
         raise RRefError(
-            f"Can not pickle rref in python pickler: {self!r} can only be sent in RPC messages, "
+            f"Can not pickle rref in python pickler: {self} can only be sent in RPC messages, "
             "where its owner learns of the new reference"
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
 
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.api import keywords, not_callable, positional
@@ -13,7 +15,33 @@ from rref.reference import RRef, references
 
 __all__ = ["remote"]
 
+T = TypeVar("T")
 
+
+@overload
+def remote(
+    to: WorkerReference,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: WorkerReference,
+    func: Callable[..., torch.futures.Future[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: WorkerReference,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[T]: ...
 @protected  # what travels beside the payload is sent, or taken back
 def remote(
     to: WorkerReference,
@@ -25,7 +53,8 @@ def remote(
     """Call ``func`` on another worker and return a reference to its value, which stays there.
 
     Returns at once. Arguments are as for ``rpc_sync``; with a class as ``func``, the reference is to a new
-    object of it.
+    object of it. Calls of its methods run side by side, each on a thread of its own, also those of one
+    caller: an object that cannot stand it takes a lock in its methods.
 
     Args:
         timeout: seconds that making the object may take; if it takes longer, the reference becomes of no

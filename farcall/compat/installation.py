@@ -36,6 +36,8 @@ _FACADES: Final = {
     _RPC + ".internal": "farcall.compat.torch_rpc.internal",
     _RPC + ".options": "rpc.options",
     _RPC + ".rref_proxy": "rref.proxy",
+    "torch._C._distributed_rpc": "farcall.compat.torch_rpc.extension",
+    "torch._C._distributed_autograd": "farcall.compat.torch_autograd",
     "torch.distributed.autograd": "farcall.compat.torch_autograd",
     "torch.distributed.nn.api.remote_module": "farcall.compat.torch_nn",
     "torch.distributed.optim.optimizer": "farcall.compat.torch_optim",

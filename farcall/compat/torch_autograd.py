@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ import dist_autograd
 from dist_autograd.contexts import COUNTER_BITS, Context, current
 from dist_autograd.installation import autograd
 from dist_autograd.recording import Sent, computed_from
+from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 
 __all__ = ["context", "is_available"]
 
@@ -126,5 +127,4 @@ def _get_debug_info() -> dict[str, int]:
     return dist_autograd.debug_info()
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(f"farcall.compat has no counterpart of torch.distributed.autograd.{name}")
+__getattr__ = without_counterpart("torch.distributed.autograd")

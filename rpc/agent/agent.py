@@ -123,6 +123,7 @@ class Agent:
             lambda: self.calls.unanswered() + self.control.unacknowledged(),
             lambda: self.calls.opened + self.dispatcher.requests_begun + self.control.posted,
             lambda: _under_way(self.calls, self.executor),
+            lambda: self.dispatcher.requests_begun,
         )
         self.postponed, self.something_ended = self.activity.postponed, self.activity.ended
 

@@ -90,6 +90,8 @@ class PendingCall(Awaited):
         what = self.what
         if isinstance(what, str):
             return what
+        if type(what) is BuiltinFunctionType and what.__module__ not in (None, "builtins"):
+            return f"{what.__module__}.{what.__name__}"  # its qualified name is torch's own business
         named = what if isinstance(what, _NAMED_CALLABLES) else type(what)
         return str(named.__qualname__)
 

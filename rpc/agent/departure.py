@@ -50,10 +50,12 @@ class Activity:
     Args:
         parts_under_way, begun: how much the agent's other parts have under way, and how much has ever begun.
         describe: says in words which calls are under way.
+        requests: how many calls of others have ever begun here.
 
     Attributes:
         postponed: requests that no task works on, but which are still to be run or answered.
         listener: who is told; None while it interests nobody.
+        inquiries: requests that only wanted to know how a wait stands.
     """
 
     def __init__(
@@ -63,11 +65,15 @@ class Activity:
         parts_under_way: Count = int,
         begun: Count = int,
         describe: Callable[[], str] = str,
+        requests: Count = int,
     ) -> None:
         self.postponed = Counter()
         self.listener: Callable[[], object] | None = None
         self.begun = begun
         self.describe = describe
+        self.inquiries = 0
+        self._requests = requests
+        self._seen = 0
         self._mailbox = mailbox
         self._executor = executor
         self._parts_under_way = parts_under_way
@@ -80,6 +86,15 @@ class Activity:
         # In this order: calls and postponed requests become tasks, and tasks leave things in the mailbox.
         count = self._parts_under_way() + self.postponed.value
         return count + self._executor.active() + self._mailbox.pending()
+
+    def serving(self, waiting: int = 0) -> bool:
+        """Whether this worker serves others: it runs something for them, or has since this was asked last.
+
+        Args:
+            waiting: so many of the tasks that it runs only wait.
+        """
+        before, self._seen = self._seen, self._requests() - self.inquiries
+        return before != self._seen or self._executor.active() > waiting
 
     def listen(self, listener: Callable[[], object] | None) -> None:
         """On the loop's thread: have ``listener`` called there whenever something may have ended, from now
@@ -252,7 +267,10 @@ class Departure:
 
     def _tell_of_waiting(self, for_whom: str) -> None:
         own = self._activity.describe()
-        logger.warning(
+        # That a worker serves until the others leave as well is usual.
+        usual = self._activity.serving() and "not in shutdown" in for_whom
+        logger.log(
+            logging.DEBUG if usual else logging.WARNING,
             "worker '%s' has waited in shutdown for %s: %s%s",
             self._me.name,
             self._notices.waited,

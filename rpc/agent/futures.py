@@ -11,21 +11,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
 from _thread import LockType, allocate_lock
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import copy_context
+from time import monotonic
 from typing import Any, Final, TypeVar, cast
 
 import torch
 
 from rpc.agent.calls import PendingCall
-from rpc.runtime.blocking import check_may_block, wait_for, wait_for_event
+from rpc.errors import RpcTimeoutError
+from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_event
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Task
 
-__all__ = ["Completions", "Future", "collected_futures", "wait_all", "wait_futures"]
+__all__ = [
+    "Completions",
+    "Future",
+    "as_completed",
+    "collected_futures",
+    "wait_all",
+    "wait_any",
+    "wait_futures",
+]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -57,7 +70,7 @@ class Future(torch.futures.Future[T]):
     Example::
 
         future = rpc.rpc_async("worker1", torch.add, args=(x, y))
-        total = future.wait()           # on a thread
+        total = future.wait()           # on a thread; or future.result(timeout=5)
         total = await future            # in a coroutine, on any asyncio loop
     """
 
@@ -107,26 +120,43 @@ class Future(torch.futures.Future[T]):
         if interruption is not None:
             raise interruption
 
-    def wait(self) -> T:
+    def wait(self, timeout: float | None = None) -> T:
         """Block until the future is completed.
+
+        Args:
+            timeout: seconds to wait; default: no limit but the call's own. The call goes on when they are
+                over, and one may wait again.
 
         Returns:
             Its value.
 
         Raises:
-            The error that it was completed with; ``KeyboardInterrupt`` at once on Ctrl-C;
-            ``BlockingCallError`` inside an ``async def`` callee, where it must be awaited instead.
+            The error that it was completed with; ``RpcTimeoutError`` when the timeout is over;
+            ``KeyboardInterrupt`` at once on Ctrl-C; ``BlockingCallError`` inside an ``async def`` callee,
+            where it must be awaited instead.
         """
         if not _is_done(self):
             check_may_block()
-            if self._call is not None:
+            if self._call is not None and timeout is None:
                 self._wait_for(self._call)
             if not _is_done(self):  # it is no call's, or another thread is about to complete it
                 done = allocate_lock()
                 done.acquire()
                 self.add_done_callback(functools.partial(_release, done))
-                wait_for(done)
+                if not wait_for(done, INFINITE if timeout is None else monotonic() + timeout):
+                    raise RpcTimeoutError(f"{self!r} was not completed within {timeout:g} s; it goes on")
         return cast("T", _value_of(self))
+
+    def result(self, timeout: float | None = None) -> T:
+        """As ``wait``, under the name that ``concurrent.futures`` has."""
+        return self.wait(timeout)
+
+    def __repr__(self) -> str:
+        call = self._call
+        if call is not None:
+            since = f", for {monotonic() - call.deadline + call.timeout:.1f} s" if call.timeout else ""
+            return f"<Future of {call.asked} on worker '{call.peer.name}', under way{since}>"
+        return f"<Future, {'completed' if _is_done(self) else 'under way'}>"
 
     @protected
     def _wait_for(self, call: PendingCall) -> None:
@@ -188,11 +218,23 @@ class _Continuation:
         try:
             _end(self.future, self._run(), None)
         except BaseException as error:
+            if isinstance(error, Exception):
+                self._tell_of(error)
             if not _is_done(self.future):
                 _fail(self.future, RuntimeError(f"{type(error).__name__}: {error}"), error)
             if isinstance(error, KeyboardInterrupt):
                 _thread_state.interruption = error
         self._source = None  # which refers to this object
+
+    def _tell_of(self, error: Exception) -> None:
+        """Log an error of the callback's own: hardly anybody looks at the future that ``then`` returns."""
+        try:
+            _value_of(cast("Future[Any]", self._source))
+        except Exception:
+            return  # what it was given has failed, and its caller knows
+        callback = self._callback
+        name = getattr(callback, "__qualname__", type(callback).__qualname__)
+        logger.warning("%s, given to then(), raised %s", name, type(error).__name__, exc_info=error)
 
     @interruptible
     def _run(self) -> Any:
@@ -287,6 +329,48 @@ def wait_all() -> Iterator[None]:
             del collected_futures.future_list
         else:
             collected_futures.future_list = outer
+
+
+def as_completed(
+    futures: Iterable[torch.futures.Future[T]], timeout: float | None = None
+) -> Iterator[torch.futures.Future[T]]:
+    """The futures, each as soon as it is completed; Ctrl-C interrupts at once.
+
+    Args:
+        futures: what ``rpc_async`` or ``then`` returned; each comes once.
+        timeout: seconds from now after which ``RpcTimeoutError`` is raised; default: no limit.
+
+    Example::
+
+        for future in rpc.as_completed([rpc.rpc_async(worker, evaluate) for worker in workers]):
+            print(future.result())
+    """
+    awaited = list({id(future): future for future in futures}.values())
+    deadline = INFINITE if timeout is None else monotonic() + timeout
+    changed = threading.Event()
+    done: list[torch.futures.Future[T]] = []
+    if not all(future.done() for future in awaited):
+        check_may_block()
+    for future in awaited:
+        future.add_done_callback(functools.partial(_note, future, done, changed))
+    for index in range(len(awaited)):
+        while len(done) <= index:
+            changed.clear()
+            if len(done) <= index and not wait_for_event(changed, deadline):
+                late = f"{len(awaited) - index} of {len(awaited)} futures"
+                raise RpcTimeoutError(f"{late} were not completed within {timeout:g} s; they go on")
+        yield done[index]
+
+
+def wait_any(
+    futures: Iterable[torch.futures.Future[T]], timeout: float | None = None
+) -> torch.futures.Future[T]:
+    """Wait until one of the futures is completed, and return that; arguments as for ``as_completed``.
+    ``ValueError`` if there are none.
+    """
+    for future in as_completed(futures, timeout):
+        return future
+    raise ValueError("there are no futures to wait for")
 
 
 def wait_futures(futures: list[Any]) -> list[Any]:

@@ -176,6 +176,7 @@ class Gathering:
         names, _ = key
         deadline = time.monotonic() + timeout if timeout else INFINITE
         with self._standstill.waiting():
+            self._standstill.serving()  # from now on
             done = wait_telling(state.complete, deadline, logger, lambda waited: self._tell(key, waited))
         if not done:
             me = self._peers.own.name
@@ -188,9 +189,11 @@ class Gathering:
             raise state.error
         return state.objects
 
-    def _tell(self, key: Key, waited: str) -> str:
-        """For whom this worker waits; raises ``RpcError`` if that can be known to be in vain."""
+    def _tell(self, key: Key, waited: str) -> str | None:
+        """For whom this worker waits, unless it serves meanwhile; raises ``RpcError`` if that is in vain."""
         names, number = key
+        if self._standstill.serving():
+            return None
         me = self._peers.own.name
         missing = self.missing(names, number)
         if names[0] != me:
@@ -210,6 +213,10 @@ class Gathering:
                 self._standstill.end_shutdowns(in_vain)
                 raise error
         return f"worker '{me}' has waited {waited} in barrier or all_gather, for {missing or 'the answer'}"
+
+    def inquired(self) -> None:
+        """A follower has asked who is missing."""
+        self._standstill.inquired()
 
     def _tell_all(self, key: Key, error: RpcError) -> None:
         """Have all others who take part fail; returns when they know."""
@@ -306,8 +313,9 @@ def _publish(names: Names, number: int, *, objects: dict[str, Any]) -> None:
 
 
 def _missing(names: Names, number: int) -> list[str]:
-    found: list[str] = current_agent().gathering.missing(names, number)
-    return found
+    gathering: Gathering = current_agent().gathering
+    gathering.inquired()
+    return gathering.missing(names, number)
 
 
 def _fail(names: Names, number: int, error: RpcError) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable
@@ -59,6 +60,8 @@ Answer = Callable[[Any, BaseException | None], None]
 LATER: Final = object()
 """What ``RequestRunner.start`` returns when the answer is given later."""
 
+
+_HOME: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _QUICK_BYTES: Final = 1 << 20
 """So much is copied in the time of a few hand-overs between threads."""
@@ -263,7 +266,15 @@ class RequestRunner:
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
         """Answer a request with an exception."""
         text = text_of(error)
-        logger.warning("a call from worker '%s' raised %s: %s", peer.name, type(error).__name__, text)
+        logger.warning(
+            "worker '%s': %s, called by worker '%s', raised %s: %s",
+            self._agent.info.name,
+            _raised_in(error),
+            peer.name,
+            type(error).__name__,
+            text,
+            exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
+        )
         payload = self._agent.serializer.dump_exception(error, self._agent.info.name, peer)
         self.answer(peer, Kind.FAILURE, call_id, payload)
 
@@ -310,6 +321,18 @@ class RequestRunner:
 def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:
     answer, value, error = arguments
     answer(value, error)
+
+
+def _raised_in(error: BaseException) -> str:
+    """The user's function that an error went through first; "a call" if it did not get as far."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename.startswith(_HOME):
+            trace = trace.tb_next
+            continue
+        return code.co_qualname
+    return "a call"
 
 
 def running(threads: Iterable[threading.Thread]) -> list[str]:

@@ -88,6 +88,14 @@ class Standstill:
         finally:
             self._count(-main, -task)
 
+    def serving(self) -> bool:
+        """Whether this worker serves others while it waits."""
+        return self._activity.serving(self._tasks)
+
+    def inquired(self) -> None:
+        """Another worker has asked how a wait stands."""
+        self._activity.inquiries += 1
+
     def _count(self, main: int, task: int) -> None:
         with self._lock:
             self._main += main
@@ -146,7 +154,9 @@ class Standstill:
 
 
 def _standing() -> tuple[bool, bool, int]:
-    found: Standing = current_agent().standstill.standing(1)
+    standstill: Standstill = current_agent().standstill
+    standstill.inquired()
+    found = standstill.standing(1)
     return found.in_shutdown, found.at_rest, found.begun
 
 

@@ -335,6 +335,9 @@ class Connections:
     def _establish(self, greeting: _Greeting, peer: Peer) -> None:
         greeting.finish()
         connection = greeting.connection
+        logger.debug(
+            "connected to worker '%s' (id %d) by %s", peer.name, peer.member.id, connection.description
+        )
         connection.description = f"worker '{peer.name}'"
         received = max(self._max_frame_bytes, SMALL_FRAME_BYTES)
         connection.set_frame_limits(received, peer.member.max_message_bytes)

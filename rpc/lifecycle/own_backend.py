@@ -131,6 +131,14 @@ def _start(
         if current:
             set_current_agent(agent)  # calls of others may arrive as soon as it has joined
         agent.join(group.me, group.members, group.key, static=group.static)
+        logger.debug(
+            "'%s' (id %d) is in a %s group of %d, listening at %s",
+            name,
+            group.me.id,
+            "static" if group.static else "dynamic",
+            len(group.members),
+            ", ".join(agent.addresses),
+        )
         if not group.static:
             _introduce(agent, group.others)
     except BaseException:

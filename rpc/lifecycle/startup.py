@@ -11,6 +11,7 @@ from rpc.errors import AlreadyInitializedError
 from rpc.group.workers import check_name
 from rpc.lifecycle import backend_registry
 from rpc.lifecycle.backend_registry import BackendType
+from rpc.lifecycle.logs import show_log
 from rpc.lifecycle.own_backend import start_agent
 from rpc.options import AgentOptions, RpcBackendOptions
 from rpc.rendezvous.init_method import open_store, resolve_group
@@ -62,6 +63,7 @@ def init_with_store(
 ) -> None:
     """As ``init_rpc``, with a c10d store that exists already, if any, in place of an ``init_method``."""
     backend, options = _check(name, backend, rpc_backend_options)
+    show_log(name)
     dynamic, timeout = False, options.rpc_timeout
     if isinstance(options, AgentOptions):
         dynamic, timeout = options.dynamic, options.rendezvous_timeout

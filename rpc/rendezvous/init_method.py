@@ -18,6 +18,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -173,6 +174,12 @@ def open_store(
     if not isinstance(init_method, str):
         given = f"the {type(init_method).__name__} given"
         return SharedStore(None, init_method, given, _host_of(init_method))
+    if "://" not in init_method:
+        meant = "tcp" if re.fullmatch(r"[^/]*:\d+", init_method) else "file"
+        raise RendezvousError(
+            f"init_method {init_method!r} does not say how to meet: write '{meant}://{init_method}' (there "
+            f"are tcp://HOST:PORT, file:///PATH and env://)"
+        )
     opener: Opener
     url, master = urlsplit(init_method), None
     match url.scheme:

@@ -41,13 +41,15 @@ class Notices:
 
 
 def wait_telling(
-    event: threading.Event, deadline: float, logger: logging.Logger, tell: Callable[[str], str]
+    event: threading.Event, deadline: float, logger: logging.Logger, tell: Callable[[str], str | None]
 ) -> bool:
-    """As ``wait_for_event``; while it lasts, the log gets what ``tell`` says, given how long it is by now."""
+    """As ``wait_for_event``; while it lasts, the log gets what ``tell`` says of it, if it does."""
     notices = Notices()
     while not wait_for_event(event, min(deadline, notices.next)):
         if deadline != INFINITE and monotonic() >= deadline:
             return False
         if notices.due():
-            logger.warning("%s", tell(notices.waited))
+            said = tell(notices.waited)
+            if said is not None:
+                logger.warning("%s", said)
     return True

@@ -14,7 +14,9 @@ itself is a tensor, ``tensors`` is its arguments of ``dense``.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import pickle
 from collections.abc import Callable, Sequence
 from types import NoneType
@@ -33,8 +35,10 @@ from rpc.serialization.pickler import PROTOCOL, Read, Reducers, dump, load
 from rpc.serialization.portable import PortablePickler, PythonUDF
 from rpc.serialization.safe import AllowList, checked_dense
 from rpc.serialization.settings import Settings
-from rpc.serialization.tensors import dense, plain
+from rpc.serialization.tensors import COMPUTED, dense, plain
 from rpc.serialization.tracked import rebuilt
+
+logger = logging.getLogger(__name__)
 
 _NUMBERS: Final = frozenset((NoneType, bool, int, float, complex))
 _SCALARS: Final = _NUMBERS | {str, bytes}
@@ -224,6 +228,8 @@ class PickleCodec:
             return value
         if value is None:
             if connect is None or len(tensors) < _WITH_GRAD:
+                if len(tensors) == _WITH_GRAD and tensors[3] == COMPUTED:
+                    _tell_of_lost_graph()
                 return self._dense(*tensors)
             return connect([self._dense(*tensors[:3])])[0]
         items = list(value)
@@ -266,6 +272,16 @@ class PickleCodec:
         if connect is not None and values:
             for (into, place), tensor in zip(with_grad, connect(values), strict=True):
                 into[place] = tensor
+
+
+@functools.cache
+def _tell_of_lost_graph() -> None:
+    """Once in a process."""
+    logger.warning(
+        "the answer to a call was computed from tensors that require grad, but the call was made outside of "
+        "dist_autograd.context(): no gradients will flow back through it. Make the call in a context; or, if "
+        "no gradients are wanted, compute under torch.no_grad()"
+    )
 
 
 def _without_gaps(tensor: Tensor) -> Any:

@@ -71,9 +71,8 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
         return on_meta, (name, (*tensor.shape,), tensor.stride(), requires_grad)
     if not tensor.is_cpu:
         raise SerializationError(
-            f"it is on device {tensor.device}, and RPC only supports CPU tensors by default: move it to the "
-            "CPU before sending it (tensor.cpu()), or configure a device mapping for this destination with "
-            "`set_device_map` on `TensorPipeRpcBackendOptions`"
+            f"it is on device {tensor.device}, and RPC only supports CPU tensors: move it to the CPU before "
+            "sending it (tensor.cpu()), and back on the other side"
         )
     tensor = tensor.detach()
     if tensor.is_nested:

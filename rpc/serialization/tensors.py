@@ -39,6 +39,9 @@ _CODES: Final[dict[torch.dtype, str]] = {
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By size in bytes: a type that stands for any other where elements are only copied."""
 
+COMPUTED: Final = 2
+"""What ``dense`` gets for ``requires_grad`` where the tensor is no leaf at its sender."""
+
 _SMALL_SPAN: Final = 512
 """So many elements may have any gaps among them."""
 
@@ -76,7 +79,7 @@ def plain(tensor: Tensor, inline: int = INLINE_BYTES) -> tuple[Any, ...] | None:
         return None
     data = bytes_at(address, size) if size <= inline else memory_at(address, size, tensor)
     if tensor.requires_grad:
-        return code, (*tensor.shape,), data, True
+        return code, (*tensor.shape,), data, True if tensor.grad_fn is None else COMPUTED
     return code, (*tensor.shape,), data
 
 

@@ -113,7 +113,7 @@ def test_what_cannot_be_sent_is_named_with_its_place_type_and_reason() -> None:
         ((1,), {"b": lock}, r"argument 'b', of type _thread.lock, cannot be sent: cannot pickle"),
         (({"x": [0, (1, Locked())]},), {}, r"argument 0, of type dict, .* of \['x'\]\[1\]\[1\].lock in it"),
     ]
-    rref = rpc.remote("worker1", list)
+    rref: rpc.RRef[list[Any]] = rpc.remote("worker1", list)
     for args, kwargs, text in cases:
         headline = "^cannot call tests.group.test_bad_calls.my_name on worker 'worker1': "
         for call in CALLS:

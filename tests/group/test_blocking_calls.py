@@ -185,4 +185,4 @@ def test_a_destructor_of_what_was_returned_does_not_hold_up_the_next_call() -> N
         rpc.rpc_sync("worker1", add, args=(number, 1))
     value = rpc.rpc_sync("worker1", EndsAtGate)
     rpc.rpc_sync("worker1", open_gate, timeout=10)
-    assert int(value) == 3
+    assert int(value) == 3  # type: ignore[call-overload]

@@ -175,4 +175,4 @@ def test_an_unknown_callee_is_named_and_the_known_are_listed() -> None:
             assert "7" in str(caught.value)
             assert "'worker0' (id 0), 'worker1' (id 1)" in str(caught.value)
     with pytest.raises(TypeError, match="callable"):
-        rpc.rpc_sync("worker1", 3)  # type: ignore[arg-type]
+        rpc.rpc_sync("worker1", 3)  # type: ignore[call-overload]

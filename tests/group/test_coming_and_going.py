@@ -29,7 +29,9 @@ def start_ten_times(worker: Worker) -> int:
     for number in range(10):
         with worker.group():
             assert call_all() == [f"worker{rank}" for rank in range(worker.world_size)]
-            rref = rpc.remote(f"worker{(worker.rank + number) % worker.world_size}", list, args=([number],))
+            rref: rpc.RRef[list[int]] = rpc.remote(
+                f"worker{(worker.rank + number) % worker.world_size}", list, args=([number],)
+            )
             assert rref.to_here() == [number]
         descriptors.append(len(os.listdir("/proc/self/fd")))
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("farcall")]

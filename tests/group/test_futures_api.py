@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
+import torch
 
+import dist_autograd
 import rpc
 from tests.support.serving import in_worker0, open_gate, wait_at_gate
 
@@ -44,7 +47,7 @@ def test_an_async_def_callee_awaits_calls() -> None:
 
 @in_worker0()
 def test_wait_all_waits_for_the_calls_in_its_block_only() -> None:
-    rref = rpc.remote("worker1", list, args=([1, 2],))
+    rref: rpc.RRef[list[Any]] = rpc.remote("worker1", list, args=([1, 2],))
     with rpc.wait_all():
         futures: list[rpc.Future[Any]] = [call(number) for number in range(10)]
         futures.append(rref.rpc_async().copy())
@@ -87,3 +90,78 @@ def test_wait_all_raises_without_waiting_for_the_others() -> None:
         fail_in_the_block()
     assert not any(future.done() for future in held)
     rpc.rpc_sync("worker1", open_gate)
+
+
+# ---- with a timeout, and in the order of completion
+
+
+@in_worker0()
+def test_a_wait_with_a_timeout_leaves_the_call_alone() -> None:
+    future = rpc.rpc_async("worker1", wait_at_gate)
+    for wait in (future.wait, future.result):
+        with pytest.raises(TimeoutError, match="Future of wait_at_gate on worker 'worker1', under way"):
+            wait(timeout=0.01)
+    rpc.rpc_sync("worker1", open_gate)
+    future.result(timeout=30)
+    assert call(1).result() == 2
+    assert repr(future) == "<Future, completed>"
+
+
+@in_worker0()
+def test_futures_come_as_they_are_completed() -> None:
+    held, quick = rpc.rpc_async("worker1", wait_at_gate), call(1)
+    assert rpc.wait_any([held, quick]) is quick
+    coming = rpc.as_completed([held, quick, quick])
+    assert next(coming) is quick
+    with pytest.raises(TimeoutError, match="1 of 2 futures were not completed"):
+        list(rpc.as_completed([held, quick], timeout=0.01))
+    rpc.rpc_sync("worker1", open_gate)
+    assert list(coming) == [held]
+
+
+@in_worker0()
+def test_an_error_of_a_callback_is_in_the_log() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rpc.agent.futures").addHandler(handler)
+    failing = call(1).then(lambda _: fail("in the callback"))
+    with pytest.raises(RuntimeError, match="in the callback"):
+        failing.wait()
+    passing_on = rpc.rpc_async("worker1", fail, args=("in the callee",)).then(lambda done: done.wait())
+    with pytest.raises(RuntimeError, match="in the callee"):
+        passing_on.wait()
+    assert [text.rpartition(".")[2] for text in said] == ["<lambda>, given to then(), raised LookupError"]
+
+
+@in_worker0()
+def test_errors_name_builtin_functions_as_one_calls_them() -> None:
+    future = rpc.rpc_async("worker1", torch.add, args=(1, 2))
+    assert "torch.add" in repr(future) or future.done()
+
+
+@in_worker0()
+def test_an_answer_that_needs_a_context_warns_once() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rpc.serialization.pickle_codec").addHandler(handler)
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context():
+        rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
+    rpc.rpc_sync("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})  # a leaf: nothing is lost
+    assert said == []
+    for _ in range(2):
+        rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
+    (text,) = said
+    assert "outside of dist_autograd.context()" in text
+
+
+@in_worker0()
+def test_a_reference_says_what_it_is_and_what_to_call() -> None:
+    rref: rpc.RRef[dict[str, int]] = rpc.remote("worker1", dict, args=({"a": 1},))
+    with pytest.raises(AttributeError, match=r"rref\.rpc_sync\(\)\.get\("):
+        rref.get  # type: ignore[attr-defined]  # noqa: B018
+    assert rref.to_here() == {"a": 1}
+    assert "to an object on worker 'worker1', made>" in repr(rref)
+    assert "to an object of this worker, 'worker0'>" in repr(rpc.RRef(1))

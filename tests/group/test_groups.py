@@ -192,7 +192,7 @@ def debug_info(*names: str) -> list[int]:
 def test_debug_info_counts_calls_threads_and_references() -> None:
     references = ("num_owner_rrefs", "num_forks", "num_pending_users", "num_pending_futures")
     assert debug_info(*references) == [0, 0, 0, 0]
-    rref = rpc.remote("worker1", list)
+    rref: rpc.RRef[list[Any]] = rpc.remote("worker1", list)
     rref._get_future().wait()
     assert rpc.rpc_sync("worker1", debug_info, args=references[:2]) == [1, 1]
 

@@ -171,7 +171,7 @@ def memory() -> int:
 
 
 def work_on_each_other() -> bool:
-    rref = rpc.remote("worker0", list)
+    rref: rpc.RRef[list[Any]] = rpc.remote("worker0", list)
     rref.rpc_sync().append(3)
     return bool(rref.to_here() == [3] and rpc.rpc_sync("worker1", my_name) == "worker1")
 

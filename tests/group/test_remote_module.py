@@ -108,7 +108,7 @@ def test_it_is_the_same_module_for_everybody_it_is_sent_to() -> None:
     module = RemoteModule("worker1", Scale, args=(2.0,))
     seen = rpc.rpc_sync("worker2", use_elsewhere, args=(module,))
     assert seen == [evaluated, evaluated, "worker1", False]
-    back = rpc.rpc_sync("worker2", torch.nn.Identity().forward, args=(module,))
+    back: Any = rpc.rpc_sync("worker2", torch.nn.Identity().forward, args=(module,))
     assert back(INPUT).tolist() == evaluated
     shared = RemoteModule.init_from_module_rref("worker1/cpu", module.get_module_rref())
     assert shared(INPUT).tolist() == evaluated

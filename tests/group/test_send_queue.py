@@ -59,11 +59,11 @@ def finish_sending() -> list[float]:
 
 
 def call_the_third(count: int) -> int:
-    return sum(rpc.rpc_sync("worker2", torch.add, args=(1, 0)) for _ in range(count))
+    return sum(int(rpc.rpc_sync("worker2", torch.add, args=(1, 0))) for _ in range(count))
 
 
 def be_called_back(count: int) -> int:
-    return sum(rpc.rpc_sync("worker0", torch.add, args=(1, 0)) for _ in range(count))
+    return sum(int(rpc.rpc_sync("worker0", torch.add, args=(1, 0))) for _ in range(count))
 
 
 EXPECTED = [float(MESSAGE // 4 * number) for number in range(MESSAGES)]
@@ -128,7 +128,7 @@ def test_a_caller_that_stops_does_not_hold_up_the_callee(run_workers: RunWorkers
 
 
 def call_the_second(count: int) -> int:
-    return sum(rpc.rpc_sync("worker1", torch.add, args=(1, 0)) for _ in range(count))
+    return sum(int(rpc.rpc_sync("worker1", torch.add, args=(1, 0))) for _ in range(count))
 
 
 def send_one_large() -> float:

@@ -129,7 +129,8 @@ def call_who_leaves(worker: Worker) -> list[str]:
     held = rpc.rpc_async("worker0", hold_until_closed)
     worker.report("called")
     reasons = []
-    for wait in (held.wait, lambda: rpc.rpc_sync("worker0", int)):
+    waits: tuple[Callable[[], object], ...] = (held.wait, lambda: rpc.rpc_sync("worker0", int))
+    for wait in waits:
         with pytest.raises(WorkerLostError, match=r"'worker0'.*has shut down without waiting") as caught:
             wait()
         reasons.append(caught.value.worker)
@@ -173,7 +174,7 @@ def test_a_process_that_ends_says_goodbye(run_workers: RunWorkers) -> None:
 
 def leak(worker: Worker) -> str:
     worker.join()
-    rref = rpc.remote("worker1", list) if worker.rank == 0 else None
+    rref: rpc.RRef[list[Any]] | None = rpc.remote("worker1", list) if worker.rank == 0 else None
     rpc.barrier()
     if worker.rank == 0:
         rpc.shutdown(release_references=False)

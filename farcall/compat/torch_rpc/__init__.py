@@ -5,10 +5,9 @@ Nothing is done here: see ``rpc`` and ``rref``. What has no counterpart is absen
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import rpc as _rpc
 from farcall.compat.torch_rpc import api, constants, internal
+from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 from rpc import functions, options
 from rpc.agent.agent import Agent
 from rpc.lifecycle import backend_registry
@@ -72,5 +71,4 @@ def is_available() -> bool:
     return True
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(f"farcall.compat has no counterpart of torch.distributed.rpc.{name}")
+__getattr__ = without_counterpart("torch.distributed.rpc")

@@ -14,8 +14,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import rpc
 import rref
+from farcall.compat.torch_rpc import internal
 from farcall.compat.torch_rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from farcall.compat.torch_rpc.internal import _internal_rpc_pickler
+from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 from rpc import RRef, WorkerInfo, get_worker_info, remote, rpc_async, rpc_sync
 from rpc.agent.futures import collected_futures
 from rpc.errors import NotInitializedError
@@ -29,6 +31,9 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 PyRRef = RRef
+PythonUDF = internal.PythonUDF
+RPCExecMode = internal.RPCExecMode
+_build_rpc_profiling_key = internal._build_rpc_profiling_key
 
 _ignore_rref_leak = True
 """Whether ``shutdown`` keeps silent about objects that others still hold references to."""
@@ -150,3 +155,6 @@ def _init_rpc_backend(
 ) -> None:
     """``init_rpc`` with a store that is there already."""
     rpc.init_with_store(backend, store, name or "", rank, world_size, rpc_backend_options)
+
+
+__getattr__ = without_counterpart("torch.distributed.rpc.api")

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from farcall.compat.torch_rpc.without_counterpart import without_counterpart
+from rpc.runtime.current import current_agent
 from rpc.serialization.portable import PortablePickler
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
@@ -59,6 +61,11 @@ class _InternalRPCPickler(PortablePickler):
 _internal_rpc_pickler = _InternalRPCPickler()
 
 
+def _get_current_rpc_agent() -> Any:
+    """The agent of this process."""
+    return current_agent()
+
+
 def serialize(obj: Any) -> tuple[bytes, list[Tensor]]:
     """An object as bytes and the tensors in it."""
     return _internal_rpc_pickler.serialize(obj)
@@ -74,3 +81,6 @@ def _build_rpc_profiling_key(
 ) -> str:
     """The name of a call in a profile."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
+
+
+__getattr__ = without_counterpart("torch.distributed.rpc.internal")

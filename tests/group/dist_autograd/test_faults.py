@@ -103,7 +103,7 @@ def test_a_graph_of_another_context_or_a_local_backward_is_refused() -> None:
         with pytest.raises(AutogradError, match=f"received from worker 'worker1' in context {first}"):
             dist_autograd.backward(second, [y.sum()])
         with pytest.raises(AutogradError, match=r"goes on at worker 'worker1'.*dist_autograd.backward"):
-            y.sum().backward()
+            y.sum().backward()  # type: ignore[no-untyped-call]
 
 
 # ---- errors

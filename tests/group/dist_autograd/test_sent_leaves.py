@@ -180,7 +180,7 @@ def test_hooks_on_the_node_of_a_received_tensor_run() -> None:
     for use in users:
         runs: list[None] = []
         with dist_autograd.context() as context_id:
-            out = rpc.rpc_sync(OTHER, torch.mul, args=(leaf(1.0), 2))
+            out: Any = rpc.rpc_sync(OTHER, torch.mul, args=(leaf(1.0), 2))
             out.grad_fn.register_prehook(lambda _, runs=runs: runs.append(None))
             dist_autograd.backward(context_id, [use(out, leaf(4.0)).sum()])
         counts.append(len(runs))

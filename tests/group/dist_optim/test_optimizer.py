@@ -96,6 +96,7 @@ def test_gradients_of_the_context_are_used_and_those_in_grad_are_left_alone() ->
     rpc.rpc_sync("worker1", give_grad, args=(second,))
     model.train(optimizer, inputs[1:])
     for gradient in rpc.rpc_sync("worker1", look_at_grad, args=(second,)):
+        assert gradient is not None
         assert gradient.eq(7).all()
     model.train_local(optim.SGD(model.local.parameters(), lr=0.05), inputs)
     model.check_same()

@@ -181,6 +181,15 @@ def hang_up_on_all(listener: socket.socket) -> None:
             listener.accept()[0].close()
 
 
+@pytest.mark.parametrize(
+    ("init_method", "meant"),
+    [("localhost:29500", "tcp://localhost:29500"), ("/tmp/meet", "file:///tmp/meet")],
+)
+def test_what_has_no_scheme_is_told_which(init_method: str, meant: str) -> None:
+    with pytest.raises(RendezvousError, match=f"write '{meant}'"):
+        open_store(init_method, 0, 1, timeout=20)
+
+
 def test_first_of_a_dynamic_group_serves_the_store(free_port: int) -> None:
     url = f"tcp://127.0.0.1:{free_port}"
     first = open_store(url, None, None, timeout=20)
