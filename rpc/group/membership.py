@@ -62,6 +62,11 @@ class Membership:
         self._gone.setdefault(incarnation, reason)
         return self._by_incarnation.pop(incarnation, None)
 
+    def forget(self, incarnation: int) -> None:
+        """Free what is kept of a member that left long ago, but that it is gone: nobody names it any more."""
+        self._by_name = {key: each for key, each in self._by_name.items() if each.incarnation != incarnation}
+        self._by_id = {key: each for key, each in self._by_id.items() if each.incarnation != incarnation}
+
     def gone_reason(self, incarnation: int) -> str | None:
         """Why an incarnation is gone; None if it never was here or still is."""
         return self._gone.get(incarnation)

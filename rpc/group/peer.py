@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 from rpc.errors import SerializationError, WorkerLostError
 from rpc.group.connection_state import TRANSITIONS, Event, State
@@ -18,7 +19,10 @@ from rpc.runtime.interrupts import protected
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 from rpc.transport.inline_read import InlineReader
 
-__all__ = ["Peer", "PeerTable"]
+__all__ = ["MAX_DEPARTED", "Peer", "PeerTable"]
+
+MAX_DEPARTED: Final = 1000
+"""So many who have left a dynamic group are remembered by name; of the others only that they are gone."""
 
 
 class Peer:
@@ -209,7 +213,7 @@ class PeerTable:
 
     Attributes:
         view, own: who is in the group, and this worker's peer for itself; set by ``form``.
-        by_incarnation: returns a peer, present or gone; None if it was never in the group.
+        by_incarnation: returns a peer, present or gone; None if it was never in the group, or is forgotten.
     """
 
     view: Membership
@@ -228,6 +232,7 @@ class PeerTable:
         self._events = events
         self._peers: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
+        self._departed: deque[int] = deque()
         self.by_incarnation: Callable[[int], Peer | None] = self._peers.get
 
     def form(self, view: Membership, own: Peer) -> None:
@@ -262,6 +267,11 @@ class PeerTable:
         """A worker is gone for good."""
         self.view.leave(peer.incarnation, reason)
         self._by_name.clear()
+        self._departed.append(peer.incarnation)
+        if len(self._departed) > MAX_DEPARTED and not self.view.static:
+            forgotten = self._departed.popleft()
+            self.view.forget(forgotten)
+            self._peers.pop(forgotten, None)
 
     def watch_over(self, peer: Peer) -> None:
         """Be connected to a peer from now on, so that its death is noticed though nothing is sent to it."""
@@ -273,5 +283,5 @@ class PeerTable:
         return [self.ensure(member) for member in self.view.present()]
 
     def all(self) -> list[Peer]:
-        """Everybody who has ever been in the group."""
+        """Everybody who has ever been in the group, but for those who are forgotten."""
         return list(self._peers.values())

@@ -302,7 +302,7 @@ class InlineReader:
     """How threads may read one connection: those that wait for a reply, and idle ones (a ``TaskSource``).
 
     The methods are for any thread, except where noted. ``closed``, set by the loop: nothing is taken in any
-    more.
+    more. ``buffer``, set by the loop before anybody reads: where to receive to.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class InlineReader:
         self._connection = connection
         self._descriptor = descriptor
         self._decoder = decoder
-        self._buffer = buffer
+        self.buffer = buffer
         self._spinners = spinners
         self._watch: Watch | None = None
         self._event = -1
@@ -491,7 +491,7 @@ class InlineReader:
         """
         turn.unread.clear()
         turn.frames = None
-        turn.unread.extend(map(receive, (turn.socket,), *self._buffer.whole))
+        turn.unread.extend(map(receive, (turn.socket,), *self.buffer.whole))
         frames = self._decoder.whole_frames(sum(turn.unread))
         if frames is None:  # the loop must make out what it is
             self._worth.failed()

@@ -30,6 +30,8 @@ _READS_PER_WAKE_UP: Final = 16
 _BYTES_PER_WAKE_UP: Final = 256 << 10
 """How much of large messages is received before the loop looks at what else there is to do."""
 _HANDSHAKE_FRAME_BYTES: Final = 64 << 10
+_HANDSHAKE_RECEIVE_BYTES: Final = 4 << 10
+"""Strangers may come in numbers: until the other side is known, this is all that a connection holds."""
 _RELEASE_SECONDS: Final = 0.001
 """How soon to look again whether a thread that reads has left."""
 
@@ -52,7 +54,7 @@ class StreamConnection:
     ) -> None:
         self._loop = loop = context.loop
         self._stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock)
-        self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES)
+        self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES, _HANDSHAKE_RECEIVE_BYTES)
         decoder.arriving.find_target = self._find_target
         readable = byte_stream.AVAILABLE and self._stream.plain
         self._scratch = ReceiveBuffer(decoder.scratch) if readable else None
@@ -93,6 +95,11 @@ class StreamConnection:
 
     def set_frame_limits(self, received: int, sent: int) -> None:
         self._decoder.max_frame_bytes = received
+        self._decoder.grow()
+        if self._scratch is not None:
+            self._scratch = ReceiveBuffer(self._decoder.scratch)
+        if self.reader is not None and self._scratch is not None:
+            self.reader.buffer = self._scratch
         self._queue.outgoing.max_bytes = sent
 
     def receive_with(self, lane: int, arriving: Reassembly) -> None:

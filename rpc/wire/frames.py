@@ -322,10 +322,10 @@ class Decoder:
         lane: the number of this connection among those.
     """
 
-    def __init__(self, max_frame_bytes: int) -> None:
+    def __init__(self, max_frame_bytes: int, receive_bytes: int = _RECEIVE_BUFFER_BYTES) -> None:
         self.max_frame_bytes = max_frame_bytes
         self.postponed = False
-        self.scratch = bytearray(_RECEIVE_BUFFER_BYTES)
+        self.scratch = bytearray(receive_bytes)
         self.scratch_offset = 0
         self.scratch_end = len(self.scratch)
         self.arriving = Reassembly(allocate)
@@ -381,6 +381,19 @@ class Decoder:
         else:
             self.scratch_offset = end
         return frames
+
+    def grow(self) -> None:
+        """Have a receive buffer of full size, where it began with a smaller one. Between calls of
+        ``received``.
+        """
+        small, kept = self.scratch, max(0, self.scratch_offset)
+        if len(small) >= _RECEIVE_BUFFER_BYTES:
+            return
+        self.scratch = bytearray(_RECEIVE_BUFFER_BYTES)
+        self.scratch[:kept] = small[:kept]
+        self._view = memoryview(self.scratch)
+        if self.scratch_end == len(small):
+            self.scratch_end = len(self.scratch)
 
     def clear(self) -> None:
         """Let go of what has begun to arrive: the rest will not come, and nothing else will."""

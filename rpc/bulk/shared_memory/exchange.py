@@ -205,6 +205,8 @@ class SharedMemory:
 
     def _begin(self, peer: Peer) -> None:
         """Ask a peer if it was not asked before; those that cannot share memory are not asked at all."""
+        if peer.lost is not None:
+            return
         link = self._link(peer)
         if link.sending.state is not State.NEW:
             return
@@ -284,7 +286,8 @@ class SharedMemory:
         """Unmap segments that left the pool, and have their peers do so. From any thread."""
         numbers: dict[int, list[int]] = {}
         for segment in segments:
-            outgoing = self._links[segment.peer].outgoing
+            link = self._links.get(segment.peer)
+            outgoing = None if link is None else link.outgoing
             if outgoing is not None and outgoing.forget(segment):
                 numbers.setdefault(segment.peer, []).append(segment.number)
         for incarnation, those in numbers.items():
@@ -319,7 +322,9 @@ class SharedMemory:
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone: its segments are not used again; what was received through them stays."""
-        self._link(peer).close()
+        link = self._links.pop(peer.incarnation, None)
+        if link is not None:
+            link.close()
 
     def close(self) -> None:
         """This worker leaves."""

@@ -76,3 +76,23 @@ def test_a_static_group_lists_all_that_formed_it_and_a_dynamic_one_who_is_presen
         group.leave(FIRST.incarnation, "it died")
         assert [info.name for info in group.infos()] == expected
         assert [info.name for info in group.present()] == ["me", "second"]
+
+
+def test_who_left_long_ago_is_forgotten_by_name_but_stays_gone() -> None:
+    group = view(FIRST, SECOND)
+    group.leave(FIRST.incarnation, "it left")
+    group.forget(FIRST.incarnation)
+    with pytest.raises(UnknownWorkerError):
+        group.resolve("first")
+    assert group.resolve("second") == SECOND
+    with pytest.raises(WorkerLostError, match="it left"):
+        group.join(FIRST)
+
+
+def test_a_successor_is_not_forgotten_with_who_had_its_name() -> None:
+    group = view(FIRST)
+    group.leave(FIRST.incarnation, "it left")
+    successor = member("first", 1, 999)
+    group.join(successor)
+    group.forget(FIRST.incarnation)
+    assert group.resolve("first") == group.resolve(1) == successor

@@ -55,6 +55,26 @@ def test_frames_larger_than_the_receive_buffer_arrive_as_sent(
     assert as_messages(feed(Decoder(LIMIT), stream_of(messages), endless(sizes))) == messages
 
 
+@settings(PROFILE, max_examples=30 * EFFORT)
+@given(
+    messages=st.lists(large_messages | small_messages, min_size=1, max_size=4),
+    sizes=st.lists(st.sampled_from([1, 27, 4096, 1 << 20]), min_size=1, max_size=4).filter(
+        lambda sizes: max(sizes) >= 4096
+    ),
+    share=st.floats(0, 1),
+)
+def test_the_receive_buffer_may_grow_anywhere(
+    messages: list[Message], sizes: list[int], share: float
+) -> None:
+    decoder, stream, chunks = Decoder(LIMIT, 4096), stream_of(messages), endless(sizes)
+    cut = int(share * len(stream))
+    frames = feed(decoder, stream[:cut], chunks)
+    assert len(decoder.scratch) == 4096
+    decoder.grow()
+    assert as_messages(frames + feed(decoder, stream[cut:], chunks)) == messages
+    assert len(decoder.scratch) == BUFFER
+
+
 @pytest.mark.parametrize("count", [2, 3, 1000, 20_000])
 def test_a_frame_may_have_many_segments(count: int) -> None:
     segments = [bytes([index % 256]) * (index % 7) for index in range(count)]

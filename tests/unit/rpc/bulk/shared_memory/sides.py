@@ -22,7 +22,7 @@ class Side:
 
     is_self = False
     member: Any = SimpleNamespace(max_message_bytes=LIMIT)
-    lost = None
+    lost: str | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop, incarnation: int) -> None:
         self.loop = loop

@@ -81,7 +81,8 @@ def test_who_takes_no_shared_memory_refuses_and_the_log_says_why(
 
 def test_a_peer_that_is_gone_by_then_is_not_asked(sides: Sides) -> None:
     assert not sides.here.send(DATA)
-    sides.here.shared.peer_gone(sides.there, "it died")
+    sides.there.lost = "it died"
+    sides.here.shared.peer_gone(sides.there, sides.there.lost)
     sides.turn()
     assert not sides.here.send(DATA)
     sides.turn()

@@ -1,0 +1,1 @@
+"""What takes minutes, run by hand: ``python -m tests.soak.NAME``."""

@@ -1,0 +1,49 @@
+"""Who comes and goes leaves little behind."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+
+from rpc.errors import UnknownWorkerError
+from rpc.group import peer as peer_module
+from rpc.group.membership import Membership
+from rpc.group.peer import Peer, PeerTable
+from rpc.runtime.events import Events
+from tests.support.members import ask_nobody, member
+
+
+def table(*, static: bool = False) -> PeerTable:
+    me = member("me", 0)
+    made = PeerTable(lambda each: Peer(each, ask_nobody), ask_nobody, [], Events())
+    made.form(Membership(me, static=static), Peer(me, ask_nobody, is_self=True))
+    return made
+
+
+def come_and_go(peers: PeerTable, number: int) -> weakref.ref[Peer]:
+    each = member(f"worker{number}", number)
+    peers.view.join(each)
+    peer = peers.ensure(each)
+    peers.leave(peer, "it left")
+    return weakref.ref(peer)
+
+
+def test_of_those_who_left_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "MAX_DEPARTED", 3)
+    peers = table()
+    gone = [come_and_go(peers, number) for number in range(1, 11)]
+    assert [each() is None for each in gone] == [True] * 7 + [False] * 3
+    assert [peer.name for peer in peers.all()] == ["me", "worker8", "worker9", "worker10"]
+    assert peers.find("worker9").name == "worker9"
+    with pytest.raises(UnknownWorkerError):
+        peers.find("worker1")
+    assert peers.view.gone_reason(member("worker1", 1).incarnation) == "it left"
+
+
+def test_a_static_group_remembers_all_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "MAX_DEPARTED", 3)
+    peers = table(static=True)
+    for number in range(1, 11):
+        come_and_go(peers, number)
+    assert peers.find("worker1").name == "worker1"
