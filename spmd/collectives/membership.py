@@ -23,6 +23,7 @@ class Membership:
 
     Attributes:
         gone: why, of each rank that is.
+        failure: why the group has failed, if it has.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Membership:
         self.workers = workers
         self.gone: dict[int, str] = {}
         self._tell = tell
-        self._failure: CollectiveError | None = None
+        self.failure: CollectiveError | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._watchers: list[Callable[[], object]] = []
@@ -47,7 +48,7 @@ class Membership:
 
     def check(self) -> None:
         """Raise if the group has failed, or belongs to another process."""
-        if self._failure is not None:
+        if self.failure is not None:
             raise self.error()
         if os.getpid() != self._process:
             raise ForkedProcessError(
@@ -63,12 +64,12 @@ class Membership:
 
     def error(self) -> CollectiveError:
         """Why the group has failed: a new exception of the first one's class."""
-        assert self._failure is not None
-        return type(self._failure)(f"process group '{self.name}' has failed: {self._failure}")
+        assert self.failure is not None
+        return type(self.failure)(f"process group '{self.name}' has failed: {self.failure}")
 
     @property
     def failed(self) -> bool:
-        return self._failure is not None
+        return self.failure is not None
 
     def fail(self, failure: CollectiveError, *, tell: bool = True) -> None:
         """End what is under way on all ranks. The first failure counts.
@@ -77,9 +78,9 @@ class Membership:
             tell: the others do not know yet.
         """
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = failure
+            self.failure = failure
         if tell:
             self._tell(failure)
         self._notify()

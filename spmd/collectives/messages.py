@@ -365,7 +365,11 @@ class Messages:
 
     def close(self) -> None:
         """Take part no more."""
+        if self._closed:
+            return
         self._closed = True
+        if self._members.failure is not None:
+            self.tell_failure(self._members.failure)  # who has not heard would take leaving for why
         for rank in self._others:
             self._note(rank, _Kind.LEAVE)
         for message in list(self._posts.values()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -121,27 +120,7 @@ def test_a_rank_that_gives_more_than_others_expect_ends_the_gathering_everywhere
         assert "bytes" in text
 
 
-# ---- ranks that die, stop, leave, or do not come
-
-
-def reduce_until_it_fails(worker: Worker) -> None:
-    tensor = torch.ones(MANY)
-    while True:
-        dist.all_reduce(tensor)
-        worker.report("reduced")
-
-
-@PATHS
-def test_a_rank_that_is_killed_in_a_collective_ends_it_everywhere(
-    run_workers: RunWorkers, apart: bool
-) -> None:
-    workers = run_workers.start([partial(_task, reduce_until_it_fails, apart, {})] * 3, 3)
-    workers[1].wait_for("reduced")
-    workers[1].kill()
-    for rank in (0, 2):
-        kind, text = workers[rank].result()
-        assert kind is RankLostError
-        assert "rank 1 (worker 'rank1') is gone" in text
+# ---- ranks that leave, or do not come
 
 
 def all_reduce_but_rank_1(worker: Worker) -> None:
@@ -162,18 +141,6 @@ def test_a_rank_that_does_not_come_in_time_is_named_everywhere(run_workers: RunW
     workers[1].tell("the end")
 
 
-@PATHS
-def test_a_rank_that_is_stopped_is_noticed_by_the_timeout(run_workers: RunWorkers, apart: bool) -> None:
-    task = partial(_task, reduce_until_it_fails, apart, {"seconds": 2.0})
-    workers = run_workers.start([task] * 2, 2)
-    workers[1].wait_for("reduced")
-    workers[1].signal(signal.SIGSTOP)
-    kind, text = workers[0].result()
-    assert kind is CollectiveTimeoutError
-    assert "waiting for rank 1" in text
-    workers[1].kill()
-
-
 def all_reduce_or_leave(worker: Worker) -> None:
     if worker.rank != 1:
         dist.all_reduce(torch.ones(3))
@@ -186,22 +153,6 @@ def test_a_rank_that_leaves_is_not_waited_for(run_workers: RunWorkers, apart: bo
     for kind, text in (ends[0], ends[2]):
         assert kind is RankLostError
         assert "rank 1 (worker 'rank1') is gone" in text
-
-
-def interrupted_at_rank_1(worker: Worker) -> None:
-    if worker.rank == 1:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    while True:
-        dist.all_reduce(torch.ones(MANY))
-
-
-@PATHS
-def test_ctrl_c_in_a_collective_ends_it_everywhere(run_workers: RunWorkers, apart: bool) -> None:
-    ends = all_in_world(run_workers, interrupted_at_rank_1, apart)
-    assert ends[1][0] is KeyboardInterrupt
-    for kind, text in (ends[0], ends[2]):
-        assert kind is CollectiveError
-        assert "at rank 1 (worker 'rank1') has ended in KeyboardInterrupt" in text
 
 
 def aborted_at_rank_1(worker: Worker) -> None:

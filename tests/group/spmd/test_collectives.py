@@ -1,50 +1,76 @@
-"""Every collective, on random tensors in groups of any size, gives what plain PyTorch computes."""
+"""Random programs of collectives, in groups of any size, many at once, give what gloo gives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import pytest
-import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
-from tests.group.spmd.calls import Calls
-from tests.support.effort import EFFORT
+from tests.group.spmd.programs import SIZE, Call, Runner, programs
+from tests.support.effort import EFFORT, PROFILE
 from tests.support.process_groups import by_messages, process_group
-from tests.support.workers import RunWorkers, Worker
+from tests.support.workers import RunWorkers, Worker, Workers, WorkersFailed, fork_server_key
 
-PATHS = pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "messages"])
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300 * EFFORT)]  # what fails is made smaller
 
-
-def make_random_calls(seed: int, apart: bool, worker: Worker) -> None:
-    with process_group(worker, seconds=60, options=by_messages() if apart else None):
-        Calls(seed, worker.rank, worker.world_size).run(60 * EFFORT)
-        dist.barrier()
+Run: TypeAlias = Callable[[Sequence[Call]], None]
+EXAMPLES = settings(PROFILE, max_examples=30 * EFFORT, phases=[Phase.generate, Phase.shrink])
 
 
-@PATHS
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_random_calls(run_workers: RunWorkers, size: int, apart: bool) -> None:
-    run_workers(partial(make_random_calls, size, apart), size, time_limit=60 * EFFORT)
+def serve(apart: bool, worker: Worker) -> None:
+    """Runs programs as the test sends them."""
+    with process_group(worker, options=by_messages() if apart else None):
+        runner = Runner(worker.rank)
+        while (program := worker.wait_for("program")) is not None:
+            worker.report("done", runner.run(program))
 
 
-def make_calls_in_sub_groups(apart: bool, worker: Worker) -> None:
-    """Overlapping groups, each rank's calls of its groups mixed in the same way."""
-    with process_group(worker, seconds=60, options=by_messages() if apart else None):
-        members = [[0, 1], [2, 3], [0, 2, 3], [1, 3]]
-        groups = [dist.new_group(each) for each in members]
-        calls = [
-            (Calls(100 + number, each.index(worker.rank), len(each), group))
-            for number, (each, group) in enumerate(zip(members, groups, strict=True))
-            if worker.rank in each
-        ]
-        world = Calls(99, worker.rank, worker.world_size)
-        for _ in range(3 * EFFORT):
-            for each in calls:
-                each.run(6)
-            world.run(3)
-        dist.barrier()
+class Pool:
+    """Processes that run programs. Where one has failed, the next program gets others."""
+
+    def __init__(self, run_workers: RunWorkers, apart: bool) -> None:
+        self._run_workers = run_workers
+        self._apart = apart
+        self._workers: Workers | None = None
+
+    def run(self, program: Sequence[Call]) -> None:
+        """Run a program in all of them.
+
+        Raises:
+            WorkersFailed: one has failed.
+        """
+        if self._workers is None:
+            self._workers = self._run_workers.start(partial(serve, self._apart), SIZE, time_limit=120)
+        try:
+            self._workers.restart_clock()
+            self._workers.tell("program", program)
+            wrong = [text for each in self._workers.wait_for("done") for text in each]
+        except WorkersFailed:
+            self._workers = None
+            raise
+        assert not wrong, "\n".join(wrong)
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.tell("program")
+            self._workers.results()
 
 
-@PATHS
-def test_sub_groups(run_workers: RunWorkers, apart: bool) -> None:
-    run_workers(partial(make_calls_in_sub_groups, apart), 4, time_limit=60 * EFFORT)
+@pytest.fixture(scope="module", params=[False, True], ids=["shared memory", "messages"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a program in processes that all tests share."""
+    run_workers = RunWorkers(request.config.stash[fork_server_key], tmp_path_factory.mktemp("programs"))
+    pool = Pool(run_workers, request.param)
+    yield pool.run
+    pool.close()
+    run_workers.close()
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_a_program_of_collectives_gives_what_gloo_gives(run: Run, data: st.DataObject) -> None:
+    run(data.draw(programs()))

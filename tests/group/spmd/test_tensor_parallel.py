@@ -458,31 +458,6 @@ def test_a_distributed_checkpoint_is_read_by_one_process(run_workers: RunWorkers
     run_workers(in_mesh(task), 2)
 
 
-PAIRS = [(a, b) for a, b in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2)]
-PAIRS += [(Partial(), Replicate()), (Partial(), Shard(0)), (Partial(), Shard(1))]
-
-
-def test_every_pair_of_placements(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        for source, target in PAIRS:
-            module = parallelize_module(
-                nn.Identity(),
-                mesh,
-                PrepareModuleInput(input_layouts=source, desired_input_layouts=target, use_local_output=True),
-            )
-            x = torch.randn(4, 8)
-            mine = laid_out(x, source, mesh).clone().requires_grad_()
-            result = module(mine)
-            torch.testing.assert_close(result, laid_out(x, target, mesh))
-            upstream = torch.randn(4, 8)
-            torch.manual_seed(1)
-            backward(result, laid_out(upstream, target, mesh))
-            back = Replicate() if isinstance(source, Partial) else source
-            torch.testing.assert_close(mine.grad, laid_out(upstream, back, mesh))
-
-    run_workers(in_mesh(task), 4)
-
-
 def test_prepared_output_of_one_tensor_is_bare_and_a_list_is_one_output(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         style = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())

@@ -1,0 +1,112 @@
+"""From every pair of placements on a mesh of two dimensions to every other, forward and backward.
+
+A tensor is redistributed as a ``DTensor``, and as plain parts by the styles that lay out a module's input and
+output anew, along each dimension of the mesh. It must stay the same tensor, and its gradient with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from spmd.tensor_parallel import PrepareModuleInput, PrepareModuleOutput, parallelize_module
+from tests.group.spmd.meshes import in_mesh
+from tests.support.workers import RunWorkers
+
+PLACEMENTS: Final = (Replicate(), Shard(0), Shard(1), Partial())
+PAIRS: Final = list(itertools.product(PLACEMENTS, repeat=2))
+SHAPES: Final = ((7, 5), (1, 2), (12, 6), (3, 4, 2), (0, 6))
+"""Uneven, with parts that are empty; smaller than the mesh; even; and others."""
+
+
+def numbers(shape: Sequence[int], times: int = 1) -> Tensor:
+    """Whole ones, so that shares of them add up exactly."""
+    return (torch.arange(float(torch.Size(shape).numel())).double() * times + 3).view(*shape)
+
+
+def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """This rank's part; one of a sum is a share of its own."""
+    for dim, placement in enumerate(placements):
+        size, rank = mesh.size(dim), mesh.get_local_rank(dim)
+        if isinstance(placement, Shard):
+            chunks = whole.chunk(size, placement.dim)
+            whole = chunks[rank] if rank < len(chunks) else whole.narrow(placement.dim, 0, 0)
+        elif isinstance(placement, Partial):
+            whole = whole * (rank + 1 if rank + 1 < size else 1 - size * (size - 1) // 2)
+    return whole.clone(memory_format=torch.contiguous_format)
+
+
+def distributed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    part = part_of(whole, mesh, placements)
+    return DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def back(placements: Sequence[Placement]) -> list[Placement]:
+    """Of a gradient: that of a sum's shares is replicated."""
+    return [Replicate() if isinstance(each, Partial) else each for each in placements]
+
+
+def assert_is(found: DTensor, whole: Tensor, placements: Sequence[Placement], what: str) -> None:
+    assert list(found.placements) == list(placements), what
+    if not any(isinstance(each, Partial) for each in placements):
+        assert torch.equal(found.to_local(), part_of(whole, found.device_mesh, placements)), what
+    assert torch.equal(found.full_tensor(), whole), what
+
+
+def redistribute(mesh: DeviceMesh, shape: Sequence[int]) -> None:
+    x, gradient = numbers(shape), numbers(shape, 2)
+    for source, target in itertools.product(PAIRS, PAIRS):
+        if any(isinstance(to, Partial) and to != each for each, to in zip(source, target, strict=True)):
+            continue  # PyTorch makes no sum of what is none
+        what = f"{source} to {target} of {shape}"
+        leaf = distributed(x, mesh, source).requires_grad_()
+        moved = leaf.redistribute(placements=target)
+        assert_is(moved, x, target, what)
+        moved.backward(distributed(gradient, mesh, back(target)))  # type: ignore[no-untyped-call]
+        assert isinstance(leaf.grad, DTensor)
+        assert torch.equal(leaf.grad.full_tensor(), gradient), what
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_redistribution(run_workers: RunWorkers, shape: Sequence[int]) -> None:
+    run_workers(in_mesh(redistribute, 2, 2), 4, args=(shape,))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_redistribution_where_dimensions_differ(run_workers: RunWorkers, shape: Sequence[int]) -> None:
+    run_workers(in_mesh(redistribute, 2, 3), 6, args=(shape,))
+
+
+def lay_out_anew(mesh: DeviceMesh) -> None:
+    x, gradient = numbers((6, 12)), numbers((6, 12), 2)
+    for name, (source, target) in itertools.product(("dp", "tp"), PAIRS):
+        if isinstance(target, Partial):
+            continue  # the styles know no way there
+        line = mesh[name]
+        layouts = {"input_layouts": source, "desired_input_layouts": target}
+        styles = [
+            PrepareModuleInput(**layouts, use_local_output=True),
+            PrepareModuleOutput(output_layouts=source, desired_output_layouts=target),
+        ]
+        for style in styles:
+            module = parallelize_module(nn.Identity(), line, style)
+            what = f"{style} along {name}"
+            leaf = part_of(x, line, [source]).requires_grad_()
+            moved = module(leaf)
+            assert torch.equal(moved, part_of(x, line, [target])), what
+            moved.backward(part_of(gradient, line, [target]))
+            assert torch.equal(leaf.grad, part_of(gradient, line, back([source]))), what
+
+
+def test_styles_lay_out_anew_along_each_dimension(run_workers: RunWorkers) -> None:
+    run_workers(in_mesh(lay_out_anew, 2, 2, names=("dp", "tp")), 4)
