@@ -18,9 +18,14 @@ from rpc.api import get_worker_info
 from rpc.errors import with_article
 from rref import RRef
 
-__all__ = ["LocalOptimizer", "OptimizerFactory", "make_local_optimizer"]
+__all__ = ["LocalOptimizer", "OptimizerFactory", "make_local_optimizer", "mark_as_copy"]
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+def mark_as_copy(parameter: Tensor) -> None:
+    """Tell that another worker has the same parameter with the same gradient, and counts it in norms."""
+    parameter.is_copy_of_another_workers = True  # type: ignore[attr-defined]
 
 
 class LocalOptimizer:
@@ -80,10 +85,15 @@ class LocalOptimizer:
     def norms(self, context_id: int, norm_type: float) -> Tensor:
         """The norm of each gradient that the context has for these parameters, of shape (gradients,).
 
-        Gradients without elements are left out: they have no norm of every type.
+        Gradients without elements are left out: they have no norm of every type. So are those of parameters
+        that another worker counts.
         """
         gradients = _gradients(context_id)
-        found = [_elements(gradients[each]) for each in self._parameters if each in gradients]
+        found = [
+            _elements(gradients[each])
+            for each in self._parameters
+            if each in gradients and not hasattr(each, "is_copy_of_another_workers")
+        ]
         norms = [
             torch.linalg.vector_norm(elements, norm_type).cpu() for elements in found if elements.numel()
         ]

@@ -17,7 +17,7 @@ from rpc.agent.futures import Future
 from rpc.api import rpc_async
 from rref import RRef
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "check_context"]
 
 
 class DistributedOptimizer:
@@ -33,6 +33,9 @@ class DistributedOptimizer:
     what is there (Hogwild: Recht et al., NIPS 2011): say so with ``stale_gradients``.
 
     A parameter that is given several times, because modules share it, is optimized once.
+
+    Attributes:
+        local_optimizers: by the names of the owners.
 
     Args:
         optimizer_class: any class of ``torch.optim`` but ``LBFGS``, or one like them, or a function that
@@ -88,11 +91,11 @@ class DistributedOptimizer:
             )
 
         made = on_all(placed, f"making a {getattr(optimizer_class, '__name__', optimizer_class)}", make)
-        self._optimizers: dict[str, RRef[LocalOptimizer]] = {}
+        self.local_optimizers: dict[str, RRef[LocalOptimizer]] = {}
         self._positions: dict[str, list[list[int]]] = {}
         """On each owner, which of the parameters its optimizer is for, group by group."""
         for owner, (optimizer, groups) in zip(placed, made, strict=True):
-            self._optimizers[owner], self._positions[owner] = optimizer, groups
+            self.local_optimizers[owner], self._positions[owner] = optimizer, groups
 
     def step(self, context_id: int) -> None:
         """Takes one step on each owner, with the gradients that the context has there, and waits for all.
@@ -108,8 +111,8 @@ class DistributedOptimizer:
             Exception: what an optimizer raised, with that worker's traceback. Its notes name the workers on
                 which the step failed, and those on which it was made.
         """
-        _check_context(context_id)
-        on_all_objects(self._optimizers, "step", lambda local: local.step(context_id))
+        check_context(context_id)
+        on_all_objects(self.local_optimizers, "step", lambda local: local.step(context_id))
 
     def clip_grad_norm_(
         self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -132,10 +135,10 @@ class DistributedOptimizer:
             AutogradError: there is no such context.
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         """
-        _check_context(context_id)
+        check_context(context_id)
         norm_type = float(norm_type)
         norms = on_all_objects(
-            self._optimizers, "clip_grad_norm_", lambda local: local.norms(context_id, norm_type)
+            self.local_optimizers, "clip_grad_norm_", lambda local: local.norms(context_id, norm_type)
         )
         found = torch.cat(norms)
         total: Tensor = torch.linalg.vector_norm(found, norm_type) if len(found) else torch.tensor(0.0)
@@ -146,7 +149,9 @@ class DistributedOptimizer:
             )
         factor = float(max_norm / (total + 1e-6))
         if not factor >= 1:  # also where it is no number
-            on_all_objects(self._optimizers, "clip_grad_norm_", lambda local: local.scale(context_id, factor))
+            on_all_objects(
+                self.local_optimizers, "clip_grad_norm_", lambda local: local.scale(context_id, factor)
+            )
         return total
 
     def lr_scheduler(
@@ -168,13 +173,13 @@ class DistributedOptimizer:
                 scheduler.step()
         """
         made = on_all(
-            self._optimizers,
+            self.local_optimizers,
             f"making a {getattr(scheduler_class, '__name__', scheduler_class)}",
             lambda optimizer: rpc_async(
                 optimizer.owner(), _make_local_scheduler, args=(optimizer, scheduler_class, args, kwargs)
             ),
         )
-        return DistributedLRScheduler(dict(zip(self._optimizers, made, strict=True)))
+        return DistributedLRScheduler(dict(zip(self.local_optimizers, made, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all local optimizers, momentum and the like, to go on from later.
@@ -188,7 +193,7 @@ class DistributedOptimizer:
 
             torch.save({"optimizer": optimizer.state_dict(), "model": ...}, path)
         """
-        states = on_all_objects(self._optimizers, "state_dict", lambda local: local.state_dict())
+        states = on_all_objects(self.local_optimizers, "state_dict", lambda local: local.state_dict())
         return checkpoint.merge(list(zip(self._positions.values(), states, strict=True)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -204,7 +209,7 @@ class DistributedOptimizer:
         states = checkpoint.split(state_dict, list(self._positions.values()))
         parts = {
             owner: (optimizer, state)
-            for (owner, optimizer), state in zip(self._optimizers.items(), states, strict=True)
+            for (owner, optimizer), state in zip(self.local_optimizers.items(), states, strict=True)
         }
         on_all(parts, "load_state_dict", lambda part: part[0].rpc_async().load_state_dict(part[1]))
 
@@ -214,7 +219,7 @@ class DistributedOptimizer:
         return f"DistributedOptimizer({owners})"
 
 
-def _check_context(context_id: int) -> None:
+def check_context(context_id: int) -> None:
     """Raise ``AutogradError`` unless this worker knows the context."""
     if not dist_autograd.has_context(context_id):
         dist_autograd.get_gradients(context_id)

@@ -23,6 +23,11 @@ Rank 0 trains the same model by itself as well, on whole batches. Success is tha
 step.
 
 Four ideas are marked (1) to (4) below: a process group, a mesh, a plan, and gradients averaged over dp.
+
+With ``--served`` rank 0 has no part of the model but a handle, (5): the others hold the shards, and it trains
+through them as if the model were here, and then has it write on::
+
+    python examples/tensor_parallel.py --served
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ import contextlib
 import copy
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,9 +49,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
+import dist_autograd
 import rpc
 import spmd
 from command_line import add_group_arguments, example_parser, parse_arguments, positive
+from dist_optim import DistributedOptimizer
 from example_run import Miss
 from live_progress import live_progress, print_figures
 from local_group import run_on_this_machine
@@ -65,10 +73,19 @@ LAYERS = 2
 
 
 class Text(NamedTuple):
-    """A text as numbers of characters, of shape (characters,), and how many different ones there are."""
+    """A text as numbers of characters, of shape (characters,), and the different ones, by number."""
 
     characters: Tensor
-    vocabulary: int
+    alphabet: list[str]
+
+    @property
+    def vocabulary(self) -> int:
+        """How many different characters there are."""
+        return len(self.alphabet)
+
+    def spelled(self, characters: Tensor) -> str:
+        """What numbers, of shape (characters,), stand for."""
+        return "".join(self.alphabet[number] for number in characters.tolist())
 
     def batch(self, step: int, size: int, length: int) -> Tensor:
         """Pieces of the text, of shape (size, length + 1): the same on all ranks."""
@@ -81,8 +98,9 @@ def load_text() -> Text:
     """Seven of Shakespeare's sonnets; lines that begin with # tell their source."""
     lines = (Path(__file__).parent / "texts" / "sonnets.txt").read_text(encoding="utf-8").splitlines()
     text = "\n".join(line for line in lines if not line.startswith("#")).strip()
-    numbers = {character: number for number, character in enumerate(sorted(set(text)))}
-    return Text(torch.tensor([numbers[character] for character in text]), len(numbers))
+    alphabet = sorted(set(text))
+    numbers = {character: number for number, character in enumerate(alphabet)}
+    return Text(torch.tensor([numbers[character] for character in text]), alphabet)
 
 
 class Attention(nn.Module):
@@ -232,11 +250,16 @@ def train(options: argparse.Namespace) -> None:
     alone = Trainer(copy.deepcopy(model), options.learning_rate)
     parallelize_module(model, mesh["tp"], make_plan(options), strict=True)
     together = Trainer(model, options.learning_rate)
+
+    def take_step(step: int) -> float:
+        return together.step(part(text, step, mesh, options), mesh["dp"].get_group())
+
     if dist.get_rank() == 0:
-        compare(together, alone, text, mesh, options)
+        here = sum(local(each).numel() for each in model.parameters())
+        compare(take_step, alone, text, f"of which {here:,} on rank 0", options)
     else:
         for step in range(options.steps):
-            together.step(part(text, step, mesh, options), mesh["dp"].get_group())
+            take_step(step)
 
 
 def part(text: Text, step: int, mesh: DeviceMesh, options: argparse.Namespace) -> Tensor:
@@ -244,10 +267,43 @@ def part(text: Text, step: int, mesh: DeviceMesh, options: argparse.Namespace) -
     return text.batch(step, options.batch, options.length).chunk(options.dp)[mesh["dp"].get_local_rank()]
 
 
+def train_served(options: argparse.Namespace) -> None:
+    """The part of rank 0 where the others hold the model."""
+    torch.manual_seed(options.seed)
+    text = load_text()
+    alone = Trainer(Transformer(text.vocabulary, options.size), options.learning_rate)
+    # (5) Each worker builds its part, and has memory for no more. What comes back is called, differentiated
+    # and optimized like a module, and holds no parameters.
+    model = parallelize_module(
+        partial(Transformer, text.vocabulary, options.size),
+        workers=[worker_name(rank) for rank in range(1, options.world_size)],
+        parallelize_plan=make_plan(options),
+        strict=True,
+    )
+    model.load_state_dict(alone.model.state_dict())
+    optimizer = DistributedOptimizer(torch.optim.AdamW, model.remote_parameters(), lr=options.learning_rate)
+
+    def take_step(step: int) -> float:
+        batch = text.batch(step, options.batch, options.length)
+        with dist_autograd.context() as context_id:
+            loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            dist_autograd.backward(context_id, [loss])
+            model.step(optimizer, context_id)
+        return loss.item()
+
+    compare(take_step, alone, text, "none of them here", options)
+    written = text.characters[: options.length].unsqueeze(0)
+    for _ in range(options.length):
+        following = model(written[:, -options.length :])[:, -1].argmax(-1, keepdim=True)
+        written = torch.cat([written, following], 1)
+    print_figures({"it writes": repr(text.spelled(written[0, options.length :]))})
+    model.close()
+
+
 def compare(
-    together: Trainer, alone: Trainer, text: Text, mesh: DeviceMesh, options: argparse.Namespace
+    together: Callable[[int], float], alone: Trainer, text: Text, where: str, options: argparse.Namespace
 ) -> None:
-    """The part of rank 0.
+    """Trains the model in one process beside ``together``, which takes the step of a number.
 
     Raises:
         Miss: the losses differ.
@@ -256,20 +312,20 @@ def compare(
     with live_progress("steps", options.steps, plain=options.plain) as progress:
         for step in range(options.steps):
             began = time.perf_counter()
-            loss = together.step(part(text, step, mesh, options), mesh["dp"].get_group())
+            loss = together(step)
             middle = time.perf_counter()
             expected = alone.step(text.batch(step, options.batch, options.length))
             seconds, seconds_alone = seconds + middle - began, seconds_alone + time.perf_counter() - middle
             largest = max(largest, abs(loss - expected) / expected)
             progress.advance(f"loss {loss:.3f}, alone {expected:.3f}")
     milliseconds = [each / options.steps * 1000 for each in (seconds, seconds_alone)]
-    count, here = (sum(local(each).numel() for each in one.model.parameters()) for one in (alone, together))
+    count = sum(each.numel() for each in alone.model.parameters())
     print_figures(
         {
             "loss": f"{loss:.6f}",
             "in one process": f"{expected:.6f}",
             "largest difference": f"{largest:.1e} of the loss, over {options.steps} steps",
-            "parameters": f"{count:,}, of which {here:,} on rank 0",
+            "parameters": f"{count:,}, {where}",
             "time per step": f"{milliseconds[0]:.0f} ms, and {milliseconds[1]:.0f} ms in one process",
         }
     )
@@ -290,13 +346,20 @@ def process_group(options: argparse.Namespace) -> Iterator[None]:
         yield
         dist.destroy_process_group()
         return
+    with rpc_group(options):
+        spmd.init_process_group()
+        yield
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def rpc_group(options: argparse.Namespace) -> Iterator[None]:
+    """The group of all workers."""
     meeting = rpc.AgentOptions(init_method=options.init_method)
     name = worker_name(options.rank)
     rpc.init_rpc(name, rank=options.rank, world_size=options.world_size, rpc_backend_options=meeting)
     try:
-        spmd.init_process_group()
         yield
-        dist.destroy_process_group()
     except BaseException:
         rpc.shutdown(graceful=False)  # the others notice at once
         raise
@@ -307,9 +370,12 @@ def run_worker(options: argparse.Namespace) -> None:
     """One worker, from joining to leaving."""
     torch.set_num_threads(1)  # there are as many processes as this machine can feed
     miss = None
-    with process_group(options):
+    with rpc_group(options) if options.served else process_group(options):
         try:
-            train(options)
+            if not options.served:
+                train(options)
+            elif options.rank == 0:
+                train_served(options)
         except Miss as missed:  # the others did their part: all leave in order
             miss = missed
     if miss is not None:
@@ -328,7 +394,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--sequence-parallel", action="store_true", help="cut what is between the layers by positions"
     )
     parser.add_argument("--loss-parallel", action="store_true", help="compute the loss from parts of scores")
-    parser.add_argument("--dp", type=positive, default=2, help="copies of the model (%(default)s)")
+    parser.add_argument(
+        "--served", action="store_true", help="rank 0 trains the model through a handle; all others hold it"
+    )
+    parser.add_argument("--dp", type=positive, help="copies of the model (2; 1 with --served)")
     parser.add_argument("--tp", type=positive, default=2, help="ranks that share a copy (%(default)s)")
     parser.add_argument("--steps", type=positive, default=100, help="of training (%(default)s)")
     parser.add_argument("--batch", type=positive, default=16, help="pieces of text per step (%(default)s)")
@@ -348,9 +417,16 @@ def main() -> None:
     """Runs one worker if told which, else all of them."""
     parser = make_parser()
     options = parse_arguments(parser)
-    size = options.dp * options.tp
+    options.dp = options.dp or (1 if options.served else 2)
+    size = options.dp * options.tp + options.served
     for wrong, complaint in (
         (size < 2, "--dp times --tp is how many workers there are: 2 or more"),
+        (options.served and options.dp > 1, "with --served there is one copy of the model: --dp 1"),
+        (options.served and options.loss_parallel, "with --served the loss is computed on rank 0, whole"),
+        (
+            options.served and dist.is_torchelastic_launched(),
+            "--served needs an RPC group, which torchrun does not make",
+        ),
         (
             options.world_size not in (None, size),
             f"--dp {options.dp} and --tp {options.tp} make {size} workers, not {options.world_size}",

@@ -27,6 +27,7 @@ class _Keys:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._waiting: list[tuple[set[str], Future[None]]] = []
+        self._given_up: dict[str, str] = {}
 
     def put(self, key: str, value: bytes) -> None:
         with self._lock:
@@ -84,11 +85,27 @@ class _Keys:
         future: Future[None] = Future()
         with self._lock:
             missing = {key for key in keys if key not in self._values}
-            if missing:
+            reason = next((why for prefix, why in self._given_up.items() if _begin(missing, prefix)), None)
+            if missing and reason is None:
                 self._waiting.append((missing, future))
                 return future
-        future.set_result(None)
+        if reason is None:
+            future.set_result(None)
+        else:
+            future.set_exception(DistStoreError(reason))
         return future
+
+    def give_up(self, prefix: str, reason: str) -> None:
+        with self._lock:
+            self._given_up[prefix] = reason
+            ended = [future for missing, future in self._waiting if _begin(missing, prefix)]
+            self._waiting = [each for each in self._waiting if each[1] not in ended]
+        for future in ended:
+            future.set_exception(DistStoreError(reason))
+
+
+def _begin(keys: set[str], prefix: str) -> bool:
+    return any(key.startswith(prefix) for key in keys)
 
 
 def install(agent: Agent) -> None:
@@ -134,6 +151,10 @@ class WorkerStore(Store):
     def _run(self, function: Any, arguments: tuple[Any, ...], timeout: timedelta | None = None) -> Any:
         limit = (timeout or self._limit).total_seconds()
         return current_agent().call_async(self._worker, function, arguments, {}, limit).wait()
+
+    def give_up(self, reason: str) -> None:
+        """Have all who wait for keys of this prefix that are not there fail, now and later."""
+        self._call("give_up", "", reason)
 
     def set(self, key: str, value: bytes | str) -> None:
         self._call("put", key, value.encode() if isinstance(value, str) else bytes(value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -14,9 +14,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from dist_autograd import engine
 from dist_autograd.installation import autograd
-from rpc.agent.futures import wait_futures
+from dist_optim import DistributedOptimizer
+from dist_optim.fan_out import on_all_objects
+from dist_optim.optimizer import check_context
+from rpc.agent.futures import Future, wait_futures
 from rpc.api import UNSET_RPC_TIMEOUT, get_worker_info, rpc_async, rpc_sync
-from rpc.errors import AutogradError, WorkerLostError
+from rpc.errors import AutogradError, RpcError, WorkerLostError
 from rref import RRef
 from spmd.tensor_parallel.coordinator import Coordinator, coordinate
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
@@ -99,9 +102,31 @@ class ShardedModule:
         """References to the shards' parts of the parameters, as ``DistributedOptimizer`` takes them.
 
         They are plain tensors, shard by shard: an optimizer that looks at whole matrices or norms of them
-        sees parts. Replicated parameters come once for each shard.
+        sees parts. Replicated parameters come once for each shard; ``clip_grad_norm_`` counts them once.
         """
         return [reference for found in self._of_all("parameters") for reference in found]
+
+    def step(self, optimizer: DistributedOptimizer, context_id: int) -> None:
+        """Take one step of an optimizer, on all shards between the same two calls of the model.
+
+        Where the model has one client, ``optimizer.step`` does the same. Where others call it as well, that
+        one goes past the order of calls: a call that is under way may find some shards before the step, and
+        some after it.
+
+        Args:
+            optimizer: of the model's parameters, and perhaps of others, which take their step afterwards.
+            context_id: what ``dist_autograd.context`` returned.
+
+        Raises:
+            AutogradError: there is no such context.
+        """
+        check_context(context_id)
+        shards, others = dict[str, Any](), dict[str, Any]()
+        for owner, local in optimizer.local_optimizers.items():
+            (shards if owner in self.workers else others)[owner] = local
+        self._run("step", shards, context_id)
+        if others:
+            on_all_objects(others, "step", lambda local: local.step(context_id))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state, put together here from the shards' parts; nowhere else is it whole."""
@@ -178,16 +203,22 @@ class ShardedModule:
         if self._lost is not None:
             raise ShardLostError.of(self._lost.rank, self._lost.worker, self._lost.reason)
         try:
-            yield
+            with _named(self.workers):
+                yield
         except ShardLostError as error:
             self._lost = error
             raise
-        except WorkerLostError as error:
-            if error.worker not in self.workers:
-                raise
-            rank = self.workers.index(error.worker)
-            self._lost = ShardLostError.of(rank, error.worker, error.reason)
-            raise self._lost from error
+
+
+@contextmanager
+def _named(workers: Sequence[str]) -> Iterator[None]:
+    """If one of these workers is gone, say which shard it was."""
+    try:
+        yield
+    except WorkerLostError as error:
+        if isinstance(error, ShardLostError) or error.worker not in workers:
+            raise
+        raise ShardLostError.of(workers.index(error.worker), error.worker, error.reason) from error
 
 
 class _Call(torch.autograd.Function):
@@ -239,15 +270,44 @@ def build(
         parallelize: cuts the module over a mesh; sent to the workers.
     """
     _check(factory, workers)
+    with _named(workers):
+        return _built(factory, workers, parallelize, initialize, max_batch_size, timeout)
+
+
+def _built(
+    factory: Callable[[], nn.Module],
+    workers: Sequence[str],
+    parallelize: Parallelize,
+    initialize: Initialize | None,
+    max_batch_size: int,
+    timeout: float,
+) -> ShardedModule:
     made = wait_futures([rpc_async(worker, make, args=(factory,), timeout=timeout) for worker in workers])
     shards, ranks = zip(*made, strict=True)
     us = Membership(f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout)
     how = (parallelize, initialize, secrets.randbits(62))
-    wait_futures(
-        [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)],
-    )
+    joining = [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)]
+    try:
+        wait_futures(joining)
+    except Exception:
+        _undo(shards, joining)
+        raise
     coordinator = rpc_sync(workers[0], coordinate, args=(shards, workers, max_batch_size))
     return ShardedModule(workers, shards, coordinator)
+
+
+def _undo(shards: Sequence[RRef[ModelShard]], joining: Sequence[Future[Any]]) -> None:
+    """Free what is left of a model that could not be built. Why it could not is known; other errors are not
+    told.
+    """
+    for shard in shards:
+        with suppress(RpcError):
+            shard.rpc_async(timeout=0).abort("the model could not be built")
+    for shard, future in zip(shards, joining, strict=True):
+        with suppress(Exception):
+            future.wait()
+        with suppress(RpcError):
+            shard.rpc_sync(timeout=0).close()
 
 
 def _check(factory: Any, workers: Any) -> None:

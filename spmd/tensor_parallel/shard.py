@@ -27,6 +27,7 @@ from dist_autograd.api import current_context
 from dist_autograd.graph import Leaf
 from dist_autograd.installation import autograd
 from dist_autograd.leaves import owned
+from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy
 from rpc.errors import AutogradError
 from rpc.runtime.current import current_agent
 from rref import RRef
@@ -147,6 +148,9 @@ class ModelShard:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.rank = -1
+        self._worker = ""
+        self._aborted = ""
+        self._store: WorkerStore | None = None
         self._group: Group | None = None
         self._process_group: Any = None
         self._mesh: Any = None
@@ -167,7 +171,7 @@ class ModelShard:
             initialize: fills the module; None: ``reset_parameters`` of the modules in it.
             seed: of its random numbers.
         """
-        self.rank = rank
+        self.rank, self._worker = rank, us.workers[rank]
         self._form(us)
         try:
             self._fill(parallelize, initialize, seed)
@@ -182,15 +186,19 @@ class ModelShard:
             torch.manual_seed(seed)
             (_reset if initialize is None else initialize)(self.module)
         for parameter in self.module.parameters():
-            self._locals[parameter] = _local_twin(parameter)
+            twin = self._locals[parameter] = _local_twin(parameter)
+            if self.rank and not _is_sharded(parameter):
+                mark_as_copy(twin)
 
     def _form(self, us: Membership) -> None:
         agent: Any = current_agent()
         world = us.world or tuple(range(len(us.workers)))
         timeout = timedelta(seconds=us.timeout)
         if us.world is None:
-            store = WorkerStore(us.workers[0], f"{us.name}/")
+            store = self._store = WorkerStore(us.workers[0], f"{us.name}/")
             agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
+            if self._aborted:  # before there was a store
+                raise ParallelError(self._aborted)
             dist.init_process_group(
                 "farcall", store=store, rank=self.rank, world_size=len(world), timeout=timeout
             )
@@ -288,6 +296,12 @@ class ModelShard:
             tape.inputs, tape.outputs = [], []
         return list(found[:count]) if self.rank == 0 else None
 
+    def step(self, optimizers: Mapping[str, RRef[LocalOptimizer]], context_id: int) -> None:
+        """Take a step with this worker's part of an optimizer, if it has one."""
+        mine = optimizers.get(self._worker)
+        if mine is not None:
+            mine.local_value().step(context_id)
+
     def train(self, mode: bool) -> None:
         """Training mode, or evaluation mode."""
         self.module.train(mode)
@@ -329,9 +343,12 @@ class ModelShard:
     # ---- its group
 
     def abort(self, reason: str) -> None:
-        """End what is under way on all shards, and the model with it."""
+        """End what is under way on all shards, and the model with it; also while the group is formed."""
+        self._aborted = reason
         if self._group is not None:
             self._group.abort(reason)
+        elif self._store is not None:
+            self._store.give_up(reason)
 
     @property
     def failed(self) -> bool:
@@ -341,6 +358,10 @@ class ModelShard:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) and any(isinstance(each, Shard) for each in parameter.placements)
 
 
 def _local_twin(parameter: nn.Parameter) -> Tensor:

@@ -130,6 +130,15 @@ def test_a_model_cut_in_other_ways_learns_the_same(run_workers: RunWorkers, argu
     assert re.search(example.shows, results[0][1], re.MULTILINE), results[0][1]
 
 
+def test_a_model_behind_one_handle_learns_the_same_and_writes(run_workers: RunWorkers) -> None:
+    arguments = ["--served", "--steps", "4"]
+    results = run_workers(take_part, 3, args=("tensor_parallel", arguments), time_limit=80)
+    assert [status for status, _ in results] == [None] * 3
+    shown = results[0][1]
+    assert re.search(r"^largest difference +\d\.\de-\d\d of the loss, over 4 steps", shown, re.MULTILINE)
+    assert re.search("^it writes +['\"]", shown, re.MULTILINE)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LIST)
 def test_missing_it_is_a_failure_that_says_so(run_workers: RunWorkers, name: str) -> None:

@@ -29,7 +29,7 @@ from spmd.tensor_parallel import (
 )
 from spmd.tensor_parallel.coordinator import Coordinator
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
-from spmd.tensor_parallel.shard import Call, Outcome
+from spmd.tensor_parallel.shard import Call, ModelShard, Outcome
 from tests.support.serving import WAIT_SECONDS, first_of, in_worker0
 from tests.support.workers import RunWorkers, Worker, current_worker
 
@@ -141,6 +141,28 @@ def test_training_gives_what_it_does_in_one_process(
 
 
 @in_worker0(3)
+def test_clipping_counts_replicated_parameters_once(worker: Worker) -> None:
+    model, alone = served_and_alone(worker)
+    own = nn.Linear(WIDTH, WIDTH)  # of the driver's
+    twin = nn.Linear(WIDTH, WIDTH)
+    twin.load_state_dict(own.state_dict())
+    parameters = [*model.remote_parameters(), *(rpc.RRef(each) for each in own.parameters())]
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+    theirs = torch.optim.SGD([*alone.parameters(), *twin.parameters()], lr=0.1)
+    x = torch.randn(4, 5, WIDTH)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [model(words(), own(x)).square().sum()])
+        norm = optimizer.clip_grad_norm_(context_id, 0.5)
+        model.step(optimizer, context_id)
+    torch.autograd.backward(alone(words(), twin(x)).square().sum())
+    expected = nn.utils.clip_grad_norm_([*alone.parameters(), *twin.parameters()], 0.5)
+    theirs.step()
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(model.state_dict(), dict(alone.state_dict()))
+    torch.testing.assert_close(own.weight, twin.weight)
+
+
+@in_worker0(3)
 def test_a_graph_that_is_retained_can_be_run_again(worker: Worker) -> None:
     model, alone = served_and_alone(worker, Mlp, MLP_PLAN)
     x = torch.randn(4, WIDTH, requires_grad=True)
@@ -238,6 +260,29 @@ def test_several_clients_use_it_at_once(worker: Worker, max_batch_size: int) -> 
         scale = torch.full((4, 5, 1), float(step), requires_grad=True)
         expected = torch.autograd.grad(alone(words(seed=7), scale).square().sum(), scale)[0]
         torch.testing.assert_close(gradient, expected)
+
+
+def train_for_ever(model: ShardedModule) -> None:
+    optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=1.0)
+    for _ in range(10):
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [model(torch.ones(1, WIDTH)).sum()])
+            model.step(optimizer, context_id)
+
+
+@in_worker0(4)
+def test_a_step_comes_between_two_calls_of_other_clients(worker: Worker) -> None:
+    """Each step takes the same from all weights, so results tell whether both shards have."""
+    plan = ColwiseParallel(use_local_output=False)
+    factory = partial(nn.Linear, WIDTH, 2, bias=False)
+    workers = ["worker1", "worker2"]
+    model = parallelize_module(factory, workers=workers, parallelize_plan=plan, initialize=ones)
+    training = rpc.rpc_async("worker3", train_for_ever, args=(model,))
+    while not training.done():
+        left, right = model(torch.ones(1, WIDTH))[0].tolist()
+        assert left == right
+    training.wait()
+    assert model(torch.ones(1, WIDTH))[0, 0] == WIDTH * (1 - 10)
 
 
 class Recording:
@@ -515,4 +560,52 @@ def test_a_shard_that_dies_is_named_at_once_and_ever_after(
     workers = run_workers.start([partial(lose, rank, idle), serve_until_told, serve_until_told])
     workers[0].wait_for("done")
     workers[2 - rank].tell("leave")
+    workers.results()
+
+
+def dies_when_made(rank: int) -> nn.Module:
+    if current_worker().rank == rank + 1:
+        die()
+    return Mlp()
+
+
+def dies_when_filled(rank: int, module: nn.Module) -> None:
+    if dist.get_rank() == rank:
+        die()
+
+
+def die_before_joining() -> None:
+    """What this worker does when it is to form a group is to die."""
+    ModelShard._form = lambda *_: die()  # type: ignore[method-assign]
+
+
+def lose_while_building(rank: int, when: str, worker: Worker) -> None:
+    worker.join(rpc_timeout=0)
+    if when == "joins":
+        rpc.rpc_sync(f"worker{rank + 1}", die_before_joining)
+    factory = partial(dies_when_made, rank) if when == "is made" else Mlp
+    initialize = partial(dies_when_filled, rank) if when == "is filled" else None
+    with pytest.raises(
+        ShardLostError, match=rf"rank {rank} \(worker 'worker{rank + 1}'\) of the model is gone"
+    ):
+        served(worker, factory, MLP_PLAN, initialize=initialize)
+    left = [each for each in names(worker) if each != f"worker{rank + 1}"]
+    again = parallelize_module(Mlp, workers=left, parallelize_plan=MLP_PLAN)
+    assert again(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+    again.close()
+    assert [rpc.rpc_sync(each, groups_named_served) for each in left] == [0] * len(left)
+    worker.report("done")
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("when", ["is made", "joins", "is filled"])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
+def test_a_worker_that_dies_while_a_model_is_built_is_named_and_the_others_can_build_another(
+    run_workers: RunWorkers, rank: int, when: str
+) -> None:
+    workers = run_workers.start([partial(lose_while_building, rank, when), *[serve_until_told] * 3])
+    workers[0].wait_for("done")
+    for each in (1, 2, 3):
+        if each != rank + 1:
+            workers[each].tell("leave")
     workers.results()
