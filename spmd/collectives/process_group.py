@@ -16,11 +16,11 @@ from typing import Any, Final
 import torch
 from torch.distributed import ProcessGroup
 
+from spmd.collectives.arguments import Arguments, describe
 from spmd.collectives.group import Group
 from spmd.collectives.memory import pieces
 from spmd.collectives.messages import ANY
 from spmd.collectives.monitored import monitored_barrier
-from spmd.collectives.reductions import reduction_of
 from spmd.collectives.signature import signature
 from spmd.collectives.work import GroupWork
 
@@ -43,6 +43,10 @@ class FarcallProcessGroup(ProcessGroup):
         super().__init__(group.members.rank, group.members.size)  # type: ignore[call-arg]
         self.group = group
         self._name, self._desc = group.members.name, "undefined"
+        self._arguments = Arguments(group.members.name, group.members.rank, group.members.size)
+
+    def __repr__(self) -> str:
+        return f"process group '{self._name}' of {self.getSize()} ranks"
 
     # ---- what c10d asks of a group
 
@@ -73,6 +77,8 @@ class FarcallProcessGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long each operation may take from now on."""
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"expected a timedelta for a timeout, got {timeout!r}")
         self.group.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
@@ -86,11 +92,10 @@ class FarcallProcessGroup(ProcessGroup):
     # ---- operations: each rank's tensor
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        tensor = self._one(tensors, "all_reduce")
+        tensor = self._arguments.one(tensors, "all_reduce")
         if tensor.layout == torch.sparse_coo:
             return self._all_reduce_sparse(tensor, opts)
-        reduction = reduction_of(_reduce_op(opts))
-        reduction.check(tensor.dtype)
+        reduction = self._arguments.reduction(opts, "all_reduce", tensor)
         field = signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -101,9 +106,12 @@ class FarcallProcessGroup(ProcessGroup):
         return self._run(field, [tensor], perform, opts)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, opts: Any) -> GroupWork:
-        reduction = reduction_of(_reduce_op(opts))
+        reduction = self._arguments.reduction(opts, "all_reduce", tensor)
         if reduction.name != "sum":
-            raise ValueError(f"sparse tensors can be reduced by sum, not by {reduction.name}")
+            raise ValueError(
+                f"all_reduce at rank {self.getRank()}: sparse tensors can be reduced by sum, not by "
+                f"{reduction.name}"
+            )
         field = signature("all_reduce of sparse tensors", tensor.dtype, tensor.shape, reduction.name)
 
         @torch.inference_mode(False)  # the tensor gets new parts, which are to be as any other's
@@ -122,12 +130,10 @@ class FarcallProcessGroup(ProcessGroup):
             )
             tensor.copy_(total.coalesce())
 
-        return self._run(field, [tensor], perform, opts)
+        return self._run(field, [tensor], perform, opts, layout=torch.sparse_coo)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        reduction = reduction_of(_reduce_op(opts))
-        for dtype in {tensor.dtype for tensor in tensors}:
-            reduction.check(dtype)
+        reduction = self._arguments.reduction(opts, "all_reduce_coalesced", *tensors)
         shapes = _describe_all(tensors)
         field = signature("all_reduce_coalesced", None, None, reduction.name, -1, shapes)
 
@@ -143,10 +149,9 @@ class FarcallProcessGroup(ProcessGroup):
         return self._run(field, list(tensors), perform, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        tensor = self._one(tensors, "reduce")
-        reduction = reduction_of(_reduce_op(opts))
-        reduction.check(tensor.dtype)
-        root = self._root(opts, "reduce")
+        tensor = self._arguments.one(tensors, "reduce")
+        reduction = self._arguments.reduction(opts, "reduce", tensor)
+        root = self._arguments.root(opts, "reduce")
         field = signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -158,8 +163,8 @@ class FarcallProcessGroup(ProcessGroup):
         return self._run(field, [tensor], perform, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        tensor = self._one(tensors, "broadcast")
-        root = self._root(opts, "broadcast")
+        tensor = self._arguments.one(tensors, "broadcast")
+        root = self._arguments.root(opts, "broadcast")
         field = signature("broadcast", tensor.dtype, tensor.shape, "", root)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -195,10 +200,12 @@ class FarcallProcessGroup(ProcessGroup):
     # ---- operations: to all, from all
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
-        return self._all_gather(list(self._one(outputs, "all_gather")), self._one(inputs, "all_gather"), opts)
+        return self._all_gather(
+            list(self._arguments.one(outputs, "all_gather")), self._arguments.one(inputs, "all_gather"), opts
+        )
 
     def _all_gather(self, outputs: Tensors, mine: torch.Tensor, opts: Any) -> GroupWork:
-        self._check_count(outputs, "all_gather", "output")
+        self._arguments.check_count(outputs, "all_gather", "output")
         field = signature("all_gather", mine.dtype)
         return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts, [mine])
 
@@ -219,7 +226,7 @@ class FarcallProcessGroup(ProcessGroup):
             if output.numel() != mine.numel() * size or output.dtype != mine.dtype:
                 raise ValueError(
                     f"all_gather at rank {self.getRank()}: the output must have {size} times as many "
-                    f"elements as the input, of its dtype; got {_describe(output)} for {_describe(mine)}"
+                    f"elements as the input, of its dtype; got {describe(output)} for {describe(mine)}"
                 )
         shapes = _describe_all(inputs)
         field = signature("all_gather_single", None, None, "", -1, shapes)
@@ -254,11 +261,11 @@ class FarcallProcessGroup(ProcessGroup):
         return self._run(field, [each for parts in outputs for each in parts], perform, opts, inputs)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
-        mine, root = self._one(inputs, "gather"), self._root(opts, "gather")
+        mine, root = self._arguments.one(inputs, "gather"), self._arguments.root(opts, "gather")
         is_root = self.getRank() == root
-        targets = list(self._one(outputs, "gather")) if is_root else []
+        targets = list(self._arguments.one(outputs, "gather")) if is_root else []
         if is_root:
-            self._check_count(targets, "gather", "output")
+            self._arguments.check_count(targets, "gather", "output")
         field = signature("gather", mine.dtype, None, "", root)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -270,11 +277,11 @@ class FarcallProcessGroup(ProcessGroup):
         return self._run(field, targets, perform, opts, [mine])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
-        output, root = self._one(outputs, "scatter"), self._root(opts, "scatter")
+        output, root = self._arguments.one(outputs, "scatter"), self._arguments.root(opts, "scatter")
         is_root = self.getRank() == root
-        sources = list(self._one(inputs, "scatter")) if is_root else []
+        sources = list(self._arguments.one(inputs, "scatter")) if is_root else []
         if is_root:
-            self._check_count(sources, "scatter", "input")
+            self._arguments.check_count(sources, "scatter", "input")
         field = signature("scatter", output.dtype, None, "", root)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -286,8 +293,8 @@ class FarcallProcessGroup(ProcessGroup):
         return self._run(field, [output], perform, opts, sources)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
-        sources = list(self._one(inputs, "reduce_scatter"))
-        self._check_count(sources, "reduce_scatter", "input")
+        sources = list(self._arguments.one(inputs, "reduce_scatter"))
+        self._arguments.check_count(sources, "reduce_scatter", "input")
         return self._reduce_scatter("reduce_scatter", outputs, [sources], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> GroupWork:
@@ -301,8 +308,9 @@ class FarcallProcessGroup(ProcessGroup):
             if mine.numel() != output.numel() * size or output.dtype != mine.dtype:
                 raise ValueError(
                     f"reduce_scatter at rank {self.getRank()}: the input must have {size} times as many "
-                    f"elements as the output, of its dtype; got {_describe(mine)} for {_describe(output)}"
+                    f"elements as the output, of its dtype; got {describe(mine)} for {describe(output)}"
                 )
+        self._arguments.check_tensors("reduce_scatter_single", inputs)
         sources = [
             list(mine.contiguous().view(-1).chunk(size)) if mine.numel() else [mine] * size for mine in inputs
         ]
@@ -311,14 +319,13 @@ class FarcallProcessGroup(ProcessGroup):
     def _reduce_scatter(
         self, name: str, outputs: Tensors, sources: Sequence[Tensors], opts: Any
     ) -> GroupWork:
-        reduction = reduction_of(_reduce_op(opts))
+        reduction = self._arguments.reduction(opts, name, *outputs)
         for output, parts in zip(outputs, sources, strict=True):
-            reduction.check(output.dtype)
             for part in parts:
                 if part.numel() != output.numel():
                     raise ValueError(
                         f"{name} at rank {self.getRank()}: all inputs must have the output's size; "
-                        f"got {_describe(part)} for {_describe(output)}"
+                        f"got {describe(part)} for {describe(output)}"
                     )
         shapes = _describe_all(outputs)
         field = signature(name, None, None, reduction.name, -1, shapes)
@@ -341,8 +348,8 @@ class FarcallProcessGroup(ProcessGroup):
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> GroupWork:
-        takes = self._splits(output, output_sizes, "output")
-        gives = self._splits(mine, input_sizes, "input")
+        takes = self._arguments.splits(output, output_sizes, "output")
+        gives = self._arguments.splits(mine, input_sizes, "input")
         field = signature("all_to_all_single", mine.dtype)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -352,19 +359,9 @@ class FarcallProcessGroup(ProcessGroup):
 
         return self._run(field, [output], perform, opts, [mine])
 
-    def _splits(self, tensor: torch.Tensor, sizes: Sequence[int], what: str) -> list[int]:
-        count, length = self.getSize(), tensor.shape[0] if tensor.dim() else 1
-        given = list(sizes) or [length // count] * count
-        if len(given) != count or sum(given) != length:
-            raise ValueError(
-                f"all_to_all_single at rank {self.getRank()}: the {what}'s {length} rows cannot be split "
-                f"into {given} for {count} ranks"
-            )
-        return given
-
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
-        self._check_count(outputs, "all_to_all", "output")
-        self._check_count(inputs, "all_to_all", "input")
+        self._arguments.check_count(outputs, "all_to_all", "output")
+        self._arguments.check_count(inputs, "all_to_all", "input")
         field = signature("all_to_all", inputs[0].dtype)
 
         def perform(algorithms: Any, field: bytes, deadline: float) -> None:
@@ -378,20 +375,21 @@ class FarcallProcessGroup(ProcessGroup):
     # ---- from rank to rank
 
     def send(self, tensors: Tensors, to: int, tag: int) -> GroupWork:
-        tensor = self._one(tensors, "send")
-        self._check_rank(to, "send to")
-        self._check_devices([tensor])
+        tensor = self._arguments.one(tensors, "send")
+        self._arguments.check_rank(to, "send to")
+        self._arguments.check_tensors("send", [tensor])
         return self.group.messages.send(tensor.contiguous(), to, tag, self.group.timeout)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> GroupWork:
-        self._check_rank(source, "receive from")
-        return self._receive(self._one(tensors, "recv"), source, tag)
+        self._arguments.check_rank(source, "receive from")
+        return self._receive(self._arguments.one(tensors, "recv"), source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> GroupWork:
-        return self._receive(self._one(tensors, "recv"), ANY, tag)
+        return self._receive(self._arguments.one(tensors, "recv"), ANY, tag)
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> GroupWork:
-        self._check_devices([tensor])
+        self._arguments.check_tensors("receive", [tensor])
+        self._arguments.check_writable("receive", [tensor])
         flat = _room(tensor)
         work = self.group.messages.receive(flat, source, tag, self.group.timeout)
         if flat is not tensor:
@@ -407,61 +405,21 @@ class FarcallProcessGroup(ProcessGroup):
         perform: Callable[..., object],
         opts: Any,
         inputs: Tensors | None = None,
+        layout: torch.layout = torch.strided,
     ) -> GroupWork:
-        self._check_devices(outputs)
-        self._check_devices(inputs or ())
+        self._arguments.check_tensors(field, outputs, layout)
+        self._arguments.check_tensors(field, inputs or ())
+        self._arguments.check_writable(field, outputs)
         blocks = opts is not None and not opts.asyncOp
         timeout = self._limit(getattr(opts, "timeout", _UNSET))
         return self.group.run(field, outputs, perform, blocks=blocks, timeout=timeout, inputs=inputs)
 
-    def _check_devices(self, tensors: Tensors) -> None:
-        for tensor in tensors:
-            if tensor.device.type != "cpu":
-                raise ValueError(
-                    f"process group '{self._name}' takes tensors on the CPU; rank {self.getRank()} has given "
-                    f"one on {tensor.device}"
-                )
-
     def _limit(self, timeout: timedelta) -> float | None:
         return None if timeout <= timedelta(0) else timeout.total_seconds()
 
-    def _one(self, things: Sequence[Any], what: str) -> Any:
-        if len(things) != 1:
-            raise ValueError(f"{what} at rank {self.getRank()}: a rank has one tensor, got {len(things)}")
-        return things[0]
-
-    def _check_count(self, tensors: Tensors, what: str, which: str) -> None:
-        if len(tensors) != self.getSize():
-            raise ValueError(
-                f"{what} at rank {self.getRank()}: there must be one {which} for each of {self.getSize()} "
-                f"ranks, got {len(tensors)}"
-            )
-
-    def _check_rank(self, rank: int, what: str) -> None:
-        if not 0 <= rank < self.getSize() or rank == self.getRank():
-            raise ValueError(
-                f"rank {self.getRank()} cannot {what} rank {rank} in a group of {self.getSize()}"
-            )
-
-    def _root(self, opts: Any, what: str) -> int:
-        root = int(opts.rootRank)
-        if not 0 <= root < self.getSize():
-            raise ValueError(
-                f"{what} at rank {self.getRank()}: there is no rank {root} in a group of {self.getSize()}"
-            )
-        return root
-
-
-def _reduce_op(opts: Any) -> Any:
-    return torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
 
 def _describe_all(tensors: Tensors) -> str:
-    return "; ".join(map(_describe, tensors))
+    return "; ".join(map(describe, tensors))
 
 
 def _room(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,8 @@ class Reduction:
             (self.name in _BITWISE and floating)
             or (self.name in _ORDERED and dtype.is_complex)
             or (dtype.is_floating_point and dtype.itemsize == 1)
+            or (self._averages and dtype is torch.bool)
+            or (self._factor is not None and not floating)
         ):
             raise TypeError(f"tensors of {dtype} cannot be reduced by {self.name}")
 
@@ -97,7 +99,7 @@ def reduction_of(operation: Any) -> Reduction:
         name, kernel = _KERNELS[kind]
     except KeyError:
         known = ", ".join(each for each, _ in _KERNELS.values())
-        raise ValueError(f"{operation} is no reduction; there are: {known}") from None
+        raise ValueError(f"expected a reduction ({known}), got {operation}") from None
     factor = getattr(operation, "factor", None) if kind == ReduceOp.PREMUL_SUM else None
     if factor is not None:
         name = (

@@ -28,6 +28,7 @@ def init_process_group(timeout: timedelta | None = None) -> None:
         NotInitializedError: ``rpc.init_rpc`` has not been called.
         GroupMismatchError: the group is dynamic, so nobody knows who its ranks are.
         ValueError: there is a default process group.
+        TypeError: ``timeout`` is no ``timedelta``.
 
     Example::
 
@@ -39,6 +40,10 @@ def init_process_group(timeout: timedelta | None = None) -> None:
         rpc.shutdown()
     """
     agent: Any = current_agent()
+    if not isinstance(timeout, timedelta | None):
+        raise TypeError(
+            f"rank {agent.get_worker_info().id}: expected a timedelta for timeout, got {timeout!r}"
+        )
     if not agent.is_static_group:
         raise GroupMismatchError(
             "a process group needs ranks that stay, but workers join and leave this dynamic RPC group: "

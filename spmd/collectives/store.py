@@ -92,7 +92,7 @@ class _Keys:
         if reason is None:
             future.set_result(None)
         else:
-            future.set_exception(DistStoreError(reason))
+            _fail(future, reason)
         return future
 
     def give_up(self, prefix: str, reason: str) -> None:
@@ -101,7 +101,11 @@ class _Keys:
             ended = [future for missing, future in self._waiting if _begin(missing, prefix)]
             self._waiting = [each for each in self._waiting if each[1] not in ended]
         for future in ended:
-            future.set_exception(DistStoreError(reason))
+            _fail(future, reason)
+
+
+def _fail(future: Future[Any], reason: str) -> None:
+    future.set_exception(DistStoreError(reason))
 
 
 def _begin(keys: set[str], prefix: str) -> bool:

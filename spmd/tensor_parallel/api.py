@@ -138,6 +138,11 @@ def _parallelized(
     if not isinstance(module, nn.Module):
         raise ParallelTypeError(f"expected module to be a torch.nn.Module, got {type(module).__name__}")
     check_mesh(mesh, type(module).__name__)
+    if src_data_rank is not None and src_data_rank not in range(mesh.size()):
+        raise ParallelError(
+            f"rank {dist.get_rank()}, module {type(module).__name__}: expected src_data_rank to be None or a "
+            f"rank of the mesh, 0 to {mesh.size() - 1}, got {src_data_rank!r}"
+        )
     unmatched: list[str] = []
     steps = list(_resolve(module, "", parallelize_plan, "", unmatched))
     if unmatched:

@@ -23,6 +23,7 @@ def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A00
     if isinstance(input, DTensor) and input.placements != (flow.wanted,):
         input = input.redistribute(placements=(flow.wanted,))  # noqa: A001
     weight = flow.parameter(self.weight, "weight", flow.weight)
+    flow.check_place(input, weight)
     options = self.padding_idx, self.scale_grad_by_freq
     result: Tensor = _Embedding.apply(input, weight, *options, flow)  # type: ignore[no-untyped-call]
     return result

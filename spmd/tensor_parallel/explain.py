@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from spmd.tensor_parallel.errors import ParallelTypeError
 from spmd.tensor_parallel.traffic import Transfer, recorded
 
 __all__ = ["explain"]
@@ -33,10 +34,15 @@ def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> Group:
     Returns:
         What ``rich.print`` shows.
 
+    Raises:
+        ParallelTypeError: ``module`` is none.
+
     Example::
 
         rich.print(spmd.explain(model, torch.ones(4, 512)))
     """
+    if not isinstance(module, nn.Module):
+        raise ParallelTypeError(f"expected module to be a torch.nn.Module, got {type(module).__name__}")
     parts = [_parameters(module)]
     if inputs or kwargs:
         parts.append(_communicated(module, inputs, kwargs))

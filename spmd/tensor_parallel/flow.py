@@ -35,6 +35,7 @@ from spmd.tensor_parallel.errors import ParallelError
 from spmd.tensor_parallel.resharding import (
     Finish,
     begin_reshard,
+    check_dim,
     chunk,
     global_shape,
     gradient_layout,
@@ -118,6 +119,19 @@ class Flow:
             return parameter
         return parameter.redistribute(placements=(placement,))
 
+    def check_place(self, given: Tensor, weight: Tensor) -> None:
+        """Is an input where the parameters are? Either may be on the meta device, both or neither.
+
+        Raises:
+            ParallelError: it is not.
+        """
+        if given.is_meta is not weight.is_meta:
+            raise ParallelError(
+                self.site.says(
+                    f"expected the input where the weight is, on {weight.device}, got {given.device}"
+                )
+            )
+
     def take_in(self, given: Tensor, features: int | None) -> tuple[Tensor, tuple[int, ...], bool]:
         """The local part of an input, as wanted.
 
@@ -135,6 +149,7 @@ class Flow:
             return plain(given), shape, True
         shape, expected = tuple(given.shape), features
         if self.takes_shards:
+            check_dim(self.given, given.ndim, "the input", self.site)
             shape = global_shape(shape, self.given, self.site.size)
             if features is not None and normalized(self.given, len(shape)) == Shard(len(shape) - 1):
                 expected, _ = chunk(features, self.site.size, self.site.rank)

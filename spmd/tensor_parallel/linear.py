@@ -22,6 +22,7 @@ def linear_forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - as
     if isinstance(input, DTensor) and input.placements != (flow.wanted_in(input.ndim),):
         input = input.redistribute(placements=(flow.wanted,))  # noqa: A001
     weight = flow.parameter(self.weight, "weight", flow.weight)
+    flow.check_place(input, weight)
     bias = None
     if self.bias is not None:
         placement = REPLICATE if isinstance(flow.natural, Partial) else flow.weight

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from spmd.tensor_parallel.flow import gradient_of, plain
 from spmd.tensor_parallel.random_numbers import dropout_mask
-from spmd.tensor_parallel.resharding import global_shape
+from spmd.tensor_parallel.resharding import check_dim, global_shape
 from spmd.tensor_parallel.site import Site
 from spmd.tensor_parallel.traffic import note
 
@@ -57,6 +57,7 @@ def sequence_forward(own: Callable[..., Any], self: nn.Module, /, *args: Any, **
     """In place of a module's forward; the sequence comes first, or is called ``input`` or ``x``."""
     flow: SequenceFlow = self._tensor_parallel  # type: ignore[assignment]
     given, rest = flow.site.first_input(args, kwargs)
+    check_dim(flow.sharding, given.ndim, "the input", flow.site)
     dim = flow.sharding.dim % given.ndim
     sharding = (Shard(dim),)
     if isinstance(given, DTensor) and given.placements != sharding:

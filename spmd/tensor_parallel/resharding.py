@@ -34,7 +34,7 @@ from spmd.tensor_parallel.site import Site
 from spmd.tensor_parallel.traffic import note
 
 __all__ = ["Finish", "chunk", "global_shape", "gradient_layout", "local_shape", "normalized", "reshard"]
-__all__ += ["Reshard", "begin_reshard", "check_layout", "same"]
+__all__ += ["Reshard", "begin_reshard", "check_dim", "check_layout", "same"]
 
 Finish: TypeAlias = Callable[[], Tensor]
 """Waits for what was begun and returns its result."""
@@ -84,6 +84,18 @@ def check_layout(layout: Placement, what: str) -> None:
     known = type(layout) in (Shard, Replicate) or (type(layout) is Partial and layout.reduce_op == "sum")
     if not known:
         raise ParallelError(f"expected {what} to be Shard, Replicate or Partial('sum'), got {layout!r}")
+
+
+def check_dim(layout: Placement, dims: int, what: str, site: Site) -> None:
+    """Has a tensor the dimension that a layout shards?
+
+    Raises:
+        ParallelError: it has not.
+    """
+    if isinstance(layout, Shard) and not -dims <= layout.dim < dims:
+        raise ParallelError(
+            site.says(f"expected {what} to have a dimension for {layout!r}, got {dims} of them")
+        )
 
 
 def global_shape(local: Sequence[int], layout: Placement, size: int) -> tuple[int, ...]:
@@ -139,6 +151,7 @@ def begin_reshard(
     """As :func:`reshard`, but returns when the collective is on its way."""
     if source is target or site.size == 1:
         return lambda: local
+    check_dim(target, len(shape), "a tensor", site)
     source, target = normalized(source, len(shape)), normalized(target, len(shape))
     if source == target or (isinstance(source, Replicate) and isinstance(target, Partial)):
         return lambda: local
@@ -237,6 +250,7 @@ class Reshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, source: Placement, target: Placement, site: Site) -> Tensor:
+        check_dim(source, local.ndim, "a tensor", site)
         shape = global_shape(local.shape, source, site.size)
         ctx.back = gradient_layout(target), gradient_layout(source), shape, site
         moved = reshard(local, source, target, shape, site)

@@ -84,37 +84,6 @@ def test_the_output_of_a_reduce_scatter_may_be_a_part_of_its_input(
     run_in_world(run_workers, scatter_in_place, 3, apart=apart)
 
 
-def give_tensors_of_no_memory(worker: Worker) -> None:
-    nowhere = torch.empty(4, device="meta")
-    other = 1 - worker.rank
-    for call in (
-        lambda: dist.send(nowhere, other),
-        lambda: dist.recv(nowhere, other),
-        lambda: dist.all_gather([torch.empty(4), torch.empty(4)], nowhere),
-        lambda: dist.reduce_scatter(torch.empty(4), [nowhere, nowhere]),
-        lambda: dist.all_to_all([torch.empty(4), torch.empty(4)], [nowhere, nowhere]),
-    ):
-        with pytest.raises(ValueError, match="takes tensors on the CPU"):
-            call()
-
-
-def test_inputs_that_are_not_on_the_cpu_are_refused(run_workers: RunWorkers) -> None:
-    run_in_world(run_workers, give_tensors_of_no_memory, 2)
-
-
-def receive_where_nothing_can_be_written(worker: Worker) -> None:
-    if worker.rank == 0:
-        with pytest.raises(RuntimeError, match="single memory location"):
-            dist.recv(torch.zeros(1).expand(4), 1)
-    else:
-        dist.send(torch.ones(4), 0)
-    dist.barrier()
-
-
-def test_a_receive_that_cannot_write_its_tensor_fails_alone(run_workers: RunWorkers) -> None:
-    run_in_world(run_workers, receive_where_nothing_can_be_written, 2)
-
-
 def exchange_other_sizes(worker: Worker) -> None:
     """Rank 1 expects nothing of rank 0, which has much for it."""
     outputs = [torch.empty(1 - worker.rank), torch.empty(1)]

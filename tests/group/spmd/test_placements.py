@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from spmd.tensor_parallel import PrepareModuleInput, PrepareModuleOutput, parallelize_module
-from tests.group.spmd.meshes import in_mesh
+from tests.group.spmd.meshes import backward, gradient_of, in_mesh
 from tests.support.workers import RunWorkers
 
 PLACEMENTS: Final = (Replicate(), Shard(0), Shard(1), Partial())
@@ -68,10 +68,11 @@ def redistribute(mesh: DeviceMesh, shape: Sequence[int]) -> None:
         if any(isinstance(to, Partial) and to != each for each, to in zip(source, target, strict=True)):
             continue  # PyTorch makes no sum of what is none
         what = f"{source} to {target} of {shape}"
-        leaf = distributed(x, mesh, source).requires_grad_()
+        leaf = distributed(x, mesh, source)
+        leaf.requires_grad_()
         moved = leaf.redistribute(placements=target)
         assert_is(moved, x, target, what)
-        moved.backward(distributed(gradient, mesh, back(target)))  # type: ignore[no-untyped-call]
+        backward(moved, distributed(gradient, mesh, back(target)))
         assert isinstance(leaf.grad, DTensor)
         assert torch.equal(leaf.grad.full_tensor(), gradient), what
 
@@ -93,9 +94,8 @@ def lay_out_anew(mesh: DeviceMesh) -> None:
         if isinstance(target, Partial):
             continue  # the styles know no way there
         line = mesh[name]
-        layouts = {"input_layouts": source, "desired_input_layouts": target}
         styles = [
-            PrepareModuleInput(**layouts, use_local_output=True),
+            PrepareModuleInput(input_layouts=source, desired_input_layouts=target, use_local_output=True),
             PrepareModuleOutput(output_layouts=source, desired_output_layouts=target),
         ]
         for style in styles:
@@ -104,8 +104,8 @@ def lay_out_anew(mesh: DeviceMesh) -> None:
             leaf = part_of(x, line, [source]).requires_grad_()
             moved = module(leaf)
             assert torch.equal(moved, part_of(x, line, [target])), what
-            moved.backward(part_of(gradient, line, [target]))
-            assert torch.equal(leaf.grad, part_of(gradient, line, back([source]))), what
+            backward(moved, part_of(gradient, line, [target]))
+            assert torch.equal(gradient_of(leaf), part_of(gradient, line, back([source]))), what
 
 
 def test_styles_lay_out_anew_along_each_dimension(run_workers: RunWorkers) -> None:

@@ -146,7 +146,7 @@ def test_clipping_counts_replicated_parameters_once(worker: Worker) -> None:
     own = nn.Linear(WIDTH, WIDTH)  # of the driver's
     twin = nn.Linear(WIDTH, WIDTH)
     twin.load_state_dict(own.state_dict())
-    parameters = [*model.remote_parameters(), *(rpc.RRef(each) for each in own.parameters())]
+    parameters: list[Any] = [*model.remote_parameters(), *(rpc.RRef(each) for each in own.parameters())]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
     theirs = torch.optim.SGD([*alone.parameters(), *twin.parameters()], lr=0.1)
     x = torch.randn(4, 5, WIDTH)

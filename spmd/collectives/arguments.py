@@ -1,0 +1,118 @@
+"""What cannot be right among the arguments of an operation, found before anybody is told.
+
+A message says the operation, the rank, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmd.collectives.reductions import Reduction, reduction_of
+from spmd.collectives.signature import text_of
+
+__all__ = ["Arguments", "describe"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Checks for one rank of a group. They raise ``ValueError`` or ``TypeError``.
+
+    Attributes:
+        group: its name.
+        rank, size: in it.
+    """
+
+    group: str
+    rank: int
+    size: int
+
+    def reduction(self, opts: Any, what: str, *tensors: torch.Tensor) -> Reduction:
+        """The reduction that is asked for, if these tensors can be reduced so."""
+        try:
+            reduction = reduction_of(_reduce_op(opts))
+            for tensor in tensors:
+                reduction.check(tensor.dtype)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{what} at rank {self.rank}: {error}") from None
+        return reduction
+
+    def check_tensors(
+        self, what: str | bytes, tensors: Tensors, layout: torch.layout = torch.strided
+    ) -> None:
+        """Raise unless all are on the CPU, and of this layout."""
+        for tensor in tensors:
+            if tensor.device.type != "cpu" or tensor.layout is not layout:
+                raise ValueError(
+                    f"{_text(what)} at rank {self.rank}: process group '{self.group}' takes dense "
+                    f"tensors on the CPU, got {describe(tensor)}, {tensor.layout}, on {tensor.device}"
+                )
+
+    def check_writable(self, what: str | bytes, tensors: Tensors) -> None:
+        """Raise where a tensor that is to be written was expanded."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided and not tensor.is_contiguous() and _overlaps(tensor):
+                raise ValueError(
+                    f"{_text(what)} at rank {self.rank}: expected a tensor that can be written, got "
+                    f"{describe(tensor)}, several of whose elements are one in memory: clone it"
+                )
+
+    def one(self, things: Sequence[Any], what: str) -> Any:
+        """The only one of several things that c10d passes as a list."""
+        if len(things) != 1:
+            raise ValueError(f"{what} at rank {self.rank}: a rank has one tensor, got {len(things)}")
+        return things[0]
+
+    def check_count(self, tensors: Tensors, what: str, which: str) -> None:
+        """Raise unless there is one tensor for each rank."""
+        if len(tensors) != self.size:
+            raise ValueError(
+                f"{what} at rank {self.rank}: there must be one {which} for each of {self.size} "
+                f"ranks, got {len(tensors)}"
+            )
+
+    def check_rank(self, rank: int, what: str) -> None:
+        """Raise unless this is another rank of the group."""
+        if not 0 <= rank < self.size or rank == self.rank:
+            raise ValueError(f"rank {self.rank} cannot {what} rank {rank} in a group of {self.size}")
+
+    def root(self, opts: Any, what: str) -> int:
+        """The root, as a rank of the group."""
+        root = int(opts.rootRank)
+        if not 0 <= root < self.size:
+            raise ValueError(f"{what} at rank {self.rank}: there is no rank {root} in a group of {self.size}")
+        return root
+
+    def splits(self, tensor: torch.Tensor, sizes: Sequence[int], what: str) -> list[int]:
+        """How many rows each rank has; even ones if none are given."""
+        count, length = self.size, tensor.shape[0] if tensor.dim() else 1
+        given = list(sizes) or [length // count] * count
+        if len(given) != count or sum(given) != length:
+            raise ValueError(
+                f"all_to_all_single at rank {self.rank}: the {what}'s {length} rows cannot be split "
+                f"into {given} for {count} ranks"
+            )
+        return given
+
+
+def _reduce_op(opts: Any) -> Any:
+    return torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _text(what: str | bytes) -> str:
+    return what if isinstance(what, str) else text_of(what)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether it was expanded."""
+    return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor's dtype and shape, as messages show them."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
