@@ -18,7 +18,7 @@ from tests.support.workers import RunWorkers, Worker, Workers, WorkersFailed, fo
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300 * EFFORT)]  # what fails is made smaller
 
 Run: TypeAlias = Callable[[Sequence[Call]], None]
-EXAMPLES = settings(PROFILE, max_examples=30 * EFFORT, phases=[Phase.generate, Phase.shrink])
+EXAMPLES = settings(PROFILE, max_examples=20 * EFFORT, phases=[Phase.generate, Phase.shrink])
 
 
 def serve(apart: bool, worker: Worker) -> None:
