@@ -289,8 +289,9 @@ class LocalCollectives:
 
         def read(number: int, step: int) -> None:
             mine = own[step]
+            length = mine.shape[0]
             terms = [
-                mine if rank == me else self._chunks(rank, dtype, count, number)[me][: len(mine)]
+                mine if rank == me else self._chunk(rank, dtype, count, length, number)
                 for rank in self._everybody
             ]
             reduction.reduce(terms, result[step])
@@ -386,9 +387,10 @@ class LocalCollectives:
             index = step * size + me
             if index < len(own):
                 mine, number = own[index], inputs[step]
-                out = board.tensor(me, board.round + 1, dtype)[: len(mine)]
+                length = mine.shape[0]
+                out = board.tensor(me, board.round + 1, dtype).narrow(0, 0, length)
                 terms = [
-                    mine if rank == me else self._chunks(rank, dtype, count, number)[me][: len(mine)]
+                    mine if rank == me else self._chunk(rank, dtype, count, length, number)
                     for rank in self._everybody
                 ]
                 reduction.reduce(terms, out)
@@ -429,6 +431,6 @@ class LocalCollectives:
         fair = -(-total // (self._size * _ALIGNMENT)) * _ALIGNMENT
         return max(_ALIGNMENT, min(most, fair))
 
-    def _chunks(self, rank: int, dtype: torch.dtype, count: int, number: int) -> Sequence[torch.Tensor]:
-        """The chunks of ``count`` elements in a rank's slot of a round."""
-        return pieces(self._board.tensor(rank, number, dtype)[: count * self._size], count)
+    def _chunk(self, rank: int, dtype: torch.dtype, count: int, length: int, number: int) -> torch.Tensor:
+        """What is for this rank in a rank's slot of a round: ``length`` elements, of chunks of ``count``."""
+        return self._board.tensor(rank, number, dtype).narrow(0, self._me * count, length)
