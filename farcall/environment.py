@@ -15,7 +15,7 @@ from rpc.runtime.cpu_quota import usable_cores
 
 __all__ = ["gather", "show"]
 
-_PACKAGES = ("torch", "uvloop", "msgpack", "cloudpickle", "rich", "numpy")
+_PACKAGES = ("torch", "uvloop", "msgpack", "cloudpickle", "click", "rich", "numpy")
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 

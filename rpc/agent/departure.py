@@ -313,8 +313,6 @@ class Departure:
 
     def _end(self, reason: str | None) -> None:
         waiting, self._waiting = self._waiting, None
-        if self._notice is not None:
-            self._notice.cancel()
         if waiting is not None:
             waiting(reason)
 
