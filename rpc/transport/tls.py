@@ -27,6 +27,7 @@ _PER_CALL: Final = 256 << 10
 """After so many bytes others have their turn."""
 _HANDSHAKE_SECONDS: Final = 5.0
 _MAX_HANDSHAKES: Final = 256
+_SLOW_SECONDS: Final = 1.0
 
 _NOT_NOW: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -176,7 +177,7 @@ def _done(future: asyncio.Future[None]) -> None:
 class Acceptor:
     """Shakes hands with those who connect, and hands them over. On the loop's thread.
 
-    Of too many at a time, the one who has tried for longest is cut off.
+    Of too many at a time, the one who has tried for longest is cut off, if it is slow.
     """
 
     def __init__(
@@ -190,14 +191,17 @@ class Acceptor:
         self._context = context
         self._accepted = accepted
         self._failed = failed
-        self._under_way: dict[asyncio.Task[None], None] = {}
+        self._under_way: dict[asyncio.Task[None], float] = {}
 
     def accept(self, sock: socket.socket, description: str) -> None:
         """Somebody has connected."""
+        now = self._loop.time()
         if len(self._under_way) >= _MAX_HANDSHAKES:
-            next(iter(self._under_way)).cancel()
+            oldest, began = next(iter(self._under_way.items()))
+            if now - began > _SLOW_SECONDS:
+                oldest.cancel()
         task = self._loop.create_task(self._shake_hands(sock, description))
-        self._under_way[task] = None
+        self._under_way[task] = now
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

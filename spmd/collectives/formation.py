@@ -40,6 +40,8 @@ _FORMING: Final = 2 * RESERVED_TAGS
 """Tags from here on, as many as there are reserved ones twice, are those of groups that are being formed."""
 
 _RECORD: Final = b"board"
+_TOKEN_BYTES: Final = 16
+_TOKEN_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.02
 _SLICE_SECONDS: Final = 1.0
 
@@ -180,10 +182,10 @@ def _share(talk: _Talk, rank: int, together: Sequence[int], deadline: float) -> 
     leader = together[0]
     if rank == leader:
         return _hand_out(talk, together[1:], size, deadline)
-    name = talk.value(talk.post(leader), leader)
+    name, token = talk.value(talk.post(leader), leader)
     descriptor = None
     try:
-        descriptor = _fetch(name, deadline)
+        descriptor = _fetch(name, token, deadline)
         shared_memory.check(descriptor, size)
         return shared_memory.Mapping(descriptor, size)
     except (OSError, RpcError):
@@ -202,6 +204,7 @@ def _hand_out(
         listener.listen(len(members))  # all of them come at once
     except OSError:
         listener, name = None, ""
+    token = secrets.token_bytes(_TOKEN_BYTES)
     with contextlib.ExitStack() as stack:
         descriptor = -1
         if listener is not None:
@@ -210,11 +213,11 @@ def _hand_out(
                 descriptor = shared_memory.create(size)
                 stack.callback(os.close, descriptor)
         for member in members:
-            talk.tell(member, name if descriptor >= 0 else "")
+            talk.tell(member, [name if descriptor >= 0 else "", token])
         waiting = {member: talk.post(member) for member in members}
         while waiting:
             if listener is not None and descriptor >= 0:
-                _serve(listener, descriptor)
+                _serve(listener, token, descriptor)
             for member, message in list(waiting.items()):
                 if message.done() or monotonic() >= deadline:
                     talk.value(message, member)
@@ -232,20 +235,27 @@ def _hand_out(
 
 
 @interruptible
-def _serve(listener: socket.socket, descriptor: int) -> None:
-    """Hand the descriptor to one who has connected, if somebody does soon."""
-    readable, _, _ = select.select([listener], [], [], _LOOK_SECONDS)
-    if readable:
-        with contextlib.suppress(OSError):
-            sock = fd_channel.accept(listener)
-            if sock is not None:
-                with sock:
+def _serve(listener: socket.socket, token: bytes, descriptor: int) -> None:
+    """Hand the descriptor to one who has connected and shows the token, if somebody does soon."""
+    if not _is_readable(listener, _LOOK_SECONDS):
+        return
+    with contextlib.suppress(OSError):
+        sock = fd_channel.accept(listener)
+        if sock is not None:
+            with sock:
+                # Who belongs to the group has sent it at once.
+                shown = sock.recv(_TOKEN_BYTES) if _is_readable(sock, _TOKEN_SECONDS) else b""
+                if secrets.compare_digest(shown, token):
                     fd_channel.send(sock, _RECORD, descriptor)
 
 
+def _is_readable(sock: socket.socket, seconds: float) -> bool:
+    return bool(select.select([sock], [], [], seconds)[0])
+
+
 @interruptible
-def _fetch(name: str, deadline: float) -> int:
-    """The descriptor that who listens under a name hands out.
+def _fetch(name: str, token: bytes, deadline: float) -> int:
+    """The descriptor that who listens under a name hands out to who shows the token.
 
     Raises:
         OSError: it cannot be had.
@@ -253,12 +263,10 @@ def _fetch(name: str, deadline: float) -> int:
     if not name:
         raise OSError("the first rank of this host has no memory to share")
     with fd_channel.connect(name) as sock:
-        readable: list[socket.socket] = []
-        while not readable:
-            left = deadline - monotonic()
-            if left <= 0:
+        sock.send(token)
+        while not _is_readable(sock, max(0.0, min(deadline - monotonic(), _SLICE_SECONDS))):
+            if monotonic() >= deadline:
                 raise TimeoutError
-            readable, _, _ = select.select([sock], [], [], min(left, _SLICE_SECONDS))
         _, descriptor = fd_channel.receive(sock)
     if descriptor is None:
         raise OSError("the descriptor was lost on its way")

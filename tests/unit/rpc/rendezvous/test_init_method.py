@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -16,6 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from rpc.errors import RendezvousError
+from rpc.rendezvous.address import _address_towards
 from rpc.rendezvous.init_method import Place, _TcpStore, job_key, open_store, resolve_group
 from rpc.rendezvous.static import join_static
 from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
@@ -130,6 +132,38 @@ def test_store_on_loopback_listens_there_only(free_port: int) -> None:
     store = open_store(f"tcp://localhost:{free_port}", 0, 1, timeout=20)
     assert _listening_on(free_port) == f"127.0.0.1:{free_port}"
     assert store.add("n", 2) == 2
+
+
+def test_store_listens_at_the_address_that_the_rendezvous_names(free_port: int) -> None:
+    try:
+        address = _address_towards(("192.0.2.1", 1), socket.AF_INET)
+    except OSError:
+        pytest.skip("this host has no address on a network")
+    store = open_store(f"tcp://{address}:{free_port}", 0, 1, timeout=20)
+    assert _listening_on(free_port) == f"{address}:{free_port}"
+    assert store.add("n", 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "bound"),
+    [
+        (["10.0.0.1"], "10.0.0.1"),
+        (["10.0.0.1", "10.0.0.2"], None),
+        (["127.0.1.1"], None),
+        ([], None),
+    ],
+    ids=["one address", "several", "loopback here alone", "none"],
+)
+def test_store_listens_everywhere_where_its_name_may_mean_another_address(
+    monkeypatch: pytest.MonkeyPatch, found: list[str], bound: str | None
+) -> None:
+    def resolve(*_: object, **__: object) -> list[Any]:
+        if not found:
+            raise socket.gaierror("no such host")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert _TcpStore.of("tcp://master:1", 0, {})._own_address() == bound
 
 
 def test_store_of_this_process_is_shared(free_port: int) -> None:

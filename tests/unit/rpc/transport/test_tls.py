@@ -242,6 +242,7 @@ def test_of_too_many_that_say_nothing_the_first_is_cut_off(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(tls, "_MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(tls, "_SLOW_SECONDS", -1.0)
     there = make_side(authority.issue())
     with contextlib.ExitStack() as stack:
         first, *_ = (stack.enter_context(socket.create_connection(there.where, SOON)) for _ in range(3))
