@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["attributes", "count"]
+__all__ = ["attributes", "count", "known_count"]
+
+
+def known_count() -> int | None:
+    """How many workers there are; None without SPMD mode."""
+    from spmd.engine.start import global_device_count, is_spmd
+
+    return global_device_count() if is_spmd() else None
 
 
 def count() -> int:
     """How many workers there are.
 
     Raises:
-        RuntimeError: :func:`spmd.use_spmd` was not called.
+        NotInSpmdModeError: :func:`spmd.use_spmd` was not called.
     """
-    from spmd.engine.api import workers_count
+    from spmd.engine.start import global_device_count
 
-    return workers_count()
+    return global_device_count()
 
 
 def attributes() -> list[dict[str, Any]]:

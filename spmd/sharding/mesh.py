@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd.engine.program import Layout
+from spmd.sharding.devices import count, known_count
 from spmd.sharding.op_sharding import WHOLE, OpSharding, layout_of
 from spmd.sharding.partition_spec import PartitionSpec, resolve
 
@@ -66,6 +67,11 @@ class Mesh:
             raise AssertionError(f"Device IDs must be unique, got: {ids.tolist()}")
         if any(not 0 <= each < size for each in ids.ravel()):
             raise AssertionError(f"Device IDs must be less than mesh size ({size}), got: {ids.tolist()}")
+        workers = known_count()
+        if workers not in (None, size):
+            raise AssertionError(
+                f"Number of device IDs ({size}) must match the global number of devices ({workers})"
+            )
         self.device_ids = ids.ravel()
         self.mesh_shape = tuple(int(each) for each in mesh_shape)
         self.axis_names = None if axis_names is None else tuple(axis_names)
@@ -156,7 +162,5 @@ def get_1d_mesh(axis_name: str | None = None) -> Mesh:
         >>> get_1d_mesh("data").shape()
         OrderedDict({'data': 4})
     """
-    from spmd.sharding.devices import count
-
     workers = count()
     return Mesh(range(workers), (workers,), None if axis_name is None else (axis_name,))

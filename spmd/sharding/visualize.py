@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from spmd.sharding.devices import count
 from spmd.sharding.op_sharding import OpSharding
 
 if TYPE_CHECKING:
@@ -84,16 +85,14 @@ def visualize_sharding(
 
 def visualize_tensor_sharding(t: Tensor, **options: Any) -> Table:
     """Print how a tensor on the logical device is cut; options are those of :func:`visualize_sharding`."""
-    from spmd.sharding.marks import op_sharding
+    from spmd.sharding.marks import sharding_spec
 
-    return visualize_sharding(str(op_sharding(t)), **options)
+    return visualize_sharding(sharding_spec(t), **options)
 
 
 def _cells(sharding: OpSharding) -> list[list[str]]:
     """What each cell says, row by row."""
     if not sharding.tiles:
-        from spmd.sharding.devices import count
-
         return [[f"CPU {list(range(count()))}"]]
     if any(count > 1 for count in sharding.tiles[2:]):
         raise ValueError(f"a table shows the first two dimensions of a tensor, and {sharding} cuts others")
