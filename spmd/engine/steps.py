@@ -1,0 +1,60 @@
+"""What goes between the driver and a worker: one step each time the driver flushes, answered when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from spmd.engine.program import Program
+
+__all__ = ["Answer", "Failure", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a worker is to do. Values have ids: from ``base`` first uploads, then outputs of the program.
+
+    Attributes:
+        sequence: from 0; steps are done in this order.
+        base: see above.
+        uploads: this worker's parts of new tensors.
+        program: a number; None: nothing is run.
+        definition: of a program that comes for the first time.
+        inputs: ids.
+        scalars: the program's.
+        freed: ids of values that nobody needs after this step.
+        wanted: ids of values that the answer is to bring.
+    """
+
+    sequence: int
+    base: int
+    uploads: tuple[Tensor, ...] = ()
+    program: int | None = None
+    definition: Program | None = None
+    inputs: Any = None
+    scalars: tuple[Any, ...] = ()
+    freed: Any = ()
+    wanted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An instruction that has failed.
+
+    Attributes:
+        index: its number in the program.
+        cause: what it raised.
+    """
+
+    index: int
+    cause: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker says when a step is done: local tensors that were wanted, or what has failed."""
+
+    values: tuple[Tensor, ...] = ()
+    failure: Failure | None = None
