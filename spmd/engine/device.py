@@ -155,6 +155,7 @@ class LogicalTensor(torch.Tensor):
         return f"{shown[:-1]}{more})"
 
 
+_make: Final[Any] = torch.Tensor._make_wrapper_subclass
 _TENSOR_DATA: Final[Any] = torch._C.TensorBase.__dict__["data"]
 
 
@@ -172,13 +173,8 @@ def _restored(data: Tensor, requires_grad: bool) -> Tensor:
 def wrap(alias: Alias) -> LogicalTensor:
     """A tensor that shows this."""
     spec = alias.spec
-    made: LogicalTensor = torch.Tensor._make_wrapper_subclass(
-        LogicalTensor,
-        spec.shape,
-        strides=spec.stride,
-        storage_offset=spec.offset,
-        dtype=spec.dtype,
-        device=DEVICE,
+    made: LogicalTensor = _make(
+        LogicalTensor, spec.shape, spec.stride, spec.offset, None, spec.dtype, torch.strided, DEVICE
     )
     made._alias = alias
     return made
@@ -284,11 +280,10 @@ def _view(recorder: Recorder, operator: Any, args: tuple[Any, ...], kwargs: dict
             *(kwargs[each.name] for each in operator._schema.arguments[len(args) :] if each.name in kwargs),
         )
     frozen = tuple([tuple(each) if type(each) is list else each for each in rest])
-    key = (operator, parent.spec.shape, parent.spec.stride, parent.spec.offset, parent.spec.dtype, frozen)
+    key = (operator, parent.spec, frozen)
     known = _VIEWS.get(key)
     if known is None:
-        infer_operator = operator
-        specs = infer(infer_operator, (parent.spec, *rest), {})
+        specs = infer(operator, (parent.spec, *rest), {})
         steps = steps_of_view(operator, parent, rest)
         known = _VIEWS[key] = (
             isinstance(specs, Spec),

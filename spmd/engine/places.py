@@ -32,12 +32,8 @@ def place() -> Place:
         is_users = _is_users.get(code)
         if is_users is None:
             is_users = _is_users[code] = not code.co_filename.startswith(_OURS)
-        if is_users and frame.f_back is not None:
+        if is_users:
             return code, frame.f_lasti
-        if frame.f_back is None:
-            if is_users and threading.current_thread() is threading.main_thread():
-                return code, frame.f_lasti
-            return _of_backward()
         frame = frame.f_back
     return _of_backward()
 

@@ -107,13 +107,15 @@ class Recorder:
 
     Args:
         run: takes a recording over, when it is long enough or ``flush`` is called.
+        tensor_type: of the tensors that users have, which show what ``_alias`` says.
     """
 
-    def __init__(self, run: Callable[[Recording], None]) -> None:
+    def __init__(self, run: Callable[[Recording], None], tensor_type: Any) -> None:
         self.lock = threading.RLock()
         self.recording = Recording()
         self.notes: Counter[tuple[Entry, CodeType | None, int]] = Counter()
         self._run = run
+        self._tensor_type = tensor_type
         self._entries: dict[tuple[Any, ...], Entry] = {}
         self._moved: dict[tuple[int, Layout], Value] = {}
 
@@ -149,18 +151,17 @@ class Recorder:
         tensors: list[Alias] = []
         scalars: list[Any] = []
         numbers = operation.numbers
+        tensor_type = self._tensor_type
         position = 0
         for arg in args:
             kind = type(arg)
-            if hasattr(arg, "_alias"):
-                arg = arg._alias
-                kind = Alias
-            if kind is Alias:
-                if arg.parent is not None:
-                    read(self, arg)
-                tensors.append(arg)
-                key.append(arg.spec)
-            elif kind is float or kind is int:
+            if kind is tensor_type:
+                alias = arg._alias
+                if alias.parent is not None:
+                    read(self, alias)
+                tensors.append(alias)
+                key.append(alias.spec)
+            elif kind is int or kind is float:
                 if position in numbers:
                     key.append(_FLOAT if kind is float else _INT)
                     scalars.append(arg)
@@ -185,9 +186,10 @@ class Recorder:
     def _flatten(
         self, arg: Any, key: list[Any], tensors: list[Alias], scalars: list[Any], is_number: bool
     ) -> None:
-        if hasattr(arg, "_alias"):
-            arg = arg._alias
         kind = type(arg)
+        if isinstance(arg, self._tensor_type):
+            arg = arg._alias
+            kind = Alias
         if kind is Alias:
             if arg.parent is not None:
                 read(self, arg)
@@ -244,6 +246,8 @@ class Recorder:
         return results
 
     def _enter_value(self, value: Value) -> int:
+        if value.remote is not None and value.remote.error is not None:
+            raise value.remote.error
         recording = self.recording
         recording.inputs.append(value)
         value.recording = recording

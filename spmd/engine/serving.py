@@ -17,7 +17,7 @@ from rref import RRef
 from spmd.collectives.store import WorkerStore
 from spmd.engine.errors import SpmdError
 from spmd.engine.program import MeshKey
-from spmd.engine.steps import Answer, Step
+from spmd.engine.messages import Answer, Step
 from spmd.engine.worker import WorkerEngine
 
 __all__ = ["ServedWorker", "make"]

@@ -24,7 +24,7 @@ from spmd.engine.device import set_engine, set_up
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
 from spmd.engine.serving import make
 from spmd.engine.session import Session
-from spmd.engine.steps import Step
+from spmd.engine.messages import Step
 
 __all__ = ["device", "global_device_count", "is_spmd", "shutdown", "sync", "use_spmd"]
 
@@ -40,6 +40,9 @@ class _RemotePort:
 
     def send(self, step: Step) -> Any:
         return self.worker.rpc_async(timeout=0).do(step)
+
+    def abort(self, reason: str) -> None:
+        self.worker.rpc_async(timeout=0).abort(reason)
 
 
 class _Mode:

@@ -1,4 +1,4 @@
-"""What goes between the driver and a worker: one step each time the driver flushes, answered when it is done."""
+"""What goes between the driver and a worker: one step for each flush of the driver, answered when it is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Answer", "Failure", "Step"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a worker is to do. Values have ids: from ``base`` first uploads, then outputs of the program.
+    """What a worker is to do. Values have ids: from ``base`` first uploads, then what the program makes.
 
     Attributes:
         sequence: from 0; steps are done in this order.
@@ -22,9 +22,8 @@ class Step:
         uploads: this worker's parts of new tensors.
         program: a number; None: nothing is run.
         definition: of a program that comes for the first time.
-        inputs: ids.
-        scalars: the program's.
-        freed: ids of values that nobody needs after this step.
+        run: the ids of its inputs, and its scalars, as ``Repetition`` packs them.
+        freed: ids of values that nobody needs after this step, beyond the inputs that the program does not keep.
         wanted: ids of values that the answer is to bring.
     """
 
@@ -33,10 +32,21 @@ class Step:
     uploads: tuple[Tensor, ...] = ()
     program: int | None = None
     definition: Program | None = None
-    inputs: Any = None
-    scalars: tuple[Any, ...] = ()
-    freed: Any = ()
+    run: Any = None
+    freed: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
+
+    def __reduce__(self) -> Any:
+        return Step, (
+            self.sequence,
+            self.base,
+            self.uploads,
+            self.program,
+            self.definition,
+            self.run,
+            self.freed,
+            self.wanted,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,7 @@ class Failure:
     """An instruction that has failed.
 
     Attributes:
-        index: its number in the program.
+        index: its number in the program; -1: the program could not be run at all.
         cause: what it raised.
     """
 
