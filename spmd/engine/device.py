@@ -232,6 +232,8 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     with recorder.lock:
         if operation.is_view:
             return _view(recorder, operator, args, kwargs)
+        if operation.is_reshaping:
+            return _reshape(args[0], _view(recorder, operation.pure.overload, args, kwargs))
         if operation.mutated:
             return _mutate(recorder, operation, args, kwargs or {})
         try:
@@ -295,6 +297,13 @@ def _view(recorder: Recorder, operator: Any, args: tuple[Any, ...], kwargs: dict
 
 
 _VIEWS: Final[dict[tuple[Any, ...], tuple[bool, list[tuple[Spec, Any]]]]] = {}
+
+
+def _reshape(tensor: LogicalTensor, view: LogicalTensor) -> Tensor:
+    """A tensor becomes a view of what it was, as by ``transpose_``."""
+    _TENSOR_DATA.__set__(tensor, view)
+    tensor._alias = view._alias
+    return tensor
 
 
 def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -438,6 +447,11 @@ def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | Non
         return wrap(Alias.of_view(base, steps[-1], spec)) if steps else wrap(base)
 
 
+@_handles(aten.detach_.default)
+def _detach(tensor: LogicalTensor) -> Tensor:
+    return tensor
+
+
 @_handles(aten.set_.source_Tensor)
 def _set(target: LogicalTensor, source: LogicalTensor) -> Tensor:
     target._alias = source._alias
@@ -486,6 +500,8 @@ def _fused_sdp_choice(*args: Any, **kwargs: Any) -> int:
 
 class _Module:
     """What ``torch.spmd`` is: PyTorch asks it about the device."""
+
+    _initialized = True  # activation checkpointing looks at it
 
     def is_initialized(self) -> bool:
         return True

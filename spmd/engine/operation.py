@@ -33,6 +33,7 @@ class Operation:
         mutated: positions, or names, of the arguments that it changes.
         pure: for one that changes arguments, the operation that returns what they become.
         rules_of: the overload whose sharding rules hold, where that is another one.
+        is_reshaping: it makes its first argument a view of what that was.
         is_random: it draws random numbers.
         is_uninitialized: what it returns has no content.
     """
@@ -62,6 +63,7 @@ class Operation:
         )
         self.is_view = not self.mutated and bool(marks) and marks[0] is not None
         self.is_out = bool(self.mutated) and isinstance(self.mutated[0], str)
+        self.is_reshaping = torch.Tag.inplace_view in overload.tags and packet not in ("set_", "resize_")
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
         self.is_uninitialized = packet in (
             "empty",

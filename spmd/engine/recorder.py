@@ -166,7 +166,7 @@ class Recorder:
                     key.append(_FLOAT if kind is float else _INT)
                     scalars.append(arg)
                 else:
-                    key.append(arg)
+                    key.append(arg if kind is int else (float, arg))  # 1 and 1.0 are equal
             elif arg is None or kind is bool:
                 key.append(arg)
             else:
@@ -212,7 +212,7 @@ class Recorder:
                 "common generator: leave generator= out and call torch.manual_seed"
             )
         else:
-            key.append(arg)
+            key.append((float, arg) if kind is float else arg)
 
     def _emit(self, entry: Entry, tensors: list[Alias], scalars: list[Any]) -> list[Any]:
         if len(self.recording.operations) >= LIMIT:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from rpc.agent.futures import Future
@@ -16,8 +17,8 @@ from rpc.runtime.current import current_agent
 from rref import RRef
 from spmd.collectives.store import WorkerStore
 from spmd.engine.errors import SpmdError
-from spmd.engine.program import MeshKey
 from spmd.engine.messages import Answer, Step
+from spmd.engine.program import MeshKey
 from spmd.engine.worker import WorkerEngine
 
 __all__ = ["ServedWorker", "make"]
@@ -40,23 +41,30 @@ class ServedWorker:
     """A worker's engine behind calls, which may arrive out of order."""
 
     def __init__(self, workers: Sequence[str], rank: int, name: str) -> None:
-        agent: Any = current_agent()
         if dist.is_initialized():
             raise SpmdError(
-                f"worker '{workers[rank]}' has a default process group already: SPMD mode makes its workers one, so "
-                "call torch.distributed.destroy_process_group() there first"
+                f"worker '{workers[rank]}' has a default process group already, and SPMD mode makes its workers "
+                "one: call torch.distributed.destroy_process_group() there first"
             )
-        store = WorkerStore(workers[0], f"{name}/")
-        agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
-        dist.init_process_group("farcall", store=store, rank=rank, world_size=len(workers))
-        self._engine = WorkerEngine(rank, self._mesh)
+        self._workers, self._rank, self._name = workers, rank, name
         self._meshes: dict[MeshKey, DeviceMesh] = {}
+        self._group(0)
+        self._engine = WorkerEngine(rank, self._mesh)
         self._waiting: dict[int, tuple[Step, Future[Answer]]] = {}
         self._next = 0
         self._closed = False
         self._changed = threading.Condition()
+        agent: Any = current_agent()
         agent.on_close(self._stop)
-        threading.Thread(target=self._work, name="farcall-spmd-worker", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="farcall-spmd-worker", daemon=True)
+        self._thread.start()
+
+    def _group(self, generation: int) -> None:
+        """Make the workers the default process group."""
+        agent: Any = current_agent()
+        store = WorkerStore(self._workers[0], f"{self._name}/{generation}/")
+        agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
+        dist.init_process_group("farcall", store=store, rank=self._rank, world_size=len(self._workers))
 
     def _mesh(self, key: MeshKey) -> DeviceMesh:
         found = self._meshes.get(key)
@@ -101,6 +109,15 @@ class ServedWorker:
 
     def abort(self, reason: str) -> None:
         """End the collectives under way, here and on the others."""
+        for group in list(c10d._world.pg_map):
+            group.abort()
+
+    def regroup(self, generation: int) -> None:
+        """Make all process groups anew, together with the others. No step is under way."""
+        dist.destroy_process_group()
+        self._meshes.clear()
+        self._engine.relink()
+        self._group(generation)
 
     def _stop(self) -> None:
         with self._changed:
@@ -110,5 +127,6 @@ class ServedWorker:
     def close(self) -> None:
         """Leave the mode: values are freed, and the process group ends."""
         self._stop()
+        self._thread.join()
         if dist.is_initialized():
             dist.destroy_process_group()

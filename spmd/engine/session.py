@@ -21,13 +21,13 @@ from spmd.collectives.errors import CollectiveError
 from spmd.engine.aliases import Value
 from spmd.engine.device import LogicalTensor
 from spmd.engine.errors import OperationError
+from spmd.engine.messages import Answer, Step
+from spmd.engine.metas import Spec
 from spmd.engine.parts import cut, has_blocks, holders, put_together
 from spmd.engine.places import Place, described
 from spmd.engine.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
-from spmd.engine.metas import Spec
 from spmd.engine.recorder import Entry, Recorder, Recording
 from spmd.engine.repetition import Repetition
-from spmd.engine.messages import Answer, Step
 
 __all__ = ["Port", "Session"]
 
@@ -49,6 +49,10 @@ class Port(Protocol):
 
     def abort(self, reason: str) -> None:
         """End the collective that it may wait in. Returns at once."""
+        ...
+
+    def regroup(self, generation: int) -> Any:
+        """Have it make its process groups anew, together with the others; a future."""
         ...
 
 
@@ -119,6 +123,7 @@ class Session:
         self._error: Exception | None = None
         self._broken: Exception | None = None
         self._diverged = False
+        self._generation = 0
 
     @property
     def workers(self) -> int:
@@ -235,6 +240,9 @@ class Session:
         self._lost.clear()
         if self._broken is not None:
             raise self._broken
+        if self._diverged:
+            self._diverged = False
+            self._regroup()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -269,6 +277,18 @@ class Session:
         """Some workers have failed, and the others may wait for them in a collective."""
         for port in self._ports:
             port.abort("another worker has failed")
+
+    def _regroup(self) -> None:
+        """Some workers have failed alone, and with them the collectives of all: they make new groups."""
+        self._generation += 1
+        for future in [port.regroup(self._generation) for port in self._ports]:
+            future.wait()
+
+    def drain(self) -> None:
+        """Wait until the workers have done what they were sent, however it ends."""
+        with self.recorder.lock:
+            while self._under_way:
+                self._settle(self._under_way.popleft())
 
     def _parts(self, value: Value) -> list[Tensor]:
         """Each worker's part of a value that is still here."""
@@ -346,7 +366,9 @@ def _is_of_others(cause: Exception) -> bool:
 def _explained(step: _UnderWay, index: int, cause: Exception) -> OperationError:
     """An error with the user's line."""
     if step.known is None or index < 0:
-        error = OperationError(f"workers could not run a program: {type(cause).__name__}: {cause}")
+        error = OperationError(
+            f"workers could not run a program: {type(cause).__name__}: {_first_line(cause)}"
+        )
         error.__cause__ = cause
         return error
     number = step.known.kept[index]
@@ -356,12 +378,16 @@ def _explained(step: _UnderWay, index: int, cause: Exception) -> OperationError:
     metas = _metas(step.known.program)
     given = ", ".join(_shown(each, metas) for each in instruction.args)
     error = OperationError(
-        f"{entry.operator}({given}) has failed at {where}: {type(cause).__name__}: {cause}",
+        f"{entry.operator}({given}) has failed at {where}: {type(cause).__name__}: {_first_line(cause)}",
         where,
         entry.operator,
     )
     error.__cause__ = cause
     return error
+
+
+def _first_line(cause: Exception) -> str:
+    return str(cause).strip().partition("\n")[0]
 
 
 def _metas(program: Program) -> list[Meta | None]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -17,18 +18,22 @@ import torch.distributed as dist
 
 import rpc
 from rpc.agent.futures import wait_futures
+from rpc.errors import RpcError, RpcTimeoutError
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
 from spmd.engine import device as spmd_device
 from spmd.engine.device import set_engine, set_up
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
+from spmd.engine.messages import Step
 from spmd.engine.serving import make
 from spmd.engine.session import Session
-from spmd.engine.messages import Step
 
 __all__ = ["device", "global_device_count", "is_spmd", "shutdown", "sync", "use_spmd"]
 
 _DRIVER: Final = "driver"
+
+_PATIENCE: Final = 10.0
+"""Seconds that a worker has to end."""
 
 
 class _RemotePort:
@@ -43,6 +48,9 @@ class _RemotePort:
 
     def abort(self, reason: str) -> None:
         self.worker.rpc_async(timeout=0).abort(reason)
+
+    def regroup(self, generation: int) -> Any:
+        return self.worker.rpc_async(timeout=0).regroup(generation)
 
 
 class _Mode:
@@ -73,20 +81,24 @@ class _Mode:
 
     def end(self) -> None:
         """Let the workers go."""
+        self.session.drain()
         for port in self.ports:
-            try:
-                port.worker.rpc_sync(timeout=30).close()
-            except rpc.RpcError:
-                continue  # it is gone, and its values with it
+            with suppress(RpcError):  # it is gone, and its values with it
+                port.worker.rpc_sync(timeout=_PATIENCE).close()
         self.ports.clear()
         if self.owns_agent and is_initialized():
-            rpc.shutdown(graceful=not any(each.poll() for each in self.processes))
-        for process in self.processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with suppress(RpcTimeoutError):  # then the processes are ended
+                rpc.shutdown(timeout=_PATIENCE)
+        _end(self.processes)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 _mode: _Mode | None = None
