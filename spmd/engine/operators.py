@@ -6,21 +6,23 @@ without process groups. What neither knows is done with whole tensors on every w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 from torch.utils import _pytree as pytree
 
 from spmd.engine.program import REPLICATED, Layout, MeshKey, Meta
+from spmd.engine.redistribution import chunks, is_shard, local_shape
 from spmd.engine.rules.catalog import (
     PLACEMENT_RULES,
     Call,
@@ -28,6 +30,8 @@ from spmd.engine.rules.catalog import (
     choose,
     decomposition,
     is_list_operator,
+    is_random,
+    is_view,
     place_lists,
     tensors_of,
 )
@@ -124,9 +128,15 @@ def _on_one_mesh(call: Call) -> tuple[tuple[Layout, ...], tuple[Layout, ...], st
         call = Call(call.op, args, kwargs, tensors_of(args, kwargs))
     why = "its tensors are on several meshes" if len(weights) > 1 else None
     rule = PLACEMENT_RULES.get(functional_name(call.op))
+    if rule is None and is_random(call.op):
+        raise _NoRuleError("it draws for the whole at once")
     rows = rule(call) if rule is not None else None
-    placed = _ask_dtensor(call, key) if rows is None else _by_rows(call, rows, key)
-    return *placed, why
+    if rows is not None:
+        return *_by_rows(call, rows, key), why
+    try:
+        return *_ask_dtensor(call, key), why
+    except _NoRuleError as error:
+        return *_ask_for_less(call, key, error), f"{call.op.name()}: {error}"
 
 
 def _bytes(meta: Meta) -> int:
@@ -202,7 +212,50 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
     count = _count_results(call.op, call.args, call.kwargs)
     if len(results) != count:
         raise _NoRuleError("its rule does not tell of all results")
-    return tuple(_layout(key, each) for each in inputs), tuple(_layout(key, each) for each in results)
+    placed = tuple(_layout(key, each) for each in results)
+    if any(
+        each.reduce_op in ("max", "min")
+        for layout in placed
+        for each in layout.placements
+        if each.is_partial()
+    ):
+        _refuse_empty_parts(inputs, key)
+    needed = tuple(_layout(key, each) for each in inputs)
+    if len(needed) == len(placed) == 1 and is_view(call.op) and isinstance(outputs, DTensorSpec):
+        for rank in key.devices:
+            before = local_shape(replace(call.tensors[0], layout=needed[0]), rank)
+            after = local_shape(Meta(tuple(outputs.shape), (), call.tensors[0].dtype, placed[0]), rank)
+            if math.prod(before) != math.prod(after):
+                raise _NoRuleError("it moves elements between workers")
+    return needed, placed
+
+
+def _ask_for_less(
+    call: Call, key: MeshKey, error: _NoRuleError
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """As ``_ask_dtensor``, with tensors that are whole along one dimension of the mesh."""
+    for axis in reversed(range(len(key.shape) if len(key.shape) > 1 else 0)):
+
+        def unshard(meta: Meta, axis: int = axis) -> Meta:
+            placements = meta.layout.placements
+            if not placements or placements[axis].is_partial():
+                return meta
+            return replace(
+                meta, layout=Layout.of(key, (*placements[:axis], Replicate(), *placements[axis + 1 :]))
+            )
+
+        args, kwargs = pytree.tree_map_only(Meta, unshard, (call.args, call.kwargs))
+        with contextlib.suppress(_NoRuleError):
+            return _ask_dtensor(Call(call.op, args, kwargs, tensors_of(args, kwargs)), key)
+    raise error
+
+
+def _refuse_empty_parts(specs: Sequence[DTensorSpec], key: MeshKey) -> None:
+    """What has no elements has no largest."""
+    for spec in specs:
+        for each, size in zip(spec.placements, key.shape, strict=True):
+            if is_shard(each) and 0 in chunks(spec.shape[each.dim], math.prod(key.shape)):
+                raise _NoRuleError(f"not all of {size} workers have a part")
 
 
 def _layout(key: MeshKey, spec: DTensorSpec | None) -> Layout:
@@ -211,9 +264,13 @@ def _layout(key: MeshKey, spec: DTensorSpec | None) -> Layout:
     for each in spec.placements:
         if type(each) not in _KNOWN:
             raise _NoRuleError(f"it gives {each}")
+        if isinstance(each, _StridedShard) and spec.shape[each.dim] % (
+            each.split_factor * math.prod(key.shape)
+        ):
+            raise _NoRuleError(f"{spec.shape[each.dim]} rows cannot be {each}")
     if spec.shard_order != DTensorSpec.compute_default_shard_order(spec.placements):
         raise _NoRuleError("it gives shards in another order")
-    return Layout.of(key, cast("tuple[Placement, ...]", spec.placements))
+    return Layout.of(key, spec.placements)
 
 
 # ---- how many results

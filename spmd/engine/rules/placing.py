@@ -158,6 +158,14 @@ _SHORT: Final = {
     "im2col": "0->0",
     "col2im": "0->0",
     "convolution_backward": "00r->0pp",
+    "pixel_shuffle": "0->0",
+    "pixel_unshuffle": "0->0",
+    "reflection_pad1d": "0->0",
+    "reflection_pad1d_backward": "00->0",
+    "reflection_pad2d": "0->0",
+    "reflection_pad2d_backward": "00->0",
+    "replication_pad2d": "0->0",
+    "replication_pad2d_backward": "00->0",
     "native_group_norm": "0rr->000",
     "native_group_norm_backward": "0000r->0pp",
 }
@@ -166,8 +174,8 @@ _SHORT: Final = {
 @placement_rule(*_SHORT)
 def _short(call: Call) -> list[Row] | None:
     name = call.op.name().removeprefix("aten::")
-    if name.startswith(("avg_pool", "_adaptive", "adaptive", "max_pool", "im2col", "col2im")):
-        spatial = 3 if "3d" in name else 2
+    if not name.startswith("native_group_norm"):
+        spatial = 3 if "3d" in name else 1 if "1d" in name else 2
         if len(call.tensors[0].shape) != spatial + 2:
             return []  # without a batch
     return pattern(call, _SHORT[name])

@@ -68,7 +68,7 @@ def _mean(site: Site) -> Local | None:
     return Local(mean, site.args[:1], {})
 
 
-@placement_rule("argmax", "argmin")
+@placement_rule("argmax", "argmin", "logsumexp")
 def _arg_rows(call: Call) -> list[Row]:
     if call["dim"] is None:
         return []

@@ -8,7 +8,7 @@ import torch
 
 from spmd.engine.rules.local import Local, Site, local_rule
 
-__all__: list[str] = []
+__all__ = ["is_view"]
 
 aten: Any = torch.ops.aten
 
@@ -36,6 +36,11 @@ _SHAPES: Final = {
 }
 
 _VIEWS: Final = ("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy")
+
+
+def is_view(op: Any) -> bool:
+    """Whether an operator gives the same elements in another shape."""
+    return op._schema.name.removeprefix("aten::") in _VIEWS
 
 
 @local_rule(*_SHAPES)

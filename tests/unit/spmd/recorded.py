@@ -181,7 +181,9 @@ class Recorder:
             tuple(each.index for each in outputs),
         )
 
-    def run(self, outputs: Sequence[Value] | None = None, size: int = 2, times: int = 2) -> list[list[Tensor]]:
+    def run(
+        self, outputs: Sequence[Value] | None = None, size: int = 2, times: int = 2
+    ) -> list[list[Tensor]]:
         """What each worker has for the outputs, after running the program so many times."""
         if outputs is None:
             outputs = [each for each in self.values if each is not None]
