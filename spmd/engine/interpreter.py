@@ -1,8 +1,8 @@
 """A program as one worker runs it: linked once to operators, process groups and shapes, then a flat function.
 
 Linking resolves each instruction to a function of local tensors and puts the worker's own shapes into its
-arguments (``spmd.engine.rules``). Passes then rewrite the list of steps. What is left becomes the source of one
-Python function, a line for each step, in which values are local variables that are dropped after their last use.
+arguments (``spmd.engine.rules``). Passes then rewrite the list of steps. What is left becomes the source of
+one Python function, a line for each step: values are its local variables, dropped after their last use.
 
 Values that are inputs and no outputs belong to the run: their memory may be overwritten.
 """
