@@ -1,7 +1,7 @@
 """Where the tensors of an operation must lie, and where its results then do.
 
-Rules of our own (``spmd.engine.rules``) come first, then DTensor's, which are asked for specs alone, on meshes
-without process groups. What neither knows is done with whole tensors on every worker, and says so.
+Rules of our own (``spmd.engine.rules``) come first, then DTensor's, which are asked for specs alone, on
+meshes without process groups. What neither knows is done with whole tensors on every worker, and says so.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def propagate(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Propagate
     """Where the tensors of an operation must lie, and where its results then do. Pure.
 
     Args:
-        op: an ``OpOverload``. One in place is asked for so that the result lies where its target does; what is
-            told is true of the functional overload on the same arguments.
+        op: an ``OpOverload``. One in place is asked for so that the result lies where its target does; what
+            is told is true of the functional overload on the same arguments.
         args, kwargs: the operation's, with a ``Meta`` for each tensor.
 
     Example::
@@ -213,12 +213,8 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
     if len(results) != count:
         raise _NoRuleError("its rule does not tell of all results")
     placed = tuple(_layout(key, each) for each in results)
-    if any(
-        each.reduce_op in ("max", "min")
-        for layout in placed
-        for each in layout.placements
-        if each.is_partial()
-    ):
+    partials = [each for layout in placed for each in layout.placements if isinstance(each, Partial)]
+    if any(each.reduce_op in ("max", "min") for each in partials):
         _refuse_empty_parts(inputs, key)
     needed = tuple(_layout(key, each) for each in inputs)
     if len(needed) == len(placed) == 1 and is_view(call.op) and isinstance(outputs, DTensorSpec):
@@ -264,10 +260,10 @@ def _layout(key: MeshKey, spec: DTensorSpec | None) -> Layout:
     for each in spec.placements:
         if type(each) not in _KNOWN:
             raise _NoRuleError(f"it gives {each}")
-        if isinstance(each, _StridedShard) and spec.shape[each.dim] % (
-            each.split_factor * math.prod(key.shape)
-        ):
-            raise _NoRuleError(f"{spec.shape[each.dim]} rows cannot be {each}")
+        if isinstance(each, _StridedShard):
+            length = spec.shape[each.dim]
+            if length % (int(each.split_factor) * math.prod(key.shape)):
+                raise _NoRuleError(f"{length} rows cannot be {each}")
     if spec.shard_order != DTensorSpec.compute_default_shard_order(spec.placements):
         raise _NoRuleError("it gives shards in another order")
     return Layout.of(key, spec.placements)

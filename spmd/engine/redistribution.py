@@ -70,7 +70,7 @@ def _shape_after(shape: Sequence[int], layout: Layout, rank: int, count: int) ->
         at = coordinates(layout.mesh, rank)
         for dim, placement in enumerate(layout.placements[:count]):
             if isinstance(placement, _StridedShard):
-                pieces = chunks(left[placement.dim], placement.split_factor)
+                pieces = chunks(left[placement.dim], int(placement.split_factor))
                 left[placement.dim] = sum(chunks(each, layout.mesh.shape[dim])[at[dim]] for each in pieces)
             elif is_shard(placement):
                 left[placement.dim] = chunks(left[placement.dim], layout.mesh.shape[dim])[at[dim]]
@@ -228,9 +228,9 @@ class _Plan:
         self._add("gather", axis, **self._sharding(axis, placement))
         self._now[axis] = Replicate()
 
-    def _sharding(self, axis: int, placement: Shard) -> dict[str, Any]:
+    def _sharding(self, axis: int, placement: Shard | _StridedShard) -> dict[str, Any]:
         length, size = self._length(axis, placement.dim), self._key.shape[axis]
-        strided = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        strided = int(getattr(placement, "split_factor", 1))
         if strided > 1 and length % (strided * size):
             raise ValueError(f"{length} rows cannot be laid out as {placement} over {size} workers")
         return {"dim": placement.dim, "lengths": tuple(chunks(length, size)), "strided": strided}
@@ -318,7 +318,7 @@ def _gather(local: Tensor, step: Move, group: Any) -> Tensor:
     dim, total = step.dim, sum(step.lengths)
     if dim == 0 and step.strided == 1:
         whole = local.new_empty((total, *local.shape[1:]))
-        all_gather(local, list(whole.split(list(step.lengths))), group)
+        all_gather(local, list(whole.split_with_sizes(list(step.lengths))), group)
         return whole
     parts = [
         local.new_empty((*local.shape[:dim], length, *local.shape[dim + 1 :])) for length in step.lengths
@@ -331,7 +331,7 @@ def _gather(local: Tensor, step: Move, group: Any) -> Tensor:
 
 
 def _exchange(local: Tensor, step: Move, group: Any) -> Tensor:
-    gives = [each.contiguous() for each in local.split(list(step.lengths), step.dim)]
+    gives = [each.contiguous() for each in local.split_with_sizes(list(step.lengths), step.dim)]
     mine, dim = step.lengths[step.place], step.source
     takes = []
     for length in step.source_lengths:
@@ -350,7 +350,7 @@ def _slice(local: Tensor, step: Move, group: Any = None) -> Tensor:
 
 def _shards(local: Tensor, step: Move) -> list[Tensor]:
     if step.strided == 1:
-        return list(local.split(list(step.lengths), step.dim))
+        return list(local.split_with_sizes(list(step.lengths), step.dim))
     pieces = [each.chunk(len(step.lengths), step.dim) for each in local.chunk(step.strided, step.dim)]
     return [torch.cat(each, step.dim) for each in zip(*pieces, strict=True)]
 

@@ -44,11 +44,12 @@ def _gather_rows(call: Call) -> list[Row]:
     if not source.shape:
         return []
     along = call["dim"] % len(source.shape)
-    rows = [Row((Replicate(), Shard(along)), (Shard(along),))]
-    for dim in range(len(source.shape)):
-        if dim != along and source.shape[dim] == index.shape[dim]:
-            rows.append(Row((Shard(dim), Shard(dim)), (Shard(dim),)))
-    return rows
+    rows = [
+        Row((Shard(dim), Shard(dim)), (Shard(dim),))
+        for dim in range(len(source.shape))
+        if dim != along and source.shape[dim] == index.shape[dim]
+    ]
+    return [*rows, Row((Replicate(), Shard(along)), (Shard(along),))]
 
 
 @placement_rule("index_put")
@@ -124,8 +125,7 @@ def _loss(site: Site) -> Local | None:
         total: Tensor = site.call.op(*args, **kwargs)
         return total.div_(count)
 
-    changed = site.runs(mean, reduction=_SUM)
-    return changed
+    return site.runs(mean, reduction=_SUM)
 
 
 @local_rule(*_LOSSES_BACKWARD)

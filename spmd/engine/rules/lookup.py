@@ -39,7 +39,8 @@ def _embedding(site: Site) -> Local | None:
         mine = indices - begin
         others = (mine < 0) | (mine >= count)
         found = aten.embedding(rows, mine.masked_fill_(others, 0))
-        return found.masked_fill_(others.unsqueeze(-1), 0)
+        zeroed: Tensor = found.masked_fill_(others.unsqueeze(-1), 0)
+        return zeroed
 
     return Local(embedding, site.args, site.kwargs)
 

@@ -66,7 +66,7 @@ def _new_empty_strided(site: Site) -> Local:
 def _squeeze(site: Site) -> Local:
     """Only dimensions that are 1 in the whole."""
     shape = site.call.tensors[0].shape
-    dims = range(len(shape))
+    dims = list(range(len(shape)))
     if "dim" in site.call.op._schema.overload_name:
         given = site.call["dim"]
         dims = [each % len(shape) for each in ([given] if isinstance(given, int) else given)] if shape else []

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spmd.engine.interpreter import LinkedProgram
+from spmd.engine.interpreter import LinkedProgram, resolve
 from spmd.engine.operators import Propagated, functional_name, propagate
-from spmd.engine.interpreter import resolve
 from spmd.engine.program import REDISTRIBUTE, REPLICATED, Instruction, Layout, MeshKey, Meta, Program, Ref
 from spmd.engine.redistribution import coordinates, take_shard
 from tests.unit.spmd.ranks import in_threads
