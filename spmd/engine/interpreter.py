@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spmd.engine.program import REDISTRIBUTE, SEED, Instruction, MeshKey, Meta, Program, Ref
+from spmd.engine.program import (
+    GET_RNG_STATE,
+    REDISTRIBUTE,
+    SEED,
+    SET_RNG_STATE,
+    Instruction,
+    MeshKey,
+    Meta,
+    Program,
+    Ref,
+)
 from spmd.engine.redistribution import Groups, local_shape, move, plan
 from spmd.engine.rules.catalog import LOCAL_RULES, Call, Local, Site, is_random, tensors_of, with_generator
 from spmd.engine.steps import Assembled, Step
@@ -33,9 +43,12 @@ class InstructionError(RuntimeError):
         cause: what it raised.
     """
 
-    def __init__(self, index: int, operator: str, cause: BaseException) -> None:
-        super().__init__(f"instruction {index}, {operator}, has failed: {cause}")
+    def __init__(self, index: int, cause: Exception) -> None:
+        super().__init__(index, cause)
         self.index, self.cause = index, cause
+
+    def __str__(self) -> str:
+        return f"instruction {self.index} has failed: {self.cause}"
 
 
 class LinkedProgram:
@@ -90,7 +103,7 @@ class LinkedProgram:
             index = assembled.instruction_at(error)
             if index is None:
                 raise
-            raise InstructionError(index, self._program.instructions[index].operator, error) from error
+            raise InstructionError(index, error) from error
         if not self._has_run:
             self._has_run = True
             self._assembled = Assembled(self._program, self._steps)
@@ -114,9 +127,13 @@ class LinkedProgram:
         results = tuple(
             None if meta is None else first + place for place, meta in enumerate(instruction.results)
         )
-        if instruction.operator == SEED:
-            (seed,) = instruction.args
-            step = Step(index, self._seed, (seed,), {}, ())
+        special = {
+            SEED: self._seed,
+            GET_RNG_STATE: self._generator.get_state,
+            SET_RNG_STATE: self._generator.set_state,
+        }.get(instruction.operator)
+        if special is not None:
+            step = Step(index, special, instruction.args, {}, results, single=True)
         elif instruction.operator == REDISTRIBUTE:
             step = self._redistribute(index, instruction, results)
         else:
