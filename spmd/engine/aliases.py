@@ -1,9 +1,9 @@
 """Views and writes through them, in a program that has neither.
 
-Tensors that share memory, as the user sees it, are *aliases* of one base. The base has a value, and a version
-that counts its changes; a view knows the operation by which it is had from its parent. A view is computed when
-it is read, and again when the base has changed since. A write to a view makes a new value of its parent, and
-so on up to the base.
+Tensors that share memory, as the user sees it, are *aliases* of one base. The base has a value, and a
+version that counts its changes; a view knows the operation by which it is had from its parent. A view is
+computed when it is read, and again when the base has changed since. A write to a view makes a new value of
+its parent, and so on up to the base.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def steps_of_view(operator: Any, parent: Alias, args: tuple[Any, ...]) -> list[t
 def as_strided_steps(
     base: Spec, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> list[tuple[Any, tuple[Any, ...]]] | None:
-    """Slices and permutations of a base that are an ``as_strided`` of its memory; None where there are none."""
+    """Slices and permutations of a base that are an ``as_strided`` of its memory; None: there are none."""
     steps: list[tuple[Any, tuple[Any, ...]]] = []
     offset -= base.offset
     if offset < 0 or 0 in base.shape or 0 in size:

@@ -52,10 +52,9 @@ def value_layout(tensor: Tensor) -> Layout:
 def constrain(tensor: Tensor, layout: Layout) -> None:
     """Lay a tensor out so, in place.
 
-    What has not been uploaded yet is uploaded so; else it is redistributed. Autograd does not notice, since the
-    value is the same. Changes in place keep the layout of the tensor, so that a parameter stays where it is put.
-    Of a view, its base is laid out so if the view shows all of it and nothing is reshaped, else only the view's
-    present value.
+    What has not been uploaded yet is uploaded so; else it is redistributed. Autograd does not notice, since
+    the value is the same. Changes in place keep the layout of the tensor, so that a parameter stays where it
+    is put. Of a view only its present value is laid out so, not what it is a view of.
     """
     recorder = engine().recorder
     alias = alias_of(tensor)
@@ -65,7 +64,7 @@ def constrain(tensor: Tensor, layout: Layout) -> None:
 
 
 def redistributed(tensor: Tensor, layout: Layout) -> Tensor:
-    """The same tensor laid out so, as a new one that shares nothing. Without autograd: for functions' insides.
+    """The same tensor laid out so, as a new one that shares nothing; without autograd.
 
     Example::
 

@@ -1,9 +1,9 @@
 """The device ``spmd:0``: tensors without data, whose operations are recorded.
 
-PyTorch's one slot for a device of others (``PrivateUse1``) is set up from Python. Tensors on it are of a wrapper
-subclass, so that what C++ copies stays ours; operators that make tensors from nothing are registered for the
-device. Autograd works as on any device. Its backward runs on a thread of PyTorch's, so nothing here is local to
-threads.
+PyTorch's one slot for a device of others (``PrivateUse1``) is set up from Python. Tensors on it are of a
+wrapper subclass, so that what C++ copies stays ours; operators that make tensors from nothing are registered
+for the device. Autograd works as on any device. Its backward runs on a thread of PyTorch's, so nothing here
+is local to threads.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def engine() -> Engine:
     """
     if _engine is None:
         raise NotInSpmdModeError(
-            "there are no workers behind the device 'spmd:0': call spmd.use_spmd() first. Tensors that were made "
-            "before spmd.shutdown() are lost with the workers"
+            "there are no workers behind the device 'spmd:0': call spmd.use_spmd() first. Tensors that were "
+            "made before spmd.shutdown() are lost with the workers"
         )
     return _engine
 
@@ -88,15 +88,15 @@ class LogicalTensor(torch.Tensor):
 
     __slots__ = ("_alias",)
     _alias: Alias
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(func, args, kwargs)
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         """As of any tensor; assigning it makes this tensor show the other one's memory."""
         return self.detach()
@@ -122,7 +122,7 @@ class LogicalTensor(torch.Tensor):
             {name: _deepcopied(each, memo) for name, each in self.__dict__.items() if name != "_alias"}
         )
         if self.grad is not None:
-            copied.grad = self.grad.__deepcopy__(memo)
+            copied.grad = _deepcopied(self.grad, memo)
         memo[id(self)] = copied
         return copied
 
@@ -137,15 +137,15 @@ class LogicalTensor(torch.Tensor):
         """Raises, as for any tensor that is not on the CPU, unless ``force``."""
         if not force:
             raise TypeError(
-                "can't convert spmd:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-                "memory first."
+                "can't convert spmd:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                "host memory first."
             )
         return self.detach().cpu().numpy()
 
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shown = repr(self.detach().cpu())
         more = f", device='{NAME}:0'"
         if self.grad_fn is not None:
@@ -325,12 +325,13 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
         alias = target._alias
         if result.spec.shape != alias.spec.shape:
             raise RuntimeError(
-                f"the result has shape {list(result.spec.shape)}, and cannot be written into a tensor of shape "
-                f"{list(alias.spec.shape)}"
+                f"the result has shape {list(result.spec.shape)}, and cannot be written into a tensor of "
+                f"shape {list(alias.spec.shape)}"
             )
-        if result.spec.dtype != alias.spec.dtype:
-            (result,) = recorder.record(aten._to_copy.default, (result,), {"dtype": alias.spec.dtype})
-        write(recorder, alias, result.value)
+        new = result
+        if new.spec.dtype != alias.spec.dtype:
+            (new,) = recorder.record(aten._to_copy.default, (new,), {"dtype": alias.spec.dtype})
+        write(recorder, alias, new.value)
     if operation.returns_nothing:
         return None
     every = [*(wrap(each) for each in others), *returned]
@@ -560,7 +561,7 @@ def set_up() -> torch.device:
         return DEVICE
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     DEVICE = torch.device(f"{NAME}:0")
-    _library = torch.library.Library("aten", "IMPL")
+    _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and not _is_composite(name):
             packet, _, overload = name.removeprefix("aten::").partition(".")

@@ -1,4 +1,4 @@
-"""What goes between the driver and a worker: one step for each flush of the driver, answered when it is done."""
+"""What goes between the driver and a worker: one step for each flush, answered when it is done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Step:
         program: a number; None: nothing is run.
         definition: of a program that comes for the first time.
         run: the ids of its inputs, and its scalars, as ``Repetition`` packs them.
-        freed: ids of values that nobody needs after this step, beyond the inputs that the program does not keep.
+        freed: ids of values that nobody needs after this step; inputs that the program uses up are not named.
         wanted: ids of values that the answer is to bring.
     """
 

@@ -138,9 +138,10 @@ def _functional(overload: OpOverload) -> OpOverload:
     candidates = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
     for candidate in candidates:
         if _shape_of(candidate._schema.arguments) == wanted and not _writes(candidate):
-            return candidate
+            found: OpOverload = candidate
+            return found
     raise NotImplementedError(
-        f"{schema.name}.{schema.overload_name} changes its arguments, and there is no form of it that does not"
+        f"{schema.name}.{schema.overload_name} changes its arguments, and no form of it does not"
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from spmd.engine.program import Layout
+from spmd.engine.program import Layout, MeshKey
 from spmd.tensor_parallel.resharding import chunk
 
 __all__ = ["cut", "extents", "has_blocks", "holders", "put_together"]
@@ -29,11 +29,7 @@ def extents(shape: Sequence[int], layout: Layout, worker: int) -> list[tuple[int
     block = [(0, length) for length in shape]
     if layout.mesh is None:
         return block
-    place = layout.mesh.devices.index(worker)
-    coordinates: list[int] = []
-    for count in reversed(layout.mesh.shape):
-        place, own = divmod(place, count)
-        coordinates.insert(0, own)
+    coordinates = _coordinates(layout.mesh.devices.index(worker), layout.mesh)
     for placement, count, own in zip(layout.placements, layout.mesh.shape, coordinates, strict=True):
         if isinstance(placement, Shard):
             offset, length = block[placement.dim]
@@ -55,11 +51,7 @@ def holders(layout: Layout, workers: int) -> list[int]:
         return [0]
     found: dict[tuple[int, ...], int] = {}
     for place, worker in enumerate(layout.mesh.devices):
-        coordinates: list[int] = []
-        for count in reversed(layout.mesh.shape):
-            place, own = divmod(place, count)
-            coordinates.insert(0, own)
-        sharded = zip(coordinates, layout.placements, strict=True)
+        sharded = zip(_coordinates(place, layout.mesh), layout.placements, strict=True)
         found.setdefault(tuple(own for own, each in sharded if isinstance(each, Shard)), worker)
     return list(found.values())
 
@@ -74,6 +66,14 @@ def put_together(
     for worker, part in parts.items():
         _block(whole, extents(shape, layout, worker)).copy_(part)
     return whole
+
+
+def _coordinates(place: int, mesh: MeshKey) -> list[int]:
+    found: list[int] = []
+    for count in reversed(mesh.shape):
+        place, own = divmod(place, count)
+        found.insert(0, own)
+    return found
 
 
 def _block(whole: Tensor, block: list[tuple[int, int]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A worker process that ``use_spmd`` starts: ``python -m spmd.engine.process INIT_METHOD NAME RANK WORLD_SIZE``."""
+"""A worker that ``use_spmd`` starts: ``python -m spmd.engine.process INIT_METHOD NAME RANK WORLD_SIZE``."""
 
 from __future__ import annotations
 

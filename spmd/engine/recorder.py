@@ -152,8 +152,7 @@ class Recorder:
         scalars: list[Any] = []
         numbers = operation.numbers
         tensor_type = self._tensor_type
-        position = 0
-        for arg in args:
+        for position, arg in enumerate(args):
             kind = type(arg)
             if kind is tensor_type:
                 alias = arg._alias
@@ -171,7 +170,6 @@ class Recorder:
                 key.append(arg)
             else:
                 self._flatten(arg, key, tensors, scalars, position in numbers)
-            position += 1
         if kwargs:
             for name, arg in kwargs.items():
                 if name not in _DEVICE_WORDS:
@@ -217,10 +215,9 @@ class Recorder:
     def _emit(self, entry: Entry, tensors: list[Alias], scalars: list[Any]) -> list[Any]:
         if len(self.recording.operations) >= LIMIT:
             self.flush()
-        if entry.moves:
-            values = self._laid_out(entry, tensors)
-        else:
-            values = [alias.value for alias in tensors]  # type: ignore[misc]
+        values: list[Any] = (
+            self._laid_out(entry, tensors) if entry.moves else [each.value for each in tensors]
+        )
         recording = self.recording
         refs = tuple(
             [value.index if value.recording is recording else self._enter_value(value) for value in values]

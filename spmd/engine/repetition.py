@@ -1,8 +1,8 @@
 """What repeats from run to run of a program is not sent again.
 
-Both ends keep one of these for each program and tell it every run, so that they guess alike. In a training loop
-an input's id is the same as last time (a mask), or as far below the run's first id as last time (what the last
-step made); and numbers come in groups that are equal (one learning rate for all parameters).
+Both ends keep one of these for each program and tell it every run, so that they guess alike. In a training
+loop an input's id is the same as last time (a mask), or as far below the run's first id as last time (what
+the last step made); and numbers come in groups that are equal (one learning rate for all parameters).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Repetition:
         packed_ids = None if ids == self._guessed(base) else ids
         self._learn_ids(base, ids)
         groups = _groups(numbers)
-        of_group = {group: number for group, number in zip(groups, numbers, strict=True)}
+        of_group = dict(zip(groups, numbers, strict=True))
         packed: tuple[Any, ...] | dict[int, Any] = numbers
         if groups == self._groups:
             last = self._numbers

@@ -43,14 +43,14 @@ class ServedWorker:
     def __init__(self, workers: Sequence[str], rank: int, name: str) -> None:
         if dist.is_initialized():
             raise SpmdError(
-                f"worker '{workers[rank]}' has a default process group already, and SPMD mode makes its workers "
-                "one: call torch.distributed.destroy_process_group() there first"
+                f"worker '{workers[rank]}' has a default process group already, and SPMD mode makes its "
+                "workers one: call torch.distributed.destroy_process_group() there first"
             )
         self._workers, self._rank, self._name = workers, rank, name
         self._meshes: dict[MeshKey, DeviceMesh] = {}
         self._group(0)
         self._engine = WorkerEngine(rank, self._mesh)
-        self._waiting: dict[int, tuple[Step, Future[Answer]]] = {}
+        self._waiting: dict[int, tuple[Step, Any]] = {}
         self._next = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -79,7 +79,7 @@ class ServedWorker:
     @async_execution
     def do(self, step: Step) -> Future[Answer]:
         """Do a step when those before it are done."""
-        future: Future[Answer] = Future()
+        future: Any = Future()
         with self._changed:
             if self._closed:
                 future.set_exception(SpmdError("the worker has left SPMD mode"))

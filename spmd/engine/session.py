@@ -259,18 +259,18 @@ class Session:
                 answers.append(Answer())
         patience.end()
         failures = [each.failure for each in answers if each.failure is not None]
-        error = next((self._lost[each] for each in step.inputs if each in self._lost), None)
+        lost = next((self._lost[each] for each in step.inputs if each in self._lost), None)
         if failures:
             failure = next((each for each in failures if not _is_of_others(each.cause)), failures[0])
-            error = _explained(step, failure.index, failure.cause)
-            self._error = self._error or error
+            lost = _explained(step, failure.index, failure.cause)
+            self._error = self._error or lost
             self._diverged |= len(failures) < len(answers) or len({each.index for each in failures}) > 1
-        if error is not None:
+        if lost is not None:
             for number in step.made:
-                self._lost[number] = error
+                self._lost[number] = lost
                 remote = self._remotes.get(number)
                 if remote is not None:
-                    remote.error = error
+                    remote.error = lost
         return answers
 
     def _give_up(self) -> None:

@@ -107,14 +107,14 @@ _mode: _Mode | None = None
 def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) -> None:
     """Begin SPMD mode: ``spmd.device()`` becomes one logical device, whose tensors are on many workers.
 
-    The workers are, in this order: those of the RPC group, without this process, where ``rpc.init_rpc`` has been
-    called; all ranks but 0 under torchrun (rank 0 goes on with the program, and for the others this call
-    never returns: they work until rank 0 ends the mode, and then exit); else processes that are started on this
+    The workers are those of the RPC group, without this process, where ``rpc.init_rpc`` has been called; or,
+    under torchrun, all ranks but 0 (rank 0 goes on with the program, and for the others this call never
+    returns: they work until rank 0 ends the mode, and then exit); or else processes that are started on this
     machine, and end with the mode.
 
     Args:
-        workers: how many workers; of an RPC group also their names. Default: all of the group; on this machine
-            ``FARCALL_SPMD_WORKERS``, else one for each core.
+        workers: how many workers; of an RPC group also their names. Default: all of the group; on this
+            machine ``FARCALL_SPMD_WORKERS``, else one for each core.
         auto: choose shardings where the program says none.
 
     Raises:
@@ -129,12 +129,13 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
     global _mode
     if _mode is not None:
         raise AlreadyInSpmdModeError(
-            f"SPMD mode has {_mode.session.workers} workers already: call spmd.shutdown() before another use_spmd()"
+            f"SPMD mode has {_mode.session.workers} workers already: call spmd.shutdown() before another "
+            "use_spmd()"
         )
     if dist.is_initialized():
         raise SpmdError(
-            "this process is in a torch.distributed process group, which cannot be used together with SPMD mode, "
-            "where one process drives all devices: leave out init_process_group()"
+            "this process is in a torch.distributed process group, which cannot be used together with SPMD "
+            "mode, where one process drives all devices: leave out init_process_group()"
         )
     set_up()
     if is_initialized():
@@ -199,8 +200,8 @@ def _under_torchrun(workers: int | Sequence[str] | None) -> _Mode:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size < 2 or workers not in (None, size - 1):
         raise SpmdError(
-            f"under torchrun with {size} processes rank 0 is the driver, and the other {size - 1} are its workers; "
-            f"asked for {workers}"
+            f"under torchrun with {size} processes rank 0 is the driver, and the other {size - 1} are its "
+            f"workers; asked for {workers}"
         )
     if rank:
         serve(f"spmd{rank - 1}", rank)
