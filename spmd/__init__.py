@@ -25,7 +25,16 @@ from spmd import backend
 
 if TYPE_CHECKING:
     from spmd.collectives.start import init_process_group
-    from spmd.engine.start import device, global_device_count, is_spmd, shutdown, sync, use_spmd
+    from spmd.engine.start import (
+        device,
+        global_device_count,
+        is_spmd,
+        report,
+        shutdown,
+        strict,
+        sync,
+        use_spmd,
+    )
     from spmd.tensor_parallel import explain
 
 __all__ = [
@@ -34,7 +43,9 @@ __all__ = [
     "global_device_count",
     "init_process_group",
     "is_spmd",
+    "report",
     "shutdown",
+    "strict",
     "sync",
     "use_spmd",
 ]
@@ -43,7 +54,8 @@ _PLACES: Final = {
     "explain": "spmd.tensor_parallel",
     "init_process_group": "spmd.collectives.start",
     **dict.fromkeys(
-        ("device", "global_device_count", "is_spmd", "shutdown", "sync", "use_spmd"), "spmd.engine.start"
+        ("device", "global_device_count", "is_spmd", "report", "shutdown", "strict", "sync", "use_spmd"),
+        "spmd.engine.start",
     ),
 }
 

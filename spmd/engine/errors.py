@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rpc.errors import RpcError
 
-__all__ = ["AlreadyInSpmdModeError", "NotInSpmdModeError", "OperationError", "SpmdError"]
+__all__ = ["AlreadyInSpmdModeError", "NotInSpmdModeError", "OperationError", "ReshardingError", "SpmdError"]
 
 
 class SpmdError(RpcError):
@@ -17,6 +17,10 @@ class NotInSpmdModeError(SpmdError):
 
 class AlreadyInSpmdModeError(SpmdError):
     """``use_spmd`` has been called."""
+
+
+class ReshardingError(SpmdError):
+    """Inside ``spmd.strict()`` an operation needed a tensor elsewhere than where it was."""
 
 
 class OperationError(SpmdError):

@@ -20,9 +20,10 @@ from torch._ops import OpOverload
 
 from spmd.engine import operators
 from spmd.engine.aliases import Alias, Value, read
+from spmd.engine.errors import OperationError, ReshardingError
 from spmd.engine.metas import Spec, infer, spec_of
 from spmd.engine.operation import Operation
-from spmd.engine.places import Place, place
+from spmd.engine.places import Place, described, place
 from spmd.engine.program import (
     GET_RNG_STATE,
     REDISTRIBUTE,
@@ -54,6 +55,7 @@ class Entry:
         structure: what it returns, with the number of a result in place of each tensor.
         moves: which of its tensors must first be laid out otherwise, and how.
         note: for the report.
+        moved_bytes: of the tensors that are laid out otherwise, but for sums that are still to be done.
         effect: it must be done even if nobody uses its results.
     """
 
@@ -61,6 +63,7 @@ class Entry:
         "args",
         "effect",
         "kwargs",
+        "moved_bytes",
         "moves",
         "note",
         "operator",
@@ -77,6 +80,7 @@ class Entry:
         self.structure: Any = None
         self.moves: tuple[tuple[int, Layout], ...] = ()
         self.note: str | None = None
+        self.moved_bytes = 0
         self.effect = False
         self.uninitialized = False
 
@@ -105,6 +109,10 @@ class Recording:
 class Recorder:
     """The program so far. Any thread may record; they take turns.
 
+    Attributes:
+        strict: what would be noted for the report is an error.
+        notes: how often, by entry and place, something was laid out otherwise.
+
     Args:
         run: takes a recording over, when it is long enough or ``flush`` is called.
         tensor_type: of the tensors that users have, which show what ``_alias`` says.
@@ -113,6 +121,7 @@ class Recorder:
     def __init__(self, run: Callable[[Recording], None], tensor_type: Any) -> None:
         self.lock = threading.RLock()
         self.recording = Recording()
+        self.strict = False
         self.notes: Counter[tuple[Entry, CodeType | None, int]] = Counter()
         self._run = run
         self._tensor_type = tensor_type
@@ -179,7 +188,17 @@ class Recorder:
         entry = self._entries.get(known)
         if entry is None:
             entry = self._entries[known] = self._learn(operation, args, kwargs or {}, tensors, scalars)
+        if entry.note is not None:
+            self._note(entry)
         return entry, self._emit(entry, tensors, scalars)
+
+    def _note(self, entry: Entry) -> None:
+        where = place()
+        if self.strict:
+            raise ReshardingError(
+                f"{entry.operator} at {described(where)}: {entry.note}. This is an error inside spmd.strict()"
+            )
+        self.notes[(entry, *where)] += 1
 
     def _flatten(
         self, arg: Any, key: list[Any], tensors: list[Alias], scalars: list[Any], is_number: bool
@@ -238,13 +257,11 @@ class Recorder:
                 results.append(Alias(value, spec))
         if entry.uninitialized:
             results[0].value.uninitialized = True
-        if entry.note is not None:
-            self.notes[(entry, *recording.places[-1])] += 1
         return results
 
     def _enter_value(self, value: Value) -> int:
         if value.remote is not None and value.remote.error is not None:
-            raise value.remote.error
+            raise lost(value.remote.error)
         recording = self.recording
         recording.inputs.append(value)
         value.recording = recording
@@ -354,9 +371,19 @@ class Recorder:
             if spec.layout != wanted
         )
         entry.note = propagated.note
+        entry.moved_bytes = sum(
+            tensors[slot].spec.nbytes for slot, _ in entry.moves if not metas[slot].layout.is_partial()
+        )
         entry.effect = operation.is_random
         entry.uninitialized = operation.is_uninitialized
         return entry
+
+
+def lost(error: OperationError) -> OperationError:
+    """For a tensor that was not computed, since an operation failed when it would have been."""
+    again = OperationError(f"this tensor was never computed: {error}", error.where, error.operator)
+    again.__cause__ = error
+    return again
 
 
 def given(tensor: Tensor) -> Alias:

@@ -26,7 +26,7 @@ from spmd.engine.metas import Spec
 from spmd.engine.parts import cut, has_blocks, holders, put_together
 from spmd.engine.places import Place, described
 from spmd.engine.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
-from spmd.engine.recorder import Entry, Recorder, Recording
+from spmd.engine.recorder import Entry, Recorder, Recording, lost
 from spmd.engine.repetition import Repetition
 
 __all__ = ["Port", "Session"]
@@ -64,7 +64,7 @@ class _Remote:
     def __init__(self, number: int, freed: deque[int]) -> None:
         self.id = number
         self.freed = freed
-        self.error: Exception | None = None
+        self.error: OperationError | None = None
 
     def __del__(self) -> None:
         self.freed.append(self.id)
@@ -106,6 +106,9 @@ class _UnderWay:
 class Session:
     """A recorder and the workers behind it.
 
+    Attributes:
+        auto: shardings are to be chosen where the program says none.
+
     Args:
         ports: the workers.
     """
@@ -119,11 +122,12 @@ class Session:
         self._freed: deque[int] = deque()
         self._remotes: weakref.WeakValueDictionary[int, _Remote] = weakref.WeakValueDictionary()
         self._under_way: deque[_UnderWay] = deque()
-        self._lost: dict[int, Exception] = {}
+        self._lost: dict[int, OperationError] = {}
         self._error: Exception | None = None
         self._broken: Exception | None = None
         self._diverged = False
         self._generation = 0
+        self.auto = False
 
     @property
     def workers(self) -> int:
@@ -259,18 +263,18 @@ class Session:
                 answers.append(Answer())
         patience.end()
         failures = [each.failure for each in answers if each.failure is not None]
-        lost = next((self._lost[each] for each in step.inputs if each in self._lost), None)
+        reason = next((self._lost[each] for each in step.inputs if each in self._lost), None)
         if failures:
             failure = next((each for each in failures if not _is_of_others(each.cause)), failures[0])
-            lost = _explained(step, failure.index, failure.cause)
-            self._error = self._error or lost
+            reason = _explained(step, failure.index, failure.cause)
+            self._error = self._error or reason
             self._diverged |= len(failures) < len(answers) or len({each.index for each in failures}) > 1
-        if lost is not None:
+        if reason is not None:
             for number in step.made:
-                self._lost[number] = lost
+                self._lost[number] = reason
                 remote = self._remotes.get(number)
                 if remote is not None:
-                    remote.error = lost
+                    remote.error = reason
         return answers
 
     def _give_up(self) -> None:
@@ -322,7 +326,7 @@ class Session:
             answers = self._settle(self._under_way.popleft())
             self._wait()
             if value.remote.error is not None:
-                raise value.remote.error
+                raise lost(value.remote.error)
             return {worker: answers[worker].values[0] for worker in workers}
 
 

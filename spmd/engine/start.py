@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -25,10 +26,21 @@ from spmd.engine import device as spmd_device
 from spmd.engine.device import set_engine, set_up
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
 from spmd.engine.messages import Step
+from spmd.engine.report import Report, report_of
 from spmd.engine.serving import make
 from spmd.engine.session import Session
 
-__all__ = ["device", "global_device_count", "is_spmd", "shutdown", "sync", "use_spmd"]
+__all__ = [
+    "device",
+    "global_device_count",
+    "is_spmd",
+    "report",
+    "serve",
+    "shutdown",
+    "strict",
+    "sync",
+    "use_spmd",
+]
 
 _DRIVER: Final = "driver"
 
@@ -60,11 +72,17 @@ class _Mode:
         session: with its workers.
         processes: that were started for it.
         owns_agent: the agent was started for it.
+        folder: where its workers met.
     """
 
     def __init__(
-        self, names: Sequence[str], processes: list[subprocess.Popen[bytes]], owns_agent: bool
+        self,
+        names: Sequence[str],
+        owns_agent: bool,
+        processes: Sequence[subprocess.Popen[bytes]] = (),
+        folder: Path | None = None,
     ) -> None:
+        self.folder = folder
         self.processes = processes
         self.owns_agent = owns_agent
         name = f"spmd-{secrets.token_hex(8)}"
@@ -90,6 +108,8 @@ class _Mode:
             with suppress(RpcTimeoutError):  # then the processes are ended
                 rpc.shutdown(timeout=_PATIENCE)
         _end(self.processes)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -139,7 +159,7 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
         )
     set_up()
     if is_initialized():
-        _mode = _Mode(_members(workers), [], owns_agent=False)
+        _mode = _Mode(_members(workers), owns_agent=False)
     elif "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
         _mode = _under_torchrun(workers)
     else:
@@ -188,11 +208,12 @@ def _on_this_machine(workers: int | Sequence[str] | None) -> _Mode:
     try:
         options = AgentOptions(init_method=init_method)
         rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
-        return _Mode(names, processes, owns_agent=True)
+        return _Mode(names, True, processes, folder)
     except BaseException:
         for process in processes:
             process.kill()
             process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
@@ -206,7 +227,7 @@ def _under_torchrun(workers: int | Sequence[str] | None) -> _Mode:
     if rank:
         serve(f"spmd{rank - 1}", rank)
     rpc.init_rpc(_DRIVER)
-    return _Mode([f"spmd{each}" for each in range(size - 1)], [], owns_agent=True)
+    return _Mode([f"spmd{each}" for each in range(size - 1)], owns_agent=True)
 
 
 def serve(
@@ -261,6 +282,42 @@ def device() -> torch.device:
     """
     _current()
     return spmd_device.DEVICE
+
+
+def report() -> Report:
+    """What was replicated or laid out otherwise because an operation needed it so, since the mode began.
+
+    Sums that workers held in parts, and moves that the program asked for, do not count.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+
+    Example::
+
+        print(spmd.report())    # train.py:41 in forward: aten::batch_norm, 10 times, 12.000 MB: ...
+    """
+    return report_of(_current().session.recorder)
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Inside, what ``report`` would tell of is an error.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+        ReshardingError: by an operation inside that needs a tensor elsewhere than where it is.
+
+    Example::
+
+        with spmd.strict():
+            loss = model(batch)
+    """
+    recorder = _current().session.recorder
+    before, recorder.strict = recorder.strict, True
+    try:
+        yield
+    finally:
+        recorder.strict = before
 
 
 def sync() -> None:
