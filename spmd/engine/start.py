@@ -22,6 +22,7 @@ from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, RpcTimeoutError
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
+from spmd import backend
 from spmd.engine import device as spmd_device
 from spmd.engine.device import set_engine, set_up
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
@@ -41,6 +42,11 @@ __all__ = [
     "sync",
     "use_spmd",
 ]
+
+_ALONE: Final = (
+    "SPMD mode cannot be mixed with other ways to use several workers: its one driver drives all of them, so "
+    "leave out init_process_group() and what stands on it, as DistributedDataParallel"
+)
 
 _DRIVER: Final = "driver"
 
@@ -152,11 +158,8 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
             f"SPMD mode has {_mode.session.workers} workers already: call spmd.shutdown() before another "
             "use_spmd()"
         )
-    if dist.is_initialized():
-        raise SpmdError(
-            "this process is in a torch.distributed process group, which cannot be used together with SPMD "
-            "mode, where one process drives all devices: leave out init_process_group()"
-        )
+    if dist.is_initialized() and dist.get_backend() == "farcall":
+        raise SpmdError(f"this process is in a process group of farcall's already. {_ALONE}")
     set_up()
     if is_initialized():
         _mode = _Mode(_members(workers), owns_agent=False)
@@ -166,6 +169,7 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
         _mode = _on_this_machine(workers)
     _mode.session.auto = auto
     set_engine(_mode.session)
+    backend.refuse(_ALONE)
     atexit.register(shutdown)
 
 
@@ -251,6 +255,7 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     set_engine(None)
+    backend.refuse(None)
     mode.end()
 
 
