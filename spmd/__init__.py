@@ -25,11 +25,39 @@ from spmd import backend
 
 if TYPE_CHECKING:
     from spmd.collectives.start import init_process_group
+    from spmd.engine.start import (
+        device,
+        global_device_count,
+        is_spmd,
+        report,
+        shutdown,
+        strict,
+        sync,
+        use_spmd,
+    )
     from spmd.tensor_parallel import explain
 
-__all__ = ["explain", "init_process_group"]
+__all__ = [
+    "device",
+    "explain",
+    "global_device_count",
+    "init_process_group",
+    "is_spmd",
+    "report",
+    "shutdown",
+    "strict",
+    "sync",
+    "use_spmd",
+]
 
-_PLACES: Final = {"explain": "spmd.tensor_parallel", "init_process_group": "spmd.collectives.start"}
+_PLACES: Final = {
+    "explain": "spmd.tensor_parallel",
+    "init_process_group": "spmd.collectives.start",
+    **dict.fromkeys(
+        ("device", "global_device_count", "is_spmd", "report", "shutdown", "strict", "sync", "use_spmd"),
+        "spmd.engine.start",
+    ),
+}
 
 backend.register()
 

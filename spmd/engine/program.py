@@ -18,9 +18,11 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 __all__ = [
+    "GET_RNG_STATE",
     "REDISTRIBUTE",
     "REPLICATED",
     "SEED",
+    "SET_RNG_STATE",
     "Instruction",
     "Layout",
     "MeshKey",
@@ -35,6 +37,12 @@ REDISTRIBUTE: Final = "spmd::redistribute"
 
 SEED: Final = "spmd::manual_seed"
 """``(seed,)``: seeds the generator that all workers have in common. Makes no value."""
+
+GET_RNG_STATE: Final = "spmd::get_rng_state"
+"""``()``: the state of that generator, as ``torch.get_rng_state`` gives it, a replicated tensor."""
+
+SET_RNG_STATE: Final = "spmd::set_rng_state"
+"""``(state,)``: puts that generator into a state. Makes no value."""
 
 
 @dataclass(frozen=True, slots=True)
