@@ -47,7 +47,8 @@ _LENT: Final[dict[str, str | None]] = {
 
 class _Lender(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in _LENT:
+        is_theirs = not isinstance(sys.modules.get("torch_xla"), _Lent) and fullname != "torch_xla"
+        if fullname not in _LENT or is_theirs:
             return None
         return spec_from_loader(fullname, self, origin="farcall", is_package=_has_modules(fullname))
 

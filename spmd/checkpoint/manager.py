@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dist_cp
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
 from spmd.engine.start import sync
@@ -143,7 +144,7 @@ class CheckpointManager:
             folder = f"{self._root}/{step}"
             self._known = [each for each in self._known if each.step != step]
             self._remove(step)
-            dist_cp.save(
+            save(
                 state_dict,
                 storage_writer=FsspecWriter(
                     f"{self.base_path}{step}", thread_count=self.num_of_threads, per_thread_copy_ahead=0
@@ -184,7 +185,7 @@ class CheckpointManager:
             step in self.all_steps(),
             f"Cannot restore from untracked step {step}. Valid steps are: {self.all_steps()}",
         )
-        dist_cp.load(
+        load(
             state_dict,
             storage_reader=FsspecReader(f"{self.base_path}{step}"),
             planner=SPMDLoadPlanner(),

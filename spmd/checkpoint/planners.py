@@ -16,23 +16,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
-    Metadata,
-    ReadItem,
-    SavePlan,
-    WriteItem,
+    create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils import _pytree as pytree
 
@@ -92,7 +96,7 @@ class SPMDSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         if isinstance(storage_meta, bool):  # PyTorch's earlier order of arguments, which XLA's tests have
-            storage_meta, is_coordinator = None, storage_meta
+            is_coordinator, storage_meta = storage_meta, None
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.sharded_state_dict = {
             key: value

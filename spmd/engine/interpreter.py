@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from spmd.engine.program import (
+    FROM_LOCAL,
     GET_RNG_STATE,
     REDISTRIBUTE,
     SEED,
     SET_RNG_STATE,
+    TO_LOCAL,
     Instruction,
     MeshKey,
     Meta,
@@ -134,6 +136,8 @@ class LinkedProgram:
         }.get(instruction.operator)
         if special is not None:
             step = Step(index, special, instruction.args, {}, results, single=True)
+        elif instruction.operator in (TO_LOCAL, FROM_LOCAL):
+            step = self._relabel(index, instruction, results)
         elif instruction.operator == REDISTRIBUTE:
             step = self._redistribute(index, instruction, results)
         else:
@@ -143,6 +147,21 @@ class LinkedProgram:
 
     def _seed(self, seed: int) -> None:
         self._generator.manual_seed(int(seed))
+
+    def _relabel(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
+        (meta,) = instruction.results
+        assert meta is not None
+        shape = local_shape(meta, self._rank)
+
+        def fit(local: Tensor, _: object = None) -> Tensor:
+            inside = tuple(slice(0, size) for size in map(min, local.shape, shape))
+            if all(size <= wanted for size, wanted in zip(local.shape, shape, strict=True)):
+                fitted = local.new_zeros(shape)
+                fitted[inside] = local
+                return fitted
+            return local[inside].contiguous()
+
+        return Step(index, fit, (instruction.args[0],), {}, results, single=True)
 
     def _redistribute(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
         source, target = instruction.args

@@ -282,7 +282,8 @@ class Recorder:
         """The same value, laid out otherwise."""
         if value.spec.layout == layout:
             return value
-        if value.recording is not self.recording and isinstance(value.data, Tensor):  # it goes there at once
+        is_here = value.recording is not self.recording and isinstance(value.data, Tensor)
+        if is_here and not layout.is_partial():  # it goes there at once
             return Value(value.spec.laid_out(layout), data=value.data)
         index = value.index if value.recording is self.recording else self._enter_value(value)
         found = self._moved.get((index, layout))
@@ -296,6 +297,17 @@ class Recorder:
             (result,) = self._emit(entry, [Alias(value, value.spec)], [])
             found = self._moved[(value.index, layout)] = result.value
         return found
+
+    def derived(self, name: str, value: Value, args: tuple[Any, ...], spec: Spec) -> Value:
+        """What an instruction of our own makes of a value: ``args`` are those after it."""
+        key = (name, value.spec, args, spec)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(name, (Ref(0), *args), {})
+            entry.specs, entry.structure = (spec,), 0
+        (result,) = self._emit(entry, [Alias(value, value.spec)], [])
+        made: Value = result.value
+        return made
 
     # ---- the generator of random numbers
 

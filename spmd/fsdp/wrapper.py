@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from spmd.engine.program import REPLICATED
-from spmd.engine.start import device
 from spmd.fsdp.wrap import Policy, recursive_wrap
 from spmd.sharding.marks import is_marked, mark_sharding
 from spmd.sharding.mesh import Mesh, get_global_mesh
 from spmd.sharding.movement import laid_out
 from spmd.sharding.partition_spec import PartitionSpec
+from spmd.sharding.placing import place
 
 __all__ = ["AXIS", "FSDPv2", "ShardOutput", "SpmdFullyShardedDataParallel"]
 
@@ -90,7 +90,11 @@ class SpmdFullyShardedDataParallel(nn.Module):
         super().__init__()
         if auto_wrap_policy is not None:
             wrapper = auto_wrapper_callable or SpmdFullyShardedDataParallel
-            options = {"mesh": mesh, "shard_output": shard_output, "extra_data_axis": extra_data_axis}
+            options: dict[str, Any] = {
+                "mesh": mesh,
+                "shard_output": shard_output,
+                "extra_data_axis": extra_data_axis,
+            }
             recursive_wrap(module, auto_wrap_policy, wrapper, only_wrap_children=True, **options)
         self._cut: set[Tensor] = set()
         self._mesh = mesh
@@ -119,20 +123,17 @@ class SpmdFullyShardedDataParallel(nn.Module):
         return self._orig_module[key]  # type: ignore[index]
 
     def _placed(self, module: nn.Module) -> nn.Module:
-        for each in module.modules():
-            if any(t.is_meta for t in (*each.parameters(recurse=False), *each.buffers(recurse=False))):
-                each.to_empty(device=device(), recurse=False)
-                self._cut_parameters(each)
-                reset = getattr(each, "reset_parameters", None)
-                if reset is None:
-                    raise RuntimeError(
-                        f"{type(each).__name__} has parameters on the meta device and no reset_parameters() "
-                        "to give them values: define it, or make the module on the CPU"
-                    )
-                reset()
-        module.to(device())
+        bare = place(module)
         for each in module.modules():
             self._cut_parameters(each)
+        for each in bare:
+            reset = getattr(each, "reset_parameters", None)
+            if reset is None:
+                raise RuntimeError(
+                    f"{type(each).__name__} has parameters on the meta device and no reset_parameters() to "
+                    "give them values: define it, or make the module on the CPU"
+                )
+            reset()
         return module
 
     def _cut_parameters(self, module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from spmd.sharding.mesh import Mesh
 from spmd.sharding.movement import laid_out
 from spmd.sharding.op_sharding import ShardingType, layout_of
 from spmd.sharding.partition_spec import PartitionSpec
+from spmd.sharding.placing import place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -120,7 +121,7 @@ def distribute_module(
     Returns:
         ``module``.
     """
-    module.to(device())
+    place(module)
     for name, each in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, each, device_mesh)

@@ -1,7 +1,7 @@
 """Tensors of which the program computes each worker's part by itself.
 
-Between :func:`enable_manual_sharding` and :func:`disable_manual_sharding` a tensor stands for what each worker
-has, and has the shape of a shard. Operations on it and on replicated tensors are done by each worker on its
+Between :func:`enable_manual_sharding` and :func:`disable_manual_sharding` a tensor stands for what each
+worker has, and has the shape of a shard. Each worker does operations on it, and on replicated tensors, on its
 own part, and nothing is moved. What mixes it with tensors that are cut has no meaning.
 """
 
@@ -45,7 +45,7 @@ def enable_manual_sharding(t: Tensor, partition_spec: PartitionSpec, *, mesh: Me
     """
     mesh = _given(mesh)
     mark_sharding(t, mesh, partition_spec)
-    local: Tensor = _ToLocal.apply(t)
+    local: Tensor = _ToLocal.apply(t)  # type: ignore[no-untyped-call]
     return mark_manual(local)
 
 
@@ -72,7 +72,7 @@ def disable_manual_sharding(
             f"Input tensor is not manual sharded: a shard of {list(full_shape)} cut by {spec} has the shape "
             f"{list(shard)}, and this is {list(t.shape)}"
         )
-    whole: Tensor = _FromLocal.apply(t, tuple(full_shape), mesh.layout(spec, full_shape))
+    whole: Tensor = _FromLocal.apply(t, tuple(full_shape), mesh.layout(spec, full_shape))  # type: ignore[no-untyped-call]
     return whole
 
 

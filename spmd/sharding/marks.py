@@ -89,7 +89,7 @@ def mark_sharding_with_gradients(t: Tensor, mesh: Mesh, partition_spec: Partitio
     Args and errors are those of :func:`mark_sharding`; ``t`` itself stays as it is.
     """
     sharding = _checked(t, mesh, partition_spec)
-    marked: Tensor = _Marked.apply(t, mesh, tuple(partition_spec))
+    marked: Tensor = _Marked.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-untyped-call]
     setattr(marked, _MARK, Mark(sharding, mesh, tuple(partition_spec), is_data=False))
     return marked
 

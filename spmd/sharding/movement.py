@@ -15,7 +15,7 @@ __all__ = ["laid_out"]
 
 def laid_out(t: Tensor, layout: Layout) -> Tensor:
     """A tensor of the same value with this layout; its gradient comes back in the layout of ``t``."""
-    moved: Tensor = _LaidOut.apply(t, layout)
+    moved: Tensor = _LaidOut.apply(t, layout)  # type: ignore[no-untyped-call]
     return moved
 
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spmd.sharding.manual import disable_manual_sharding, enable_manual_sharding
-from spmd.sharding.manual import mark_manual_sharding as _mark_manual_sharding
 from torch import Tensor, nn
 
 from farcall.compat.torch_xla import runtime as _runtime
@@ -16,6 +14,8 @@ from spmd.sharding.distribute import distribute_tensor as xla_distribute_tensor
 from spmd.sharding.distribute import mesh_of as convert_to_xla_mesh
 from spmd.sharding.distribute import partition_spec_of
 from spmd.sharding.hybrid_mesh import HybridMesh as _HybridMesh
+from spmd.sharding.manual import disable_manual_sharding, enable_manual_sharding
+from spmd.sharding.manual import mark_manual_sharding as _mark_manual_sharding
 from spmd.sharding.marks import (
     ShardingSpec,
     annotate_custom_sharding,

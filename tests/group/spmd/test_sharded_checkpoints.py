@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dist_cp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 import spmd
 from spmd.checkpoint import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
@@ -55,16 +58,16 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 def save(state: dict[str, Any], path: str, planner: Any) -> None:
-    dist_cp.save(
+    save_checkpoint(
         state,
-        storage_writer=dist_cp.FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0),
+        storage_writer=FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0),
         planner=planner,
         no_dist=True,
     )
 
 
 def load(state: dict[str, Any], path: str, planner: Any) -> None:
-    dist_cp.load(state, storage_reader=dist_cp.FileSystemReader(path), planner=planner, no_dist=True)
+    load_checkpoint(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
 
 
 # ---- planners
@@ -172,9 +175,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with tempfile.TemporaryDirectory() as path:
         save({"weight": torch.ones(8, 2)}, path, None)
         t = spmd.mark_sharding(torch.ones(4, 4).to(spmd.device()), spmd.get_1d_mesh(), (0, None))
-        with pytest.raises(dist_cp.CheckpointException, match="Size mismatch"):
+        with pytest.raises(CheckpointException, match="Size mismatch"):
             load({"weight": t}, path, SPMDLoadPlanner())
-        with pytest.raises(dist_cp.CheckpointException, match="Missing key"):
+        with pytest.raises(CheckpointException, match="Missing key"):
             load({"other": t}, path, SPMDLoadPlanner())
 
 
@@ -250,7 +253,7 @@ def test_folders_without_a_checkpoint_are_ignored_with_a_warning() -> None:
         (Path(path) / "2" / ".manager_metadata").write_text(json.dumps({"step": "?"}))
         said: list[logging.LogRecord] = []
         handler = logging.Handler()
-        handler.emit = said.append  # type: ignore[method-assign]
+        handler.emit = said.append  # type: ignore[assignment, method-assign]
         logging.getLogger("spmd.checkpoint.manager").addHandler(handler)
         assert CheckpointManager(path, 1, chkpt_on_preemption=False).all_steps() == [1]
         assert "Ignoring invalid checkpoints" in said[0].getMessage()
@@ -278,7 +281,7 @@ def test_a_save_that_fails_in_the_background_is_raised_by_join() -> None:
     with tempfile.TemporaryDirectory() as path:
         manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
         assert manager.save_async(1, {"x": lambda: 0})  # cannot be pickled
-        with pytest.raises(dist_cp.CheckpointException, match="pickle"):
+        with pytest.raises(CheckpointException, match="pickle"):
             manager.join()
         assert manager.all_steps() == []
 

@@ -60,8 +60,7 @@ def assert_trains_alike(model: nn.Module, alone: nn.Module, mesh: spmd.Mesh, axe
         mine.zero_grad()
         its.zero_grad()
         loss, expected = cross_entropy(model(cut), on_device(y)), cross_entropy(alone(x), y)
-        loss.backward()
-        expected.backward()
+        torch.autograd.backward([loss, expected])
         mine.step()
         its.step()
         torch.testing.assert_close(loss.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
@@ -87,7 +86,7 @@ def test_fsdp_trains_as_one_process_does(wrapping: str) -> None:
             model[index] = FSDPv2(model[index], mesh)
     wrapped = FSDPv2(model, mesh=mesh, auto_wrap_policy=policies.get(wrapping))
     if wrapping == "by layer":
-        assert [isinstance(each, FSDPv2) for each in wrapped.module] == [True, True, False]  # type: ignore[attr-defined]
+        assert [isinstance(wrapped[index], FSDPv2) for index in range(3)] == [True, True, False]
     assert_trains_alike(wrapped, alone, mesh)
     for parameter in wrapped.parameters():
         assert isinstance(parameter, nn.Parameter)
@@ -136,13 +135,24 @@ def test_parameters_on_the_meta_device_are_made_where_they_are() -> None:
     with torch.device("meta"):
         model = layers()
     wrapped = FSDPv2(model, mesh=fsdp_mesh(), auto_wrap_policy=BY_LAYER)
-    assert all(each.sharding_spec.startswith("{devices") for each in wrapped.parameters())  # type: ignore[attr-defined]
+    assert all(isinstance(each, spmd.ShardedTensor) for each in wrapped.parameters())
     assert float(wrapped[0].up.weight.detach().abs().sum()) > 0
     assert float(wrapped[0].norm.weight.detach().sum()) == 8
     with torch.device("meta"):
         bare = nn.MultiheadAttention(4, 2)
     with pytest.raises(RuntimeError, match="no reset_parameters"):
         FSDPv2(bare, mesh=fsdp_mesh())
+
+
+@pytest.mark.parametrize("made_on", ["cpu", "meta"])
+@driven
+def test_what_layers_share_stays_shared(made_on: str) -> None:
+    with torch.device(made_on):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+    wrapped = FSDPv2(model, mesh=fsdp_mesh())
+    assert wrapped[0].weight is wrapped[1].weight
+    assert len(list(wrapped.parameters())) == 3
 
 
 @driven
@@ -187,7 +197,7 @@ class Returns(nn.Module):
 def test_outputs_that_are_no_tensors() -> None:
     x = on_device(torch.randn(4, 4))
     with pytest.warns(UserWarning, match="only its first element"):
-        first, second = FSDPv2(Returns(lambda y: (y, y + 1)), mesh=fsdp_mesh())(x)
+        first, _ = FSDPv2(Returns(lambda y: (y, y + 1)), mesh=fsdp_mesh())(x)
     assert first.sharding_spec == ROWS
     with pytest.raises(RuntimeError, match="provide your own shard_output"):
         FSDPv2(Returns(lambda y: {"y": y}), mesh=fsdp_mesh())(x)
@@ -278,7 +288,7 @@ def test_between_enable_and_disable_each_worker_computes_its_own(rows: int) -> N
     assert part.sharding_type is spmd.ShardingType.MANUAL
     again: Any = spmd.disable_manual_sharding(part - part.max(), ("data", None), whole.shape)
     assert again.sharding_spec == ROWS
-    expected = torch.cat([each - each.max() for each in whole.split(2)])
+    expected = torch.cat([each - each.max() for each in torch.split(whole, 2)])
     assert again.cpu().equal(expected)
 
 
@@ -343,7 +353,7 @@ def test_tensors_are_redistributed_with_their_gradients() -> None:
 @driven
 def test_modules_are_distributed_by_a_function() -> None:
     alone = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    module = copy.deepcopy(alone)
+    module: Any = copy.deepcopy(alone)
 
     def rows(name: str, each: nn.Module, mesh: Any) -> None:
         for parameter in each.parameters(recurse=False):
@@ -352,7 +362,7 @@ def test_modules_are_distributed_by_a_function() -> None:
     def cut(_: nn.Module, inputs: Any, mesh: Any) -> Any:
         return (spmd.mark_sharding(inputs[0], mesh, ("b", None)),)
 
-    module = spmd.distribute_module(module, grid(), rows, cut, lambda _, output, mesh: output * 2)  # type: ignore[assignment]
+    module = spmd.distribute_module(module, grid(), rows, cut, lambda _, output, mesh: output * 2)
     assert module[0].weight.sharding_spec == "{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}"
     x = torch.randn(4, 8)
     torch.testing.assert_close(module(on_device(x)).detach().cpu(), 2 * alone(x).detach())
