@@ -10,9 +10,9 @@ How it works. Each layer is wrapped in FSDPv2: a worker holds a part of each par
 the optimizer's state, and has a part of the batch. For the time of a layer its parameters are put together.
 What is inside of a layer is forgotten after forward, and computed again in backward.
 
-Every few steps a checkpoint is taken, shard by shard. A first process with its workers trains until it is
-killed, with SIGKILL. Then this process goes on from the last checkpoint with another number of workers: the
-model is made without memory, and each worker gets its part.
+Every few steps a checkpoint is taken, shard by shard. A first process, with its workers, trains until it is
+killed, with SIGKILL. Then another goes on from the last checkpoint, with another number of workers: the model
+is made without memory, and each worker gets its part.
 
 The same model is trained in this process, alone. Success is that the losses agree, step by step.
 """
@@ -78,6 +78,7 @@ def part(workers: int, folder: str, options: argparse.Namespace) -> Iterator[tup
     manager = CheckpointManager(folder, options.every, max_to_keep=2)
     first = 0
     torch.manual_seed(options.seed)
+    optimizer: torch.optim.Optimizer
     if not manager.all_steps():
         model = wrapped(Transformer(text.vocabulary, SIZE), mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
@@ -98,22 +99,26 @@ def part(workers: int, folder: str, options: argparse.Namespace) -> Iterator[tup
     manager.join()
 
 
-def until_killed(folder: str, options: argparse.Namespace) -> Iterator[tuple[int, float]]:
-    """What a process of its own does, until it is killed after half of the steps."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder]
+def in_a_process(
+    workers: int, until: int, folder: str, options: argparse.Namespace
+) -> Iterator[tuple[int, float]]:
+    """What a driver in a process of its own does, until it ends or is killed after a step."""
+    command = [sys.executable, __file__, "--folder", folder, "--workers", str(workers)]
+    command += ["--steps", str(options.steps), "--every", str(options.every), "--seed", str(options.seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             step, loss = line.split()
             yield int(step), float(loss)
-            if int(step) >= options.steps // 2:
+            if int(step) == until:
                 process.kill()
                 return
-    raise Miss(f"The first process ended by itself, with status {process.returncode}.")
+    if process.returncode:
+        raise Miss(f"The process with {workers} workers ended with status {process.returncode}.")
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Train until the first process is killed, then here; and alone.
+    """Train until the first process is killed, then in another; and alone.
 
     Raises:
         Miss: the losses differ.
@@ -128,11 +133,8 @@ def compare(options: argparse.Namespace) -> None:
         tempfile.TemporaryDirectory(prefix="farcall-fsdp-") as folder,
         live_progress("steps", options.steps, plain=options.plain) as progress,
     ):
-        for workers, losses in (
-            (options.workers, until_killed(folder, options)),
-            (options.then, part(options.then, folder, options)),
-        ):
-            for step, loss in losses:
+        for workers, until in ((options.workers, options.steps // 2), (options.then, options.steps)):
+            for step, loss in in_a_process(workers, until, folder, options):
                 largest = max(largest, abs(loss - alone[step]) / alone[step])
                 progress.advance(
                     f"{workers} workers, loss {loss:.3f}, alone {alone[step]:.3f}", step not in seen

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -144,15 +146,16 @@ class CheckpointManager:
             folder = f"{self._root}/{step}"
             self._known = [each for each in self._known if each.step != step]
             self._remove(step)
-            save(
-                state_dict,
-                storage_writer=FsspecWriter(
-                    f"{self.base_path}{step}", thread_count=self.num_of_threads, per_thread_copy_ahead=0
-                ),
-                planner=SPMDSavePlanner(),
-                process_group=self.pg,
-                no_dist=not dist.is_initialized(),
-            )
+            with _alone():
+                save(
+                    state_dict,
+                    storage_writer=FsspecWriter(
+                        f"{self.base_path}{step}", thread_count=self.num_of_threads, per_thread_copy_ahead=0
+                    ),
+                    planner=SPMDSavePlanner(),
+                    process_group=self.pg,
+                    no_dist=not dist.is_initialized(),
+                )
             saved = _Checkpoint(step, time.time())
             self._known.append(saved)
             if self._is_first():
@@ -185,13 +188,14 @@ class CheckpointManager:
             step in self.all_steps(),
             f"Cannot restore from untracked step {step}. Valid steps are: {self.all_steps()}",
         )
-        load(
-            state_dict,
-            storage_reader=FsspecReader(f"{self.base_path}{step}"),
-            planner=SPMDLoadPlanner(),
-            process_group=self.pg,
-            no_dist=not dist.is_initialized(),
-        )
+        with _alone():
+            load(
+                state_dict,
+                storage_reader=FsspecReader(f"{self.base_path}{step}"),
+                planner=SPMDLoadPlanner(),
+                process_group=self.pg,
+                no_dist=not dist.is_initialized(),
+            )
 
     def reached_preemption(self, step: int) -> bool:
         """Whether SIGTERM has come.
@@ -220,6 +224,14 @@ class CheckpointManager:
         if others:
             _log.warning("Ignoring invalid checkpoints: %s", ", ".join(others))
         return sorted(found, key=lambda each: each.time)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Without PyTorch's warning that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _check(holds: bool, message: str) -> None:

@@ -126,7 +126,7 @@ def guide(worker: Worker) -> None:
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             return loss
 
