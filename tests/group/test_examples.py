@@ -162,7 +162,10 @@ def start(name: str, *arguments: str, launcher: Sequence[str] = (), **env: str) 
 
 
 BY_ONE_DRIVER = {
-    "spmd_training": (["--model", "language", "--cut", "both", "--steps", "3"], r"^language, both +loss \d"),
+    "spmd_training": (
+        ["--model", "language", "--cut", "both", "--steps", "3", "--workers", "2"],
+        r"^language, both +loss \d",
+    ),
     "fsdp": (["--steps", "8", "--every", "3"], r"^resumed at +step 4, with 2 workers"),
 }
 """Arguments with which those succeed soon that start workers for one program, and a line that they print."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import io
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,6 +294,31 @@ def test_a_mark_with_gradients_cuts_the_gradient_too() -> None:
     assert x.grad is not None
     assert said(x.grad) == f"{{devices=[4,1]{IN_ORDER}}}"
     assert x.grad.cpu().equal(torch.full((8, 4), 2.0))
+
+
+# ---- the document
+
+
+DOCUMENT = (Path(__file__).parent.parent.parent.parent / "docs" / "spmd.md").read_text()
+
+
+@driven
+def test_the_documents_program_runs() -> None:
+    (program, *_) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
+    program = re.sub(r"^spmd\.(use_spmd|shutdown)\(.*\n", "", program, flags=re.MULTILINE)  # both are there
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, {})
+    assert "step 2: " in printed.getvalue()
+    assert printed.getvalue().endswith("{devices=[2,2]0,1,2,3}\n")
+
+
+@driven
+def test_the_documents_table_of_specs_is_right() -> None:
+    rows = re.findall(r"^\| `(\(.*?\))` \| `(\{.*?\})` \|", DOCUMENT, re.MULTILINE)
+    assert len(rows) == 5
+    for spec, text in rows:
+        sharding = mesh(2, 2, names=("data", "model")).get_op_sharding(ast.literal_eval(spec))
+        assert str(sharding) == text
 
 
 # ---- specs for loaders
