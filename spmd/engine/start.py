@@ -41,6 +41,7 @@ __all__ = [
     "strict",
     "sync",
     "use_spmd",
+    "worker_names",
 ]
 
 _ALONE: Final = (
@@ -277,6 +278,15 @@ def global_device_count() -> int:
         NotInSpmdModeError: SPMD mode is off.
     """
     return _current().session.workers
+
+
+def worker_names() -> list[str]:
+    """The workers' names in the RPC group, by number.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+    """
+    return [port.name for port in _current().ports]
 
 
 def device() -> torch.device:

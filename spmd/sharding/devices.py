@@ -27,4 +27,13 @@ def count() -> int:
 
 def attributes() -> list[dict[str, Any]]:
     """Of each worker: ``name``, ending in its number; with several hosts, ``slice_index``, its host's."""
-    return [{"name": f"CPU:{number}"} for number in range(count())]
+    from rpc.runtime.current import current_agent
+    from spmd.engine.start import worker_names
+
+    agent: Any = current_agent()
+    hosts = [agent.peers.find(name).member.host for name in worker_names()]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return [
+        {"name": f"CPU:{number}", **({"slice_index": numbers[host]} if len(numbers) > 1 else {})}
+        for number, host in enumerate(hosts)
+    ]

@@ -25,7 +25,7 @@ def place(module: nn.Module) -> list[nn.Module]:
     bare: list[nn.Module] = []
     for each in module.modules():
         for kept in (each._parameters, each._buffers):
-            for name, t in kept.items():
+            for name, t in list(kept.items()):
                 if t is None or is_logical(t):
                     continue
                 if t.is_meta and each not in bare:
@@ -33,5 +33,5 @@ def place(module: nn.Module) -> list[nn.Module]:
                 if t not in moved:
                     new = torch.empty_like(t, device=device()) if t.is_meta else t.detach().to(device())
                     moved[t] = nn.Parameter(new, t.requires_grad) if kept is each._parameters else new
-                kept[name] = moved[t]
+                setattr(each, name, moved[t])  # recurrent layers keep a list of what was set
     return bare

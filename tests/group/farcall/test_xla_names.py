@@ -114,6 +114,13 @@ def guide(worker: Worker) -> None:
             patch.setattr("torch_xla.runtime.global_runtime_device_attributes", lambda: attributes)
             assert xs.HybridMesh(ici_mesh_shape=(n, 1)).get_logical_mesh().tolist() == [[1], [0]]
 
+        tensor: Any = importlib.import_module("torch.distributed.tensor")
+        device_mesh = tensor.DeviceMesh("xla", list(range(n)))
+        cut = tensor.distribute_tensor(torch.ones(4, 4), device_mesh, [tensor.Shard(1)])
+        assert cut.sharding_spec == "{devices=[1,2]0,1}"
+        module = tensor.distribute_module(Net(), device_mesh)
+        assert module.fc1.weight.device == torch_xla.device()
+
         xs.set_global_mesh(mesh)
         model = xla_fsdp.SpmdFullyShardedDataParallel(Net().to(torch_xla.device()))
         optimizer = torch.optim.Adam(model.parameters())

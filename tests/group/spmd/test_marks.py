@@ -57,10 +57,10 @@ class TwoLayers(nn.Module):
 def test_a_mark_is_in_place_and_known_at_once() -> None:
     t: Any = on_device(torch.randn(8, 4))
     marked = spmd.mark_sharding(t, mesh(2, 2, names=("data", "model")), ("data", "model"))
-    assert marked is t
     assert said(t) == "{devices=[2,2]0,1,2,3}"
     assert t.sharding_type is spmd.ShardingType.TILED
     assert isinstance(t, spmd.ShardedTensor)
+    assert marked is t
 
 
 @driven
@@ -117,6 +117,15 @@ def test_workers_in_another_order() -> None:
     t: Any = spmd.mark_sharding(on_device(torch.arange(8.0).reshape(1, 8)), backwards, (0, 1))
     assert said(t) == "{devices=[1,4]3,2,1,0}"
     assert t.local_shards[3].data.tolist() == [[0, 1]]
+
+
+@driven
+def test_workers_of_one_host_are_one_slice() -> None:
+    hybrid = spmd.HybridMesh(ici_mesh_shape=(2, 2), axis_names=("data", "model"))
+    assert hybrid.get_logical_mesh().tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="Invalid dcn_mesh_shape for single slice mesh"):
+        spmd.HybridMesh((1, 2), (2, 1))
+    assert spmd.get_1d_mesh("data").shape() == {"data": WORKERS}
 
 
 # ---- what is refused

@@ -144,6 +144,25 @@ def test_parameters_on_the_meta_device_are_made_where_they_are() -> None:
         FSDPv2(bare, mesh=fsdp_mesh())
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.lstm(x)[0]
+        return result
+
+
+@driven
+def test_recurrent_layers_can_be_wrapped() -> None:
+    model = Recurrent()
+    alone = copy.deepcopy(model)
+    wrapped = FSDPv2(model, mesh=fsdp_mesh())
+    x = torch.randn(8, 3, 4)
+    torch.testing.assert_close(wrapped(on_device(x)).detach().cpu(), alone(x).detach())
+
+
 @pytest.mark.parametrize("made_on", ["cpu", "meta"])
 @driven
 def test_what_layers_share_stays_shared(made_on: str) -> None:
