@@ -499,8 +499,20 @@ def _fused_sdp_choice(*args: Any, **kwargs: Any) -> int:
 # ---- setting the device up
 
 
+class _Stream:
+    """The device's one stream: everything is in order, and nobody has to wait for it."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
 class _Module:
     """What ``torch.spmd`` is: PyTorch asks it about the device."""
+
+    _stream = _Stream()
 
     _initialized = True  # activation checkpointing looks at it
 
@@ -524,6 +536,12 @@ class _Module:
 
     def synchronize(self, device: Any = None) -> None:
         pass
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return self._stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def _is_in_bad_fork(self) -> bool:
         return False

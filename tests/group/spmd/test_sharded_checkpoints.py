@@ -60,7 +60,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 def save(state: dict[str, Any], path: str, planner: Any) -> None:
     save_checkpoint(
         state,
-        storage_writer=FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0),
+        storage_writer=FileSystemWriter(path, sync_files=False),
         planner=planner,
         no_dist=True,
     )
