@@ -2,8 +2,8 @@
 
 A tensor that is cut is saved and loaded shard by shard: each distinct shard once, with its place in the whole
 tensor, so another mesh, or another number of workers, or a program without any, can load it. The driver has
-the shards of a tensor in memory while it passes them on, and never those of all tensors: what is loaded goes
-to the workers as soon as it is complete.
+the shards of a tensor in memory while it passes them on, and not those of all tensors: what is loaded goes to
+the workers as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ class _Arriving:
     def load(self) -> None:
         if not self._sharding.tiles:
             with torch.no_grad():
-                self._t.copy_(self._parts[0].to(self._t.device))
+                self._t.copy_(self._parts[0])
+            engine.upload(self._t)
             return
         holder = {chunk.offsets: worker for worker, chunk in self._chunks.items()}
         parts = []
@@ -238,6 +239,7 @@ class _Arriving:
             sizes = [each.stop - each.start for each in indices]
             parts.append(torch.empty(sizes, dtype=self._t.dtype) if empty else self._parts[holder[where]])
         engine.load_local_parts(self._t, parts)
+        engine.upload(self._t)
 
 
 def _is_cut(value: Any) -> bool:

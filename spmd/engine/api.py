@@ -22,6 +22,7 @@ __all__ = [
     "load_local_parts",
     "local_parts",
     "redistributed",
+    "upload",
     "uploaded_with",
     "value_layout",
     "workers_count",
@@ -138,3 +139,13 @@ def uploaded_with(data: Tensor, layout: Layout) -> Tensor:
     data = data.detach().clone(memory_format=torch.preserve_format)
     spec = spec_of(data, layout)
     return wrap(Alias(Value(spec, data=data), spec))
+
+
+def upload(tensor: Tensor) -> None:
+    """Send a tensor's content to the workers now, if it is still here; else that is when it is first used."""
+    recorder = engine().recorder
+    with recorder.lock:
+        value = read(recorder, alias_of(tensor))
+        if value.data is not None:
+            recorder.enter_value(value)
+            recorder.flush()

@@ -239,7 +239,7 @@ class Recorder:
         )
         recording = self.recording
         refs = tuple(
-            [value.index if value.recording is recording else self._enter_value(value) for value in values]
+            [value.index if value.recording is recording else self.enter_value(value) for value in values]
         )
         recording.operations.append((entry, refs))
         if scalars:
@@ -259,7 +259,8 @@ class Recorder:
             results[0].value.uninitialized = True
         return results
 
-    def _enter_value(self, value: Value) -> int:
+    def enter_value(self, value: Value) -> int:
+        """Have a value among the inputs of what is recorded; its number there."""
         if value.remote is not None and value.remote.error is not None:
             raise lost(value.remote.error)
         recording = self.recording
@@ -285,7 +286,7 @@ class Recorder:
         is_here = value.recording is not self.recording and isinstance(value.data, Tensor)
         if is_here and not layout.is_partial():  # it goes there at once
             return Value(value.spec.laid_out(layout), data=value.data)
-        index = value.index if value.recording is self.recording else self._enter_value(value)
+        index = value.index if value.recording is self.recording else self.enter_value(value)
         found = self._moved.get((index, layout))
         if found is None:
             key = (REDISTRIBUTE, value.spec, layout)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 import spmd
 from spmd.checkpoint import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
 from spmd.checkpoint.planners import CpuShards, sharded_cpu_state_dict
+from spmd.engine.device import alias_of
 from tests.group.spmd.driven import WORKERS, driven, driver
 
 __all__ = ["driver"]
@@ -168,6 +169,17 @@ def test_shards_arrive_together_when_all_is_read() -> None:
         part.fill_(7)
         planner.commit_tensor(item, part)
     assert model.fc1.weight.detach().cpu().equal(torch.full_like(before, 7))
+
+
+@driven
+def test_what_is_loaded_does_not_stay_with_the_driver() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        model, alone = sharded(), TwoLayers()
+        save(alone.state_dict(), path, None)
+        load(model.state_dict(), path, SPMDLoadPlanner())
+        values = [alias_of(each).value for each in model.parameters()]
+        assert [value is None or value.data is None for value in values] == [True] * 4
+        assert_same(model, alone)
 
 
 @driven
