@@ -145,7 +145,4 @@ def upload(tensor: Tensor) -> None:
     """Send a tensor's content to the workers now, if it is still here; else that is when it is first used."""
     recorder = engine().recorder
     with recorder.lock:
-        value = read(recorder, alias_of(tensor))
-        if value.data is not None:
-            recorder.enter_value(value)
-            recorder.flush()
+        recorder.send(read(recorder, alias_of(tensor)))

@@ -137,6 +137,13 @@ class Recorder:
                 self.recording = Recording()
                 self._run(recording)
 
+    def send(self, value: Value) -> None:
+        """Hand over what is recorded, and a value that is still here."""
+        with self.lock:
+            if value.data is not None:
+                self._enter_value(value)
+            self.flush()
+
     # ---- recording
 
     def record(
@@ -239,7 +246,7 @@ class Recorder:
         )
         recording = self.recording
         refs = tuple(
-            [value.index if value.recording is recording else self.enter_value(value) for value in values]
+            [value.index if value.recording is recording else self._enter_value(value) for value in values]
         )
         recording.operations.append((entry, refs))
         if scalars:
@@ -259,8 +266,7 @@ class Recorder:
             results[0].value.uninitialized = True
         return results
 
-    def enter_value(self, value: Value) -> int:
-        """Have a value among the inputs of what is recorded; its number there."""
+    def _enter_value(self, value: Value) -> int:
         if value.remote is not None and value.remote.error is not None:
             raise lost(value.remote.error)
         recording = self.recording
@@ -286,7 +292,7 @@ class Recorder:
         is_here = value.recording is not self.recording and isinstance(value.data, Tensor)
         if is_here and not layout.is_partial():  # it goes there at once
             return Value(value.spec.laid_out(layout), data=value.data)
-        index = value.index if value.recording is self.recording else self.enter_value(value)
+        index = value.index if value.recording is self.recording else self._enter_value(value)
         found = self._moved.get((index, layout))
         if found is None:
             key = (REDISTRIBUTE, value.spec, layout)
