@@ -22,6 +22,7 @@ import torch.futures
 
 import rpc
 from dist_autograd.recording import RECV_NODE, SEND_NODE
+from farcall.compat import lending
 
 __all__ = ["CompatError", "install", "is_installed", "uninstall"]
 
@@ -72,7 +73,8 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Make ``torch.distributed.rpc`` and its kin mean farcall, until :func:`uninstall`.
+    """Make ``torch.distributed.rpc`` and its kin mean farcall, until :func:`uninstall`; and ``torch_xla``
+    as well, where it is not installed.
 
     Call it before the program imports them; a module that did already keeps what it has, and a warning
     names it. Doing it twice is doing it once.
@@ -98,6 +100,7 @@ def install() -> None:
         for name, facade in facades.items():
             _put(name, facade)
         sys.meta_path.insert(0, _finder)
+        lending.lend()
         _show()
         _rebind()
 
@@ -115,6 +118,7 @@ def uninstall() -> None:
         if rpc.is_initialized():
             raise CompatError("farcall is running in this process: call shutdown() before uninstall()")
         sys.meta_path.remove(_finder)
+        lending.take_back()
         for name in [name for name in sys.modules if _is_replaced(name)]:
             del sys.modules[name]
         sys.modules.update(_modules)

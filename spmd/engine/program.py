@@ -18,9 +18,13 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 __all__ = [
+    "FROM_LOCAL",
+    "GET_RNG_STATE",
     "REDISTRIBUTE",
     "REPLICATED",
     "SEED",
+    "SET_RNG_STATE",
+    "TO_LOCAL",
     "Instruction",
     "Layout",
     "MeshKey",
@@ -35,6 +39,18 @@ REDISTRIBUTE: Final = "spmd::redistribute"
 
 SEED: Final = "spmd::manual_seed"
 """``(seed,)``: seeds the generator that all workers have in common. Makes no value."""
+
+GET_RNG_STATE: Final = "spmd::get_rng_state"
+"""``()``: the state of that generator, as ``torch.get_rng_state`` gives it, a replicated tensor."""
+
+SET_RNG_STATE: Final = "spmd::set_rng_state"
+"""``(state,)``: puts that generator into a state. Makes no value."""
+
+TO_LOCAL: Final = "spmd::to_local"
+"""``(value, shape)``: each worker's part, with zeros up to this shape, called a replicated value."""
+
+FROM_LOCAL: Final = "spmd::from_local"
+"""``(value,)``: the reverse: the value of which workers have these parts."""
 
 
 @dataclass(frozen=True, slots=True)

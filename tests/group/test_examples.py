@@ -152,7 +152,7 @@ def test_missing_it_is_a_failure_that_says_so(run_workers: RunWorkers, name: str
 
 def test_every_example_is_tested() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py") if os.access(path, os.X_OK)}
-    assert scripts == {*LIST, "parameter_server"}
+    assert scripts == {*LIST, *BY_ONE_DRIVER, "parameter_server"}
 
 
 # ---- started by one command, as a user does
@@ -168,6 +168,26 @@ def start(name: str, *arguments: str, launcher: Sequence[str] = (), **env: str) 
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]), **env},
         start_new_session=True,
     )
+
+
+BY_ONE_DRIVER = {
+    "spmd_training": (
+        ["--model", "language", "--cut", "both", "--steps", "3", "--workers", "2"],
+        r"^language, both +loss \d",
+    ),
+    "fsdp": (["--steps", "8", "--every", "3"], r"^resumed at +step 4, with 2 workers"),
+}
+"""Arguments with which those succeed soon that start workers for one program, and a line that they print."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["spmd_training", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_one_program_on_many_workers_computes_what_it_does_alone(name: str, tmp_path: Path) -> None:
+    arguments, shows = BY_ONE_DRIVER[name]
+    process = start(name, *arguments, TMPDIR=str(tmp_path))
+    output, errors = process.communicate(timeout=85)
+    assert process.returncode == 0, errors
+    assert re.search(shows, output, re.MULTILINE), output
 
 
 @pytest.mark.nightly

@@ -1,0 +1,94 @@
+"""Lends the names of ``torch_xla`` to our SPMD mode, where ``torch_xla`` is not installed.
+
+Python asks our finder last, so an installed ``torch_xla`` stays what it is. A lent module has what our module
+offers in ``__all__``, and is made when it is first imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any, Final
+
+__all__ = ["lend", "take_back"]
+
+_OURS: Final = "farcall.compat.torch_xla"
+
+_LENT: Final[dict[str, str | None]] = {
+    "torch_xla": f"{_OURS}.package",
+    "torch_xla._XLAC": f"{_OURS}.binding",
+    "torch_xla.core": None,
+    "torch_xla.core.xla_model": f"{_OURS}.model",
+    "torch_xla.distributed": None,
+    "torch_xla.distributed.fsdp": "spmd.fsdp",
+    "torch_xla.distributed.fsdp.utils": f"{_OURS}.fsdp_utils",
+    "torch_xla.distributed.fsdp.wrap": "spmd.fsdp.wrap",
+    "torch_xla.distributed.parallel_loader": f"{_OURS}.loader",
+    "torch_xla.distributed.spmd": f"{_OURS}.sharding",
+    "torch_xla.distributed.spmd.debugging": "spmd.sharding.visualize",
+    "torch_xla.distributed.spmd.xla_sharded_tensor": f"{_OURS}.sharding",
+    "torch_xla.distributed.spmd.xla_sharding": f"{_OURS}.sharding",
+    "torch_xla.distributed.xla_multiprocessing": f"{_OURS}.launching",
+    "torch_xla.experimental": None,
+    "torch_xla.experimental.distributed_checkpoint": "spmd.checkpoint",
+    "torch_xla.experimental.spmd_fully_sharded_data_parallel": "spmd.fsdp",
+    "torch_xla.experimental.xla_sharded_tensor": f"{_OURS}.sharding",
+    "torch_xla.experimental.xla_sharding": f"{_OURS}.sharding",
+    "torch_xla.runtime": f"{_OURS}.runtime",
+    "torch_xla.utils": None,
+    "torch_xla.utils.utils": f"{_OURS}.sampling",
+}
+"""What stands in for which module; None for a package that only holds others."""
+
+
+class _Lender(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        is_theirs = not isinstance(sys.modules.get("torch_xla"), _Lent) and fullname != "torch_xla"
+        if fullname not in _LENT or is_theirs:
+            return None
+        return spec_from_loader(fullname, self, origin="farcall", is_package=_has_modules(fullname))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Lent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        ours = _LENT[module.__name__]
+        if ours is not None:
+            source = importlib.import_module(ours)
+            module.__doc__ = source.__doc__
+            module.__dict__.update({name: getattr(source, name) for name in source.__all__})
+
+
+class _Lent(ModuleType):
+    """A module that imports those below it when they are asked for, as ``torch_xla`` has imported them."""
+
+    def __getattr__(self, name: str) -> Any:
+        below = f"{self.__name__}.{name}"
+        if below in _LENT:
+            return importlib.import_module(below)
+        raise AttributeError(
+            f"farcall lends {self.__name__} without {name!r}; what it has is in docs/spmd.md"
+        )
+
+
+def _has_modules(name: str) -> bool:
+    return any(other.startswith(name + ".") for other in _LENT)
+
+
+_lender: Final = _Lender()
+
+
+def lend() -> None:
+    """Have ``import torch_xla`` find ours, unless there is another."""
+    sys.meta_path.append(_lender)
+
+
+def take_back() -> None:
+    """Undo :func:`lend`."""
+    sys.meta_path.remove(_lender)
+    for name in [name for name, module in sys.modules.items() if isinstance(module, _Lent)]:
+        del sys.modules[name]

@@ -1,0 +1,1 @@
+"""What PyTorch/XLA's modules offer to programs for its SPMD mode, made of ours."""

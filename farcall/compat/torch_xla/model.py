@@ -1,0 +1,165 @@
+"""``torch_xla.core.xla_model``: the device, steps, and what training loops use around them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from spmd.engine import start
+from spmd.sharding.loader import InputSharding, send
+
+__all__ = [
+    "RateTracker",
+    "add_step_closure",
+    "get_local_ordinal",
+    "get_ordinal",
+    "get_xla_supported_devices",
+    "is_master_ordinal",
+    "mark_step",
+    "master_print",
+    "optimizer_step",
+    "save",
+    "send_cpu_data_to_device",
+    "set_rng_state",
+    "wait_device_ops",
+    "xla_device",
+    "xla_device_hw",
+    "xla_real_devices",
+    "xrt_world_size",
+]
+
+_closures: Final[list[Callable[[], object]]] = []
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """The logical device."""
+    return start.device()
+
+
+def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
+    """Its name."""
+    return [str(start.device())]
+
+
+def xla_device_hw(device: object) -> str:
+    """The kind of hardware behind it."""
+    return "CPU"
+
+
+def xla_real_devices(devices: Sequence[object] | None = None) -> list[str]:
+    """What is behind each logical device."""
+    return ["CPU:0"] * (1 if devices is None else len(devices))
+
+
+def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
+    """Run what is recorded, and then what :func:`add_step_closure` was given."""
+    start.sync()
+    due, _closures[:] = list(_closures), []
+    for closure in due:
+        closure()
+
+
+def wait_device_ops(devices: Sequence[object] = ()) -> None:
+    """Wait until the workers have done everything."""
+    mark_step()
+
+
+def add_step_closure(
+    closure: Callable[..., object], args: tuple[Any, ...] = (), run_async: bool = False
+) -> None:
+    """Call a function after the next step."""
+    _closures.append(lambda: closure(*args))
+
+
+def send_cpu_data_to_device(
+    datas: Any, device: torch.device | str, input_sharding: InputSharding = None
+) -> list[Any]:
+    """Tensors on the device, cut as is said."""
+    several = datas if isinstance(datas, (list, tuple)) else [datas]
+    return [send(data, start.device(), input_sharding) for data in several]
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: dict[str, Any] | None = None,
+    groups: object = None,
+    pin_layout: bool = True,
+) -> Any:
+    """A step; gradients are those of the whole batch already."""
+    loss = optimizer.step(**(optimizer_args or {}))
+    if barrier:
+        mark_step()
+    return loss
+
+
+def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+    """Save with all tensors on the CPU."""
+    torch.save(pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), data), file_or_path)
+
+
+def set_rng_state(seed: int, device: object = None) -> None:
+    """Seed the generators."""
+    torch.manual_seed(seed)
+
+
+def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
+    """Print."""
+    print(*args, file=fd or sys.stdout, flush=flush)
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """There is no other process."""
+    return True
+
+
+def get_ordinal(defval: int = 0) -> int:
+    """That of the one process."""
+    return 0
+
+
+get_local_ordinal = get_ordinal
+
+
+def xrt_world_size(defval: int = 1) -> int:
+    """How many processes."""
+    return 1
+
+
+class RateTracker:
+    """How many samples a second.
+
+    Args:
+        smooth_factor: how much the rate until now counts, 0 to 1.
+    """
+
+    def __init__(self, smooth_factor: float | None = None) -> None:
+        self._smooth = (
+            float(os.environ.get("RATE_TRACKER_SMOOTHING", "0.4")) if smooth_factor is None else smooth_factor
+        )
+        self._begin = self._last = time.perf_counter()
+        self._count = self._counted = 0.0
+        self._rate = 0.0
+
+    def add(self, count: float) -> None:
+        """So many more."""
+        self._count += count
+
+    def rate(self) -> float:
+        """Samples a second, smoothed."""
+        now = time.perf_counter()
+        recent = (self._count - self._counted) / max(now - self._last, 1e-9)
+        self._rate = recent if not self._counted else self._smooth * self._rate + (1 - self._smooth) * recent
+        self._last, self._counted = now, self._count
+        return self._rate
+
+    def global_rate(self) -> float:
+        """Samples a second since the beginning."""
+        return self._count / max(time.perf_counter() - self._begin, 1e-9)

@@ -1,0 +1,94 @@
+"""``torch_xla.distributed.spmd``: XLA's names for our marks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from farcall.compat.torch_xla import runtime as _runtime
+from spmd.sharding.distribute import distribute_module as xla_distribute_module
+from spmd.sharding.distribute import distribute_tensor as xla_distribute_tensor
+from spmd.sharding.distribute import mesh_of as convert_to_xla_mesh
+from spmd.sharding.distribute import partition_spec_of
+from spmd.sharding.hybrid_mesh import HybridMesh as _HybridMesh
+from spmd.sharding.manual import disable_manual_sharding, enable_manual_sharding
+from spmd.sharding.manual import mark_manual_sharding as _mark_manual_sharding
+from spmd.sharding.marks import (
+    ShardingSpec,
+    annotate_custom_sharding,
+    clear_sharding,
+    mark_sharding,
+    mark_sharding_with_gradients,
+    wrap_if_sharded,
+)
+from spmd.sharding.mesh import Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
+from spmd.sharding.op_sharding import ShardingType
+from spmd.sharding.sharded_tensor import Shard as XLAShard
+from spmd.sharding.sharded_tensor import ShardedTensor as XLAShardedTensor
+
+__all__ = [
+    "HybridMesh",
+    "Mesh",
+    "ShardingSpec",
+    "ShardingType",
+    "XLAShard",
+    "XLAShardedTensor",
+    "_mark_manual_sharding",
+    "annotate_custom_sharding",
+    "apply_backward_optimization_barrier",
+    "clear_sharding",
+    "convert_to_xla_mesh",
+    "convert_to_xla_partition_spec",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "set_global_mesh",
+    "unwrap_sharded_tensor",
+    "wrap_as_sharded_tensor",
+    "wrap_if_sharded",
+    "xla_distribute_module",
+    "xla_distribute_tensor",
+    "xla_patched_nn_linear_forward",
+]
+
+
+class HybridMesh(_HybridMesh):
+    """Ours, of the workers that ``torch_xla.runtime`` tells of."""
+
+    def __init__(
+        self,
+        ici_mesh_shape: Sequence[int],
+        dcn_mesh_shape: Sequence[int] | None = None,
+        axis_names: Sequence[str] | None = None,
+    ) -> None:
+        runtime: Any = sys.modules.get("torch_xla.runtime", _runtime)
+        attributes = runtime.global_runtime_device_attributes()
+        super().__init__(ici_mesh_shape, dcn_mesh_shape, axis_names, device_attributes=attributes)
+
+
+def convert_to_xla_partition_spec(tensor: Tensor, placement_spec: Sequence[Any]) -> Any:
+    """The spec of placements."""
+    return partition_spec_of(tensor.dim(), placement_spec)
+
+
+def apply_backward_optimization_barrier(m: nn.Module) -> None:
+    """Nothing: gradients are not fused into one another here."""
+
+
+def wrap_as_sharded_tensor(t: Tensor) -> Tensor:
+    """The tensor."""
+    return t
+
+
+unwrap_sharded_tensor: Callable[[Tensor], Tensor] = wrap_as_sharded_tensor
+
+
+def xla_patched_nn_linear_forward(m: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  theirs
+    """What a linear layer computes."""
+    return nn.functional.linear(input, m.weight, m.bias)

@@ -1,0 +1,239 @@
+"""Checkpoints step by step: every so many steps, in the background, on SIGTERM, the last few kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
+from spmd.engine.start import sync
+
+__all__ = ["CheckpointManager"]
+
+_log: Final = logging.getLogger(__name__)
+_METADATA: Final = ".manager_metadata"
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    step: int
+    time: float
+
+
+class CheckpointManager:
+    """Saves a program's state now and then, and knows what it has saved.
+
+    Call ``save`` or ``save_async`` in every step; they save when it is time to. After SIGTERM the next step
+    is saved, whatever its number, and the program goes on; it asks ``reached_preemption``.
+
+    Args:
+        path: a folder, or a URL that ``fsspec`` knows. Each step has a folder in it.
+        save_interval: steps between checkpoints.
+        max_to_keep: how many checkpoints to keep, the oldest by time go first; 0 for all.
+        max_pending_async: how many saves may be under way in the background; the next one waits.
+        num_of_threads: threads that write one checkpoint.
+        process_group: for programs whose processes save together; a driver alone needs none.
+        chkpt_on_preemption: whether SIGTERM means to save. Only the main thread can ask for that.
+
+    Raises:
+        AssertionError: a number that cannot be.
+
+    Example: see :mod:`spmd.checkpoint`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        save_interval: int,
+        max_to_keep: int = 0,
+        max_pending_async: int = 1,
+        num_of_threads: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        chkpt_on_preemption: bool = True,
+    ) -> None:
+        _check(save_interval > 0, "save_interval must be positive")
+        _check(max_to_keep >= 0, "max_to_keep must be non-negative")
+        _check(max_pending_async > 0, "max_pending_async must be positive")
+        self.base_path = os.path.join(os.fspath(path), "")
+        self.save_interval, self.max_to_keep = save_interval, max_to_keep
+        self.num_of_threads = num_of_threads
+        self.chkpt_on_preemption = chkpt_on_preemption
+        self.pg = process_group
+        self._files, self._root = url_to_fs(self.base_path)
+        self._root = self._root.rstrip("/")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="spmd checkpoint")
+        self._room = threading.Semaphore(max_pending_async)
+        self._pending: list[Future[None]] = []
+        self._lock = threading.Lock()
+        self._known = self._found()
+        self._terminated = threading.Event()
+        if chkpt_on_preemption and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda _number, _frame: self._terminated.set())
+
+    # ---- saving
+
+    def should_save(self, step: int) -> bool:
+        """Whether ``save`` would save in this step."""
+        return step % self.save_interval == 0 or (self.chkpt_on_preemption and self.reached_preemption(step))
+
+    def save(self, step: int, state_dict: Mapping[str, Any], force: bool = False) -> bool:
+        """Save if it is time to.
+
+        Args:
+            step: the program's.
+            state_dict: nested dicts of tensors and other things that can be pickled.
+            force: save in any case.
+
+        Returns:
+            whether it has saved.
+        """
+        if not (force or self.should_save(step)):
+            return False
+        sync()
+        self._save(step, dict(state_dict))
+        return True
+
+    def save_async(self, step: int, state_dict: Mapping[str, Any], force: bool = False) -> bool:
+        """Like ``save``; what is saved is copied to the driver now, and written in the background.
+
+        Raises:
+            Exception: what an earlier save in the background has raised.
+        """
+        self._raise_what_failed()
+        if not (force or self.should_save(step)):
+            return False
+        copied = sharded_cpu_state_dict(state_dict)
+        self._room.acquire()
+        future = self._background.submit(self._save, step, copied)
+        future.add_done_callback(lambda _: self._room.release())
+        self._pending.append(future)
+        return True
+
+    def join(self) -> None:
+        """Wait for saves in the background.
+
+        Raises:
+            Exception: what one of them has raised.
+        """
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def _raise_what_failed(self) -> None:
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if future not in done]
+        for future in done:
+            future.result()
+
+    def _save(self, step: int, state_dict: dict[str, Any]) -> None:
+        with self._lock:
+            folder = f"{self._root}/{step}"
+            self._known = [each for each in self._known if each.step != step]
+            self._remove(step)
+            with _alone():
+                save(
+                    state_dict,
+                    storage_writer=FsspecWriter(
+                        f"{self.base_path}{step}", thread_count=self.num_of_threads, per_thread_copy_ahead=0
+                    ),
+                    planner=SPMDSavePlanner(),
+                    process_group=self.pg,
+                    no_dist=not dist.is_initialized(),
+                )
+            saved = _Checkpoint(step, time.time())
+            self._known.append(saved)
+            if self._is_first():
+                with self._files.open(f"{folder}/{_METADATA}", "w") as file:
+                    json.dump({"step": saved.step, "time": saved.time}, file)
+                while 0 < self.max_to_keep < len(self._known):
+                    self._remove(self._known.pop(0).step)
+
+    def _remove(self, step: int) -> None:
+        folder = f"{self._root}/{step}"
+        if self._is_first() and self._files.exists(folder):
+            self._files.rm(folder, recursive=True)
+
+    def _is_first(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank(self.pg) == 0
+
+    # ---- what there is
+
+    def all_steps(self) -> list[int]:
+        """The steps that can be restored, in order."""
+        return sorted(each.step for each in self._known)
+
+    def restore(self, step: int, state_dict: dict[str, Any]) -> None:
+        """Load a step into the tensors of a state dict, in place; other entries are replaced.
+
+        Raises:
+            AssertionError: there is no such step.
+        """
+        _check(
+            step in self.all_steps(),
+            f"Cannot restore from untracked step {step}. Valid steps are: {self.all_steps()}",
+        )
+        with _alone():
+            load(
+                state_dict,
+                storage_reader=FsspecReader(f"{self.base_path}{step}"),
+                planner=SPMDLoadPlanner(),
+                process_group=self.pg,
+                no_dist=not dist.is_initialized(),
+            )
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether SIGTERM has come.
+
+        Raises:
+            AssertionError: the manager was told not to look.
+        """
+        _check(
+            self.chkpt_on_preemption,
+            "Preemption detection not enabled. Please set chkpt_on_preemption when creating the "
+            "CheckpointManager",
+        )
+        return self._terminated.is_set()
+
+    def _found(self) -> list[_Checkpoint]:
+        """What an earlier manager has saved, the oldest first."""
+        found, others = [], []
+        self._files.makedirs(self._root, exist_ok=True)
+        for path in self._files.ls(self._root, detail=False):
+            try:
+                with self._files.open(f"{path}/{_METADATA}", "r") as file:
+                    said = json.load(file)
+                found.append(_Checkpoint(int(said["step"]), float(said["time"])))
+            except (OSError, ValueError, KeyError, TypeError):
+                others.append(path)
+        if others:
+            _log.warning("Ignoring invalid checkpoints: %s", ", ".join(others))
+        return sorted(found, key=lambda each: each.time)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Without PyTorch's warning that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)

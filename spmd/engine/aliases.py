@@ -1,0 +1,306 @@
+"""Views and writes through them, in a program that has neither.
+
+Tensors that share memory, as the user sees it, are *aliases* of one base. The base has a value, and a
+version that counts its changes; a view knows the operation by which it is had from its parent. A view is
+computed when it is read, and again when the base has changed since. A write to a view makes a new value of
+its parent, and so on up to the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from spmd.engine.metas import Spec
+from spmd.engine.program import Layout
+
+__all__ = ["Alias", "Records", "Value", "read", "steps_of_view", "write"]
+
+aten: Final = torch.ops.aten
+
+
+class Value:
+    """What one instruction has made, or the driver has given. It never changes.
+
+    Attributes:
+        spec: of it.
+        index: in the recording that makes or uses it: inputs are -1, -2 and so on.
+        recording: that one.
+        remote: keeps it alive on the workers, once it is there.
+        data: on the CPU, for what is not there yet: the whole, or a list of the workers' parts.
+        uninitialized: nobody may rely on what is in it.
+    """
+
+    __slots__ = ("__weakref__", "data", "index", "recording", "remote", "spec", "uninitialized")
+
+    def __init__(
+        self, spec: Spec, index: int = 0, recording: Any = None, data: Tensor | list[Tensor] | None = None
+    ) -> None:
+        self.spec = spec
+        self.index = index
+        self.recording = recording
+        self.data = data
+        self.remote: Any = None
+        self.uninitialized = False
+
+
+class Alias:
+    """A tensor, or a view of one.
+
+    Attributes:
+        value: of a base, what it is now; of a view, what it was at ``version``.
+        spec: the tensor's shape and strides as the user sees them, and the layout of ``value``.
+        base: None for a base.
+        parent: what it is a view of.
+        step: the operation, with its other arguments, that makes it from its parent.
+        version: of a base, how often it was changed; of a view, the base's version that it shows.
+    """
+
+    __slots__ = ("base", "parent", "spec", "step", "value", "version")
+
+    def __init__(self, value: Value | None, spec: Spec) -> None:
+        self.value = value
+        self.spec = spec
+        self.base: Alias | None = None
+        self.parent: Alias | None = None
+        self.step: tuple[Any, tuple[Any, ...]] | None = None
+        self.version = 0
+
+    @classmethod
+    def of_view(cls, parent: Alias, step: tuple[Any, tuple[Any, ...]], spec: Spec) -> Alias:
+        """A view, which is computed when it is read."""
+        made = cls(None, spec)
+        made.parent, made.step = parent, step
+        made.base = parent if parent.base is None else parent.base
+        made.version = -1
+        return made
+
+
+class Records(Protocol):
+    """What is needed here of a recorder."""
+
+    def record(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] = ..., /
+    ) -> Sequence[Any]: ...
+
+    def moved(self, value: Value, layout: Layout, /) -> Value: ...
+
+
+def read(recorder: Records, alias: Alias) -> Value:
+    """Its value now."""
+    parent, base = alias.parent, alias.base
+    if parent is None or base is None or alias.version == base.version:
+        assert alias.value is not None
+        return alias.value
+    read(recorder, parent)
+    assert alias.step is not None
+    operator, args = alias.step
+    (result,) = recorder.record(operator, (parent, *args))
+    value: Value = result.value
+    _show(alias, value)
+    return value
+
+
+def _show(alias: Alias, value: Value) -> None:
+    alias.value = value
+    alias.spec = alias.spec.laid_out(value.spec.layout)
+    if alias.base is not None:
+        alias.version = alias.base.version
+
+
+def write(recorder: Records, alias: Alias, new: Value) -> None:
+    """Change a tensor.
+
+    Args:
+        new: of the same shape and dtype. The tensor stays laid out as it was.
+    """
+    parent = alias.parent
+    if parent is None:
+        old = alias.value
+        assert old is not None
+        if old.spec.layout is not new.spec.layout and not old.uninitialized:
+            new = recorder.moved(new, old.spec.layout)
+        _show(alias, new)
+        alias.version += 1
+        return
+    assert alias.step is not None
+    write(recorder, parent, _with_written(recorder, parent, *alias.step, new, alias.spec))
+    _show(alias, new)
+
+
+def _with_written(
+    recorder: Records, parent: Alias, operator: Any, args: tuple[Any, ...], new: Value, spec: Spec
+) -> Value:
+    """What a parent is when a view of it has become ``new``."""
+    shape = parent.spec.shape
+    inverse = _INVERSES.get(operator)
+    if operator in _RESHAPES or (
+        operator is aten.expand.default and spec.shape != shape and _same_size(spec, parent.spec)
+    ):
+        result = recorder.record(aten.view.default, (Alias(new, new.spec.dense()), list(shape)))
+    elif operator in _SCATTERS:
+        read(recorder, parent)
+        result = recorder.record(_SCATTERS[operator], (parent, Alias(new, new.spec), *args))
+    elif inverse is not None:
+        inverse_operator, inverse_args = inverse(parent.spec, args)
+        result = recorder.record(inverse_operator, (Alias(new, new.spec), *inverse_args))
+    else:
+        result = _scattered_by_index(recorder, parent, operator, args, new)
+    value: Value = result[0].value
+    return value
+
+
+def _same_size(one: Spec, other: Spec) -> bool:
+    return one.nbytes == other.nbytes
+
+
+def _scattered_by_index(
+    recorder: Records, parent: Alias, operator: Any, args: tuple[Any, ...], new: Value
+) -> Sequence[Any]:
+    """For views of any kind: the same view of the elements' numbers says which are to be replaced."""
+    count = 1
+    for size in parent.spec.shape:
+        count *= size
+    read(recorder, parent)
+    (numbers,) = recorder.record(aten.arange.default, (count,), {"dtype": torch.int64})
+    (numbers,) = recorder.record(aten.view.default, (numbers, list(parent.spec.shape)))
+    (seen,) = recorder.record(operator, (numbers, *args))
+    (seen,) = recorder.record(aten.view.default, (_dense(seen), [-1]))
+    (flat_new,) = recorder.record(aten.view.default, (Alias(new, new.spec.dense()), [-1]))
+    (flat,) = recorder.record(aten.view.default, (_dense(parent), [-1]))
+    (changed,) = recorder.record(aten.scatter.src, (flat, 0, seen, flat_new))
+    return recorder.record(aten.view.default, (changed, list(parent.spec.shape)))
+
+
+def _dense(alias: Alias) -> Alias:
+    """The same value for ``view``, which runs as ``reshape`` where it must."""
+    assert alias.value is not None
+    return Alias(alias.value, alias.spec.dense())
+
+
+# ---- views, as single steps
+
+
+_RESHAPES: Final = {
+    aten.view.default,
+    aten._reshape_alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
+
+_SCATTERS: Final = {
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+
+Inverse = Callable[[Spec, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
+
+
+def _permuted_back(parent: Spec, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    count = len(parent.shape)
+    order = [dim % count for dim in args[0]] if count else []
+    return aten.permute.default, ([order.index(dim) for dim in range(count)],)
+
+
+_INVERSES: Final[dict[Any, Inverse]] = {
+    aten.transpose.int: lambda _, args: (aten.transpose.int, args),
+    aten.t.default: lambda _, args: (aten.t.default, args),
+    aten.permute.default: _permuted_back,
+    aten.expand.default: lambda parent, args: (aten.expand.default, (list(parent.shape),)),
+    aten.view.dtype: lambda parent, _: (aten.view.dtype, (parent.dtype,)),
+    aten.view_as_real.default: lambda *_: (aten.view_as_complex.default, ()),
+    aten.view_as_complex.default: lambda *_: (aten.view_as_real.default, ()),
+    aten._conj_physical.default: lambda *_: (aten._conj_physical.default, ()),
+    aten.neg.default: lambda *_: (aten.neg.default, ()),
+}
+
+_AS: Final = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+"""Views that are bits of a tensor on one device, and operations here."""
+
+
+def steps_of_view(operator: Any, parent: Alias, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The views that an operation makes, one step for each result.
+
+    Args:
+        args: after the first, with defaults left out as the user did.
+    """
+    shape = parent.spec.shape
+    if operator is aten.split.Tensor:
+        size, dim = args[0], (args[1] if len(args) > 1 else 0)
+        length = shape[dim]
+        size = size or max(length, 1)
+        return [
+            (aten.slice.Tensor, (dim, begin, min(begin + size, length)))
+            for begin in range(0, max(length, 1), size)
+        ]
+    if operator is aten.split_with_sizes.default:
+        sizes, dim = args[0], (args[1] if len(args) > 1 else 0)
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        return [(aten.slice.Tensor, (dim, end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    if operator is aten.unbind.int:
+        dim = args[0] if args else 0
+        return [(aten.select.int, (dim, index)) for index in range(shape[dim])]
+    return [(_AS.get(operator, operator), args)]
+
+
+def as_strided_steps(
+    base: Spec, size: Sequence[int], stride: Sequence[int], offset: int
+) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """Slices and permutations of a base that are an ``as_strided`` of its memory; None: there are none."""
+    steps: list[tuple[Any, tuple[Any, ...]]] = []
+    offset -= base.offset
+    if offset < 0 or 0 in base.shape or 0 in size:
+        return None
+    dims = sorted((dim for dim, n in enumerate(base.shape) if n > 1), key=lambda dim: -base.stride[dim])
+    span = 1
+    for dim in reversed(dims):  # dense: each stride is the number of elements below it
+        if base.stride[dim] != span:
+            return None
+        span *= base.shape[dim]
+    wanted = [index for index, n in enumerate(size) if n > 1]
+    wanted.sort(key=lambda index: -stride[index])
+    starts = {dim: offset // base.stride[dim] for dim in dims[:0]}
+    for dim in dims:
+        starts[dim], offset = divmod(offset, base.stride[dim])
+        if starts[dim] >= base.shape[dim]:
+            return None
+    if offset:
+        return None
+    taken: dict[int, int] = {}
+    for index in wanted:
+        found = next(
+            (
+                dim
+                for dim in dims
+                if dim not in taken
+                and stride[index] % base.stride[dim] == 0
+                and stride[index]
+                and starts[dim] + (size[index] - 1) * (stride[index] // base.stride[dim]) < base.shape[dim]
+            ),
+            None,
+        )
+        if found is None:
+            return None
+        taken[found] = index
+    for dim in dims:
+        if dim in taken:
+            index = taken[dim]
+            step = stride[index] // base.stride[dim]
+            end = starts[dim] + (size[index] - 1) * step + 1
+            if (starts[dim], end, step) != (0, base.shape[dim], 1):
+                steps.append((aten.slice.Tensor, (dim, starts[dim], end, step)))
+        else:
+            steps.append((aten.slice.Tensor, (dim, starts[dim], starts[dim] + 1)))
+    order = sorted(range(len(base.shape)), key=lambda dim: taken.get(dim, -1))
+    if order != list(range(len(base.shape))):
+        steps.append((aten.permute.default, (order,)))
+    lengths = [size[taken[dim]] if dim in taken else 1 for dim in order]
+    if lengths != list(size):
+        steps.append((aten.view.default, (list(size),)))
+    return steps

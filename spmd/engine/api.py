@@ -1,0 +1,148 @@
+"""What the public API stands on: where tensors lie, and their parts.
+
+All take tensors on ``spmd.device()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spmd.engine.aliases import Alias, Value, read, write
+from spmd.engine.device import LogicalTensor, alias_of, engine, wrap
+from spmd.engine.metas import spec_of
+from spmd.engine.parts import extents, has_blocks
+from spmd.engine.program import Layout
+
+__all__ = [
+    "constrain",
+    "is_logical",
+    "load_local_parts",
+    "local_parts",
+    "redistributed",
+    "upload",
+    "uploaded_with",
+    "value_layout",
+    "workers_count",
+]
+
+
+def workers_count() -> int:
+    """How many workers there are.
+
+    Raises:
+        NotInSpmdModeError: no ``use_spmd``.
+    """
+    return engine().workers
+
+
+def is_logical(tensor: object) -> bool:
+    """Whether it is a tensor on ``spmd.device()``."""
+    return isinstance(tensor, LogicalTensor)
+
+
+def value_layout(tensor: Tensor) -> Layout:
+    """Where a tensor lies now. Nothing is run for it."""
+    recorder = engine().recorder
+    with recorder.lock:
+        return read(recorder, alias_of(tensor)).spec.layout
+
+
+def constrain(tensor: Tensor, layout: Layout) -> None:
+    """Lay a tensor out so, in place.
+
+    What has not been uploaded yet is uploaded so; else it is redistributed. Autograd does not notice, since
+    the value is the same. Changes in place keep the layout of the tensor, so that a parameter stays where it
+    is put. Of a view only its present value is laid out so, not what it is a view of.
+    """
+    recorder = engine().recorder
+    alias = alias_of(tensor)
+    with recorder.lock:
+        value = recorder.moved(read(recorder, alias), layout)
+        alias.value, alias.spec = value, alias.spec.laid_out(layout)
+
+
+def redistributed(tensor: Tensor, layout: Layout) -> Tensor:
+    """The same tensor laid out so, as a new one that shares nothing; without autograd.
+
+    Example::
+
+        class Constrain(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, layout):
+                ctx.layout = layout
+                return redistributed(x, layout)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return redistributed(gradient, ctx.layout), None
+    """
+    recorder = engine().recorder
+    alias = alias_of(tensor)
+    with recorder.lock:
+        value = recorder.moved(read(recorder, alias), layout)
+        return wrap(Alias(value, alias.spec.laid_out(layout)))
+
+
+def local_parts(tensor: Tensor) -> list[Tensor]:
+    """Each worker's local tensor, by worker; waits for them.
+
+    Uneven shards have the lengths that workers have: nothing is padded. Of a ``Partial`` tensor these are the
+    addends.
+
+    Raises:
+        OperationError: something recorded before has failed.
+        WorkerLostError: a worker is gone.
+    """
+    current = engine()
+    with current.recorder.lock:
+        value = read(current.recorder, alias_of(tensor))
+        parts = current.fetch_parts(value, range(current.workers))
+    return [parts[worker] for worker in range(current.workers)]
+
+
+def load_local_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
+    """Replace a tensor's content, part by part; it is never whole anywhere.
+
+    Args:
+        tensor: laid out in blocks (``Shard`` and ``Replicate``), not partial.
+        parts: CPU tensors by worker, of the shapes that ``local_parts`` gives. They are taken over.
+
+    Raises:
+        ValueError: their number or shapes are others.
+    """
+    current = engine()
+    alias = alias_of(tensor)
+    with current.recorder.lock:
+        layout = read(current.recorder, alias).spec.layout
+        if not has_blocks(layout):
+            raise ValueError(f"expected a tensor that is laid out in blocks, got {layout.placements}")
+        if len(parts) != current.workers:
+            raise ValueError(f"expected {current.workers} parts, one for each worker, got {len(parts)}")
+        for worker, part in enumerate(parts):
+            wanted = [length for _, length in extents(alias.spec.shape, layout, worker)]
+            if list(part.shape) != wanted:
+                raise ValueError(f"expected worker {worker}'s part of shape {wanted}, got {list(part.shape)}")
+        spec = alias.spec.dense().laid_out(layout)
+        value = Value(spec, data=[part.detach().to(spec.dtype).contiguous() for part in parts])
+        write(current.recorder, alias, value)
+
+
+def uploaded_with(data: Tensor, layout: Layout) -> Tensor:
+    """A tensor with this content, laid out so from the beginning.
+
+    Args:
+        data: on the CPU; copied.
+    """
+    data = data.detach().clone(memory_format=torch.preserve_format)
+    spec = spec_of(data, layout)
+    return wrap(Alias(Value(spec, data=data), spec))
+
+
+def upload(tensor: Tensor) -> None:
+    """Send a tensor's content to the workers now, if it is still here; else that is when it is first used."""
+    recorder = engine().recorder
+    with recorder.lock:
+        recorder.send(read(recorder, alias_of(tensor)))

@@ -1,0 +1,221 @@
+"""A program as one worker runs it: linked once to operators, process groups and shapes, then a flat function.
+
+Linking resolves each instruction to a function of local tensors and puts the worker's own shapes into its
+arguments (``spmd.engine.rules``). Passes then rewrite the list of steps. What is left becomes the source of
+one Python function, a line for each step: values are its local variables, dropped after their last use.
+
+Values that are inputs and no outputs belong to the run: their memory may be overwritten.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from spmd.engine.program import (
+    FROM_LOCAL,
+    GET_RNG_STATE,
+    REDISTRIBUTE,
+    SEED,
+    SET_RNG_STATE,
+    TO_LOCAL,
+    Instruction,
+    MeshKey,
+    Meta,
+    Program,
+    Ref,
+)
+from spmd.engine.redistribution import Groups, local_shape, move, plan
+from spmd.engine.rules.catalog import LOCAL_RULES, Call, Local, Site, is_random, tensors_of, with_generator
+from spmd.engine.steps import Assembled, Step
+
+__all__ = ["InstructionError", "LinkedProgram"]
+
+
+class InstructionError(RuntimeError):
+    """An instruction has failed on this worker.
+
+    Attributes:
+        index: of the instruction in its program.
+        cause: what it raised.
+    """
+
+    def __init__(self, index: int, cause: Exception) -> None:
+        super().__init__(index, cause)
+        self.index, self.cause = index, cause
+
+    def __str__(self) -> str:
+        return f"instruction {self.index} has failed: {self.cause}"
+
+
+class LinkedProgram:
+    """A program, ready to run on one worker. One thread at a time.
+
+    Args:
+        program: to run.
+        rank: this worker's number, as in the programs' meshes.
+        meshes: gives the process groups for a mesh. Called while linking, by all workers in the same order.
+        generator: the source of random numbers, which all workers have seeded alike and use for nothing else;
+            default PyTorch's own.
+
+    Example::
+
+        linked = LinkedProgram(program, rank, meshes)
+        outputs = linked.run([weight, rows], [0.1])
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        meshes: Callable[[MeshKey], Groups],
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self._program, self._rank, self._meshes = program, rank, meshes
+        self._generator = torch.default_generator if generator is None else generator
+        self._metas: list[Meta | None] = list(program.inputs)
+        self._steps = [self._link(index, each) for index, each in enumerate(program.instructions)]
+        self._assembled = Assembled(program, self._steps, self._check)
+        self._has_run = False
+
+    def run(self, inputs: list[Tensor], scalars: Sequence[float]) -> list[Tensor]:
+        """Run it once.
+
+        Args:
+            inputs: this worker's parts. The list is emptied, so that what it holds can be freed on the way.
+            scalars: the program's numbers.
+
+        Returns:
+            This worker's parts of the program's outputs.
+
+        Raises:
+            InstructionError: an instruction has failed. What it would have given is lost, and so are inputs
+                that are no outputs.
+        """
+        assembled = self._assembled
+        try:
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+                outputs = assembled.function(inputs, scalars)
+        except Exception as error:
+            index = assembled.instruction_at(error)
+            if index is None:
+                raise
+            raise InstructionError(index, error) from error
+        if not self._has_run:
+            self._has_run = True
+            self._assembled = Assembled(self._program, self._steps)
+        return outputs
+
+    def _check(self, value: int, local: Tensor) -> None:
+        """In the first run, that each part is what its layout says."""
+        meta = self._metas[value]
+        assert meta is not None
+        shape = local_shape(meta, self._rank)
+        if tuple(local.shape) != shape or local.dtype != meta.dtype:
+            raise RuntimeError(
+                f"a rule is wrong: worker {self._rank} has {local.dtype}{list(local.shape)}, where "
+                f"{meta.layout} of {meta.dtype}{list(meta.shape)} asks for {list(shape)}"
+            )
+
+    # ---- linking
+
+    def _link(self, index: int, instruction: Instruction) -> Step:
+        first = len(self._metas)
+        results = tuple(
+            None if meta is None else first + place for place, meta in enumerate(instruction.results)
+        )
+        special = {
+            SEED: self._seed,
+            GET_RNG_STATE: self._generator.get_state,
+            SET_RNG_STATE: self._generator.set_state,
+        }.get(instruction.operator)
+        if special is not None:
+            step = Step(index, special, instruction.args, {}, results, single=True)
+        elif instruction.operator in (TO_LOCAL, FROM_LOCAL):
+            step = self._relabel(index, instruction, results)
+        elif instruction.operator == REDISTRIBUTE:
+            step = self._redistribute(index, instruction, results)
+        else:
+            step = self._operation(index, instruction, results)
+        self._metas += instruction.results
+        return step
+
+    def _seed(self, seed: int) -> None:
+        self._generator.manual_seed(int(seed))
+
+    def _relabel(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
+        (meta,) = instruction.results
+        assert meta is not None
+        shape = local_shape(meta, self._rank)
+
+        def fit(local: Tensor, _: object = None) -> Tensor:
+            inside = tuple(slice(0, size) for size in map(min, local.shape, shape))
+            if all(size <= wanted for size, wanted in zip(local.shape, shape, strict=True)):
+                fitted = local.new_zeros(shape)
+                fitted[inside] = local
+                return fitted
+            return local[inside].contiguous()
+
+        return Step(index, fit, (instruction.args[0],), {}, results, single=True)
+
+    def _redistribute(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
+        source, target = instruction.args
+        meta = self._metas[source.index]
+        assert meta is not None
+        moves = [
+            (each, self._meshes(each.mesh).get_group(each.axis))
+            for each in plan(meta.shape, meta.layout, target, self._rank)
+        ]
+
+        def redistribute(local: Tensor) -> Tensor:
+            for each, group in moves:
+                local = move(local, each, group)
+            return local
+
+        return Step(
+            index, redistribute, (source,), {}, results, single=True, aliases=True, moves=tuple(moves)
+        )
+
+    def _operation(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
+        op = resolve(instruction.operator)
+        kwargs = dict(instruction.kwargs)
+
+        def meta_of(ref: Ref) -> Meta | None:
+            return self._metas[ref.index]
+
+        metas, named = pytree.tree_map_only(Ref, meta_of, (instruction.args, kwargs))
+        call = Call(op, metas, named, tensors_of(metas, named))
+        site = Site(
+            call, instruction.args, kwargs, instruction.results, self._rank, self._meshes, self._generator
+        )
+        rule = LOCAL_RULES.get(op.name())
+        local = rule(site) if rule is not None else None
+        if local is None:
+            local = with_generator(site) if is_random(op) else Local(op, instruction.args, kwargs)
+        returns = op._schema.returns
+        single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+        aliases = any(each.alias_info is not None for each in returns) or local.function is not op
+        function = local.function._op if isinstance(local.function, torch._ops.OpOverload) else local.function
+        if (
+            not single
+            and sum(isinstance(each.type, torch.ListType) for each in returns) > 0
+            and len(returns) > 1
+        ):
+            function = functools.partial(_flattened, function)
+        return Step(index, function, local.args, local.kwargs, results, single=single, aliases=aliases, op=op)
+
+
+def _flattened(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    return pytree.tree_leaves(function(*args, **kwargs))
+
+
+def resolve(name: str) -> Any:
+    """The overload of that name, such as ``aten::add.Tensor``."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")

@@ -1,0 +1,70 @@
+"""What goes between the driver and a worker: one step for each flush, answered when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from spmd.engine.program import Program
+
+__all__ = ["Answer", "Failure", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a worker is to do. Values have ids: from ``base`` first uploads, then what the program makes.
+
+    Attributes:
+        sequence: from 0; steps are done in this order.
+        base: see above.
+        uploads: this worker's parts of new tensors.
+        program: a number; None: nothing is run.
+        definition: of a program that comes for the first time.
+        run: the ids of its inputs, and its scalars, as ``Repetition`` packs them.
+        freed: ids of values that nobody needs after this step; inputs that the program uses up are not named.
+        wanted: ids of values that the answer is to bring.
+    """
+
+    sequence: int
+    base: int
+    uploads: tuple[Tensor, ...] = ()
+    program: int | None = None
+    definition: Program | None = None
+    run: Any = None
+    freed: tuple[int, ...] = ()
+    wanted: tuple[int, ...] = ()
+
+    def __reduce__(self) -> Any:
+        return Step, (
+            self.sequence,
+            self.base,
+            self.uploads,
+            self.program,
+            self.definition,
+            self.run,
+            self.freed,
+            self.wanted,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An instruction that has failed.
+
+    Attributes:
+        index: its number in the program; -1: the program could not be run at all.
+        cause: what it raised.
+    """
+
+    index: int
+    cause: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker says when a step is done: local tensors that were wanted, or what has failed."""
+
+    values: tuple[Tensor, ...] = ()
+    failure: Failure | None = None

@@ -1,0 +1,130 @@
+"""What is known of a tensor without its data, and of what an operation makes of it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from spmd.engine.program import REPLICATED, Layout, Meta
+
+__all__ = ["Spec", "contiguous_stride", "infer", "infer_checked", "spec_of"]
+
+
+class Spec:
+    """A tensor's shape, strides, offset, dtype and layout. Equal ones are one object: compare with ``is``."""
+
+    __slots__ = ("_laid_out", "dtype", "layout", "meta", "offset", "shape", "stride")
+
+    _known: Final[dict[tuple[Any, ...], Spec]] = {}
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    layout: Layout
+    meta: Meta
+    _laid_out: dict[Layout, Spec]
+
+    @staticmethod
+    def of(
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        layout: Layout = REPLICATED,
+        offset: int = 0,
+    ) -> Spec:
+        """The one with these attributes."""
+        key = (shape, stride, dtype, layout, offset)
+        found = Spec._known.get(key)
+        if found is None:
+            found = Spec()
+            found.shape, found.stride, found.dtype, found.layout, found.offset = key
+            found.meta = Meta(shape, stride, dtype, layout)
+            found._laid_out = {}
+            found = Spec._known.setdefault(key, found)
+        return found
+
+    def laid_out(self, layout: Layout) -> Spec:
+        """The same tensor, elsewhere."""
+        found = self._laid_out.get(layout)
+        if found is None:
+            found = self._laid_out[layout] = Spec.of(self.shape, self.stride, self.dtype, layout, self.offset)
+        return found
+
+    def dense(self) -> Spec:
+        """The same tensor, contiguous."""
+        return Spec.of(self.shape, contiguous_stride(self.shape), self.dtype, self.layout)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def spec_of(tensor: Tensor, layout: Layout = REPLICATED) -> Spec:
+    """A tensor's spec."""
+    return Spec.of(
+        tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, layout, int(tensor.storage_offset())
+    )
+
+
+_fake_mode: FakeTensorMode | None = None
+
+
+def _mode() -> FakeTensorMode:
+    global _fake_mode
+    if _fake_mode is None:
+        _fake_mode = FakeTensorMode()
+    return _fake_mode
+
+
+def _fakes(tree: Any) -> Any:
+    """Inside of the mode: a tree with a tensor without data for each spec."""
+    if isinstance(tree, Spec):
+        base = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device="cpu")
+        return base.as_strided(tree.shape, tree.stride, tree.offset) if tree.offset else base
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_fakes(each) for each in tree)
+    return tree
+
+
+def infer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation returns, with specs for tensors in its arguments and in what it returns.
+
+    Raises:
+        DynamicOutputShapeException, DataDependentOutputException: that depends on values.
+        Exception: what the operation raises for such arguments.
+    """
+    with torch.no_grad(), _mode():
+        return _specs(operator(*_fakes(args), **{name: _fakes(each) for name, each in kwargs.items()}))
+
+
+def infer_checked(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what an operation that changes its arguments raises for such ones."""
+    infer(operator, args, kwargs)
+
+
+def _specs(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return spec_of(tree)
+    if isinstance(tree, (list, tuple)):
+        return tuple(_specs(each) for each in tree)
+    return tree

@@ -1,0 +1,378 @@
+"""From one layout to another: which moves that takes, and the moves.
+
+``plan`` is pure: from shape, layouts and a worker's number follow its moves. Shards are DTensor's: along one
+dimension of a mesh, parts of ``ceil(length / size)``, of which the last may be shorter, or empty. Placements
+apply from the first dimension of the mesh to the last, each to what the ones before it have left.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeGuard, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+
+from spmd.engine.program import Layout, MeshKey, Meta
+
+__all__ = ["Groups", "Move", "chunks", "coordinates", "is_shard", "local_shape", "move", "plan", "take_shard"]
+
+
+class Groups(Protocol):
+    """A mesh as its workers have it: ``DeviceMesh`` is one."""
+
+    def get_group(self, mesh_dim: int) -> Any:
+        """The process group of this worker along a dimension of the mesh."""
+
+
+def chunks(length: int, count: int) -> list[int]:
+    """The lengths of ``count`` shards.
+
+    Example::
+
+        chunks(5, 4)  # [2, 2, 1, 0]
+    """
+    each = -(-length // count)
+    return [max(0, min(each, length - place * each)) for place in range(count)]
+
+
+def is_shard(placement: Placement) -> TypeGuard[Shard | _StridedShard]:
+    """Whether a placement cuts a dimension of the tensor."""
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+@functools.cache
+def coordinates(key: MeshKey, rank: int) -> tuple[int, ...]:
+    """Where a worker is in a mesh."""
+    place = key.devices.index(rank)
+    found: list[int] = []
+    for size in reversed(key.shape):
+        place, at = divmod(place, size)
+        found.insert(0, at)
+    return tuple(found)
+
+
+def local_shape(meta: Meta, rank: int) -> tuple[int, ...]:
+    """The shape of a worker's part of a value."""
+    return _shape_after(meta.shape, meta.layout, rank, len(meta.layout.placements))
+
+
+def _shape_after(shape: Sequence[int], layout: Layout, rank: int, count: int) -> tuple[int, ...]:
+    """What is left of a shape by the first ``count`` placements."""
+    left = list(shape)
+    if layout.mesh is not None:
+        at = coordinates(layout.mesh, rank)
+        for dim, placement in enumerate(layout.placements[:count]):
+            if isinstance(placement, _StridedShard):
+                pieces = chunks(left[placement.dim], int(placement.split_factor))
+                left[placement.dim] = sum(chunks(each, layout.mesh.shape[dim])[at[dim]] for each in pieces)
+            elif is_shard(placement):
+                left[placement.dim] = chunks(left[placement.dim], layout.mesh.shape[dim])[at[dim]]
+    return tuple(left)
+
+
+# ---- moves
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step, along one dimension of a mesh.
+
+    Attributes:
+        kind: ``reduce``, ``reduce_scatter``, ``gather``, ``exchange`` (from shards of ``source`` to shards of
+            ``dim``), ``slice``, or ``part`` (a replicated value becomes one term of a sum).
+        mesh, axis: where.
+        dim: of the tensor.
+        lengths: of the shards along it, by place.
+        place: this worker's.
+        operation: the reduction: ``sum``, ``avg``, ``max``, ``min`` or ``product``.
+        strided: in how many pieces the dimension is, each of which is sharded; 1 for all but DTensor's
+            ``_StridedShard``.
+        source, source_lengths: what an exchange gathers.
+    """
+
+    kind: str
+    mesh: MeshKey
+    axis: int
+    place: int
+    dim: int = 0
+    lengths: tuple[int, ...] = ()
+    operation: str = "sum"
+    strided: int = 1
+    source: int = 0
+    source_lengths: tuple[int, ...] = ()
+
+
+def plan(shape: Sequence[int], source: Layout, target: Layout, rank: int) -> list[Move]:
+    """What a worker does to its part of a tensor, in order.
+
+    Args:
+        shape: of the whole.
+        source, target: if they are on two meshes, the tensor becomes whole in between.
+        rank: the worker's number.
+    """
+    if source == target:
+        return []
+    if source.mesh is not None and target.mesh is not None and source.mesh != target.mesh:
+        return plan(shape, source, Layout(), rank) + plan(shape, Layout(), target, rank)
+    key = cast("MeshKey", source.mesh or target.mesh)
+    return _Plan(tuple(shape), key, source, target, rank).moves
+
+
+class _Plan:
+    def __init__(
+        self, shape: tuple[int, ...], key: MeshKey, source: Layout, target: Layout, rank: int
+    ) -> None:
+        whole: tuple[Placement, ...] = (Replicate(),) * len(key.shape)
+        self._shape, self._key, self._rank = shape, key, rank
+        self._at = coordinates(key, rank)
+        self._now = list(source.placements or whole)
+        self._want = target.placements or whole
+        self.moves: list[Move] = []
+        changed = {
+            axis
+            for axis, (old, new) in enumerate(zip(self._now, self._want, strict=True))
+            if not _same(old, new)
+        }
+        axis = min(changed, default=0)
+        if len(changed) == 1 and self._can_exchange(axis):
+            self._exchange(axis)
+            return
+        undone = self._undone(changed)
+        sums = [each for each in sorted(undone) if self._is_summed(each)]
+        gathers = [each for each in sorted(undone, reverse=True) if is_shard(self._now[each])]
+        for each in sums:  # while it is small
+            if gathers or not self._want[each].is_replicate():
+                self._reduce(each)
+        for each in gathers:
+            self._gather(each)
+        for each in sorted(undone):
+            self._place(each)
+        for each in sums:
+            if self._now[each].is_partial():
+                self._reduce(each)
+
+    def _length(self, axis: int, dim: int) -> int:
+        """Of a dimension of the tensor, before the placement at ``axis`` applies."""
+        return _shape_after(self._shape, Layout(self._key, tuple(self._now)), self._rank, axis)[dim]
+
+    def _add(self, kind: str, axis: int, **given: Any) -> None:
+        self.moves.append(Move(kind, self._key, axis, self._at[axis], **given))
+
+    def _inner(self, axis: int, dim: int) -> bool:
+        """Whether a later placement shards the dimension further."""
+        return any(is_shard(each) and each.dim == dim for each in self._now[axis + 1 :])
+
+    def _undone(self, changed: set[int]) -> set[int]:
+        """Those that change, and those that shard further what changes."""
+        undone = set(changed)
+        for axis in range(len(self._now)):
+            if axis in undone:
+                dims = {each.dim for each in (self._now[axis], self._want[axis]) if is_shard(each)}
+                undone |= {
+                    later
+                    for later in range(axis + 1, len(self._now))
+                    for placement in (self._now[later],)
+                    if is_shard(placement) and placement.dim in dims
+                }
+        return undone
+
+    def _is_summed(self, axis: int) -> bool:
+        """Whether it is reduced by a move of its own."""
+        return self._now[axis].is_partial() and not self._can_scatter(axis)
+
+    def _can_scatter(self, axis: int) -> bool:
+        now, want = self._now[axis], self._want[axis]
+        size = self._key.shape[axis]
+        return (
+            isinstance(now, Partial)
+            and type(want) is Shard
+            and now.reduce_op in ("sum", "avg")
+            and self._shape[want.dim] % math.prod(self._key.shape[: axis + 1]) == 0
+            and self._shape[want.dim] >= size
+        )
+
+    def _can_exchange(self, axis: int) -> bool:
+        now, want = self._now[axis], self._want[axis]
+        return (
+            type(now) is Shard
+            and type(want) is Shard
+            and not self._inner(axis, now.dim)
+            and not self._inner(axis, want.dim)
+        )
+
+    def _exchange(self, axis: int) -> None:
+        now, want = cast("Shard", self._now[axis]), cast("Shard", self._want[axis])
+        size = self._key.shape[axis]
+        self._add(
+            "exchange",
+            axis,
+            dim=want.dim,
+            lengths=tuple(chunks(self._length(axis, want.dim), size)),
+            source=now.dim,
+            source_lengths=tuple(chunks(self._length(axis, now.dim), size)),
+        )
+
+    def _reduce(self, axis: int) -> None:
+        self._add("reduce", axis, operation=_operation(self._now[axis]))
+        self._now[axis] = Replicate()
+
+    def _gather(self, axis: int) -> None:
+        placement = cast("Shard", self._now[axis])
+        self._add("gather", axis, **self._sharding(axis, placement))
+        self._now[axis] = Replicate()
+
+    def _sharding(self, axis: int, placement: Shard | _StridedShard) -> dict[str, Any]:
+        length, size = self._length(axis, placement.dim), self._key.shape[axis]
+        strided = int(getattr(placement, "split_factor", 1))
+        if strided > 1 and length % (strided * size):
+            raise ValueError(f"{length} rows cannot be laid out as {placement} over {size} workers")
+        return {"dim": placement.dim, "lengths": tuple(chunks(length, size)), "strided": strided}
+
+    def _place(self, axis: int) -> None:
+        want = self._want[axis]
+        if self._can_scatter(axis):
+            sharding = self._sharding(axis, cast("Shard", want))
+            self._add("reduce_scatter", axis, operation=_operation(self._now[axis]), **sharding)
+        elif is_shard(want):
+            self._add("slice", axis, **self._sharding(axis, want))
+        elif want.is_partial():
+            self._add("part", axis, operation=_operation(want))
+        else:
+            return
+        self._now[axis] = want
+
+
+def _same(old: Placement, new: Placement) -> bool:
+    return type(old) is type(new) and old == new
+
+
+def _operation(placement: Placement) -> str:
+    return cast("Partial", placement).reduce_op
+
+
+# ---- doing them
+
+_c10d: Any = _distributed_c10d
+_REDUCTIONS: Final[dict[str, Any]] = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # and a division
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def move(local: Tensor, step: Move, group: Any) -> Tensor:
+    """Do one move. The tensor given stays as it is; the result may be a view of it, or itself.
+
+    Args:
+        local: this worker's part.
+        step: the same on all workers of the group, but for their places.
+        group: along the axis.
+    """
+    result: Tensor = _MOVES[step.kind](local, step, group)
+    return result
+
+
+def all_reduce(local: Tensor, operation: str, group: Any) -> None:
+    """Reduce in place, over all workers of a group."""
+    options = _c10d.AllreduceOptions()
+    options.reduceOp = _REDUCTIONS[operation]
+    options.asyncOp = False
+    group.allreduce([local], options).wait()
+    if operation == "avg":
+        local.div_(group.size())
+
+
+def all_gather(local: Tensor, outputs: list[Tensor], group: Any) -> None:
+    """Everybody's ``local`` becomes the output at its place. They may differ in size."""
+    options = _c10d.AllgatherOptions()
+    options.asyncOp = False
+    group.allgather([outputs], [local.contiguous()], options).wait()
+
+
+def _reduce(local: Tensor, step: Move, group: Any) -> Tensor:
+    result = local.clone(memory_format=torch.contiguous_format)
+    all_reduce(result, step.operation, group)
+    return result
+
+
+def _reduce_scatter(local: Tensor, step: Move, group: Any) -> Tensor:
+    parts = [each.contiguous() for each in _shards(local, step)]
+    result = torch.empty_like(parts[step.place])
+    options = _c10d.ReduceScatterOptions()
+    options.reduceOp = _REDUCTIONS[step.operation]
+    options.asyncOp = False
+    group.reduce_scatter([result], [parts], options).wait()
+    return result.div_(len(parts)) if step.operation == "avg" else result
+
+
+def _gather(local: Tensor, step: Move, group: Any) -> Tensor:
+    dim, total = step.dim, sum(step.lengths)
+    if dim == 0 and step.strided == 1:
+        whole = local.new_empty((total, *local.shape[1:]))
+        all_gather(local, list(whole.split_with_sizes(list(step.lengths))), group)
+        return whole
+    parts = [
+        local.new_empty((*local.shape[:dim], length, *local.shape[dim + 1 :])) for length in step.lengths
+    ]
+    all_gather(local, parts, group)
+    if step.strided == 1:
+        return torch.cat(parts, dim)
+    pieces = [part.chunk(step.strided, dim) for part in parts]
+    return torch.cat([piece for together in zip(*pieces, strict=True) for piece in together], dim)
+
+
+def _exchange(local: Tensor, step: Move, group: Any) -> Tensor:
+    gives = [each.contiguous() for each in local.split_with_sizes(list(step.lengths), step.dim)]
+    mine, dim = step.lengths[step.place], step.source
+    takes = []
+    for length in step.source_lengths:
+        shape = list(local.shape)
+        shape[step.dim], shape[dim] = mine, length
+        takes.append(local.new_empty(shape))
+    options = _c10d.AllToAllOptions()
+    options.asyncOp = False
+    group.alltoall(takes, gives, options).wait()
+    return torch.cat(takes, dim)
+
+
+def _slice(local: Tensor, step: Move, group: Any = None) -> Tensor:
+    return _shards(local, step)[step.place].contiguous()
+
+
+def _shards(local: Tensor, step: Move) -> list[Tensor]:
+    if step.strided == 1:
+        return list(local.split_with_sizes(list(step.lengths), step.dim))
+    pieces = [each.chunk(len(step.lengths), step.dim) for each in local.chunk(step.strided, step.dim)]
+    return [torch.cat(each, step.dim) for each in zip(*pieces, strict=True)]
+
+
+def _part(local: Tensor, step: Move, group: Any) -> Tensor:
+    if step.operation in ("max", "min", "avg") or step.place == 0:
+        return local
+    return torch.ones_like(local) if step.operation == "product" else torch.zeros_like(local)
+
+
+_MOVES: Final[dict[str, Any]] = {
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "gather": _gather,
+    "exchange": _exchange,
+    "slice": _slice,
+    "part": _part,
+}
+
+
+def take_shard(whole: Tensor, layout: Layout, rank: int) -> Tensor:
+    """This worker's part of a tensor that every worker has."""
+    for step in plan(whole.shape, Layout(), layout, rank):
+        whole = move(whole, step, None)
+    return whole

@@ -1,0 +1,31 @@
+"""Attention: heads and samples are independent of each other; a sequence is whole."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from spmd.engine.program import Meta
+from spmd.engine.rules.placing import Call, Row, placement_rule
+
+__all__: list[str] = []
+
+
+@placement_rule(
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+)
+def _rows(call: Call) -> list[Row]:
+    """Of ``(batch, heads, length, width)``."""
+    backward = call.op.name().endswith("backward")
+    mask = call["attn_mask"]
+    tensors = call.tensors[: len(call.tensors) - isinstance(mask, Meta)]
+    dims = [0, 1] if len({meta.shape[1] for meta in tensors}) == 1 else [0]
+    rows = []
+    for dim in dims:
+        masks: tuple[Placement, ...] = ()
+        if isinstance(mask, Meta):
+            # (batch, heads, ...), (batch, 1, ...), (1, 1, ...), or (length, length)
+            along = len(mask.shape) == 4 and mask.shape[dim] > 1
+            masks = (Shard(dim) if along else Replicate(),)
+        shards = (Shard(dim),)
+        rows.append(Row(shards * len(tensors) + masks, shards * (3 if backward else 2)))
+    return rows

@@ -1,0 +1,36 @@
+"""All rules: importing this fills the tables."""
+
+from __future__ import annotations
+
+from spmd.engine.rules import attention, elements, lists, lookup, norms, random, reductions, shapes
+from spmd.engine.rules.compositions import decomposition
+from spmd.engine.rules.lists import is_list_operator, place_lists
+from spmd.engine.rules.local import LOCAL_RULES, Local, Site
+from spmd.engine.rules.placing import PLACEMENT_RULES, Call, Row, choose, tensors_of
+from spmd.engine.rules.random import is_random, with_generator
+from spmd.engine.rules.shapes import is_view
+
+__all__ = [
+    "LOCAL_RULES",
+    "PLACEMENT_RULES",
+    "Call",
+    "Local",
+    "Row",
+    "Site",
+    "attention",
+    "choose",
+    "decomposition",
+    "elements",
+    "is_list_operator",
+    "is_random",
+    "is_view",
+    "lists",
+    "lookup",
+    "norms",
+    "place_lists",
+    "random",
+    "reductions",
+    "shapes",
+    "tensors_of",
+    "with_generator",
+]

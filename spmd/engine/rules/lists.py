@@ -1,0 +1,135 @@
+"""Operators on lists of tensors, of which each index is for itself: foreach and fused optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from spmd.engine.program import REPLICATED, Layout, Meta
+from spmd.engine.redistribution import is_shard
+from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.rules.placing import Call
+from spmd.engine.rules.reductions import reduce_norms
+
+__all__ = ["is_list_operator", "place_lists"]
+
+aten: Any = torch.ops.aten
+
+_FUSED: Final = ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+_STEPS: Final = "state_steps"
+
+
+def is_list_operator(op: Any) -> bool:
+    """Whether ``place_lists`` places it."""
+    name = op._schema.name.removeprefix("aten::")
+    return bool(name.startswith("_foreach_") or name.rstrip("_") in _FUSED)
+
+
+def place_lists(call: Call) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """Where the tensors must lie, and where results do.
+
+    All tensors of an index lie where the first list's does, or whole if that is a sum; single tensors and
+    counts of steps are whole.
+    """
+    first = next(
+        arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, (list, tuple)) and _is_list(arg)
+    )
+    layouts = [REPLICATED if meta.layout.is_partial() else meta.layout for meta in first]
+    fused = not call.op._schema.name.startswith("aten::_foreach_")
+    inputs: list[Layout] = []
+    results: list[Layout] = []
+    for argument, value in _named(call):
+        if isinstance(value, Meta):
+            inputs.append(REPLICATED)
+        elif isinstance(value, (list, tuple)) and _is_list(value):
+            whole = argument.name == _STEPS or (fused and any(len(meta.shape) == 0 for meta in value))
+            places = [REPLICATED] * len(value) if whole else layouts[: len(value)]
+            places = [
+                REPLICATED if meta.shape != head.shape else place
+                for meta, head, place in zip(value, first, places, strict=False)
+            ]
+            inputs += places
+            if fused and f"{argument.name}_out" in _result_names(call.op):
+                results += places
+    if not fused:
+        norms = call.op._schema.name.rstrip("_") in ("aten::_foreach_norm", "aten::_foreach_max")
+        results = [REPLICATED] * len(first) if norms else list(layouts)
+        if call.op._schema.name == "aten::_foreach_max" and len(call.args) == 1:
+            inputs = [REPLICATED] * len(first)
+    return tuple(inputs), tuple(results)
+
+
+def _is_list(value: Sequence[Any]) -> bool:
+    return bool(value) and all(isinstance(each, Meta) for each in value)
+
+
+def _named(call: Call) -> list[tuple[Any, Any]]:
+    arguments = call.op._schema.arguments
+    by_name = {argument.name: argument for argument in arguments}
+    return [
+        *zip(arguments, call.args, strict=False),
+        *((by_name[name], value) for name, value in call.kwargs.items()),
+    ]
+
+
+def _result_names(op: Any) -> list[str]:
+    """Of the functional overload, also for the one in place."""
+    name = op._schema.name.removeprefix("aten::").rstrip("_")
+    functional = getattr(getattr(aten, name), op._overloadname)
+    return [each.name for each in functional._schema.returns]
+
+
+@local_rule("_foreach_norm.Scalar")
+def _foreach_norm(site: Site) -> Local | None:
+    """All norms are reduced together."""
+    metas = site.call.args[0]
+    meshes = {meta.layout.mesh for meta in metas if meta.layout.mesh is not None}
+    if not meshes:
+        return None
+    order = site.call["ord"]
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for place, meta in enumerate(metas):
+        axes = tuple(axis for axis, each in enumerate(meta.layout.placements) if is_shard(each))
+        kinds.setdefault((meta.layout.mesh, axes) if axes else (), []).append(place)
+    groups = [
+        (places, [site.meshes(kind[0]).get_group(axis) for axis in kind[1]])
+        for kind, places in kinds.items()
+        if kind
+    ]
+
+    def norms(tensors: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+        found = list(aten._foreach_norm.Scalar(tensors, *args, **kwargs))
+        for places, along in groups:
+            together = reduce_norms(torch.stack([found[place] for place in places]), order, along)
+            for place, norm in zip(places, together.unbind(), strict=True):
+                found[place] = norm.clone()
+        return found
+
+    return Local(norms, site.args, site.kwargs)
+
+
+def _fused(name: str, overload: str) -> Callable[..., list[Tensor]]:
+    """In place, on copies of what is written: as the functional operator, which has no fast form."""
+    functional = getattr(getattr(aten, name), overload)
+    in_place = getattr(getattr(aten, f"{name}_"), overload)
+    arguments = [argument.name for argument in functional._schema.arguments]
+    written = [arguments.index(each.name.removesuffix("_out")) for each in functional._schema.returns]
+
+    def run(*args: Any, **kwargs: Any) -> list[Tensor]:
+        copied = list(args)
+        for place in written:
+            copied[place] = [each.clone() for each in copied[place]]
+        in_place(*copied, **kwargs)
+        return pytree.tree_leaves([copied[place] for place in written])
+
+    return run
+
+
+@local_rule(*_FUSED, *(f"{name}.tensor_lr" for name in _FUSED))
+def _fused_optimizer(site: Site) -> Local:
+    name, _, overload = site.call.op.name().removeprefix("aten::").partition(".")
+    return Local(_fused(name, overload or "default"), site.args, site.kwargs)

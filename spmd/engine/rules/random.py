@@ -1,0 +1,129 @@
+"""Random numbers: every worker draws the whole from a generator that all have in common, and keeps its part.
+
+So they are those that one process would draw. The price is time and memory for the whole, for a moment.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Shard
+
+from spmd.engine.program import Meta
+from spmd.engine.redistribution import take_shard
+from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.rules.placing import Call, Row, placement_rule
+
+__all__ = ["is_random", "with_generator"]
+
+aten: Any = torch.ops.aten
+
+_FILLS: Final = {
+    "uniform": "uniform_",
+    "normal_functional": "normal_",
+    "exponential": "exponential_",
+    "log_normal": "log_normal_",
+    "cauchy": "cauchy_",
+    "geometric": "geometric_",
+    "random": "random_",
+    "random.from": "random_",
+    "random.to": "random_",
+    "bernoulli.p": "bernoulli_",
+}
+"""Give a tensor of the argument's shape."""
+
+_LIKE: Final = {
+    "rand_like": "uniform_",
+    "randn_like": "normal_",
+    "randint_like": "",
+    "randint_like.low_dtype": "",
+}
+
+
+def is_random(op: Any) -> bool:
+    """Whether an operator draws."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+@placement_rule(*_FILLS, *_LIKE, "native_dropout")
+def _rows(call: Call) -> list[Row]:
+    results = 2 if call.op.name().endswith("dropout") else 1
+    dims = range(len(call.tensors[0].shape))
+    return [Row((Shard(dim),), (Shard(dim),) * results) for dim in dims]
+
+
+def _whole(meta: Meta, dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor, in memory as one process has it: numbers are drawn in the order of memory."""
+    if 0 in meta.stride:
+        return torch.empty(meta.shape, dtype=dtype or meta.dtype)
+    return torch.empty_strided(meta.shape, meta.stride, dtype=dtype or meta.dtype)
+
+
+@local_rule(*_FILLS)
+def _fill(site: Site) -> Local:
+    meta, layout = site.call.tensors[0], site.call.tensors[0].layout
+    fill = getattr(Tensor, _FILLS[site.call.op.name().removeprefix("aten::")])
+    kwargs = site.kwargs | {"generator": site.generator}
+
+    def draw(_: Tensor, *args: Any, **given: Any) -> Tensor:
+        return take_shard(fill(_whole(meta), *args, **given), layout, site.rank)
+
+    return Local(draw, site.args, kwargs)
+
+
+@local_rule(*_LIKE)
+def _like(site: Site) -> Local:
+    meta, layout = site.call.tensors[0], site.call.tensors[0].layout
+    name = site.call.op.name().removeprefix("aten::")
+    dtype = site.kwargs.get("dtype")
+    generator = site.generator
+
+    def draw(_: Tensor, *bounds: int) -> Tensor:
+        whole = _whole(meta, dtype)
+        if bounds:
+            low, high = bounds if len(bounds) == 2 else (0, *bounds)
+            whole.random_(low, high, generator=generator)
+        else:
+            getattr(whole, _LIKE[name])(generator=generator)
+        return take_shard(whole, layout, site.rank)
+
+    return Local(draw, site.args, {})
+
+
+@local_rule("native_dropout")
+def _dropout(site: Site) -> Local:
+    meta, generator = site.call.tensors[0], site.generator
+
+    def dropout(local: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        if train is False or p == 0:
+            return local.clone(), torch.ones_like(local, dtype=torch.bool)
+        if p == 1:
+            return torch.zeros_like(local), torch.zeros_like(local, dtype=torch.bool)
+        whole = _whole(meta, torch.bool).bernoulli_(1 - p, generator=generator)
+        mask = take_shard(whole, meta.layout, site.rank)
+        return (local * mask).mul_(1 / (1 - p)), mask
+
+    return Local(dropout, site.args, site.kwargs)
+
+
+def with_generator(site: Site) -> Local:
+    """Any other operator that draws, on wholes."""
+    op, generator = site.call.op, site.generator
+    if any(argument.name == "generator" for argument in op._schema.arguments):
+        return Local(op, site.args, site.kwargs | {"generator": generator})
+    packet = getattr(aten, op._schema.name.removeprefix("aten::"))
+    named = {"default": "generator", "low": "low_generator", "names": "generator_with_names"}
+    overload = named.get(op._overloadname, "")
+    if overload in packet.overloads():
+        return Local(getattr(packet, overload), site.args, site.kwargs | {"generator": generator})
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(generator.get_state())
+            results = op(*args, **kwargs)
+            generator.set_state(torch.default_generator.get_state())
+        return results
+
+    return Local(draw, site.args, site.kwargs)

@@ -1,0 +1,131 @@
+"""Means, norms, and positions of the largest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from spmd.engine.redistribution import all_reduce
+from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.rules.placing import Call, Row, placement_rule
+
+__all__: list[str] = []
+
+aten: Any = torch.ops.aten
+
+
+def _reduced(call: Call, name: str = "dim") -> list[int]:
+    rank = len(call.tensors[0].shape)
+    try:
+        given = call[name]
+    except KeyError:
+        given = None
+    if given is None or (isinstance(given, Sequence) and not given):
+        return list(range(rank))
+    return sorted(each % rank for each in ([given] if isinstance(given, int) else given)) if rank else []
+
+
+def _keeps(call: Call) -> bool:
+    try:
+        return bool(call["keepdim"])
+    except KeyError:
+        return False
+
+
+def _after(dim: int, reduced: Sequence[int], keep: bool) -> int:
+    """What a dimension that is not reduced becomes."""
+    return dim if keep else dim - sum(each < dim for each in reduced)
+
+
+@placement_rule("mean", "mean.dim")
+def _mean_rows(call: Call) -> list[Row]:
+    reduced, keep = _reduced(call), _keeps(call)
+    rows = [Row((Partial(),), (Partial(),))]
+    for dim in range(len(call.tensors[0].shape)):
+        after = Partial() if dim in reduced else Shard(_after(dim, reduced, keep))
+        rows.append(Row((Shard(dim),), (after,)))
+    return rows
+
+
+@local_rule("mean", "mean.dim")
+def _mean(site: Site) -> Local | None:
+    """A sum, divided by how many there are in the whole: parts may differ in size."""
+    meta = site.call.tensors[0]
+    reduced = _reduced(site.call)
+    if not site.groups(meta.layout, *reduced) or not reduced:
+        return None
+    count, keep = math.prod(meta.shape[dim] for dim in reduced), _keeps(site.call)
+    dtype = site.kwargs.get("dtype")
+
+    def mean(local: Tensor) -> Tensor:
+        return local.sum(reduced, keep, dtype=dtype).div_(count)
+
+    return Local(mean, site.args[:1], {})
+
+
+@placement_rule("argmax", "argmin", "logsumexp")
+def _arg_rows(call: Call) -> list[Row]:
+    if call["dim"] is None:
+        return []
+    reduced, keep = _reduced(call), _keeps(call)
+    return [
+        Row((Shard(dim),), (Shard(_after(dim, reduced, keep)),))
+        for dim in range(len(call.tensors[0].shape))
+        if dim not in reduced
+    ]
+
+
+@placement_rule("linalg_vector_norm")
+def _norm_rows(call: Call) -> list[Row]:
+    reduced, keep = _reduced(call), _keeps(call)
+    return [
+        Row((Shard(dim),), (Replicate() if dim in reduced else Shard(_after(dim, reduced, keep)),))
+        for dim in range(len(call.tensors[0].shape))
+    ]
+
+
+@local_rule("linalg_vector_norm")
+def _norm(site: Site) -> Local | None:
+    reduced = _reduced(site.call)
+    groups = site.groups(site.call.tensors[0].layout, *reduced)
+    if not groups or not reduced:
+        return None
+    order = site.call["ord"]
+
+    def norm(*args: Any, **kwargs: Any) -> Tensor:
+        return reduce_norms(aten.linalg_vector_norm.default(*args, **kwargs), order, groups)
+
+    # An empty part has no largest element: its norm is 0.
+    if order in (math.inf, -math.inf) and 0 in site.local_shape(site.call.tensors[0]):
+        (result,) = site.results
+        assert result is not None
+        shape, nothing = site.local_shape(result), math.inf if order < 0 else 0.0
+
+        def empty(local: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return reduce_norms(torch.full(shape, nothing, dtype=result.dtype), order, groups)
+
+        return Local(empty, site.args, site.kwargs)
+    return Local(norm, site.args, site.kwargs)
+
+
+def reduce_norms(norms: Tensor, order: float, groups: Sequence[Any]) -> Tensor:
+    """Norms of wholes, of those of parts; in place.
+
+    Args:
+        order: p of the p-norm.
+        groups: over which the parts lie.
+    """
+    if order in (math.inf, -math.inf) or order == 0:
+        operation = "sum" if order == 0 else "max" if order > 0 else "min"
+        for group in groups:
+            all_reduce(norms, operation, group)
+        return norms
+    norms.pow_(order)
+    for group in groups:
+        all_reduce(norms, "sum", group)
+    return norms.pow_(1 / order)

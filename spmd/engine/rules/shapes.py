@@ -1,0 +1,97 @@
+"""Operators with a shape among their arguments: it is that of the whole, and a worker's is its part's."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from spmd.engine.rules.local import Local, Site, local_rule
+
+__all__ = ["is_view"]
+
+aten: Any = torch.ops.aten
+
+_SHAPES: Final = {
+    "view": "size",
+    "_unsafe_view": "size",
+    "reshape": "shape",
+    "_reshape_alias": "size",
+    "view_copy": "size",
+    "expand": "size",
+    "expand_copy": "size",
+    "new_empty": "size",
+    "new_full": "size",
+    "new_ones": "size",
+    "new_zeros": "size",
+    "slice_backward": "input_sizes",
+    "select_backward": "input_sizes",
+    "upsample_nearest1d_backward": "input_size",
+    "upsample_nearest2d_backward": "input_size",
+    "upsample_nearest3d_backward": "input_size",
+    "upsample_linear1d_backward": "input_size",
+    "upsample_bilinear2d_backward": "input_size",
+    "upsample_bicubic2d_backward": "input_size",
+    "upsample_trilinear3d_backward": "input_size",
+}
+
+_VIEWS: Final = ("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy")
+
+
+def is_view(op: Any) -> bool:
+    """Whether an operator gives the same elements in another shape."""
+    return op._schema.name.removeprefix("aten::") in _VIEWS
+
+
+@local_rule(*_SHAPES)
+def _shape_of_part(site: Site) -> Local:
+    name = site.call.op.name().removeprefix("aten::")
+    (result,) = site.results
+    assert result is not None
+    shape = site.local_shape(result)
+    if name in _VIEWS:  # the strides of a part may not allow a view where those of the whole do
+        return Local(aten.reshape.default, (site.args[0], shape), {})
+    return site.runs(site.call.op, **{_SHAPES[name]: shape})
+
+
+@local_rule("new_empty_strided")
+def _new_empty_strided(site: Site) -> Local:
+    (result,) = site.results
+    assert result is not None
+    kwargs = {name: value for name, value in site.kwargs.items() if name == "dtype"}
+    return Local(aten.new_empty.default, (site.args[0], site.local_shape(result)), kwargs)
+
+
+@local_rule("squeeze", "squeeze.dim", "squeeze.dims")
+def _squeeze(site: Site) -> Local:
+    """Only dimensions that are 1 in the whole."""
+    shape = site.call.tensors[0].shape
+    dims = list(range(len(shape)))
+    if "dim" in site.call.op._schema.overload_name:
+        given = site.call["dim"]
+        dims = [each % len(shape) for each in ([given] if isinstance(given, int) else given)] if shape else []
+    return Local(aten.squeeze.dims, (site.args[0], [each for each in dims if shape[each] == 1]), {})
+
+
+@local_rule("as_strided")
+def _as_strided(site: Site) -> Local:
+    """Of the memory as it would be on one device."""
+    meta = site.call.tensors[0]
+
+    def as_strided(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if local.stride() != meta.stride or local.storage_offset() or not _is_alone(local):
+            local = local.new_empty_strided(meta.shape, meta.stride).copy_(local)
+        return local.as_strided(*args, **kwargs)
+
+    return Local(as_strided, site.args, site.kwargs)
+
+
+def _is_alone(local: torch.Tensor) -> bool:
+    """Whether the memory is this tensor's, from begin to end."""
+    return local.untyped_storage().nbytes() == local.nbytes
+
+
+@local_rule("native_group_norm", "native_group_norm_backward")
+def _group_norm(site: Site) -> Local:
+    """Its number of samples is an argument."""
+    return site.runs(site.call.op, N=site.local_shape(site.call["input"])[0])

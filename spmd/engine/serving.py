@@ -1,0 +1,132 @@
+"""A worker's side of the calls that a driver makes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from rpc.agent.futures import Future
+from rpc.functions import async_execution
+from rpc.runtime.current import current_agent
+from rref import RRef
+from spmd.collectives.store import WorkerStore
+from spmd.engine.errors import SpmdError
+from spmd.engine.messages import Answer, Step
+from spmd.engine.program import MeshKey
+from spmd.engine.worker import WorkerEngine
+
+__all__ = ["ServedWorker", "make"]
+
+_EXTENSION: Final = "spmd.engine"
+
+
+def make(workers: Sequence[str], rank: int, name: str) -> RRef[ServedWorker]:
+    """Begin to be a worker. Called remotely, on all workers at the same time.
+
+    Args:
+        workers: the names of all, by number.
+        rank: this one's number.
+        name: of the session.
+    """
+    return RRef(ServedWorker(workers, rank, name))
+
+
+class ServedWorker:
+    """A worker's engine behind calls, which may arrive out of order."""
+
+    def __init__(self, workers: Sequence[str], rank: int, name: str) -> None:
+        if dist.is_initialized():
+            raise SpmdError(
+                f"worker '{workers[rank]}' has a default process group already, and SPMD mode makes its "
+                "workers one: call torch.distributed.destroy_process_group() there first"
+            )
+        self._workers, self._rank, self._name = workers, rank, name
+        self._meshes: dict[MeshKey, DeviceMesh] = {}
+        self._group(0)
+        self._engine = WorkerEngine(rank, self._mesh)
+        self._waiting: dict[int, tuple[Step, Any]] = {}
+        self._next = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        agent: Any = current_agent()
+        agent.on_close(self._stop)
+        self._thread = threading.Thread(target=self._work, name="farcall-spmd-worker", daemon=True)
+        self._thread.start()
+
+    def _group(self, generation: int) -> None:
+        """Make the workers the default process group."""
+        agent: Any = current_agent()
+        store = WorkerStore(self._workers[0], f"{self._name}/{generation}/")
+        agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
+        dist.init_process_group("farcall", store=store, rank=self._rank, world_size=len(self._workers))
+
+    def _mesh(self, key: MeshKey) -> DeviceMesh:
+        found = self._meshes.get(key)
+        if found is None:
+            found = self._meshes[key] = DeviceMesh("cpu", torch.tensor(key.devices).reshape(key.shape))
+        return found
+
+    def seed(self, state: torch.Tensor) -> None:
+        """Put the generator that all workers have in common into a state."""
+        torch.set_rng_state(state)
+
+    @async_execution
+    def do(self, step: Step) -> Future[Answer]:
+        """Do a step when those before it are done."""
+        future: Any = Future()
+        with self._changed:
+            if self._closed:
+                future.set_exception(SpmdError("the worker has left SPMD mode"))
+                return future
+            self._waiting[step.sequence] = (step, future)
+            self._changed.notify()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next in self._waiting or self._closed)
+                if self._closed:
+                    break
+                step, future = self._waiting.pop(self._next)
+                self._next += 1
+            try:
+                answer = self._engine.run(step)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(answer)
+            del step, future
+        for _, future in self._waiting.values():
+            future.set_exception(SpmdError("the worker has left SPMD mode"))
+        self._engine.values.clear()
+
+    def abort(self, reason: str) -> None:
+        """End the collectives under way, here and on the others."""
+        for group in list(c10d._world.pg_map):
+            group.abort()
+
+    def regroup(self, generation: int) -> None:
+        """Make all process groups anew, together with the others. No step is under way."""
+        dist.destroy_process_group()
+        self._meshes.clear()
+        self._engine.relink()
+        self._group(generation)
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Leave the mode: values are freed, and the process group ends."""
+        self._stop()
+        self._thread.join()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,483 @@
+"""Between the recorder and the workers: programs by number, ids of values, and what has gone wrong.
+
+Everything goes out as steps, one for each flush and worker, in one order. Workers compute while the user's
+program goes on; what failed there is raised when the program waits for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+
+from rpc.errors import RpcError
+from spmd.collectives.errors import CollectiveError
+from spmd.engine.aliases import Value
+from spmd.engine.device import LogicalTensor
+from spmd.engine.errors import OperationError
+from spmd.engine.messages import Answer, Step
+from spmd.engine.metas import Spec
+from spmd.engine.parts import cut, has_blocks, holders, put_together
+from spmd.engine.places import Place, described
+from spmd.engine.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
+from spmd.engine.recorder import Entry, Recorder, Recording, lost
+from spmd.engine.repetition import Repetition
+
+__all__ = ["Port", "Session"]
+
+_AHEAD: Final = 16
+"""Steps that workers may be behind the driver."""
+
+_GRACE: Final = 2.0
+"""Seconds that the others have to come to an end when one worker has failed."""
+
+
+class Port(Protocol):
+    """A worker, as the driver sees it."""
+
+    name: str
+
+    def send(self, step: Step) -> Any:
+        """Have it do a step; a future of its ``Answer``."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End the collective that it may wait in. Returns at once."""
+        ...
+
+    def regroup(self, generation: int) -> Any:
+        """Have it make its process groups anew, together with the others; a future."""
+        ...
+
+
+class _Remote:
+    """Keeps a value on the workers, as long as it lives."""
+
+    __slots__ = ("__weakref__", "error", "freed", "id")
+
+    def __init__(self, number: int, freed: deque[int]) -> None:
+        self.id = number
+        self.freed = freed
+        self.error: OperationError | None = None
+
+    def __del__(self) -> None:
+        self.freed.append(self.id)
+
+
+@dataclass(eq=False)
+class _Known:
+    """A program that the workers have.
+
+    Attributes:
+        number: its.
+        kept: for each of its instructions, which of the recorded operations it is.
+    """
+
+    number: int
+    program: Program
+    kept: list[int]
+    repetition: Repetition = field(default_factory=Repetition)
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A step that the workers have not answered yet, and what is to be said if it fails.
+
+    Attributes:
+        answers: futures, by worker.
+        inputs: ids.
+        made: ids of what it makes.
+    """
+
+    answers: list[Any]
+    known: _Known | None = None
+    operations: list[tuple[Entry, tuple[int, ...]]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    made: range = range(0)
+
+
+class Session:
+    """A recorder and the workers behind it.
+
+    Attributes:
+        auto: shardings are to be chosen where the program says none.
+
+    Args:
+        ports: the workers.
+    """
+
+    def __init__(self, ports: Sequence[Port]) -> None:
+        self.recorder = Recorder(self._run, LogicalTensor)
+        self._ports = tuple(ports)
+        self._programs: dict[Any, _Known] = {}
+        self._ids = 0
+        self._sequence = 0
+        self._freed: deque[int] = deque()
+        self._remotes: weakref.WeakValueDictionary[int, _Remote] = weakref.WeakValueDictionary()
+        self._under_way: deque[_UnderWay] = deque()
+        self._lost: dict[int, OperationError] = {}
+        self._error: Exception | None = None
+        self._broken: Exception | None = None
+        self._diverged = False
+        self._generation = 0
+        self.auto = False
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return len(self._ports)
+
+    # ---- what is recorded
+
+    def _run(self, recording: Recording) -> None:
+        """Take a recording over."""
+        if self._broken is not None:
+            raise self._broken
+        specs = tuple([value.spec for value in recording.inputs])
+        uploads = [(place, value) for place, value in enumerate(recording.inputs) if value.remote is None]
+        parts = [self._parts(value) for _, value in uploads]
+        base = self._ids
+        for number, (_, value) in enumerate(uploads, start=base):
+            self._has_gone(value, number)
+        inputs = tuple([value.remote.id for value in recording.inputs])
+        references = [weakref.ref(value) for value in recording.inputs]
+        uploads.clear()
+        recording.inputs.clear()
+        value = None  # type: ignore[assignment]
+        kept_inputs = tuple([place for place, each in enumerate(references) if each() is not None])
+        outputs: list[int] = []
+        alive: list[Value] = []
+        for number, reference in enumerate(recording.made):
+            if reference is not None and (made := reference()) is not None:
+                outputs.append(number)
+                alive.append(made)
+        key = (specs, kept_inputs, tuple(recording.operations), tuple(outputs))
+        known = self._programs.get(key)
+        is_new = known is None
+        if known is None:
+            program, kept = build(specs, kept_inputs, recording.operations, outputs)
+            known = self._programs[key] = _Known(len(self._programs), program, kept)
+        first = base + len(parts)
+        self._ids = first + len(alive)
+        for number, made in enumerate(alive, start=first):
+            self._has_gone(made, number)
+        gone = set(inputs).difference([inputs[place] for place in kept_inputs])
+        self._send(
+            _UnderWay([], known, recording.operations, recording.places, inputs, range(first, self._ids)),
+            base,
+            parts,
+            is_new,
+            tuple(recording.scalars),
+            gone=gone,
+        )
+
+    def _has_gone(self, value: Value, number: int) -> None:
+        """A value is, or will be, with the workers under this id."""
+        value.data = None
+        value.remote = self._remotes[number] = _Remote(number, self._freed)
+
+    def _send(
+        self,
+        under_way: _UnderWay,
+        base: int,
+        parts: Sequence[list[Tensor]] = (),
+        is_new: bool = False,
+        scalars: tuple[Any, ...] = (),
+        wanted: tuple[int, ...] = (),
+        workers: Sequence[int] = (),
+        gone: AbstractSet[int] = frozenset(),
+    ) -> None:
+        """Have all workers do a step.
+
+        Args:
+            gone: ids that the program uses up.
+            workers: those of which something is wanted.
+        """
+        freed = []
+        while self._freed:
+            number = self._freed.popleft()
+            if number not in gone:
+                freed.append(number)
+        known = under_way.known
+        packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
+        for worker, port in enumerate(self._ports):
+            step = Step(
+                self._sequence,
+                base,
+                tuple([part[worker] for part in parts]),
+                None if known is None else known.number,
+                known.program if is_new and known is not None else None,
+                packed,
+                tuple(freed),
+                wanted if worker in workers else (),
+            )
+            future = port.send(step)
+            under_way.answers.append(future)
+        self._sequence += 1
+        self._under_way.append(under_way)
+        while len(self._under_way) > _AHEAD:
+            self._settle(self._under_way.popleft())
+
+    # ---- waiting for workers
+
+    def sync(self) -> None:
+        """Run what is recorded, and wait until all workers have done it.
+
+        Raises:
+            OperationError: an operation has failed.
+            WorkerLostError: a worker is gone.
+        """
+        self.recorder.flush()
+        with self.recorder.lock:
+            self._wait()
+
+    def _wait(self) -> None:
+        while self._under_way:
+            self._settle(self._under_way.popleft())
+        self._lost.clear()
+        if self._broken is not None:
+            raise self._broken
+        if self._diverged:
+            self._diverged = False
+            self._regroup()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _settle(self, step: _UnderWay) -> list[Answer]:
+        """Wait for a step, and note what has failed."""
+        patience = _Patience(self._give_up, step.answers)
+        answers: list[Answer] = []
+        for future in step.answers:
+            try:
+                answers.append(future.wait())
+            except RpcError as error:
+                self._broken = self._broken or error
+                answers.append(Answer())
+        patience.end()
+        failures = [each.failure for each in answers if each.failure is not None]
+        reason = next((self._lost[each] for each in step.inputs if each in self._lost), None)
+        if failures:
+            failure = next((each for each in failures if not _is_of_others(each.cause)), failures[0])
+            reason = _explained(step, failure.index, failure.cause)
+            self._error = self._error or reason
+            self._diverged |= len(failures) < len(answers) or len({each.index for each in failures}) > 1
+        if reason is not None:
+            for number in step.made:
+                self._lost[number] = reason
+                remote = self._remotes.get(number)
+                if remote is not None:
+                    remote.error = reason
+        return answers
+
+    def _give_up(self) -> None:
+        """Some workers have failed, and the others may wait for them in a collective."""
+        for port in self._ports:
+            port.abort("another worker has failed")
+
+    def _regroup(self) -> None:
+        """Some workers have failed alone, and with them the collectives of all: they make new groups."""
+        self._generation += 1
+        for future in [port.regroup(self._generation) for port in self._ports]:
+            future.wait()
+
+    def drain(self) -> None:
+        """Wait until the workers have done what they were sent, however it ends."""
+        with self.recorder.lock:
+            while self._under_way:
+                self._settle(self._under_way.popleft())
+
+    def _parts(self, value: Value) -> list[Tensor]:
+        """Each worker's part of a value that is still here."""
+        assert value.data is not None, "a value that nobody has"
+        if isinstance(value.data, list):
+            return value.data
+        return cut(value.data, value.spec.layout, self.workers)
+
+    # ---- values
+
+    def fetch(self, value: Value) -> Tensor:
+        """A value, whole."""
+        with self.recorder.lock:
+            if not has_blocks(value.spec.layout):
+                value = self.recorder.moved(value, REPLICATED)
+            layout = value.spec.layout
+            parts = self.fetch_parts(value, holders(layout, self.workers))
+        return put_together(value.spec.shape, value.spec.dtype, layout, parts)
+
+    def fetch_parts(self, value: Value, workers: Sequence[int]) -> dict[int, Tensor]:
+        """What these workers have of a value, by worker."""
+        with self.recorder.lock:
+            if value.data is not None:
+                parts = self._parts(value)
+                return {worker: parts[worker].clone() for worker in workers}
+            self.recorder.flush()
+            step = _UnderWay([], inputs=(value.remote.id,))
+            self._send(step, self._ids, wanted=(value.remote.id,), workers=workers)
+            while self._under_way[0] is not step:
+                self._settle(self._under_way.popleft())
+            answers = self._settle(self._under_way.popleft())
+            self._wait()
+            if value.remote.error is not None:
+                raise lost(value.remote.error)
+            return {worker: answers[worker].values[0] for worker in workers}
+
+
+class _Patience:
+    """Gives workers that have not come to an end some seconds, once one has failed."""
+
+    def __init__(self, give_up: Callable[[], None], answers: Sequence[Any]) -> None:
+        self._give_up = give_up
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+        self._ended = False
+        for each in answers:
+            each.add_done_callback(self._look)
+
+    def _look(self, answer: Any) -> None:
+        try:
+            failed = answer.value().failure is not None
+        except Exception:
+            failed = True
+        if not failed:
+            return
+        with self._lock:
+            if self._timer is None and not self._ended:
+                self._timer = threading.Timer(_GRACE, self._give_up)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def end(self) -> None:
+        """All have come to an end."""
+        with self._lock:
+            self._ended = True
+            if self._timer is not None:
+                self._timer.cancel()
+
+
+def _is_of_others(cause: Exception) -> bool:
+    """Whether an error only says that another worker has failed."""
+    return isinstance(cause, CollectiveError)
+
+
+def _explained(step: _UnderWay, index: int, cause: Exception) -> OperationError:
+    """An error with the user's line."""
+    if step.known is None or index < 0:
+        error = OperationError(
+            f"workers could not run a program: {type(cause).__name__}: {_first_line(cause)}"
+        )
+        error.__cause__ = cause
+        return error
+    number = step.known.kept[index]
+    entry = step.operations[number][0]
+    where = described(step.places[number])
+    instruction = step.known.program.instructions[index]
+    metas = _metas(step.known.program)
+    given = ", ".join(_shown(each, metas) for each in instruction.args)
+    error = OperationError(
+        f"{entry.operator}({given}) has failed at {where}: {type(cause).__name__}: {_first_line(cause)}",
+        where,
+        entry.operator,
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _first_line(cause: Exception) -> str:
+    return str(cause).strip().partition("\n")[0]
+
+
+def _metas(program: Program) -> list[Meta | None]:
+    found: list[Meta | None] = list(program.inputs)
+    for each in program.instructions:
+        found += each.results
+    return found
+
+
+def _shown(arg: Any, metas: list[Meta | None]) -> str:
+    if isinstance(arg, Ref):
+        meta = metas[arg.index]
+        return "?" if meta is None else f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
+    if isinstance(arg, Scalar):
+        return "number"
+    if isinstance(arg, tuple):
+        return f"[{', '.join(_shown(each, metas) for each in arg)}]"
+    return str(arg)
+
+
+# ---- from a recording to a program
+
+
+def build(
+    inputs: Sequence[Spec],
+    kept_inputs: Sequence[int],
+    operations: Sequence[tuple[Entry, tuple[int, ...]]],
+    outputs: Sequence[int],
+) -> tuple[Program, list[int]]:
+    """The program of a recording, without what nobody uses.
+
+    Args:
+        kept_inputs: inputs that are needed afterwards: they are the program's first outputs.
+        outputs: numbers of results that are.
+
+    Returns:
+        The program, and for each of its instructions, which operation it is.
+    """
+    starts: list[int] = []
+    count = 0
+    for entry, _ in operations:
+        starts.append(count)
+        count += len(entry.specs)
+    used = set(outputs)
+    kept: list[int] = []
+    for number in reversed(range(len(operations))):
+        entry, refs = operations[number]
+        if entry.effect or any(starts[number] + offset in used for offset in range(len(entry.specs))):
+            kept.append(number)
+            used.update(refs)
+    kept.reverse()
+    first_scalars: list[int] = []
+    scalars = 0
+    for entry, _ in operations:
+        first_scalars.append(scalars)
+        scalars += _count_scalars((entry.args, entry.kwargs))
+    place = {-1 - index: index for index in range(len(inputs))}
+    instructions: list[Instruction] = []
+    following = len(inputs)
+    for number in kept:
+        entry, refs = operations[number]
+        values = tuple(place[each] for each in refs)
+        args: Any = _filled(entry.args, values, first_scalars[number])
+        kwargs: Any = _filled(entry.kwargs, values, first_scalars[number])
+        results: list[Meta | None] = []
+        for result, spec in enumerate(entry.specs, start=starts[number]):
+            results.append(spec.meta if spec is not None and result in used else None)
+            place[result] = following
+            following += 1
+        instructions.append(Instruction(entry.operator, args, kwargs, tuple(results)))
+    every = (*kept_inputs, *[place[each] for each in outputs])
+    return Program(tuple([spec.meta for spec in inputs]), tuple(instructions), every), kept
+
+
+def _filled(tree: Any, values: tuple[int, ...], first_scalar: int) -> Any:
+    """An operation's arguments, with numbers of the program for its own."""
+    if isinstance(tree, Ref):
+        return Ref(values[tree.index])
+    if isinstance(tree, Scalar):
+        return Scalar(first_scalar + tree.index)
+    if isinstance(tree, tuple):
+        return tuple([_filled(each, values, first_scalar) for each in tree])
+    return tree
+
+
+def _count_scalars(tree: Any) -> int:
+    if isinstance(tree, Scalar):
+        return 1
+    return sum(_count_scalars(each) for each in tree) if isinstance(tree, tuple) else 0

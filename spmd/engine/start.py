@@ -1,0 +1,346 @@
+"""``spmd.use_spmd`` and the end of it: where workers come from, and where they go."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+
+import rpc
+from rpc.agent.futures import wait_futures
+from rpc.errors import RpcError, RpcTimeoutError
+from rpc.options import AgentOptions
+from rpc.runtime.current import current_agent, is_initialized
+from spmd import backend
+from spmd.engine import device as spmd_device
+from spmd.engine.device import set_engine, set_up
+from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
+from spmd.engine.messages import Step
+from spmd.engine.report import Report, report_of
+from spmd.engine.serving import make
+from spmd.engine.session import Session
+
+__all__ = [
+    "device",
+    "global_device_count",
+    "is_spmd",
+    "report",
+    "serve",
+    "shutdown",
+    "strict",
+    "sync",
+    "use_spmd",
+    "worker_names",
+]
+
+_ALONE: Final = (
+    "SPMD mode cannot be mixed with other ways to use several workers: its one driver drives all of them, so "
+    "leave out init_process_group() and what stands on it, as DistributedDataParallel"
+)
+
+_DRIVER: Final = "driver"
+
+_PATIENCE: Final = 10.0
+"""Seconds that a worker has to end."""
+
+
+class _RemotePort:
+    """A worker behind calls."""
+
+    def __init__(self, name: str, worker: Any) -> None:
+        self.name = name
+        self.worker = worker
+
+    def send(self, step: Step) -> Any:
+        return self.worker.rpc_async(timeout=0).do(step)
+
+    def abort(self, reason: str) -> None:
+        self.worker.rpc_async(timeout=0).abort(reason)
+
+    def regroup(self, generation: int) -> Any:
+        return self.worker.rpc_async(timeout=0).regroup(generation)
+
+
+class _Mode:
+    """SPMD mode, from ``use_spmd`` to ``shutdown``.
+
+    Attributes:
+        session: with its workers.
+        processes: that were started for it.
+        owns_agent: the agent was started for it.
+        folder: where its workers met.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        owns_agent: bool,
+        processes: Sequence[subprocess.Popen[bytes]] = (),
+        folder: Path | None = None,
+    ) -> None:
+        self.folder = folder
+        self.processes = processes
+        self.owns_agent = owns_agent
+        name = f"spmd-{secrets.token_hex(8)}"
+        made = wait_futures(
+            [
+                rpc.rpc_async(each, make, args=(list(names), rank, name), timeout=0)
+                for rank, each in enumerate(names)
+            ]
+        )
+        self.ports = [_RemotePort(name, worker) for name, worker in zip(names, made, strict=True)]
+        state = torch.get_rng_state()
+        wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
+        self.session = Session(self.ports)
+
+    def end(self) -> None:
+        """Let the workers go."""
+        self.session.drain()
+        for port in self.ports:
+            with suppress(RpcError):  # it is gone, and its values with it
+                port.worker.rpc_sync(timeout=_PATIENCE).close()
+        self.ports.clear()
+        if self.owns_agent and is_initialized():
+            with suppress(RpcTimeoutError):  # then the processes are ended
+                rpc.shutdown(timeout=_PATIENCE)
+        _end(self.processes)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+_mode: _Mode | None = None
+
+
+def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) -> None:
+    """Begin SPMD mode: ``spmd.device()`` becomes one logical device, whose tensors are on many workers.
+
+    The workers are those of the RPC group, without this process, where ``rpc.init_rpc`` has been called; or,
+    under torchrun, all ranks but 0 (rank 0 goes on with the program, and for the others this call never
+    returns: they work until rank 0 ends the mode, and then exit); or else processes that are started on this
+    machine, and end with the mode.
+
+    Args:
+        workers: how many workers; of an RPC group also their names. Default: all of the group; on this
+            machine ``FARCALL_SPMD_WORKERS``, else one for each core.
+        auto: choose shardings where the program says none.
+
+    Raises:
+        AlreadyInSpmdModeError: it has been called.
+        SpmdError: there are not as many workers, or a worker has a process group of its own already.
+
+    Example::
+
+        spmd.use_spmd(workers=4)
+        model = model.to(spmd.device())
+    """
+    global _mode
+    if _mode is not None:
+        raise AlreadyInSpmdModeError(
+            f"SPMD mode has {_mode.session.workers} workers already: call spmd.shutdown() before another "
+            "use_spmd()"
+        )
+    if dist.is_initialized() and dist.get_backend() == "farcall":
+        raise SpmdError(f"this process is in a process group of farcall's already. {_ALONE}")
+    set_up()
+    if is_initialized():
+        _mode = _Mode(_members(workers), owns_agent=False)
+    elif "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+        _mode = _under_torchrun(workers)
+    else:
+        _mode = _on_this_machine(workers)
+    _mode.session.auto = auto
+    set_engine(_mode.session)
+    backend.refuse(_ALONE)
+    atexit.register(shutdown)
+
+
+def _members(workers: int | Sequence[str] | None) -> list[str]:
+    """The workers in the RPC group."""
+    agent: Any = current_agent()
+    own = agent.get_worker_info().name
+    names = [each.name for each in agent.get_worker_infos() if each.name != own]
+    if isinstance(workers, int) or workers is None:
+        count = len(names) if workers is None else workers
+        if not 0 < count <= len(names):
+            raise SpmdError(f"expected up to {len(names)} workers, the others of this RPC group, got {count}")
+        return names[:count]
+    wrong = [each for each in workers if each not in names]
+    if wrong or not workers or len(set(workers)) != len(workers):
+        raise SpmdError(f"expected names of other workers of this RPC group, each once, got {list(workers)}")
+    return list(workers)
+
+
+def _on_this_machine(workers: int | Sequence[str] | None) -> _Mode:
+    if workers is None:
+        workers = int(os.environ.get("FARCALL_SPMD_WORKERS") or len(os.sched_getaffinity(0)))
+    if not isinstance(workers, int) or workers < 1:
+        raise SpmdError(f"expected the number of workers, 1 or more, got {workers!r}")
+    folder = Path(tempfile.mkdtemp(prefix="farcall-spmd-"))
+    init_method = f"file://{folder / 'rendezvous'}"
+    names = [f"spmd{rank}" for rank in range(workers)]
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    path = os.pathsep.join(each for each in sys.path if each)
+    environ["PYTHONPATH"] = path
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "spmd.engine.process", init_method, name, str(rank), str(workers + 1)],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+        )
+        for rank, name in enumerate(names, start=1)
+    ]
+    try:
+        options = AgentOptions(init_method=init_method)
+        rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
+        return _Mode(names, True, processes, folder)
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _under_torchrun(workers: int | Sequence[str] | None) -> _Mode:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size < 2 or workers not in (None, size - 1):
+        raise SpmdError(
+            f"under torchrun with {size} processes rank 0 is the driver, and the other {size - 1} are its "
+            f"workers; asked for {workers}"
+        )
+    if rank:
+        serve(f"spmd{rank - 1}", rank)
+    rpc.init_rpc(_DRIVER)
+    return _Mode([f"spmd{each}" for each in range(size - 1)], owns_agent=True)
+
+
+def serve(
+    name: str, rank: int = -1, world_size: int | None = None, init_method: str | None = None
+) -> NoReturn:
+    """Be a worker until the driver ends the mode, and exit."""
+    options = None if init_method is None else AgentOptions(init_method=init_method)
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    rpc.shutdown()
+    raise SystemExit(0)
+
+
+def shutdown() -> None:
+    """End SPMD mode: workers free what they hold, and those that were started for it end. Idempotent.
+
+    Tensors on the device are lost; fetch with ``.cpu()`` before what is to be kept.
+    """
+    global _mode
+    mode, _mode = _mode, None
+    if mode is None:
+        return
+    atexit.unregister(shutdown)
+    set_engine(None)
+    backend.refuse(None)
+    mode.end()
+
+
+def _current() -> _Mode:
+    if _mode is None:
+        raise NotInSpmdModeError("SPMD mode has not begun, or has ended: call spmd.use_spmd() first")
+    return _mode
+
+
+def is_spmd() -> bool:
+    """Whether SPMD mode is on."""
+    return _mode is not None
+
+
+def global_device_count() -> int:
+    """How many workers there are.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+    """
+    return _current().session.workers
+
+
+def worker_names() -> list[str]:
+    """The workers' names in the RPC group, by number.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+    """
+    return [port.name for port in _current().ports]
+
+
+def device() -> torch.device:
+    """The logical device.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+    """
+    _current()
+    return spmd_device.DEVICE
+
+
+def report() -> Report:
+    """What was replicated or laid out otherwise because an operation needed it so, since the mode began.
+
+    Sums that workers held in parts, and moves that the program asked for, do not count.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+
+    Example::
+
+        print(spmd.report())    # train.py:41 in forward: aten::batch_norm, 10 times, 12.000 MB: ...
+    """
+    return report_of(_current().session.recorder)
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Inside, what ``report`` would tell of is an error.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+        ReshardingError: by an operation inside that needs a tensor elsewhere than where it is.
+
+    Example::
+
+        with spmd.strict():
+            loss = model(batch)
+    """
+    recorder = _current().session.recorder
+    before, recorder.strict = recorder.strict, True
+    try:
+        yield
+    finally:
+        recorder.strict = before
+
+
+def sync() -> None:
+    """Run what is recorded, and wait until all workers have done it.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+        OperationError: an operation has failed; says which, and the line that asked for it.
+        WorkerLostError: a worker is gone, and the mode with it.
+    """
+    _current().session.sync()

@@ -1,0 +1,154 @@
+"""Steps of a linked program, and the one function that they become."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+
+from spmd.engine.program import Program, Ref, Scalar
+
+__all__ = ["Assembled", "Step", "last_uses"]
+
+_FILE: Final = "<linked program>"
+
+
+@dataclass(slots=True)
+class Step:
+    """One call of a function on local tensors.
+
+    Attributes:
+        index: of the instruction that it comes from.
+        function: gives a tensor, or a flat sequence of tensors and None.
+        args, kwargs: with ``Ref`` and ``Scalar``, also inside of lists and tuples.
+        results: numbers of values; None for what nobody uses.
+        single: it gives a tensor, not a sequence.
+        aliases: a result may share memory with an argument.
+        op: the operator, if the function is one.
+        moves: of a redistribution, with their groups.
+    """
+
+    index: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int | None, ...]
+    single: bool = False
+    aliases: bool = False
+    op: Any = None
+    moves: tuple[Any, ...] = ()
+
+    def reads(self) -> set[int]:
+        """The values that it takes."""
+        found = _variables((self.args, tuple(self.kwargs.values())))
+        return {each.index for each in found if isinstance(each, Ref)}
+
+
+def last_uses(steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, int]:
+    """The place of the last step that takes or makes each value; past the end for outputs."""
+    last: dict[int, int] = {}
+    for place, step in enumerate(steps):
+        for value in itertools.chain(step.reads(), step.results):
+            if value is not None:
+                last[value] = place
+    return last | dict.fromkeys(outputs, len(steps))
+
+
+class Assembled:
+    """A function made of steps.
+
+    Args:
+        program: for its inputs and outputs.
+        steps: in order; together they make all outputs.
+        check: given a value's number and the value, after each step; None for no checks.
+
+    Attributes:
+        function: takes inputs, a list which it empties, and scalars; gives outputs.
+        source: its source.
+    """
+
+    def __init__(
+        self, program: Program, steps: Sequence[Step], check: Callable[[int, Any], object] | None = None
+    ) -> None:
+        self._names: dict[str, Any] = {"check": check}
+        self._instructions: list[int | None] = []
+        lines: list[str] = []
+
+        def add(line: str, instruction: int | None = None) -> None:
+            lines.append(line)
+            self._instructions.append(instruction)
+
+        last = last_uses(steps, program.outputs)
+        given = range(len(program.inputs))
+        add("def run(inputs, scalars):")
+        if given:
+            add(f" {', '.join(f'v{value}' for value in given)}, = inputs")
+        add(" inputs.clear()")
+        unused = [value for value in given if value not in last]
+        if unused:
+            add(" " + _forget(unused))
+        dying: dict[int, list[int]] = {}
+        for value, place in last.items():
+            dying.setdefault(place, []).append(value)
+        for place, step in enumerate(steps):
+            line = f" {self._targets(step)}{self._call(step, place)}"
+            made = [value for value in step.results if value is not None]
+            if check is not None:
+                line += "".join(f"; check({value}, v{value})" for value in made)
+            if place in dying:
+                line += "; " + _forget(dying[place])
+            add(line, step.index)
+        add(f" return [{', '.join(f'v{value}' for value in program.outputs)}]")
+        self.source = "\n".join(lines)
+        exec(compile(self.source, _FILE, "exec"), self._names)
+        self.function: Callable[[list[Tensor], Sequence[float]], list[Tensor]] = self._names["run"]
+
+    def instruction_at(self, error: BaseException) -> int | None:
+        """The instruction in which an error has come up."""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is self.function.__code__:
+                return self._instructions[trace.tb_lineno - 1]
+            trace = trace.tb_next
+        return None
+
+    def _targets(self, step: Step) -> str:
+        if not step.results:
+            return ""
+        names = ["_" if value is None else f"v{value}" for value in step.results]
+        return f"{names[0]} = " if step.single else f"{', '.join(names)}, = "
+
+    def _call(self, step: Step, place: int) -> str:
+        function = f"f{place}"
+        self._names[function] = step.function
+        args = [self._render(each) for each in step.args]
+        args += [f"{name}={self._render(value)}" for name, value in step.kwargs.items()]
+        return f"{function}({', '.join(args)})"
+
+    def _render(self, value: Any) -> str:
+        if isinstance(value, Ref):
+            return f"v{value.index}"
+        if isinstance(value, Scalar):
+            return f"scalars[{value.index}]"
+        if isinstance(value, (list, tuple)) and any(True for _ in _variables(value)):
+            return f"[{', '.join(map(self._render, value))}]"
+        if type(value) in (int, bool, type(None)):
+            return repr(value)
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name
+
+
+def _forget(values: Sequence[int]) -> str:
+    return " = ".join(f"v{value}" for value in values) + " = None"
+
+
+def _variables(value: Any) -> Iterator[Ref | Scalar]:
+    if isinstance(value, (Ref, Scalar)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _variables(each)

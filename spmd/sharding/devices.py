@@ -1,0 +1,39 @@
+"""The workers behind the logical device, as meshes see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["attributes", "count", "known_count"]
+
+
+def known_count() -> int | None:
+    """How many workers there are; None without SPMD mode."""
+    from spmd.engine.start import global_device_count, is_spmd
+
+    return global_device_count() if is_spmd() else None
+
+
+def count() -> int:
+    """How many workers there are.
+
+    Raises:
+        NotInSpmdModeError: :func:`spmd.use_spmd` was not called.
+    """
+    from spmd.engine.start import global_device_count
+
+    return global_device_count()
+
+
+def attributes() -> list[dict[str, Any]]:
+    """Of each worker: ``name``, ending in its number; with several hosts, ``slice_index``, its host's."""
+    from rpc.runtime.current import current_agent
+    from spmd.engine.start import worker_names
+
+    agent: Any = current_agent()
+    hosts = [agent.peers.find(name).member.host for name in worker_names()]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return [
+        {"name": f"CPU:{number}", **({"slice_index": numbers[host]} if len(numbers) > 1 else {})}
+        for number, host in enumerate(hosts)
+    ]

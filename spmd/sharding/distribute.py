@@ -1,0 +1,171 @@
+"""DTensor's way to say how tensors are cut: placements, one for each dimension of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from spmd.engine import api as engine
+from spmd.engine.start import device
+from spmd.sharding.marks import is_marked, mark_sharding, op_sharding
+from spmd.sharding.mesh import Mesh
+from spmd.sharding.movement import laid_out
+from spmd.sharding.op_sharding import ShardingType, layout_of
+from spmd.sharding.partition_spec import PartitionSpec
+from spmd.sharding.placing import place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "distribute_module",
+    "distribute_tensor",
+    "mesh_of",
+    "partition_spec_of",
+    "redistribute",
+]
+
+
+def mesh_of(mesh: Mesh | DeviceMesh) -> Mesh:
+    """The mesh of a ``DeviceMesh`` whose numbers are those of the workers."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    numbers = mesh.mesh.flatten().tolist()
+    return Mesh(numbers, tuple(mesh.mesh.shape), mesh.mesh_dim_names)
+
+
+def partition_spec_of(dims: int, placements: Sequence[Placement]) -> PartitionSpec:
+    """The spec that says for a tensor of ``dims`` dimensions what these placements say.
+
+    Raises:
+        ValueError: one of them is neither ``Shard`` nor ``Replicate``.
+        IndexError: a tensor has no such dimension.
+
+    Example::
+
+        >>> partition_spec_of(2, [Shard(0), Replicate(), Shard(0)])
+        ((0, 2), None)
+    """
+    cut_by: list[list[int]] = [[] for _ in range(dims)]
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            if not -dims <= placement.dim < dims:
+                raise IndexError(f"{placement} is out of range for a tensor of {dims} dimensions")
+            cut_by[placement.dim].append(axis)
+        elif not isinstance(placement, Replicate):
+            raise ValueError(f"Unsupported placement type: {type(placement).__name__}")
+    return tuple(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in cut_by)
+
+
+def distribute_tensor(
+    tensor: Tensor, device_mesh: Mesh | DeviceMesh, placements: Sequence[Placement] | None = None
+) -> Tensor:
+    """A tensor on the logical device, cut.
+
+    Args:
+        tensor: the whole tensor, on the CPU or on the logical device.
+        device_mesh: all workers: a :class:`Mesh`, or a ``DeviceMesh`` of their numbers.
+        placements: ``Shard`` or ``Replicate`` for each dimension of the mesh; None: replicated.
+
+    Raises:
+        ValueError: ``tensor`` is a DTensor, or cut already, or a placement is of another kind.
+        AssertionError: there are not as many placements as the mesh has dimensions.
+
+    Example::
+
+        distribute_tensor(torch.randn(8, 8), mesh, [Shard(0), Replicate()]).sharding_spec
+    """
+    mesh = mesh_of(device_mesh)
+    if placements is None:
+        placements = [Replicate()] * len(mesh.mesh_shape)
+    if len(placements) != len(mesh.mesh_shape):
+        raise AssertionError(
+            f"placements must have one entry for each of {len(mesh.mesh_shape)} mesh dimensions, got "
+            f"{len(placements)}"
+        )
+    spec = partition_spec_of(tensor.dim(), placements)
+    if type(tensor).__name__ == "DTensor":
+        raise ValueError("Cannot distribute a DTensor: the input tensor must be global.")
+    if is_marked(tensor) and op_sharding(tensor).type is not ShardingType.REPLICATED:
+        raise ValueError(
+            f"the tensor is cut already, as {op_sharding(tensor)}: call spmd.clear_sharding first, or "
+            "redistribute"
+        )
+    moved = tensor if engine.is_logical(tensor) else tensor.detach().to(device())
+    if moved is not tensor:
+        moved = moved.requires_grad_(tensor.requires_grad)
+    return mark_sharding(moved, mesh, spec)
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: Mesh | DeviceMesh,
+    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """A module on the logical device, its parameters cut as a function says; changed in place.
+
+    Args:
+        device_mesh: as in :func:`distribute_tensor`.
+        partition_fn: called with the name of each module inside, the module and the mesh; it marks parameters
+            with :func:`mark_sharding` or replaces them by ``nn.Parameter(distribute_tensor(...))``. What it
+            leaves is replicated.
+        input_fn, output_fn: called with the module, its inputs or outputs, and the mesh, around forward; what
+            they return takes the place of these, unless it is None.
+
+    Returns:
+        ``module``.
+    """
+    place(module)
+    for name, each in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, each, device_mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda module, inputs: input_fn(module, inputs, device_mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda module, _, output: output_fn(module, output, device_mesh))
+    return module
+
+
+def redistribute(
+    t: Tensor,
+    device_mesh: Mesh | DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    async_op: bool = False,
+) -> Tensor:
+    """A tensor of the same value, cut in another way; gradients come back in the old one.
+
+    Args:
+        device_mesh: as in :func:`distribute_tensor`; None for the mesh that ``t`` is on.
+        placements: as there.
+        async_op: means nothing: operations on this device never wait.
+
+    Raises:
+        ValueError: not one placement for each dimension of the mesh.
+        IndexError: ``Shard`` of a dimension that ``t`` has not.
+        NotImplementedError: ``Partial``.
+    """
+    if placements is None:
+        raise ValueError("redistribute needs placements, one for each dimension of the mesh")
+    if any(isinstance(each, Partial) for each in placements):
+        raise NotImplementedError("a tensor cannot be made into partial sums: use Shard or Replicate")
+    if device_mesh is None:
+        key = engine.value_layout(t).mesh
+        if key is None:
+            raise ValueError("a replicated tensor is on no mesh: say on which it is to be cut")
+        devices = torch.tensor(key.devices).reshape(key.shape).numpy()
+    else:
+        devices = mesh_of(device_mesh).get_logical_mesh()
+    if len(placements) != devices.ndim:
+        raise ValueError(
+            f"the mesh has {devices.ndim} dimensions, and there are {len(placements)} placements"
+        )
+    spec = partition_spec_of(t.dim(), placements)
+    axes = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
+    return laid_out(t, layout_of(devices, axes, t.shape))  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""Batches from the user's loader, on the logical device, cut as one says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from queue import Empty, Full, Queue
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from spmd.sharding.marks import ShardingSpec
+
+__all__ = ["DeviceLoader", "InputSharding", "send"]
+
+InputSharding: TypeAlias = ShardingSpec | Mapping[str, ShardingSpec | None] | None
+"""One spec for every tensor that it fits, or one for each entry of a batch that is a dict."""
+
+_END: Final = object()
+_LOOK: Final = 0.1
+"""Seconds after which a thread that waits for room looks whether anybody still reads."""
+
+
+class DeviceLoader:
+    """Iterates over a loader's batches with their tensors moved to a device.
+
+    A thread reads ahead from the loader. A batch is moved when it is asked for; the program recorded so far
+    is cut there, so that workers compute while the next batch is read.
+
+    Args:
+        loader: gives batches: tensors in tuples, lists and dicts, with other things between.
+        device: the logical device.
+        input_sharding: one spec cuts every tensor that has as many dimensions as it; the others are
+            replicated. A dict has a spec, or None, for each entry of a batch.
+        loader_prefetch_size: how many batches to read ahead.
+        batches_per_execution: how many batches are between two cuts.
+        options: others of PyTorch/XLA's loader are taken and mean nothing here.
+
+    Raises, while iterating:
+        ValueError: a dict of specs, and a batch is no dict.
+        KeyError: an entry of a batch is not in the dict of specs.
+        RuntimeError: a spec with ``minibatch`` does not divide a batch.
+
+    Example::
+
+        specs = {"input_ids": spmd.ShardingSpec(mesh, ("data", None)), "labels": None}
+        for batch in spmd.DeviceLoader(loader, spmd.device(), input_sharding=specs):
+            loss = model(**batch).loss
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device | str,
+        *,
+        input_sharding: InputSharding = None,
+        loader_prefetch_size: int = 16,
+        batches_per_execution: int = 1,
+        **options: Any,
+    ) -> None:
+        unknown = set(options) - _IGNORED
+        if unknown:
+            raise TypeError(f"DeviceLoader has no option {', '.join(sorted(unknown))}")
+        self._loader = loader
+        self._device = torch.device(device)
+        self._sharding = input_sharding
+        self._ahead = max(loader_prefetch_size, 1)
+        self._every = max(batches_per_execution, 1)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        from spmd.engine.start import sync
+
+        batches: Queue[Any] = Queue(self._ahead)
+        abandoned = threading.Event()
+        reader = threading.Thread(
+            target=_read, args=(self._loader, batches, abandoned), name="spmd loader", daemon=True
+        )
+        reader.start()
+        try:
+            count = 0
+            while (item := batches.get()) is not _END:
+                if isinstance(item, _Failed):
+                    raise item.error
+                yield send(item, self._device, self._sharding)
+                count += 1
+                if count % self._every == 0:
+                    sync()
+        finally:
+            abandoned.set()
+            while reader.is_alive():
+                _empty(batches)
+                reader.join(_LOOK)
+
+
+_IGNORED: Final = frozenset({"batchdim", "device_prefetch_size", "host_to_device_transfer_threads"})
+
+
+class _Failed:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _read(loader: Iterable[Any], batches: Queue[Any], abandoned: threading.Event) -> None:
+    def put(item: Any) -> None:
+        while not abandoned.is_set():
+            try:
+                return batches.put(item, timeout=_LOOK)
+            except Full:
+                continue
+        return None
+
+    try:
+        for batch in loader:
+            put(batch)
+            if abandoned.is_set():
+                return
+        put(_END)
+    except BaseException as error:  # whoever iterates hears of it
+        put(_Failed(error))
+
+
+def _empty(batches: Queue[Any]) -> None:
+    try:
+        while True:
+            batches.get_nowait()
+    except Empty:
+        return
+
+
+def send(batch: Any, device: torch.device, sharding: InputSharding = None) -> Any:
+    """A batch with its tensors moved to a device and cut; see :class:`DeviceLoader`."""
+    if not isinstance(sharding, Mapping):
+        return pytree.tree_map_only(Tensor, lambda t: _moved(t, device, sharding), batch)
+    if not isinstance(batch, Mapping):
+        raise ValueError("input batch should be a dict when input sharding is a dict.")
+    missing = [key for key in batch if key not in sharding]
+    if missing:
+        raise KeyError(f"Keys: {missing} are missing from input_sharding.")
+    moved = {key: send(value, device, sharding[key]) for key, value in batch.items()}
+    return moved if isinstance(batch, dict) else type(batch)(moved)  # type: ignore[call-arg]
+
+
+def _moved(t: Tensor, device: torch.device, spec: ShardingSpec | None) -> Tensor:
+    if spec is not None:
+        spec.xla_spec(t)  # complains before anything moves
+    moved = t.to(device)
+    if spec is not None and spec.can_apply(moved):
+        spec.apply(moved)
+    return moved

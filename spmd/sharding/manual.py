@@ -1,0 +1,117 @@
+"""Tensors of which the program computes each worker's part by itself.
+
+Between :func:`enable_manual_sharding` and :func:`disable_manual_sharding` a tensor stands for what each
+worker has, and has the shape of a shard. Each worker does operations on it, and on replicated tensors, on its
+own part, and nothing is moved. What mixes it with tensors that are cut has no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd.engine.api import redistributed, value_layout
+from spmd.engine.device import alias_of
+from spmd.engine.manual import from_local, to_local
+from spmd.engine.program import Layout
+from spmd.sharding.marks import mark_manual, mark_sharding
+from spmd.sharding.mesh import Mesh, get_global_mesh
+from spmd.sharding.partition_spec import PartitionSpec, check_length
+
+__all__ = ["disable_manual_sharding", "enable_manual_sharding", "mark_manual_sharding"]
+
+
+def enable_manual_sharding(t: Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> Tensor:
+    """A tensor that stands for each worker's shard of ``t``, which is marked.
+
+    Args:
+        t, partition_spec: as in :func:`spmd.mark_sharding`.
+        mesh: None for the global mesh.
+
+    Returns:
+        A tensor of the shape of a shard, with zeros for padding; its ``sharding_spec`` is ``{manual}``.
+
+    Raises:
+        ValueError: there is no mesh.
+
+    Example::
+
+        part = spmd.enable_manual_sharding(t, ("data", None), mesh=mesh)
+        part = part - part.max()                                # of each worker's rows
+        t = spmd.disable_manual_sharding(part, ("data", None), t.shape, mesh=mesh)
+    """
+    mesh = _given(mesh)
+    mark_sharding(t, mesh, partition_spec)
+    local: Tensor = _ToLocal.apply(t)  # type: ignore[no-untyped-call]
+    return mark_manual(local)
+
+
+def disable_manual_sharding(
+    t: Tensor, partition_spec: PartitionSpec, full_shape: Sequence[int], *, mesh: Mesh | None = None
+) -> Tensor:
+    """The tensor of which the workers have these shards; the reverse of :func:`enable_manual_sharding`.
+
+    Args:
+        t: stands for each worker's shard.
+        partition_spec, mesh: how the whole tensor is cut.
+        full_shape: of the whole tensor.
+
+    Raises:
+        RuntimeError: ``t`` is data, and no result of operations on shards; or no shard of such a tensor.
+    """
+    mesh = _given(mesh)
+    spec = tuple(partition_spec)
+    check_length(spec, len(full_shape))
+    mark_manual_sharding(t)
+    shard = mesh.get_op_sharding(spec).shard_shape(full_shape)
+    if tuple(t.shape) != shard:
+        raise RuntimeError(
+            f"Input tensor is not manual sharded: a shard of {list(full_shape)} cut by {spec} has the shape "
+            f"{list(shard)}, and this is {list(t.shape)}"
+        )
+    whole: Tensor = _FromLocal.apply(t, tuple(full_shape), mesh.layout(spec, full_shape))  # type: ignore[no-untyped-call]
+    return whole
+
+
+def mark_manual_sharding(t: Tensor) -> Tensor:
+    """Say that ``t`` stands for each worker's part.
+
+    Raises:
+        RuntimeError: it is data.
+    """
+    value = alias_of(t).value
+    if value is not None and value.data is not None:
+        raise RuntimeError("Marking any data tensors as manual is not supported")
+    return mark_manual(t)
+
+
+def _given(mesh: Mesh | None) -> Mesh:
+    mesh = get_global_mesh() if mesh is None else mesh
+    if mesh is None:
+        raise ValueError("no mesh is given and no global mesh is set: call spmd.set_global_mesh(mesh)")
+    return mesh
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        ctx.shape, ctx.layout = tuple(t.shape), value_layout(t)
+        return to_local(t)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return from_local(gradients[0], ctx.shape, ctx.layout)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return from_local(t, shape, layout)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return to_local(redistributed(gradients[0], ctx.layout)), None, None

@@ -1,0 +1,233 @@
+"""Marks: where the user says that a tensor is cut.
+
+A mark is kept with the tensor object, and holds until it is cleared; where a tensor lies is the engine's to
+know, for every tensor, marked or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd.engine import api as engine
+from spmd.engine.device import alias_of
+from spmd.engine.program import REPLICATED
+from spmd.sharding.mesh import Mesh
+from spmd.sharding.op_sharding import MANUAL, OpSharding, ShardingType
+from spmd.sharding.partition_spec import PartitionSpec, check_length
+
+__all__ = [
+    "Mark",
+    "ShardingSpec",
+    "annotate_custom_sharding",
+    "clear_sharding",
+    "is_marked",
+    "mark_manual",
+    "mark_of",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "op_sharding",
+    "sharding_spec",
+    "wrap_if_sharded",
+]
+
+_MARK: Final = "_spmd_mark"
+
+
+def mark_sharding(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tensor:
+    """Cut a tensor over a mesh, in place: a parameter stays the parameter.
+
+    What is computed before it is needed may be marked as often as one likes. Data, such as parameters, may be
+    marked anew where it was replicated, or in the same way; else :func:`clear_sharding` comes first.
+
+    Args:
+        t: on the logical device.
+        mesh: of all workers.
+        partition_spec: for each dimension of ``t``: the axis of the mesh that cuts it, by name or number; a
+            tuple of axes, the first the slowest to change; or None, it stays whole. ``()`` for a scalar.
+            Axes that are not named hold copies.
+
+    Returns:
+        ``t``.
+
+    Raises:
+        RuntimeError: there is no logical device, or ``t`` is not on it, or is cut in another way.
+        AssertionError, ValueError: the spec does not fit the tensor or the mesh.
+
+    Example::
+
+        mesh = spmd.Mesh(range(4), (2, 2), ("data", "model"))
+        spmd.mark_sharding(linear.weight, mesh, ("model", None))
+        spmd.mark_sharding(batch, mesh, (("data", "model"), None))
+    """
+    sharding = _checked(t, mesh, partition_spec)
+    before = mark_of(t)
+    if (
+        before is not None
+        and before.is_data
+        and before.sharding != sharding
+        and before.sharding.type is not ShardingType.REPLICATED
+    ):
+        raise RuntimeError(
+            f"Existing annotation must be cleared first: this tensor is cut as {before.sharding}, and is to "
+            f"be cut as {sharding}. Call spmd.clear_sharding(t), or spmd.annotate_custom_sharding"
+        )
+    return _mark(t, mesh, tuple(partition_spec), sharding)
+
+
+def annotate_custom_sharding(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tensor:
+    """Like :func:`mark_sharding`, whatever the tensor was marked with before."""
+    return _mark(t, mesh, tuple(partition_spec), _checked(t, mesh, partition_spec))
+
+
+def mark_sharding_with_gradients(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tensor:
+    """A tensor of the same value, cut over a mesh; its gradient is cut in the same way.
+
+    Args and errors are those of :func:`mark_sharding`; ``t`` itself stays as it is.
+    """
+    sharding = _checked(t, mesh, partition_spec)
+    marked: Tensor = _Marked.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-untyped-call]
+    setattr(marked, _MARK, Mark(sharding, mesh, tuple(partition_spec), is_data=False))
+    return marked
+
+
+class _Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, mesh: Mesh, spec: PartitionSpec) -> Tensor:
+        ctx.mesh, ctx.spec = mesh, spec
+        return engine.redistributed(t, mesh.layout(spec, t.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return engine.redistributed(gradient, ctx.mesh.layout(ctx.spec, gradient.shape)), None, None
+
+
+def clear_sharding(t: Tensor) -> Tensor:
+    """Take a mark away, in place; all workers hold the whole tensor then. Returns ``t``."""
+    if engine.is_logical(t):
+        engine.constrain(t, REPLICATED)
+        if hasattr(t, _MARK):
+            delattr(t, _MARK)
+    return t
+
+
+def is_marked(t: Any) -> bool:
+    """Whether somebody has said how this tensor is cut, or it is cut."""
+    return engine.is_logical(t) and (hasattr(t, _MARK) or bool(op_sharding(t).tiles))
+
+
+def wrap_if_sharded(x: Any) -> Any:
+    """``x``: every tensor on the logical device knows its shards. :func:`is_marked` tells which are cut."""
+    return x
+
+
+def op_sharding(t: Tensor) -> OpSharding:
+    """How a tensor on the logical device is cut."""
+    mark = mark_of(t)
+    if mark is not None and mark.sharding.type is ShardingType.MANUAL:
+        return MANUAL
+    return OpSharding.of_layout(engine.value_layout(t), t.dim())
+
+
+def sharding_spec(t: Tensor) -> str:
+    """How a tensor is cut, in the words of :class:`OpSharding`; '' where nobody said and nothing is cut."""
+    return str(op_sharding(t)) if is_marked(t) else ""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What was said of a tensor.
+
+    Attributes:
+        sharding: how it is cut.
+        mesh, spec: said so; None for a manual one.
+        is_data: it was given, and not computed: a parameter, or what came from the CPU.
+    """
+
+    sharding: OpSharding
+    mesh: Mesh | None
+    spec: PartitionSpec
+    is_data: bool
+
+
+def mark_of(t: Tensor) -> Mark | None:
+    """What was said of a tensor last."""
+    return getattr(t, _MARK, None)
+
+
+def mark_manual(t: Tensor) -> Tensor:
+    """Say that nobody but the program knows what the shards of ``t`` are."""
+    setattr(t, _MARK, Mark(MANUAL, None, (), is_data=False))
+    return t
+
+
+def _mark(t: Tensor, mesh: Mesh, spec: PartitionSpec, sharding: OpSharding) -> Tensor:
+    value = alias_of(t).value
+    before = mark_of(t)
+    is_data = (
+        (t.is_leaf and t.requires_grad)
+        or (value is not None and value.data is not None)
+        or (before is not None and before.is_data)
+    )
+    engine.constrain(t, mesh.layout(spec, t.shape))
+    setattr(t, _MARK, Mark(sharding, mesh, spec, is_data))
+    return t
+
+
+def _checked(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> OpSharding:
+    workers = engine.workers_count()
+    if not engine.is_logical(t):
+        raise RuntimeError(f"a tensor on {t.device} cannot be marked: move it with .to(spmd.device()) first")
+    if mesh.size() != workers:
+        raise AssertionError(
+            f"{mesh.mesh_shape} is not mappable over {workers} devices: a mesh has all workers"
+        )
+    check_length(partition_spec, t.dim())
+    return mesh.get_op_sharding(tuple(partition_spec))
+
+
+@dataclass
+class ShardingSpec:
+    """How tensors of some number of dimensions are to be cut, for loaders.
+
+    Attributes:
+        mesh, partition_spec: as in :func:`mark_sharding`.
+        minibatch: the first dimension must be a multiple of the number of workers.
+
+    Example::
+
+        loader = spmd.DeviceLoader(loader, spmd.device(), input_sharding=ShardingSpec(mesh, ("data", None)))
+    """
+
+    mesh: Mesh
+    partition_spec: PartitionSpec
+    minibatch: bool = False
+
+    def can_apply(self, t: Tensor) -> bool:
+        """Whether a tensor has as many dimensions as the spec."""
+        return t.dim() == len(self.partition_spec)
+
+    def xla_spec(self, t: Tensor) -> OpSharding | None:
+        """How a tensor is to be cut; None if the spec is not for such.
+
+        Raises:
+            RuntimeError: ``minibatch``, and the first dimension is no multiple of the number of workers.
+        """
+        if not self.can_apply(t):
+            return None
+        workers = self.mesh.size()
+        if self.minibatch and t.dim() and t.shape[0] % workers:
+            raise RuntimeError(
+                "When minibatch is configured, the per-host batch size must be divisible by local runtime "
+                f"device count. Per host input data shape {list(t.shape)}, {workers} devices"
+            )
+        return self.mesh.get_op_sharding(tuple(self.partition_spec))
+
+    def apply(self, t: Tensor) -> None:
+        """Mark a tensor on the logical device."""
+        self.xla_spec(t)
+        mark_sharding(t, self.mesh, self.partition_spec)

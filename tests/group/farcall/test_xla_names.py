@@ -1,0 +1,153 @@
+"""Programs written for PyTorch/XLA's SPMD mode, which say its names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from farcall import compat
+from tests.support.workers import RunWorkers, Worker
+
+EVERY_NAME = {
+    "torch_xla": "sync device step compile device_count devices real_devices manual_seed launch",
+    "torch_xla.core.xla_model": "xla_device mark_step wait_device_ops send_cpu_data_to_device master_print "
+    "add_step_closure RateTracker optimizer_step save get_ordinal is_master_ordinal xrt_world_size",
+    "torch_xla.runtime": "use_spmd is_spmd global_runtime_device_count addressable_runtime_device_count "
+    "global_runtime_device_attributes world_size global_ordinal local_ordinal global_device_count "
+    "process_index process_count device_type",
+    "torch_xla.distributed.spmd": "Mesh HybridMesh ShardingType ShardingSpec XLAShardedTensor XLAShard "
+    "mark_sharding mark_sharding_with_gradients annotate_custom_sharding clear_sharding wrap_if_sharded "
+    "wrap_as_sharded_tensor set_global_mesh get_global_mesh get_1d_mesh enable_manual_sharding "
+    "disable_manual_sharding xla_distribute_tensor xla_distribute_module xla_sharding",
+    "torch_xla.distributed.spmd.debugging": "visualize_sharding visualize_tensor_sharding",
+    "torch_xla.distributed.fsdp": "checkpoint_module",
+    "torch_xla.distributed.fsdp.wrap": "always_wrap_policy lambda_auto_wrap_policy recursive_wrap "
+    "size_based_auto_wrap_policy transformer_auto_wrap_policy",
+    "torch_xla.distributed.parallel_loader": "MpDeviceLoader",
+    "torch_xla.experimental.spmd_fully_sharded_data_parallel": "SpmdFullyShardedDataParallel",
+    "torch_xla.experimental.distributed_checkpoint": "SPMDSavePlanner SPMDLoadPlanner CheckpointManager "
+    "prime_optimizer",
+    "torch_xla.utils.utils": "SampleGenerator getenv_as",
+}
+
+
+def every_name(worker: Worker) -> None:
+    assert importlib.util.find_spec("torch_xla") is None
+    compat.install()
+    for module, names in EVERY_NAME.items():
+        lent = importlib.import_module(module)
+        assert not [name for name in names.split() if not hasattr(lent, name)], module
+    with pytest.raises(AttributeError, match="without 'no_such_name'"):
+        importlib.import_module("torch_xla.runtime").no_such_name  # noqa: B018
+    compat.uninstall()
+    assert importlib.util.find_spec("torch_xla") is None
+    assert not [name for name in sys.modules if name.startswith("torch_xla")]
+
+
+def test_names_are_lent_as_long_as_the_layer_is_installed(run_workers: RunWorkers) -> None:
+    run_workers(every_name, 1)
+
+
+def installed_package_stays(worker: Worker) -> None:
+    package = worker.folder / "torch_xla"
+    package.mkdir()
+    (package / "__init__.py").write_text("its_own = True\n")
+    sys.path.insert(0, str(worker.folder))
+    importlib.invalidate_caches()
+    compat.install()
+    assert importlib.import_module("torch_xla").its_own
+    with pytest.raises(ImportError):
+        importlib.import_module("torch_xla.runtime")
+
+
+def test_a_torch_xla_that_is_installed_stays(run_workers: RunWorkers) -> None:
+    run_workers(installed_package_stays, 1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.fc2(torch.relu(self.fc1(x)))
+        return result
+
+
+def guide(worker: Worker) -> None:
+    """The user's guide's steps, in one program."""
+    with worker.group():
+        if worker.rank:
+            return
+        compat.install()
+        np: Any = importlib.import_module("numpy")
+        torch_xla: Any = importlib.import_module("torch_xla")
+        xm: Any = importlib.import_module("torch_xla.core.xla_model")
+        xr: Any = importlib.import_module("torch_xla.runtime")
+        xs: Any = importlib.import_module("torch_xla.distributed.spmd")
+        pl: Any = importlib.import_module("torch_xla.distributed.parallel_loader")
+        xu: Any = importlib.import_module("torch_xla.utils.utils")
+        xla_fsdp: Any = importlib.import_module("torch_xla.experimental.spmd_fully_sharded_data_parallel")
+
+        xr.use_spmd()
+        xr.use_spmd()
+        assert xr.is_spmd()
+        n = xr.global_runtime_device_count()
+        assert n == worker.world_size - 1
+        assert (xr.world_size(), xr.global_device_count(), xr.process_index()) == (1, 1, 0)
+
+        mesh = xs.Mesh(np.array(range(n)), (n, 1), ("fsdp", "model"))
+        t = torch.randn(8, 4).to(xm.xla_device())
+        assert torch_xla._XLAC._get_xla_sharding_spec(t) == ""
+        marked = xs.mark_sharding(t, mesh, ("fsdp", "model"))
+        assert isinstance(marked, xs.XLAShardedTensor)
+        assert torch_xla._XLAC._get_xla_sharding_spec(t) == "{devices=[2,1]0,1}"
+        assert torch_xla._XLAC._get_xla_sharding_type(t) == xs.ShardingType.TILED
+        attributes = [{"name": f"TPU:{number}", "coords": [1 - number, 0, 0]} for number in range(n)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch_xla.runtime.global_runtime_device_attributes", lambda: attributes)
+            assert xs.HybridMesh(ici_mesh_shape=(n, 1)).get_logical_mesh().tolist() == [[1], [0]]
+
+        tensor: Any = importlib.import_module("torch.distributed.tensor")
+        device_mesh = tensor.DeviceMesh("xla", list(range(n)))
+        cut = tensor.distribute_tensor(torch.ones(4, 4), device_mesh, [tensor.Shard(1)])
+        assert cut.sharding_spec == "{devices=[1,2]0,1}"
+        module = tensor.distribute_module(Net(), device_mesh)
+        assert module.fc1.weight.device == torch_xla.device()
+
+        xs.set_global_mesh(mesh)
+        model = xla_fsdp.SpmdFullyShardedDataParallel(Net().to(torch_xla.device()))
+        optimizer = torch.optim.Adam(model.parameters())
+        data = (torch.ones(8, 16), torch.zeros(8, dtype=torch.int64))
+        loader = pl.MpDeviceLoader(
+            xu.SampleGenerator(data, 3), xm.xla_device(), input_sharding=xs.ShardingSpec(mesh, ("fsdp", None))
+        )
+        tracker, told = xm.RateTracker(), []
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            return loss
+
+        compiled = torch_xla.compile(step, full_graph=True, name="step")
+        for x, y in loader:
+            loss = compiled(x, y)
+            tracker.add(len(x))
+            xm.add_step_closure(lambda loss: told.append(float(loss)), args=(loss,))
+        xm.wait_device_ops()
+        assert len(told) == 3
+        assert told[0] > told[1] > told[2]
+        assert tracker.global_rate() > 0
+        sys.modules["spmd"].shutdown()
+
+
+def test_the_guides_steps_run_under_xlas_names(run_workers: RunWorkers) -> None:
+    run_workers(guide, 3)

@@ -1,0 +1,170 @@
+"""What goes wrong in SPMD mode, and what is said about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Shard
+
+import rpc
+import spmd
+from rpc.errors import WorkerLostError
+from spmd.engine.api import constrain, value_layout
+from spmd.engine.errors import (
+    AlreadyInSpmdModeError,
+    NotInSpmdModeError,
+    OperationError,
+    ReshardingError,
+    SpmdError,
+)
+from spmd.engine.program import Layout, MeshKey
+from tests.support.serving import in_worker0
+from tests.support.workers import RunWorkers, Worker
+
+ROWS = Layout(MeshKey((0, 1), (2,)), (Shard(0),))
+
+
+def there(data: Any, layout: Layout | None = None) -> Tensor:
+    """A tensor on the device."""
+    tensor = torch.tensor(data).to(spmd.device())
+    if layout is not None:
+        constrain(tensor, layout)
+    return tensor
+
+
+@in_worker0(3)
+def test_a_failed_operation_is_raised_with_its_line_and_shapes() -> None:
+    spmd.use_spmd()
+    table, wrong = there([1.0, 2.0, 3.0]), there([7])
+    spmd.sync()
+    found = table[wrong]
+    dependent = found * 2
+    with pytest.raises(OperationError) as raised:
+        spmd.sync()
+    assert isinstance(raised.value.__cause__, IndexError)
+    assert "test_spmd_failures.py" in raised.value.where
+    assert "aten::index.Tensor(float32[3], [int64[1]])" in str(raised.value)
+    with pytest.raises(OperationError, match="never computed"):
+        dependent.cpu()
+    with pytest.raises(OperationError, match="never computed"):
+        dependent + 1
+    assert (table * 2).tolist() == [2.0, 4.0, 6.0]  # the mode goes on
+    spmd.shutdown()
+
+
+@in_worker0(3)
+def test_a_worker_that_fails_alone_does_not_leave_the_others_waiting() -> None:
+    spmd.use_spmd()
+    total = there([1.0, 2.0, 3.0])[there([0, 1, 2, 9], ROWS)].sum()
+    with pytest.raises(OperationError, match="index 9 is out of bounds"):
+        total.item()
+    assert there([1.0, 2.0, 3.0, 4.0], ROWS).sum().item() == 10.0  # collectives work again
+    spmd.shutdown()
+
+
+def lose_a_worker(worker: Worker) -> list[str]:
+    """Who is said to be lost when the second worker has been killed."""
+    worker.join()
+    spmd.use_spmd()
+    x = there([1.0, 2.0], ROWS)
+    spmd.sync()
+    worker.report("ready")
+    worker.wait_for("killed")
+    found = []
+    for use in (lambda: x.sum().item(), spmd.sync):
+        with pytest.raises(WorkerLostError) as raised:
+            use()
+        found.append(raised.value.worker)
+    spmd.shutdown()
+    rpc.shutdown(graceful=False)
+    return found
+
+
+def serve(worker: Worker) -> None:
+    """Until the others are gone."""
+    worker.join()
+    rpc.shutdown()
+
+
+def test_a_dead_worker_is_named(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([lose_a_worker, serve, serve])
+    workers[0].wait_for("ready")
+    workers[2].kill()
+    workers[0].tell("killed")
+    assert workers[0].result() == ["worker2", "worker2"]
+
+
+@in_worker0(3)
+def test_a_second_use_spmd_is_refused_until_shutdown() -> None:
+    assert not spmd.is_spmd()
+    with pytest.raises(NotInSpmdModeError):
+        spmd.device()
+    spmd.use_spmd()
+    assert spmd.is_spmd()
+    assert spmd.global_device_count() == 2
+    with pytest.raises(AlreadyInSpmdModeError, match="2 workers already"):
+        spmd.use_spmd()
+    old = there([1.0])
+    spmd.shutdown()
+    with pytest.raises(NotInSpmdModeError, match="lost with the workers"):
+        old + 1
+    with pytest.raises(NotInSpmdModeError):
+        torch.ones(2, device="spmd")
+    spmd.use_spmd(workers=["worker2"])  # once more, with others
+    assert spmd.global_device_count() == 1
+    assert there([2.0]).item() == 2.0
+    spmd.shutdown()
+
+
+@in_worker0(3)
+def test_workers_must_be_there() -> None:
+    with pytest.raises(SpmdError, match="up to 2 workers"):
+        spmd.use_spmd(workers=5)
+    with pytest.raises(SpmdError, match="names of other workers"):
+        spmd.use_spmd(workers=["worker0"])
+
+
+@in_worker0(3)
+def test_other_distributed_libraries_are_refused() -> None:
+    spmd.use_spmd()
+    with pytest.raises(SpmdError, match="SPMD mode"):
+        spmd.init_process_group()
+    assert not dist.is_initialized()
+    spmd.shutdown()
+
+
+@in_worker0(3)
+def test_what_cannot_be_mixed_says_what_to_do() -> None:
+    spmd.use_spmd()
+    x = there([1.0, 2.0])
+    with pytest.raises(RuntimeError, match=r"\.to\(spmd\.device\(\)\)"):
+        x + torch.ones(2)
+    with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\)"):
+        x.numpy()
+    with pytest.raises(RuntimeError, match="spmd:0"):
+        x.data = torch.ones(2)
+    with pytest.raises(NotImplementedError, match="common generator"):
+        torch.rand(2, device=spmd.device(), generator=torch.Generator())
+    spmd.shutdown()
+
+
+@in_worker0(3)
+def test_what_is_replicated_is_reported_and_strictly_an_error() -> None:
+    spmd.use_spmd()
+    x = there([[3.0, 1.0], [2.0, 4.0]], ROWS)
+    assert not spmd.report().lines
+    x.sort(0)
+    (line,) = [each for each in spmd.report().lines if each.operator.startswith("aten::sort")]
+    assert line.count == 1
+    assert line.bytes == 16
+    assert "test_spmd_failures.py" in line.where
+    with spmd.strict(), pytest.raises(ReshardingError, match="aten::sort"):
+        x.sort(0)
+    with spmd.strict():
+        (x * 2).sum().item()
+    assert value_layout(x) == ROWS
+    spmd.shutdown()

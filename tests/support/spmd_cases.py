@@ -1,0 +1,338 @@
+"""Small programs that give on the logical device what they give on the CPU.
+
+Each is a function of a device that returns tensors and numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["CASES", "MODELS", "same", "train"]
+
+Case = Callable[[torch.device], Any]
+
+CASES: Final[dict[str, Case]] = {}
+"""By name."""
+
+
+def case(function: Case) -> Case:
+    """Note one."""
+    CASES[function.__name__] = function
+    return function
+
+
+def same(given: Any, expected: Any, tolerance: float = 0.0) -> bool:
+    """Whether two results are the same; tensors on any device."""
+    if isinstance(expected, Tensor):
+        if given.shape != expected.shape or given.dtype != expected.dtype:
+            return False
+        return torch.allclose(
+            given.detach().cpu(), expected.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+    if isinstance(expected, (list, tuple)):
+        return len(given) == len(expected) and all(
+            same(*pair, tolerance) for pair in zip(given, expected, strict=True)
+        )
+    if isinstance(expected, float):
+        return abs(given - expected) <= tolerance
+    return bool(given == expected)
+
+
+# ---- tensors
+
+
+@case
+def factories(device: torch.device) -> Any:
+    torch.manual_seed(7)
+    return (
+        torch.zeros(2, 3, device=device),
+        torch.full((2,), 1.5, device=device),
+        torch.arange(5, device=device),
+        torch.arange(5.0, device=device),
+        torch.linspace(0, 1, 5, device=device),
+        torch.eye(3, device=device),
+        torch.tensor([1.0, 2.0], device=device),
+        torch.randn(2, 3, device=device),
+        torch.randint(9, (4,), device=device),
+        torch.randperm(6, device=device),
+        torch.empty(3, device=device).uniform_(-1, 1),
+    )
+
+
+@case
+def numbers_out(device: torch.device) -> Any:
+    x = torch.arange(6.0, device=device).reshape(2, 3)
+    return x.sum().item(), x.tolist(), float(x[1, 2]), bool(x[0, 0] == 0), int(x.argmax()), len(x)
+
+
+@case
+def control_flow(device: torch.device) -> Any:
+    x, steps = torch.tensor(100.0, device=device), 0
+    while x > 1:
+        x, steps = x / 3, steps + 1
+    return x, steps
+
+
+@case
+def mixed_with_cpu_scalars(device: torch.device) -> Any:
+    return torch.ones(2, device=device) * torch.tensor(3.0) + torch.tensor(1)
+
+
+@case
+def data_dependent_shapes(device: torch.device) -> Any:
+    x = torch.tensor([3.0, -1.0, 2.0, -5.0, 2.0], device=device)
+    return (
+        x[x > 0],
+        torch.nonzero(x),
+        x.unique(),
+        torch.masked_select(x, x < 0),
+        x.equal(x + 0),
+        torch.allclose(x, x),
+    )
+
+
+@case
+def dtypes(device: torch.device) -> Any:
+    x = torch.arange(4, device=device)
+    return (
+        x.float() / 2,
+        x.to(torch.float64),
+        x.half().float(),
+        x > 1,
+        (x > 1).int() + x.long(),
+        x.view(torch.int32),
+    )
+
+
+@case
+def complex_numbers(device: torch.device) -> Any:
+    x = torch.view_as_complex(torch.arange(8.0, device=device).reshape(2, 2, 2))
+    return torch.view_as_real(x.conj() * x), torch.view_as_real(x).clone(), x.real.clone(), x.imag + 1
+
+
+@case
+def views_changed_in_place(device: torch.device) -> Any:
+    x = torch.zeros(4, 6, device=device)
+    x[0].fill_(5)
+    x[:, 1].add_(1)
+    x.t()[2] += 3
+    x.view(2, 12)[1, ::5] = 7
+    first, second = x.split(2)
+    second.mul_(2)
+    x[1:3, 2:4] = torch.ones(2, 2, device=device)
+    x.diagonal().sub_(1)
+    x.unfold(1, 2, 3)[0].add_(100)
+    y = x.unsqueeze(0).transpose(1, 2)
+    y[0, 3] = -1
+    return x, first, second, y, x.chunk(3, 1)[1], x.unbind(1)[5]
+
+
+@case
+def reshaped_in_place(device: torch.device) -> Any:
+    x = torch.arange(6.0, device=device).reshape(2, 3)
+    x.t_()
+    x.add_(1)
+    x.unsqueeze_(0)
+    return x, x.squeeze_()
+
+
+@case
+def out_arguments(device: torch.device) -> Any:
+    x, out = torch.arange(4.0, device=device), torch.empty(4, device=device)
+    torch.add(x, 1, out=out)
+    values, indices = torch.empty(1, device=device), torch.empty(1, dtype=torch.int64, device=device)
+    torch.max(x[None], 1, out=(values, indices))
+    return out, values, indices
+
+
+@case
+def writes_by_index(device: torch.device) -> Any:
+    x = torch.zeros(5, 3, device=device)
+    x[torch.tensor([1, 3], device=device)] = 2.0
+    x.index_add_(0, torch.tensor([0, 0], device=device), torch.ones(2, 3, device=device))
+    x.scatter_(1, torch.tensor([[2], [1]], device=device), 9.0)
+    x.masked_fill_(x == 2, -1)
+    x[x > 8] = 0.5
+    return x
+
+
+@case
+def data_assigned(device: torch.device) -> Any:
+    p = nn.Parameter(torch.ones(3, device=device))
+    shared = p.detach()
+    p.data.mul_(3)
+    before = shared.clone()
+    p.data = torch.arange(3.0, device=device)
+    p.data += 1
+    (p * p).sum().backward()
+    return p, p.grad, before, shared
+
+
+@case
+def copies(device: torch.device) -> Any:
+    layer = nn.Linear(2, 2)
+    nn.init.ones_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    moved = layer.to(device)
+    copied = copy.deepcopy(moved)
+    with torch.no_grad():
+        moved.weight.add_(1)
+    return copied.weight, moved.weight, copied(torch.ones(1, 2, device=device))
+
+
+@case
+def saved_and_loaded(device: torch.device) -> Any:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2).to(device)
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    other = nn.Linear(3, 2).to(device)
+    other.load_state_dict(torch.load(buffer, weights_only=False))
+    return other.weight, other.bias
+
+
+@case
+def default_device(device: torch.device) -> Any:
+    with torch.device(device):
+        made = torch.ones(2)
+    torch.set_default_device(device)
+    try:
+        layer = nn.Linear(2, 2)
+    finally:
+        torch.set_default_device(None)
+    return made, made.device.type == device.type, layer.weight.device.type == device.type
+
+
+# ---- gradients
+
+
+@case
+def gradients(device: torch.device) -> Any:
+    x = torch.arange(6.0, device=device).reshape(2, 3).requires_grad_()
+    y = (x.exp() * x[0]).sum() + x.t().matmul(x).tanh().mean()
+    y.backward(retain_graph=True)
+    (twice,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    return x.grad, torch.autograd.grad(twice.sum(), x)[0], y
+
+
+@case
+def gradients_of_views_changed_in_place(device: torch.device) -> Any:
+    w = torch.ones(3, 4, device=device, requires_grad=True)
+    x = w * 2
+    x[0].mul_(5)
+    x[:, 1] = 0
+    x.t()[2].copy_(w[:, 0])
+    (x**2).sum().backward()
+    return w.grad
+
+
+@case
+def checkpoints(device: torch.device) -> Any:
+    found = []
+    for reentrant in (False, True):
+        torch.manual_seed(3)
+        x = torch.arange(4.0, device=device).requires_grad_()
+
+        def block(z: Tensor) -> Tensor:
+            return functional.dropout(z.exp(), 0.5).relu()
+
+        y = checkpoint(block, x, use_reentrant=reentrant)
+        y.sum().backward()
+        found += [x.grad, y]
+    return found
+
+
+@case
+def hooks_and_functions(device: torch.device) -> Any:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return gradient * x
+
+    x = torch.arange(3.0, device=device).requires_grad_()
+    seen: list[Tensor] = []
+    x.register_hook(lambda gradient: seen.append(gradient) or gradient + 1)
+    Double.apply(x).sum().backward()
+    return x.grad, seen
+
+
+# ---- models
+
+
+def _mlp() -> tuple[nn.Module, list[Tensor]]:
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4)), [torch.randn(4, 6)]
+
+
+def _encoder() -> tuple[nn.Module, list[Tensor]]:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.Embedding(50, 16), layer, nn.Linear(16, 4)), [torch.randint(50, (4, 6))]
+
+
+def _convolutions() -> tuple[nn.Module, list[Tensor]]:
+    layers = [nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(4, 4, 3, 1, 1), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten()]
+    return nn.Sequential(*layers), [torch.randn(4, 3, 16, 16)]
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.rnn(x)[0]
+        return found
+
+
+def _recurrent() -> tuple[nn.Module, list[Tensor]]:
+    return _Recurrent(), [torch.randn(4, 5, 4)]
+
+
+MODELS: Final[dict[str, tuple[Callable[[], tuple[nn.Module, list[Tensor]]], Callable[[Any], Any]]]] = {
+    "mlp-sgd": (_mlp, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+    "mlp-adam": (_mlp, lambda p: torch.optim.Adam(p, 1e-2)),
+    "mlp-adam-loop": (_mlp, lambda p: torch.optim.Adam(p, 1e-2, foreach=False)),
+    "mlp-adamw-fused": (_mlp, lambda p: torch.optim.AdamW(p, 1e-2, fused=True)),
+    "mlp-adamw-capturable": (_mlp, lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True)),
+    "encoder-adamw": (_encoder, lambda p: torch.optim.AdamW(p, 1e-2)),
+    "convolutions-rmsprop": (_convolutions, lambda p: torch.optim.RMSprop(p, 1e-3)),
+    "convolutions-sgd": (_convolutions, lambda p: torch.optim.SGD(p, 0.1)),
+    "recurrent-adagrad": (_recurrent, lambda p: torch.optim.Adagrad(p, 0.1)),
+}
+"""A model with inputs, and an optimizer, by name."""
+
+
+def train(name: str, device: torch.device, steps: int = 4) -> list[float]:
+    """The losses of some steps, with clipping and a schedule."""
+    make, make_optimizer = MODELS[name]
+    torch.manual_seed(0)
+    model, inputs = make()
+    model, inputs = model.to(device), [each.to(device) for each in inputs]
+    optimizer = make_optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(*inputs).pow(2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return losses

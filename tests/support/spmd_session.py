@@ -1,0 +1,61 @@
+"""SPMD mode in this process: one worker's engine, called at once. Nothing is sent anywhere."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from spmd.engine.device import set_engine, set_up
+from spmd.engine.messages import Step
+from spmd.engine.session import Session
+from spmd.engine.worker import WorkerEngine
+
+__all__ = ["InlinePort", "inline_session"]
+
+
+class InlinePort:
+    """A worker that does a step when it is told to.
+
+    Attributes:
+        steps: all that it was told.
+        engine: with its values.
+    """
+
+    def __init__(self, name: str = "inline") -> None:
+        self.name = name
+        self.engine = WorkerEngine(0, self._no_mesh)
+        self.steps: list[Step] = []
+
+    def _no_mesh(self, key: Any) -> Any:
+        raise AssertionError("one worker needs no groups")
+
+    def send(self, step: Step) -> Any:
+        self.steps.append(step)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.engine.run(pickle.loads(pickle.dumps(step))))
+        return future
+
+    def abort(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def regroup(self, generation: int) -> Any:
+        raise AssertionError("one worker cannot differ")
+
+
+@contextmanager
+def inline_session() -> Iterator[tuple[Session, InlinePort]]:
+    """A session with one such worker, behind the device ``spmd:0``. Random numbers are left as they were."""
+    set_up()
+    port = InlinePort()
+    session = Session([port])
+    state = torch.get_rng_state()
+    set_engine(session)
+    try:
+        yield session, port
+    finally:
+        set_engine(None)
+        torch.set_rng_state(state)
