@@ -219,14 +219,15 @@ def fetched(alias: Alias) -> Tensor:
 # ---- operations
 
 Handler = Callable[..., Any]
-_HANDLERS: dict[Any, Handler] = {}
+_HANDLERS: Final[dict[Any, Handler]] = {}
+_ROUTES: Final[dict[int, Operation]] = {}
 
 
 def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Record an operation on the device's tensors."""
     recorder = engine().recorder
-    operation = Operation._known.get(operator) or _first_seen(operator)
-    handler = _HANDLERS.get(operator)
+    operation = _ROUTES.get(id(operator)) or _first_seen(operator)
+    handler = operation.handler
     if handler is not None:
         return handler(*args, **(kwargs or {}))
     with recorder.lock:
@@ -253,11 +254,10 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 def _first_seen(operator: Any) -> Operation:
     """How an operator is recorded, settled when it is first met."""
     operation = Operation.of(operator)
-    composition = operators.decompose(operator)
-    if composition is None and operator not in _HANDLERS and _is_composite(operation.name):
-        composition = operator.decompose
-    if composition is not None:
-        _HANDLERS[operator] = composition
+    operation.handler = operators.decompose(operator) or _HANDLERS.get(operator)
+    if operation.handler is None and _is_composite(operation.name):
+        operation.handler = operator.decompose
+    _ROUTES[id(operator)] = operation  # which PyTorch keeps for good
     return operation
 
 
@@ -286,7 +286,7 @@ def _view(recorder: Recorder, operator: Any, args: tuple[Any, ...], kwargs: dict
     known = _VIEWS.get(key)
     if known is None:
         specs = infer(operator, (parent.spec, *rest), {})
-        steps = steps_of_view(operator, parent, rest)
+        steps = [(Operation.of(one), args) for one, args in steps_of_view(operator, parent, frozen)]
         known = _VIEWS[key] = (
             isinstance(specs, Spec),
             list(zip((specs,) if isinstance(specs, Spec) else specs, steps, strict=True)),
@@ -441,11 +441,11 @@ def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | Non
     with recorder.lock:
         steps = as_strided_steps(base.spec, size, stride, offset)
         if steps is None:
-            steps = [(aten.as_strided.default, (list(size), list(stride), offset))]
-        for step in steps[:-1]:
-            known = infer(step[0], (base.spec, *step[1]), {})
-            base = Alias.of_view(base, step, known)
-        return wrap(Alias.of_view(base, steps[-1], spec)) if steps else wrap(base)
+            steps = [(aten.as_strided.default, (tuple(size), tuple(stride), offset))]
+        for place, (operator, args) in enumerate(steps, start=1):
+            known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
+            base = Alias.of_view(base, (Operation.of(operator), args), known)
+        return wrap(base)
 
 
 @_handles(aten.detach_.default)

@@ -42,6 +42,7 @@ LIMIT: Final = 1000
 _FLOAT: Final = object()
 _INT: Final = object()
 _END: Final = object()
+_reference: Final = weakref.ref
 _DEVICE_WORDS: Final = frozenset(("device", "pin_memory", "non_blocking"))
 
 
@@ -192,6 +193,22 @@ class Recorder:
             self._note(entry)
         return entry, self._emit(entry, tensors, scalars)
 
+    def view(self, parent: Alias, operation: Operation, args: tuple[Any, ...]) -> Value:
+        """Record a view, as a value of its own.
+
+        Args:
+            parent: has been read.
+            args: the others; tuples for lists.
+        """
+        known = (operation, parent.spec, args)
+        entry = self._entries.get(known)
+        if entry is None:
+            entry = self._entries[known] = self._learn(operation, (parent, *args), {}, [parent], [])
+        if entry.note is not None:
+            self._note(entry)
+        value: Value = self._emit(entry, [parent], [])[0].value
+        return value
+
     def _note(self, entry: Entry) -> None:
         where = place()
         if self.strict:
@@ -234,14 +251,10 @@ class Recorder:
     def _emit(self, entry: Entry, tensors: list[Alias], scalars: list[Any]) -> list[Any]:
         if len(self.recording.operations) >= LIMIT:
             self.flush()
-        values: list[Any] = (
-            self._laid_out(entry, tensors) if entry.moves else [each.value for each in tensors]
-        )
+        values = self._laid_out(entry, tensors) if entry.moves else [each.value for each in tensors]
         recording = self.recording
-        refs = tuple(
-            [value.index if value.recording is recording else self._enter_value(value) for value in values]
-        )
-        recording.operations.append((entry, refs))
+        refs = [value.index if value.recording is recording else self._enter_value(value) for value in values]
+        recording.operations.append((entry, tuple(refs)))
         if scalars:
             recording.scalars += scalars
         recording.places.append(place())
@@ -253,7 +266,7 @@ class Recorder:
                 results.append(None)
             else:
                 value = Value(spec, len(made), recording)
-                made.append(weakref.ref(value))
+                made.append(_reference(value))
                 results.append(Alias(value, spec))
         if entry.uninitialized:
             results[0].value.uninitialized = True
@@ -268,7 +281,7 @@ class Recorder:
         value.index = -len(recording.inputs)
         return value.index
 
-    def _laid_out(self, entry: Entry, tensors: list[Alias]) -> list[Value]:
+    def _laid_out(self, entry: Entry, tensors: list[Alias]) -> list[Any]:
         values: list[Any] = [alias.value for alias in tensors]
         for slot, layout in entry.moves:
             value = values[slot]
