@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.graph import increment_version
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from spmd.engine import operators
@@ -314,6 +315,7 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
         returned.append(arg)
         if isinstance(arg, (list, tuple)):
             targets += arg
+            increment_version(arg)  # of lists, autograd leaves it to kernels
         elif arg is not None:
             targets.append(arg)
     if operation.is_out:

@@ -57,7 +57,7 @@ WRITES: Final[list[Callable[[Tensor, Tensor, int], Any]]] = [
     lambda x, y, a: x.add_(a),
     lambda x, y, a: x.mul_(a),
     lambda x, y, a: x.zero_(),
-    lambda x, y, a: x.copy_(y.reshape(-1)[:1].squeeze() if y.numel() else x.clone()),
+    lambda x, y, a: x.copy_(y.reshape(-1)[:1].squeeze().clone() if y.numel() else x.clone()),
     lambda x, y, a: x.copy_(y.clone()) if y.shape == x.shape else x.fill_(a),
     lambda x, y, a: x.__setitem__(0, a) if x.dim() and x.shape[0] else None,
     lambda x, y, a: x.clamp_(max=a),
