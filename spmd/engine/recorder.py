@@ -352,6 +352,8 @@ class Recorder:
         specs = iter([alias.spec for alias in tensors])
         real_args = tuple(_with_specs(arg, specs) for arg in args)
         real_kwargs = {name: _with_specs(arg, specs) for name, arg in kwargs.items()}
+        if operation.in_place is not None:  # it may refuse what its pure form takes
+            infer(operation.in_place.overload, real_args, real_kwargs)
         returned = infer(operation.overload, real_args, real_kwargs)
 
         refs, numbers = iter(range(len(tensors))), iter(range(len(scalars)))
