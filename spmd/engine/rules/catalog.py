@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd.engine.rules import attention, elements, lists, lookup, norms, random, reductions, shapes
+from spmd.engine.rules import attention, elements, lists, lookup, norms, products, random, reductions, shapes
 from spmd.engine.rules.compositions import decomposition
 from spmd.engine.rules.lists import is_list_operator, place_lists
 from spmd.engine.rules.local import LOCAL_RULES, Local, Site
@@ -28,6 +28,7 @@ __all__ = [
     "lookup",
     "norms",
     "place_lists",
+    "products",
     "random",
     "reductions",
     "shapes",
