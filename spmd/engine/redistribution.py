@@ -21,7 +21,20 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from spmd.engine.program import Layout, MeshKey, Meta
 
-__all__ = ["Groups", "Move", "chunks", "coordinates", "is_shard", "local_shape", "move", "plan", "take_shard"]
+__all__ = [
+    "Groups",
+    "Move",
+    "begin_reducing",
+    "chunks",
+    "coordinates",
+    "finish_reducing",
+    "is_shard",
+    "local_shape",
+    "move",
+    "plan",
+    "reduce_together",
+    "take_shard",
+]
 
 
 class Groups(Protocol):
@@ -289,6 +302,47 @@ def all_reduce(local: Tensor, operation: str, group: Any) -> None:
     group.allreduce([local], options).wait()
     if operation == "avg":
         local.div_(group.size())
+
+
+def reduce_together(
+    tensors: Sequence[Tensor], *, owned: Sequence[bool], operation: str, group: Any
+) -> list[Tensor]:
+    """Reduce tensors of one dtype in one operation. They stay as they are, but for owned ones."""
+    begun = begin_reducing(tensors, owned=owned, operation=operation, group=group, blocks=True)
+    return finish_reducing(begun)
+
+
+def begin_reducing(
+    tensors: Sequence[Tensor], *, owned: Sequence[bool], operation: str, group: Any, blocks: bool = False
+) -> Any:
+    """As ``reduce_together``; ``finish_reducing`` waits for it and gives the results."""
+    if len(tensors) > 1:
+        flat = torch.cat([each.reshape(-1) for each in tensors])
+    else:
+        (flat,) = tensors
+        turned = flat.dim() == 2 and not flat.is_contiguous() and flat.t().is_contiguous()
+        if not owned[0] or not (turned or flat.is_contiguous()):
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        elif turned:
+            flat = flat.t()
+            tensors = [flat.t()]
+    options = _c10d.AllreduceOptions()
+    options.reduceOp = _REDUCTIONS[operation]
+    options.asyncOp = not blocks
+    return group.allreduce([flat], options), flat, tensors, group.size() if operation == "avg" else 1
+
+
+def finish_reducing(begun: Any) -> list[Tensor]:
+    """The results, in order."""
+    work, flat, tensors, divisor = begun
+    work.wait()
+    if divisor > 1:
+        flat.div_(divisor)
+    if len(tensors) > 1:
+        parts = flat.split_with_sizes([each.numel() for each in tensors])
+        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+    (alone,) = tensors
+    return [alone if alone.data_ptr() == flat.data_ptr() else flat]
 
 
 def all_gather(local: Tensor, outputs: list[Tensor], group: Any) -> None:
