@@ -39,9 +39,9 @@ def optimize(program: Program, steps: Sequence[Step], metas: Sequence[Meta | Non
         steps: as linked.
         metas: of all values.
     """
-    memory = _Memory(program, steps)
-    done = [_overwrite(place, step, memory, metas) for place, step in enumerate(steps)]
-    return _reduce_early(done, memory, metas)
+    steps = _reduce_early(steps, _Memory(program, steps), metas)
+    memory = _Memory(program, steps)  # of the new order
+    return [_overwrite(place, step, memory, metas) for place, step in enumerate(steps)]
 
 
 # ---- memory

@@ -359,29 +359,28 @@ def _reduce(local: Tensor, step: Move, group: Any) -> Tensor:
 
 
 def _reduce_scatter(local: Tensor, step: Move, group: Any) -> Tensor:
-    parts = [each.contiguous() for each in _shards(local, step)]
+    parts = [each.movedim(step.dim, 0).contiguous() for each in _shards(local, step)]
     result = torch.empty_like(parts[step.place])
     options = _c10d.ReduceScatterOptions()
     options.reduceOp = _REDUCTIONS[step.operation]
     options.asyncOp = False
     group.reduce_scatter([result], [parts], options).wait()
-    return result.div_(len(parts)) if step.operation == "avg" else result
+    if step.operation == "avg":
+        result.div_(len(parts))
+    return result.movedim(0, step.dim)
 
 
 def _gather(local: Tensor, step: Move, group: Any) -> Tensor:
-    dim, total = step.dim, sum(step.lengths)
-    if dim == 0 and step.strided == 1:
-        whole = local.new_empty((total, *local.shape[1:]))
-        all_gather(local, list(whole.split_with_sizes(list(step.lengths))), group)
-        return whole
-    parts = [
-        local.new_empty((*local.shape[:dim], length, *local.shape[dim + 1 :])) for length in step.lengths
-    ]
-    all_gather(local, parts, group)
-    if step.strided == 1:
-        return torch.cat(parts, dim)
-    pieces = [part.chunk(step.strided, dim) for part in parts]
-    return torch.cat([piece for together in zip(*pieces, strict=True) for piece in together], dim)
+    """Shards are sent as rows, whatever dimension they are of, so that a transposed weight is not copied."""
+    rows = local.movedim(step.dim, 0)
+    whole = rows.new_empty((sum(step.lengths), *rows.shape[1:]))
+    parts = list(whole.split_with_sizes(list(step.lengths)))
+    all_gather(rows, parts, group)
+    if step.strided > 1:
+        pieces = [part.chunk(step.strided) for part in parts]
+        whole = torch.cat([piece for together in zip(*pieces, strict=True) for piece in together])
+    result = whole.movedim(0, step.dim)
+    return result.contiguous() if local.is_contiguous() else result
 
 
 def _exchange(local: Tensor, step: Move, group: Any) -> Tensor:

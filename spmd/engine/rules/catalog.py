@@ -6,7 +6,7 @@ from spmd.engine.rules import attention, elements, lists, lookup, norms, product
 from spmd.engine.rules.compositions import decomposition
 from spmd.engine.rules.lists import is_list_operator, place_lists
 from spmd.engine.rules.local import LOCAL_RULES, Local, Site
-from spmd.engine.rules.placing import PLACEMENT_RULES, Call, Row, choose, tensors_of
+from spmd.engine.rules.placing import PLACEMENT_RULES, Call, Row, choose, strided, tensors_of
 from spmd.engine.rules.random import is_random, with_generator
 from spmd.engine.rules.shapes import is_view
 
@@ -32,6 +32,7 @@ __all__ = [
     "random",
     "reductions",
     "shapes",
+    "strided",
     "tensors_of",
     "with_generator",
 ]

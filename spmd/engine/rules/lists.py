@@ -125,12 +125,19 @@ def _fused_optimizer(site: Site) -> Local:
     unscales = site.kwargs.get("grad_scale") is not None
     written = tuple(place for place in given if unscales or names[place] != "grads")
 
+    # The kernels go through memory, and take for granted that all tensors of an index lie there alike.
     def over(*args: Any, **kwargs: Any) -> list[Tensor]:
+        if not all(each.is_contiguous() for place in given for each in args[place]):
+            return run(*args, **kwargs)
         in_place(*args, **kwargs)
         return [tensor for place in given for tensor in args[place]]
 
     def run(*args: Any, **kwargs: Any) -> list[Tensor]:
-        copied = [[each.clone() for each in arg] if place in written else arg for place, arg in enumerate(args)]
+        copied = list(args)
+        for place in given:
+            copied[place] = [each.contiguous() for each in args[place]]
+        for place in written:
+            copied[place] = [each.clone() for each in copied[place]]
         return over(*copied, **kwargs)
 
     results = [(place, ref) for place in given for ref in site.args[place]]

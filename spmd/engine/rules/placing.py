@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 from torch.utils import _pytree as pytree
 
 from spmd.engine.program import Meta
@@ -126,6 +126,31 @@ def choose(call: Call, rows: Sequence[Row], axis: int, size: int, bytes_of: Sequ
         )
 
     return min(rows, key=cost)
+
+
+_IN_ORDER: Final = ("aten::embedding",)
+"""Rules that need to know which rows a worker has."""
+
+
+def strided(call: Call, rows: Sequence[Row], axis: int) -> list[Row]:
+    """The same rows for dimensions that are sharded in pieces, as some views leave them."""
+    factors = {
+        each.split_factor for meta in call.tensors if isinstance(each := _now(meta, axis), _StridedShard)
+    }
+    if call.op._schema.name in _IN_ORDER:
+        return []
+
+    def in_pieces(placements: Sequence[Placement], factor: Any) -> tuple[Placement, ...]:
+        return tuple(
+            _StridedShard(each.dim, split_factor=factor) if isinstance(each, Shard) else each
+            for each in placements
+        )
+
+    return [
+        Row(in_pieces(row.inputs, factor), in_pieces(row.results, factor))
+        for factor in factors
+        for row in rows
+    ]
 
 
 def _now(meta: Meta, axis: int) -> Placement:
