@@ -188,7 +188,7 @@ def alias_of(tensor: Tensor) -> Alias:
         TypeError: it is not on the device.
     """
     if not isinstance(tensor, LogicalTensor):
-        where = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
+        where = getattr(tensor, "device", type(tensor).__name__)
         raise TypeError(f"expected a tensor on spmd:0, got one on {where}: move it with .to(spmd.device())")
     return tensor._alias
 
@@ -399,12 +399,14 @@ def _to_copy(tensor: LogicalTensor, **kwargs: Any) -> Tensor:
         return content.to(device)
     recorder = engine().recorder
     with recorder.lock:
-        return wrap(recorder.record(aten._to_copy.default, (tensor,), kwargs)[0])
+        (copied,) = recorder.record(aten._to_copy.default, (tensor,), kwargs)
+    return wrap(copied)
 
 
 @_handles(aten._copy_from.default)
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    return _copy(target, source)
+    _copy(target, source)
+    return target
 
 
 @_handles(aten.copy_.default)

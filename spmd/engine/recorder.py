@@ -251,7 +251,9 @@ class Recorder:
     def _emit(self, entry: Entry, tensors: list[Alias], scalars: list[Any]) -> list[Any]:
         if len(self.recording.operations) >= LIMIT:
             self.flush()
-        values = self._laid_out(entry, tensors) if entry.moves else [each.value for each in tensors]
+        values: list[Any] = (
+            self._laid_out(entry, tensors) if entry.moves else [each.value for each in tensors]
+        )
         recording = self.recording
         refs = [value.index if value.recording is recording else self._enter_value(value) for value in values]
         recording.operations.append((entry, tuple(refs)))

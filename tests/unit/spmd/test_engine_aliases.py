@@ -42,7 +42,7 @@ VIEWS: Final[list[View]] = [
     lambda x, a, b: x.unsqueeze(_dim(x, a)),
     lambda x, a, b: x.squeeze(),
     _merged,
-    lambda x, a, b: x.split(1 + b % 3, _dim(x, a))[-1],
+    lambda x, a, b: torch.split(x, 1 + b % 3, _dim(x, a))[-1],
     lambda x, a, b: x.chunk(2, _dim(x, a))[0],
     lambda x, a, b: x.unbind(_dim(x, a))[-1] if x.dim() > 1 and x.numel() else x,
     lambda x, a, b: x.detach(),
@@ -76,7 +76,7 @@ WRITES: Final[list[Callable[[Tensor, Tensor, int], Any]]] = [
 def _overlaps(x: Tensor) -> bool:
     """Whether two elements of a tensor may be one in memory, so that it cannot be written to."""
     numbers = torch.arange(1000).as_strided(x.shape, x.stride(), 0).reshape(-1)
-    return numbers.unique().numel() < numbers.numel()
+    return len(set(numbers.tolist())) < numbers.numel()
 
 
 Step = tuple[int, int, int, int, int]
