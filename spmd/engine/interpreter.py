@@ -228,6 +228,7 @@ def _flattened(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
     return pytree.tree_leaves(function(*args, **kwargs))
 
 
+@functools.cache
 def resolve(name: str) -> Any:
     """The overload of that name, such as ``aten::add.Tensor``."""
     namespace, _, rest = name.partition("::")

@@ -10,6 +10,7 @@ their result is first used. All workers come to the same order, since it follows
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spmd.engine.program import Meta, Program, Ref
-from spmd.engine.redistribution import begin_reducing, finish_reducing, reduce_together
+from spmd.engine.redistribution import Begun, begin_reducing, gather_together
 from spmd.engine.steps import Step, last_uses
 
 __all__ = ["copied_outputs", "may_alias", "optimize", "overlaps", "overwriting"]
@@ -39,9 +40,14 @@ def optimize(program: Program, steps: Sequence[Step], metas: Sequence[Meta | Non
         steps: as linked.
         metas: of all values.
     """
+    steps = _gather_ahead(_views_first(steps, len(program.inputs)), len(program.inputs), metas)
     steps = _reduce_early(steps, _Memory(program, steps), metas)
     memory = _Memory(program, steps)  # of the new order
     return [_overwrite(place, step, memory, metas) for place, step in enumerate(steps)]
+
+
+_GATHERED_BYTES: Final = 8 << 20
+"""So much is gathered before it is needed, at most."""
 
 
 # ---- memory
@@ -204,29 +210,34 @@ class _Bucket:
 
     def _begin(self, function: Callable[..., Any], **given: Any) -> Step:
         args = [each.args[0] for each in self.steps]
-        move, group = self.first.moves[0]
-        bound = functools.partial(function, owned=tuple(self.owned), operation=move.operation, group=group)
-        return replace(self.first, function=bound, args=(args,), **given)
+        moves = [each.moves[0][0] for each in self.steps]
+        group = self.first.moves[0][1]
+        bound = functools.partial(function, moves=moves, group=group, owned=tuple(self.owned))
+        return replace(self.first, function=bound, args=(args,), moves=(), **given)
 
     def at_once(self) -> Step:
         """Reduce, and wait."""
-        return self._begin(reduce_together, results=self._results(), single=False)
+        return self._begin(_reduce_now, results=self._results(), single=False)
 
     def start(self, handle: int) -> Step:
         """Begin."""
         self.handle = handle
-        return self._begin(begin_reducing, results=(handle,), single=True)
+        return self._begin(_begin, results=(handle,), single=True)
 
     def wait(self) -> Step:
         """Wait for what has begun."""
         assert self.handle is not None
         arg = Ref(self.handle)
         return replace(
-            self.first, function=finish_reducing, args=(arg,), results=self._results(), single=False
+            self.first, function=Begun.finish, args=(arg,), moves=(), results=self._results(), single=False
         )
 
     def _results(self) -> tuple[int | None, ...]:
         return tuple(each.results[0] for each in self.steps)
+
+
+_reduce_now: Final = lambda tensors, **given: begin_reducing(tensors, blocks=True, **given).finish()  # noqa: E731
+_begin: Final = functools.partial(begin_reducing, blocks=False)
 
 
 def _reduce_early(steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta | None]) -> list[Step]:
@@ -246,7 +257,7 @@ def _reduce_early(steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta |
             assert meta is not None
             move, group = step.moves[0]
             size = math.prod(meta.shape) * meta.dtype.itemsize
-            key = (id(group), move.operation, meta.dtype, value if size > _BUCKET_BYTES else None)
+            key = (id(group), move.kind, move.operation, meta.dtype, value if size > _BUCKET_BYTES else None)
             bucket = filling.setdefault(key, _Bucket(step))
             bucket.add(step, size, memory.is_seen_only_by(step, value, place))
             bucket_of[step.results[0]] = bucket  # type: ignore[index]
@@ -287,4 +298,77 @@ def _reduce_early(steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta |
 
 def _is_reduction(step: Step) -> bool:
     """Whether it is one reduction, and needed."""
-    return len(step.moves) == 1 and step.moves[0][0].kind == "reduce" and step.results != (None,)
+    return len(step.moves) == 1 and step.moves[0][0].kind.startswith("reduce") and step.results != (None,)
+
+
+# ---- gathers
+
+
+def _views_first(steps: Sequence[Step], inputs: int) -> list[Step]:
+    """Views of inputs, which cost nothing, come first, so that what they show may be gathered early."""
+    there = set(range(inputs))
+    first: list[Step] = []
+    rest: list[Step] = []
+    for step in steps:
+        reads = step.reads()
+        if step.shared and not step.moves and reads and reads <= there:
+            first.append(step)
+            there.update(value for value in step.results if value is not None)
+        else:
+            rest.append(step)
+    return first + rest
+
+
+def _gather_ahead(steps: Sequence[Step], inputs: int, metas: Sequence[Meta | None]) -> list[Step]:
+    """Where something is gathered, what is gathered next comes with it, as far as it is there already."""
+    made = dict.fromkeys(range(inputs), -1)
+    made |= {value: place for place, step in enumerate(steps) for value in step.results if value is not None}
+    gathers = [place for place, step in enumerate(steps) if _is_gather(step)]
+    taken: set[int] = set()
+    done: list[Step] = []
+    for place, step in enumerate(steps):
+        if place in taken:
+            continue
+        if not _is_gather(step):
+            done.append(step)
+            continue
+        together, total = [step], 0
+        group, dtype = _source(step, metas)
+        for later in gathers[bisect.bisect(gathers, place) :]:
+            other = steps[later]
+            meta = metas[other.args[0].index]
+            assert meta is not None
+            total += math.prod(meta.shape) * meta.dtype.itemsize
+            if total > _GATHERED_BYTES:
+                break
+            if _source(other, metas) == (group, dtype) and made[other.args[0].index] < place:
+                together.append(other)
+                taken.add(later)
+        done.append(_gathered(together))
+    return done
+
+
+def _gathered(together: Sequence[Step]) -> Step:
+    first = together[0]
+    moves = [each.moves[0][0] for each in together]
+    return replace(
+        first,
+        function=functools.partial(gather_together, moves=moves, group=first.moves[0][1]),
+        args=([each.args[0] for each in together],),
+        results=tuple(each.results[0] for each in together),
+        single=False,
+        moves=(),
+    )
+
+
+def _source(step: Step, metas: Sequence[Meta | None]) -> tuple[Any, Any]:
+    meta = metas[step.args[0].index]
+    assert meta is not None
+    return id(step.moves[0][1]), meta.dtype
+
+
+def _is_gather(step: Step) -> bool:
+    if len(step.moves) != 1 or step.results == (None,):
+        return False
+    move = step.moves[0][0]
+    return bool(move.kind == "gather" and move.strided == 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard, cast
 
@@ -22,17 +22,17 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from spmd.engine.program import Layout, MeshKey, Meta
 
 __all__ = [
+    "Begun",
     "Groups",
     "Move",
     "begin_reducing",
     "chunks",
     "coordinates",
-    "finish_reducing",
+    "gather_together",
     "is_shard",
     "local_shape",
     "move",
     "plan",
-    "reduce_together",
     "take_shard",
 ]
 
@@ -304,45 +304,115 @@ def all_reduce(local: Tensor, operation: str, group: Any) -> None:
         local.div_(group.size())
 
 
-def reduce_together(
-    tensors: Sequence[Tensor], *, owned: Sequence[bool], operation: str, group: Any
-) -> list[Tensor]:
-    """Reduce tensors of one dtype in one operation. They stay as they are, but for owned ones."""
-    begun = begin_reducing(tensors, owned=owned, operation=operation, group=group, blocks=True)
-    return finish_reducing(begun)
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A collective that runs.
+
+    Attributes:
+        work: c10d's.
+        results: what it gives, once it is done.
+    """
+
+    work: Any
+    results: Callable[[], list[Tensor]]
+
+    def finish(self) -> list[Tensor]:
+        """Wait for it."""
+        self.work.wait()
+        return self.results()
 
 
 def begin_reducing(
-    tensors: Sequence[Tensor], *, owned: Sequence[bool], operation: str, group: Any, blocks: bool = False
-) -> Any:
-    """As ``reduce_together``; ``finish_reducing`` waits for it and gives the results."""
+    tensors: Sequence[Tensor], *, moves: Sequence[Move], group: Any, owned: Sequence[bool], blocks: bool
+) -> Begun:
+    """Begin to reduce tensors of one dtype together. They stay as they are, but for owned ones.
+
+    Args:
+        tensors: of one dtype.
+        moves: of each; all are of one kind, ``reduce`` or ``reduce_scatter``, and of one operation.
+        group: for all of them.
+        owned: whether the memory of each may be used for the result.
+        blocks: it is waited for at once.
+    """
+    operation = moves[0].operation
+    divisor = group.size() if operation == "avg" else 1
+    if moves[0].kind == "reduce_scatter":
+        return _begin_scattering(tensors, moves, group, divisor, blocks)
     if len(tensors) > 1:
         flat = torch.cat([each.reshape(-1) for each in tensors])
+        shapes = [each.shape for each in tensors]
+        alone = None
     else:
-        (flat,) = tensors
-        turned = flat.dim() == 2 and not flat.is_contiguous() and flat.t().is_contiguous()
-        if not owned[0] or not (turned or flat.is_contiguous()):
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        elif turned:
-            flat = flat.t()
-            tensors = [flat.t()]
+        (alone,) = tensors
+        turned = alone.dim() == 2 and not alone.is_contiguous() and alone.t().is_contiguous()
+        if not owned[0] or not (turned or alone.is_contiguous()):
+            alone = flat = alone.clone(memory_format=torch.contiguous_format)
+        else:
+            flat = alone.t() if turned else alone
     options = _c10d.AllreduceOptions()
     options.reduceOp = _REDUCTIONS[operation]
     options.asyncOp = not blocks
-    return group.allreduce([flat], options), flat, tensors, group.size() if operation == "avg" else 1
+
+    def results() -> list[Tensor]:
+        if divisor > 1:
+            flat.div_(divisor)
+        if alone is not None:
+            return [alone]
+        parts = flat.split_with_sizes([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return Begun(group.allreduce([flat], options), results)
 
 
-def finish_reducing(begun: Any) -> list[Tensor]:
-    """The results, in order."""
-    work, flat, tensors, divisor = begun
-    work.wait()
-    if divisor > 1:
-        flat.div_(divisor)
-    if len(tensors) > 1:
-        parts = flat.split_with_sizes([each.numel() for each in tensors])
-        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
-    (alone,) = tensors
-    return [alone if alone.data_ptr() == flat.data_ptr() else flat]
+def _begin_scattering(
+    tensors: Sequence[Tensor], moves: Sequence[Move], group: Any, divisor: int, blocks: bool
+) -> Begun:
+    shards = [_rows_of_shards(each, step) for each, step in zip(tensors, moves, strict=True)]
+    shapes = [each[step.place].shape for each, step in zip(shards, moves, strict=True)]
+    if len(tensors) == 1:
+        parts = [each.reshape(-1) for each in shards[0]]
+    else:
+        parts = [torch.cat([each.reshape(-1) for each in parts]) for parts in zip(*shards, strict=True)]
+    result = torch.empty_like(parts[moves[0].place])
+    options = _c10d.ReduceScatterOptions()
+    options.reduceOp = _REDUCTIONS[moves[0].operation]
+    options.asyncOp = not blocks
+
+    def results() -> list[Tensor]:
+        if divisor > 1:
+            result.div_(divisor)
+        pieces = result.split_with_sizes([shape.numel() for shape in shapes])
+        return [
+            piece.view(shape).movedim(0, step.dim)
+            for piece, shape, step in zip(pieces, shapes, moves, strict=True)
+        ]
+
+    return Begun(group.reduce_scatter([result], [parts], options), results)
+
+
+def _rows_of_shards(local: Tensor, step: Move) -> list[Tensor]:
+    """Shards of any dimension, as rows."""
+    return [each.movedim(step.dim, 0) for each in _shards(local, step)]
+
+
+def gather_together(tensors: Sequence[Tensor], *, moves: Sequence[Move], group: Any) -> list[Tensor]:
+    """Gather tensors of one dtype in one operation; each move is a ``gather`` of that group."""
+    if len(tensors) == 1:
+        return [_gather(tensors[0], moves[0], group)]
+    rows = [each.movedim(step.dim, 0) for each, step in zip(tensors, moves, strict=True)]
+    sizes = [
+        [step.lengths[place] * math.prod(each.shape[1:]) for each, step in zip(rows, moves, strict=True)]
+        for place in range(group.size())
+    ]
+    parts = [rows[0].new_empty(sum(each)) for each in sizes]
+    all_gather(torch.cat([each.reshape(-1) for each in rows]), parts, group)
+    pieces = [part.split_with_sizes(each) for part, each in zip(parts, sizes, strict=True)]
+    results = []
+    for place, (local, each, step) in enumerate(zip(tensors, rows, moves, strict=True)):
+        whole = torch.cat([of_rank[place] for of_rank in pieces]).view(-1, *each.shape[1:])
+        result = whole.movedim(0, step.dim)
+        results.append(result.contiguous() if local.is_contiguous() else result)
+    return results
 
 
 def all_gather(local: Tensor, outputs: list[Tensor], group: Any) -> None:
@@ -353,21 +423,8 @@ def all_gather(local: Tensor, outputs: list[Tensor], group: Any) -> None:
 
 
 def _reduce(local: Tensor, step: Move, group: Any) -> Tensor:
-    result = local.clone(memory_format=torch.contiguous_format)
-    all_reduce(result, step.operation, group)
+    (result,) = begin_reducing([local], moves=[step], group=group, owned=[False], blocks=True).finish()
     return result
-
-
-def _reduce_scatter(local: Tensor, step: Move, group: Any) -> Tensor:
-    parts = [each.movedim(step.dim, 0).contiguous() for each in _shards(local, step)]
-    result = torch.empty_like(parts[step.place])
-    options = _c10d.ReduceScatterOptions()
-    options.reduceOp = _REDUCTIONS[step.operation]
-    options.asyncOp = False
-    group.reduce_scatter([result], [parts], options).wait()
-    if step.operation == "avg":
-        result.div_(len(parts))
-    return result.movedim(0, step.dim)
 
 
 def _gather(local: Tensor, step: Move, group: Any) -> Tensor:
@@ -416,7 +473,7 @@ def _part(local: Tensor, step: Move, group: Any) -> Tensor:
 
 _MOVES: Final[dict[str, Any]] = {
     "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter": _reduce,
     "gather": _gather,
     "exchange": _exchange,
     "slice": _slice,

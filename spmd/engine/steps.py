@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor
@@ -43,10 +43,13 @@ class Step:
     over: Callable[..., Any] | None = None
     written: tuple[int, ...] = ()
     moves: tuple[Any, ...] = ()
+    _reads: frozenset[int] | None = field(default=None, init=False)
 
-    def reads(self) -> set[int]:
+    def reads(self) -> frozenset[int]:
         """The values that it takes."""
-        return {each.index for each in self.variables()}
+        if self._reads is None:
+            self._reads = frozenset(each.index for each in self.variables())
+        return self._reads
 
     def variables(self) -> list[Ref]:
         """Where it takes values, in order."""

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from spmd.engine.rules import attention, elements, lists, lookup, norms, products, random, reductions, shapes
+from spmd.engine.rules import (
+    attention,
+    elements,
+    lists,
+    lookup,
+    norms,
+    products,
+    random,
+    reductions,
+    shapes,
+    softmax,
+)
 from spmd.engine.rules.compositions import decomposition
 from spmd.engine.rules.lists import is_list_operator, place_lists
 from spmd.engine.rules.local import LOCAL_RULES, Local, Site
@@ -32,6 +43,7 @@ __all__ = [
     "random",
     "reductions",
     "shapes",
+    "softmax",
     "strided",
     "tensors_of",
     "with_generator",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from spmd.engine.program import Meta
 from spmd.engine.redistribution import all_reduce
@@ -54,52 +55,111 @@ def _embedding_backward_rows(call: Call) -> list[Row]:
     return [*rows, Row((Shard(last), Replicate()), (Shard(1),)), Row((Partial(), Replicate()), (Partial(),))]
 
 
+# ---- negative log likelihood: samples may be sharded, and classes
+
+
+_IGNORED: Final = -100
+_NONE, _MEAN, _SUM = range(3)
+
+
+def _likelihood_rows(call: Call) -> list[tuple[Placement, Placement, tuple[Placement, ...], bool]]:
+    """Where scores, targets and class weights may lie, and whether it is the samples that are sharded."""
+    shape = call["self"].shape
+    if len(shape) == 1:
+        return []
+    given = isinstance(call["weight"], Meta)
+    samples: list[tuple[Placement, Placement, tuple[Placement, ...], bool]] = [
+        (Shard(dim), Shard(max(0, dim - 1)), (Replicate(),) * given, True)
+        for dim in range(len(shape))
+        if dim != 1
+    ]
+    return [*samples, (Shard(1), Replicate(), (Shard(0),) * given, False)]
+
+
 @placement_rule("nll_loss_forward", "nll_loss2d_forward")
 def _nll_rows(call: Call) -> list[Row]:
-    dims = [0] if len(call["self"].shape) == 2 else [0, 2, 3]
-    if len(call["self"].shape) == 1:
-        return []
-    weights = (Replicate(),) if isinstance(call["weight"], Meta) else ()
-    rows = []
-    for dim in dims:
-        target = Shard(max(0, dim - 1))
-        result = target if call["reduction"] == 0 else Replicate()
-        rows.append(Row((Shard(dim), target, *weights), (result, Replicate())))
-    return rows
+    each_alone = call["reduction"] == _NONE
+    return [
+        Row((scores, target, *weight), (target if each_alone and by_sample else Replicate(), Replicate()))
+        for scores, target, weight, by_sample in _likelihood_rows(call)
+    ]
+
+
+@placement_rule("nll_loss_backward", "nll_loss2d_backward")
+def _nll_backward_rows(call: Call) -> list[Row]:
+    each_alone = call["reduction"] == _NONE
+    return [
+        Row((target if each_alone else Replicate(), scores, target, *weight, Replicate()), (scores,))
+        for scores, target, weight, by_sample in _likelihood_rows(call)
+    ]
+
+
+def _own_classes(site: Site) -> Callable[[Tensor, int], Tensor]:
+    """Targets as they are counted among a worker's own classes; those of others are ignored."""
+    meta: Meta = site.call["self"]
+    begin, count = site.offset(meta, 1), site.local_shape(meta)[1]
+
+    def own(target: Tensor, ignored: int) -> Tensor:
+        mine = target - begin
+        return mine.masked_fill_((target == ignored) | (mine < 0) | (mine >= count), _IGNORED)
+
+    return own
 
 
 @local_rule("nll_loss_forward", "nll_loss2d_forward")
 def _nll(site: Site) -> Local | None:
     """The total and what it is divided by, summed over all workers at once."""
-    reduction = site.call["reduction"]
-    groups = site.groups(site.call["self"].layout)
-    if not groups or reduction == 0:
+    reduction, layout = site.call["reduction"], site.call["self"].layout
+    of_classes = site.groups(layout, 1)
+    groups = of_classes if reduction == _NONE else site.groups(layout)
+    if not groups:
         return None
+    own = _own_classes(site) if of_classes else None
 
     def nll(
         scores: Tensor, target: Tensor, weight: Tensor | None, _: int, ignored: int
     ) -> tuple[Tensor, Tensor]:
-        if target.numel():
-            sums = torch.stack(site.call.op(scores, target, weight, 2, ignored))
+        if own is not None:
+            target, ignored = own(target, ignored), _IGNORED
+        if reduction == _NONE:
+            sums = (
+                site.call.op(scores, target, weight, _NONE, ignored)[0]
+                if scores.shape[1]
+                else scores.new_zeros(target.shape)
+            )
+        elif scores.numel():
+            sums = torch.stack(site.call.op(scores, target, weight, _SUM, ignored))
         else:
             sums = scores.new_zeros(2)
         for group in groups:
             all_reduce(sums, "sum", group)
+        if reduction == _NONE:
+            return sums, scores.new_zeros(())
         total, divisor = sums.unbind()
-        return (total / divisor if reduction == 1 else total.clone()), divisor.clone()
+        return (total / divisor if reduction == _MEAN else total.clone()), divisor.clone()
 
     return Local(nll, site.args, site.kwargs)
 
 
-@placement_rule("nll_loss_backward", "nll_loss2d_backward")
-def _nll_backward_rows(call: Call) -> list[Row]:
-    dims = [0] if len(call["self"].shape) == 2 else [0, 2, 3]
-    if len(call["self"].shape) == 1:
-        return []
-    weights = (Replicate(),) if isinstance(call["weight"], Meta) else ()
-    rows = []
-    for dim in dims:
-        target = Shard(max(0, dim - 1))
-        grad = target if call["reduction"] == 0 else Replicate()
-        rows.append(Row((grad, Shard(dim), target, *weights, Replicate()), (Shard(dim),)))
-    return rows
+@local_rule("nll_loss_backward", "nll_loss2d_backward")
+def _nll_backward(site: Site) -> Local | None:
+    if not site.groups(site.call["self"].layout, 1):
+        return None
+    own = _own_classes(site)
+
+    def backward(
+        grad: Tensor,
+        scores: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        reduction: int,
+        ignored: int,
+        total: Tensor,
+    ) -> Tensor:
+        if not scores.numel():
+            return torch.zeros_like(scores)
+        mine = own(target, ignored)
+        result: Tensor = site.call.op(grad, scores, mine, weight, reduction, _IGNORED, total)
+        return result
+
+    return Local(backward, site.args, site.kwargs)

@@ -128,7 +128,7 @@ def choose(call: Call, rows: Sequence[Row], axis: int, size: int, bytes_of: Sequ
     return min(rows, key=cost)
 
 
-_IN_ORDER: Final = ("aten::embedding",)
+_IN_ORDER: Final = ("aten::embedding", "aten::nll_loss_forward", "aten::nll_loss_backward")
 """Rules that need to know which rows a worker has."""
 
 

@@ -25,6 +25,7 @@ from spmd.engine.program import (
     Ref,
     Scalar,
 )
+from spmd.engine.redistribution import take_shard
 from tests.unit.spmd.ranks import in_threads
 from tests.unit.spmd.recorded import Recorder, Value, World, meta_of
 
@@ -236,6 +237,53 @@ def test_what_is_reduced_stays_for_others_who_read_it() -> None:
     whole = recorder.redistribute(total, REPLICATED)
     still = recorder.redistribute(recorder.op(aten.neg.default, total), REPLICATED)
     recorder.check([whole, still])
+
+
+def test_scattered_sums_are_done_together() -> None:
+    partial, rows = Layout(LINE, (Partial(),)), Layout(LINE, (Shard(0),))
+    columns = Layout(LINE, (Shard(1),))
+    meta = Meta((4, 2), (2, 1), torch.float32, partial)
+    scattered = [Meta((4, 2), (2, 1), torch.float32, layout) for layout in (rows, columns)]
+    instructions = [Instruction("aten::neg", (Ref(place),), (), (meta,)) for place in range(2)]
+    for place, each in enumerate(scattered):
+        instructions.append(Instruction(REDISTRIBUTE, (Ref(2 + place), each.layout), (), (each,)))
+    for place, each in enumerate(scattered):
+        instructions.append(Instruction("aten::relu", (Ref(4 + place),), (), (each,)))
+    inputs = [-torch.rand(4, 2), -torch.rand(4, 2)]
+    calls, results = calls_of(Program((meta, meta), tuple(instructions), (6, 7)), inputs)
+    assert [name for name, _ in calls] == ["reduce_scatter"]
+    for rank in range(2):
+        torch.testing.assert_close(results[rank][0], -2 * inputs[0].chunk(2)[rank])
+        torch.testing.assert_close(results[rank][1], -2 * inputs[1].chunk(2, 1)[rank])
+
+
+def test_what_is_gathered_next_comes_along() -> None:
+    rows, columns = Layout(LINE, (Shard(0),)), Layout(LINE, (Shard(1),))
+    metas = [Meta((6, 2), (2, 1), torch.float32, rows), Meta((5, 3), (3, 1), torch.float32, rows)]
+    turned = Meta((3, 5), (1, 3), torch.float32, columns)
+    whole = [Meta((6, 2), (2, 1), torch.float32), Meta((3, 5), (5, 1), torch.float32)]
+    instructions = (
+        Instruction(REDISTRIBUTE, (Ref(0), REPLICATED), (), (whole[0],)),
+        Instruction("aten::exp", (Ref(2),), (), (whole[0],)),
+        Instruction("aten::t", (Ref(1),), (), (turned,)),
+        Instruction(REDISTRIBUTE, (Ref(4), REPLICATED), (), (whole[1],)),
+        Instruction("aten::exp", (Ref(5),), (), (whole[1],)),
+    )
+    world, x, y = World(), torch.randn(6, 2), torch.randn(5, 3)
+    calls: list[list[tuple[str, int]]] = [[], []]
+
+    def body(rank: int) -> list[Tensor]:
+        mesh = CountingMesh(world.mesh(LINE, rank), calls[rank])
+        linked = LinkedProgram(Program(tuple(metas), instructions, (3, 6)), rank, lambda key: mesh)
+        for _ in range(2):
+            calls[rank].clear()
+            results = linked.run([take_shard(each, rows, rank).clone() for each in (x, y)], ())
+        return results
+
+    for first, second in in_threads(2, body):
+        torch.testing.assert_close(first, x.exp())
+        torch.testing.assert_close(second, y.t().exp())
+    assert [[name for name, _ in each] for each in calls] == [["allgather"]] * 2
 
 
 # ---- numbers, errors, the common generator
