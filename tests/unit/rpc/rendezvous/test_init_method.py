@@ -163,7 +163,7 @@ def test_store_listens_everywhere_where_its_name_may_mean_another_address(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert _TcpStore.of("tcp://master:1", 0, {})._own_address() == bound
+    assert _TcpStore.of("tcp://master:1", 0, 2, {})._own_address() == bound
 
 
 def test_store_of_this_process_is_shared(free_port: int) -> None:
