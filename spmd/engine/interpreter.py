@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from spmd.engine.layouts import local_shape, plan
 from spmd.engine.passes import copied_outputs, may_alias, optimize, overlaps, overwriting
 from spmd.engine.program import (
     FROM_LOCAL,
@@ -31,7 +32,7 @@ from spmd.engine.program import (
     Program,
     Ref,
 )
-from spmd.engine.redistribution import Groups, local_shape, move, plan
+from spmd.engine.redistribution import Groups, move
 from spmd.engine.rules.catalog import LOCAL_RULES, Call, Local, Site, is_random, tensors_of, with_generator
 from spmd.engine.steps import Assembled, Step
 

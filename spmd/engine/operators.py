@@ -21,8 +21,8 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 from torch.utils import _pytree as pytree
 
+from spmd.engine.layouts import chunks, is_shard, local_shape
 from spmd.engine.program import REPLICATED, Layout, MeshKey, Meta
-from spmd.engine.redistribution import chunks, is_shard, local_shape
 from spmd.engine.rules.catalog import (
     PLACEMENT_RULES,
     Call,

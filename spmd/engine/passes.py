@@ -255,9 +255,16 @@ def _reduce_early(steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta |
         meta = metas[value]
         for step in wanted.pop(value, ()):
             assert meta is not None
-            move, group = step.moves[0]
+            move, _ = step.moves[0]
             size = math.prod(meta.shape) * meta.dtype.itemsize
-            key = (id(group), move.kind, move.operation, meta.dtype, value if size > _BUCKET_BYTES else None)
+            key = (
+                move.mesh,
+                move.axis,
+                move.kind,
+                move.operation,
+                meta.dtype,
+                value if size > _BUCKET_BYTES else None,
+            )
             bucket = filling.setdefault(key, _Bucket(step))
             bucket.add(step, size, memory.is_seen_only_by(step, value, place))
             bucket_of[step.results[0]] = bucket  # type: ignore[index]
@@ -333,7 +340,6 @@ def _gather_ahead(steps: Sequence[Step], inputs: int, metas: Sequence[Meta | Non
             done.append(step)
             continue
         together, total = [step], 0
-        group, dtype = _source(step, metas)
         for later in gathers[bisect.bisect(gathers, place) :]:
             other = steps[later]
             meta = metas[other.args[0].index]
@@ -341,7 +347,7 @@ def _gather_ahead(steps: Sequence[Step], inputs: int, metas: Sequence[Meta | Non
             total += math.prod(meta.shape) * meta.dtype.itemsize
             if total > _GATHERED_BYTES:
                 break
-            if _source(other, metas) == (group, dtype) and made[other.args[0].index] < place:
+            if _source(other, metas) == _source(step, metas) and made[other.args[0].index] < place:
                 together.append(other)
                 taken.add(later)
         done.append(_gathered(together))
@@ -361,10 +367,11 @@ def _gathered(together: Sequence[Step]) -> Step:
     )
 
 
-def _source(step: Step, metas: Sequence[Meta | None]) -> tuple[Any, Any]:
+def _source(step: Step, metas: Sequence[Meta | None]) -> tuple[Any, ...]:
     meta = metas[step.args[0].index]
     assert meta is not None
-    return id(step.moves[0][1]), meta.dtype
+    move, _ = step.moves[0]
+    return move.mesh, move.axis, meta.dtype
 
 
 def _is_gather(step: Step) -> bool:

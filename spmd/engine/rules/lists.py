@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from spmd.engine.layouts import is_shard
 from spmd.engine.program import REPLICATED, Layout, Meta
-from spmd.engine.redistribution import is_shard
 from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call
 from spmd.engine.rules.reductions import reduce_norms

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import torch
 
+from spmd.engine.layouts import chunks, coordinates, is_shard, local_shape
 from spmd.engine.program import Layout, MeshKey, Meta, Ref
-from spmd.engine.redistribution import Groups, coordinates, is_shard, local_shape
+from spmd.engine.redistribution import Groups
 from spmd.engine.rules.placing import Call
 
 __all__ = ["LOCAL_RULES", "Local", "Site", "local_rule"]
@@ -84,8 +85,6 @@ class Site:
 
     def offset(self, meta: Meta, dim: int) -> int:
         """Where this worker's part of a dimension begins."""
-        from spmd.engine.redistribution import chunks
-
         layout, length, begin = meta.layout, meta.shape[dim], 0
         if layout.mesh is not None:
             at = coordinates(layout.mesh, self.rank)

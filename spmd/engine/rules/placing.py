@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 from torch.utils import _pytree as pytree
 
+from spmd.engine.layouts import is_shard
 from spmd.engine.program import Meta
-from spmd.engine.redistribution import is_shard
 
 __all__ = ["PLACEMENT_RULES", "Call", "Row", "choose", "placement_rule", "tensors_of"]
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from spmd.engine.interpreter import LinkedProgram, resolve
+from spmd.engine.layouts import coordinates
 from spmd.engine.operators import Propagated, functional_name, propagate
 from spmd.engine.program import REDISTRIBUTE, REPLICATED, Instruction, Layout, MeshKey, Meta, Program, Ref
-from spmd.engine.redistribution import coordinates, take_shard
+from spmd.engine.redistribution import take_shard
 from tests.unit.spmd.ranks import in_threads
 
 _PATIENCE: Final = 20.0
@@ -216,15 +217,20 @@ class Recorder:
 
 def compare(parts: Sequence[Tensor], value: Value) -> None:
     """Whether the workers' parts make up the value."""
+    for rank, part in enumerate(parts):
+        compare_part(part, value, rank)
+
+
+def compare_part(part: Tensor, value: Value, rank: int) -> None:
+    """Whether a worker has its part of a value. Sums are compared once they are reduced."""
     layout = value.meta.layout
     if layout.is_partial():
-        return  # once it is reduced, it is compared
-    for rank, part in enumerate(parts):
-        expected = take_shard(value.whole, layout, rank)
-        if value.whole.dtype.is_floating_point:
-            torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-        else:
-            assert torch.equal(part, expected)
+        return
+    expected = take_shard(value.whole, layout, rank)
+    if value.whole.dtype.is_floating_point:
+        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    else:
+        assert torch.equal(part, expected)
 
 
 def part_of(whole: Tensor, meta: Meta, rank: int) -> Tensor:
