@@ -23,6 +23,7 @@ from spmd.engine.aliases import Alias, Value, read
 from spmd.engine.errors import OperationError, ReshardingError
 from spmd.engine.metas import Spec, infer, spec_of
 from spmd.engine.operation import Operation
+from spmd.engine.parts import has_blocks
 from spmd.engine.places import Place, described, place
 from spmd.engine.program import (
     GET_RNG_STATE,
@@ -297,7 +298,8 @@ class Recorder:
         """The same value, laid out otherwise."""
         if value.spec.layout == layout:
             return value
-        if value.recording is not self.recording and isinstance(value.data, Tensor):  # it goes there at once
+        is_here = value.recording is not self.recording and isinstance(value.data, Tensor)
+        if is_here and has_blocks(layout):  # it goes there at once
             return Value(value.spec.laid_out(layout), data=value.data)
         index = value.index if value.recording is self.recording else self._enter_value(value)
         found = self._moved.get((index, layout))
