@@ -73,6 +73,15 @@ def numbers_out(device: torch.device) -> Any:
 
 
 @case
+def lower_precision(device: torch.device) -> Any:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 8).to(device), torch.randn(4, 8).to(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = layer(x)
+    return y.dtype, y, f"{x.sum() * 0:.1f}"
+
+
+@case
 def control_flow(device: torch.device) -> Any:
     x, steps = torch.tensor(100.0, device=device), 0
     while x > 1:
