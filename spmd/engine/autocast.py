@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = ["install"]
 
-_KEY: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_AUTOCAST: Final[Any] = "AutocastPrivateUse1"
+_KEY: Final = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _AUTOCAST))
 
 _LOWER: Final = (
     *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "chain_matmul"),
@@ -44,12 +45,12 @@ def install(library: Any) -> None:
         library: of ``aten``; it holds what is registered.
     """
     every: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, _AUTOCAST)
     library.autocast = every
     for name in _LOWER:
-        library.impl(name, _casting(name, None), "AutocastPrivateUse1")
+        library.impl(name, _casting(name, None), _AUTOCAST)
     for name in _FLOAT32:
-        library.impl(name, _casting(name, torch.float32), "AutocastPrivateUse1")
+        library.impl(name, _casting(name, torch.float32), _AUTOCAST)
 
 
 def _casting(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
