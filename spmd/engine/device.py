@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import increment_version
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from spmd.engine import operators
+from spmd.engine import autocast, operators
 from spmd.engine.aliases import Alias, Value, as_strided_steps, read, steps_of_view, write
 from spmd.engine.errors import NotInSpmdModeError
 from spmd.engine.metas import Spec, infer, spec_of
@@ -129,6 +129,9 @@ class LogicalTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _restored, (self.detach().cpu(), self.requires_grad)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self), spec)
 
     def tolist(self) -> Any:
         """As of any tensor; waits for the workers."""
@@ -592,6 +595,7 @@ def set_up() -> torch.device:
                 _library.impl(name.removeprefix("aten::"), _kernel(operator), "PrivateUse1")
     _library.impl("_fused_sdp_choice", _fused_sdp_choice, "PrivateUse1")
     _library.impl("_copy_from", _copy_from, "PrivateUse1")
+    autocast.install(_library)
     _let_optimizers_take_lists()
     return DEVICE
 

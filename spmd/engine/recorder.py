@@ -23,6 +23,7 @@ from spmd.engine.aliases import Alias, Value, read
 from spmd.engine.errors import OperationError, ReshardingError
 from spmd.engine.metas import Spec, infer, spec_of
 from spmd.engine.operation import Operation
+from spmd.engine.parts import has_blocks
 from spmd.engine.places import Place, described, place
 from spmd.engine.program import (
     GET_RNG_STATE,
@@ -305,7 +306,7 @@ class Recorder:
         if value.spec.layout == layout:
             return value
         is_here = value.recording is not self.recording and isinstance(value.data, Tensor)
-        if is_here and not layout.is_partial():  # it goes there at once
+        if is_here and has_blocks(layout):  # it goes there at once
             return Value(value.spec.laid_out(layout), data=value.data)
         index = value.index if value.recording is self.recording else self._enter_value(value)
         found = self._moved.get((index, layout))

@@ -73,6 +73,15 @@ def numbers_out(device: torch.device) -> Any:
 
 
 @case
+def lower_precision(device: torch.device) -> Any:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 8).to(device), torch.randn(4, 8).to(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = layer(x)
+    return y.dtype, y, f"{x.sum() * 0:.1f}"
+
+
+@case
 def control_flow(device: torch.device) -> Any:
     x, steps = torch.tensor(100.0, device=device), 0
     while x > 1:
@@ -322,16 +331,25 @@ MODELS: Final[dict[str, tuple[Callable[[], tuple[nn.Module, list[Tensor]]], Call
 """A model with inputs, and an optimizer, by name."""
 
 
-def train(name: str, device: torch.device, steps: int = 4) -> list[float]:
-    """The losses of some steps, with clipping and a schedule."""
+def train(name: str, device: torch.device, shard: Callable[[Tensor, int], None] | None = None) -> list[float]:
+    """The losses of some steps, with clipping and a schedule.
+
+    Args:
+        shard: lays an input (along its first dimension) or a parameter (along its longest) out.
+    """
     make, make_optimizer = MODELS[name]
     torch.manual_seed(0)
     model, inputs = make()
     model, inputs = model.to(device), [each.to(device) for each in inputs]
+    if shard is not None:
+        for each in inputs:
+            shard(each, 0)
+        for parameter in model.parameters():
+            shard(parameter, max(range(parameter.dim()), key=lambda dim: parameter.shape[dim]))
     optimizer = make_optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     losses = []
-    for step in range(steps):
+    for step in range(4):
         torch.manual_seed(step)
         loss = model(*inputs).pow(2).mean()
         torch.autograd.backward(loss)

@@ -13,10 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from spmd.engine import device
-from spmd.engine.api import constrain, load_local_parts, local_parts, uploaded_with, value_layout
+from spmd.engine.api import (
+    constrain,
+    load_local_parts,
+    local_parts,
+    redistributed,
+    uploaded_with,
+    value_layout,
+)
 from spmd.engine.errors import NotInSpmdModeError, OperationError
 from spmd.engine.parts import cut, holders, put_together
 from spmd.engine.program import REPLICATED, Layout, MeshKey
@@ -192,6 +199,16 @@ def test_data_is_uploaded_as_it_is_to_lie(both: tuple[Session, InlinePort]) -> N
     assert definition.inputs[0].layout == ONE
     assert len(definition.instructions) == 1
     assert value_layout(uploaded_with(torch.ones(2), ONE)) == ONE
+
+
+def test_data_is_not_uploaded_as_a_sum_that_is_still_to_be_done(both: tuple[Session, InlinePort]) -> None:
+    session, port = both
+    x = redistributed(there(1, 2), Layout.of(MeshKey((0,), (1,)), (Partial(),)))
+    session.recorder.flush()
+    definition = port.steps[0].definition
+    assert definition is not None
+    assert definition.inputs[0].layout == REPLICATED
+    assert value_layout(x).is_partial()
 
 
 def test_changes_in_place_leave_a_tensor_where_it_lies(both: tuple[Session, InlinePort]) -> None:
