@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from spmd.engine.metas import Spec
+from spmd.engine.operation import Operation
 from spmd.engine.program import Layout
 
 __all__ = ["Alias", "Records", "Value", "read", "steps_of_view", "write"]
 
 aten: Final = torch.ops.aten
+
+
+Step = tuple[Operation, tuple[Any, ...]]
 
 
 class Value:
@@ -55,7 +59,7 @@ class Alias:
         spec: the tensor's shape and strides as the user sees them, and the layout of ``value``.
         base: None for a base.
         parent: what it is a view of.
-        step: the operation, with its other arguments, that makes it from its parent.
+        step: the operation that makes it from its parent, with its other arguments.
         version: of a base, how often it was changed; of a view, the base's version that it shows.
     """
 
@@ -66,11 +70,11 @@ class Alias:
         self.spec = spec
         self.base: Alias | None = None
         self.parent: Alias | None = None
-        self.step: tuple[Any, tuple[Any, ...]] | None = None
+        self.step: Step | None = None
         self.version = 0
 
     @classmethod
-    def of_view(cls, parent: Alias, step: tuple[Any, tuple[Any, ...]], spec: Spec) -> Alias:
+    def of_view(cls, parent: Alias, step: Step, spec: Spec) -> Alias:
         """A view, which is computed when it is read."""
         made = cls(None, spec)
         made.parent, made.step = parent, step
@@ -86,6 +90,8 @@ class Records(Protocol):
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] = ..., /
     ) -> Sequence[Any]: ...
 
+    def view(self, parent: Alias, operation: Operation, args: tuple[Any, ...], /) -> Value: ...
+
     def moved(self, value: Value, layout: Layout, /) -> Value: ...
 
 
@@ -97,9 +103,7 @@ def read(recorder: Records, alias: Alias) -> Value:
         return alias.value
     read(recorder, parent)
     assert alias.step is not None
-    operator, args = alias.step
-    (result,) = recorder.record(operator, (parent, *args))
-    value: Value = result.value
+    value = recorder.view(parent, *alias.step)
     _show(alias, value)
     return value
 
@@ -127,7 +131,8 @@ def write(recorder: Records, alias: Alias, new: Value) -> None:
         alias.version += 1
         return
     assert alias.step is not None
-    write(recorder, parent, _with_written(recorder, parent, *alias.step, new, alias.spec))
+    operation, args = alias.step
+    write(recorder, parent, _with_written(recorder, parent, operation.overload, args, new, alias.spec))
     _show(alias, new)
 
 
@@ -228,7 +233,7 @@ def steps_of_view(operator: Any, parent: Alias, args: tuple[Any, ...]) -> list[t
     """The views that an operation makes, one step for each result.
 
     Args:
-        args: after the first, with defaults left out as the user did.
+        args: after the first, without those that the user left out; tuples for lists.
     """
     shape = parent.spec.shape
     if operator is aten.split.Tensor:
@@ -299,8 +304,8 @@ def as_strided_steps(
             steps.append((aten.slice.Tensor, (dim, starts[dim], starts[dim] + 1)))
     order = sorted(range(len(base.shape)), key=lambda dim: taken.get(dim, -1))
     if order != list(range(len(base.shape))):
-        steps.append((aten.permute.default, (order,)))
+        steps.append((aten.permute.default, (tuple(order),)))
     lengths = [size[taken[dim]] if dim in taken else 1 for dim in order]
     if lengths != list(size):
-        steps.append((aten.view.default, (list(size),)))
+        steps.append((aten.view.default, (tuple(size),)))
     return steps

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.graph import increment_version
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from spmd.engine import operators
@@ -187,7 +188,7 @@ def alias_of(tensor: Tensor) -> Alias:
         TypeError: it is not on the device.
     """
     if not isinstance(tensor, LogicalTensor):
-        where = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
+        where = getattr(tensor, "device", type(tensor).__name__)
         raise TypeError(f"expected a tensor on spmd:0, got one on {where}: move it with .to(spmd.device())")
     return tensor._alias
 
@@ -219,14 +220,15 @@ def fetched(alias: Alias) -> Tensor:
 # ---- operations
 
 Handler = Callable[..., Any]
-_HANDLERS: dict[Any, Handler] = {}
+_HANDLERS: Final[dict[Any, Handler]] = {}
+_ROUTES: Final[dict[int, Operation]] = {}
 
 
 def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Record an operation on the device's tensors."""
     recorder = engine().recorder
-    operation = Operation._known.get(operator) or _first_seen(operator)
-    handler = _HANDLERS.get(operator)
+    operation = _ROUTES.get(id(operator)) or _first_seen(operator)
+    handler = operation.handler
     if handler is not None:
         return handler(*args, **(kwargs or {}))
     with recorder.lock:
@@ -253,11 +255,10 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 def _first_seen(operator: Any) -> Operation:
     """How an operator is recorded, settled when it is first met."""
     operation = Operation.of(operator)
-    composition = operators.decompose(operator)
-    if composition is None and operator not in _HANDLERS and _is_composite(operation.name):
-        composition = operator.decompose
-    if composition is not None:
-        _HANDLERS[operator] = composition
+    operation.handler = operators.decompose(operator) or _HANDLERS.get(operator)
+    if operation.handler is None and _is_composite(operation.name):
+        operation.handler = operator.decompose
+    _ROUTES[id(operator)] = operation  # which PyTorch keeps for good
     return operation
 
 
@@ -286,7 +287,7 @@ def _view(recorder: Recorder, operator: Any, args: tuple[Any, ...], kwargs: dict
     known = _VIEWS.get(key)
     if known is None:
         specs = infer(operator, (parent.spec, *rest), {})
-        steps = steps_of_view(operator, parent, rest)
+        steps = [(Operation.of(one), args) for one, args in steps_of_view(operator, parent, frozen)]
         known = _VIEWS[key] = (
             isinstance(specs, Spec),
             list(zip((specs,) if isinstance(specs, Spec) else specs, steps, strict=True)),
@@ -314,6 +315,7 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
         returned.append(arg)
         if isinstance(arg, (list, tuple)):
             targets += arg
+            increment_version(arg)  # of lists, autograd leaves it to kernels
         elif arg is not None:
             targets.append(arg)
     if operation.is_out:
@@ -397,12 +399,14 @@ def _to_copy(tensor: LogicalTensor, **kwargs: Any) -> Tensor:
         return content.to(device)
     recorder = engine().recorder
     with recorder.lock:
-        return wrap(recorder.record(aten._to_copy.default, (tensor,), kwargs)[0])
+        (copied,) = recorder.record(aten._to_copy.default, (tensor,), kwargs)
+    return wrap(copied)
 
 
 @_handles(aten._copy_from.default)
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    return _copy(target, source)
+    _copy(target, source)
+    return target
 
 
 @_handles(aten.copy_.default)
@@ -441,11 +445,11 @@ def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | Non
     with recorder.lock:
         steps = as_strided_steps(base.spec, size, stride, offset)
         if steps is None:
-            steps = [(aten.as_strided.default, (list(size), list(stride), offset))]
-        for step in steps[:-1]:
-            known = infer(step[0], (base.spec, *step[1]), {})
-            base = Alias.of_view(base, step, known)
-        return wrap(Alias.of_view(base, steps[-1], spec)) if steps else wrap(base)
+            steps = [(aten.as_strided.default, (tuple(size), tuple(stride), offset))]
+        for place, (operator, args) in enumerate(steps, start=1):
+            known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
+            base = Alias.of_view(base, (Operation.of(operator), args), known)
+        return wrap(base)
 
 
 @_handles(aten.detach_.default)

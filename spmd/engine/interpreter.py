@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from spmd.engine.passes import copied_outputs, may_alias, optimize, overlaps, overwriting
 from spmd.engine.program import (
     FROM_LOCAL,
     GET_RNG_STATE,
@@ -80,6 +81,7 @@ class LinkedProgram:
         self._generator = torch.default_generator if generator is None else generator
         self._metas: list[Meta | None] = list(program.inputs)
         self._steps = [self._link(index, each) for index, each in enumerate(program.instructions)]
+        self._steps += copied_outputs(program, self._steps)
         self._assembled = Assembled(program, self._steps, self._check)
         self._has_run = False
 
@@ -108,7 +110,7 @@ class LinkedProgram:
             raise InstructionError(index, error) from error
         if not self._has_run:
             self._has_run = True
-            self._assembled = Assembled(self._program, self._steps)
+            self._assembled = Assembled(self._program, optimize(self._program, self._steps, self._metas))
         return outputs
 
     def _check(self, value: int, local: Tensor) -> None:
@@ -129,11 +131,12 @@ class LinkedProgram:
         results = tuple(
             None if meta is None else first + place for place, meta in enumerate(instruction.results)
         )
-        special = {
+        specials: dict[str, Callable[..., Any]] = {
             SEED: self._seed,
             GET_RNG_STATE: self._generator.get_state,
             SET_RNG_STATE: self._generator.set_state,
-        }.get(instruction.operator)
+        }
+        special = specials.get(instruction.operator)
         if special is not None:
             step = Step(index, special, instruction.args, {}, results, single=True)
         elif instruction.operator in (TO_LOCAL, FROM_LOCAL):
@@ -177,9 +180,10 @@ class LinkedProgram:
                 local = move(local, each, group)
             return local
 
-        return Step(
-            index, redistribute, (source,), {}, results, single=True, aliases=True, moves=tuple(moves)
-        )
+        step = Step(index, redistribute, (source,), {}, results, single=True, moves=tuple(moves))
+        if all(each.kind in ("slice", "part") for each, _ in moves):  # the others give memory of their own
+            step.shared = tuple((result, source.index) for result in results if result is not None)
+        return step
 
     def _operation(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
         op = resolve(instruction.operator)
@@ -199,15 +203,25 @@ class LinkedProgram:
             local = with_generator(site) if is_random(op) else Local(op, instruction.args, kwargs)
         returns = op._schema.returns
         single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
-        aliases = any(each.alias_info is not None for each in returns) or local.function is not op
-        function = local.function._op if isinstance(local.function, torch._ops.OpOverload) else local.function
-        if (
-            not single
-            and sum(isinstance(each.type, torch.ListType) for each in returns) > 0
-            and len(returns) > 1
-        ):
-            function = functools.partial(_flattened, function)
-        return Step(index, function, local.args, local.kwargs, results, single=single, aliases=aliases, op=op)
+        step = Step(index, local.function, local.args, local.kwargs, results, single=single)
+        step.over, step.written = local.over, local.written
+        is_view = local.is_view
+        if isinstance(local.function, torch._ops.OpOverload):
+            step.function = local.function._op
+            step.over, step.written = overwriting(local.function)
+            is_view = may_alias(local.function)
+            step.overlaps = overlaps(local.function)
+        if not single and len(returns) > 1 and any(isinstance(each.type, torch.ListType) for each in returns):
+            step.function = functools.partial(_flattened, step.function)
+        for result, ref in local.returned:
+            number = results[result]
+            if number is not None:
+                step.shared += ((number, ref.index),)
+        if is_view:
+            step.shared = tuple(
+                (result, read) for result in results if result is not None for read in step.reads()
+            )
+        return step
 
 
 def _flattened(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spmd.engine.program import REPLICATED, Layout, Meta
 
-__all__ = ["Spec", "contiguous_stride", "infer", "infer_checked", "spec_of"]
+__all__ = ["Spec", "contiguous_stride", "infer", "spec_of"]
 
 
 class Spec:
@@ -115,11 +115,6 @@ def infer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     with torch.no_grad(), _mode():
         return _specs(operator(*_fakes(args), **{name: _fakes(each) for name, each in kwargs.items()}))
-
-
-def infer_checked(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what an operation that changes its arguments raises for such ones."""
-    infer(operator, args, kwargs)
 
 
 def _specs(tree: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -36,6 +36,7 @@ class Operation:
         is_reshaping: it makes its first argument a view of what that was.
         is_random: it draws random numbers.
         is_uninitialized: what it returns has no content.
+        handler: does all of it, for one that is not simply recorded.
     """
 
     _known: ClassVar[dict[OpOverload, Operation]] = {}
@@ -74,6 +75,7 @@ class Operation:
         )
         self.returns_nothing = not schema.returns
         self.rules_of: OpOverload | None = None
+        self.handler: Callable[..., Any] | None = None
         self._pure: Operation | None = None
 
     @classmethod

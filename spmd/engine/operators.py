@@ -33,6 +33,7 @@ from spmd.engine.rules.catalog import (
     is_random,
     is_view,
     place_lists,
+    strided,
     tensors_of,
 )
 
@@ -161,7 +162,10 @@ def _by_rows(call: Call, rows: Sequence[Row], key: MeshKey) -> tuple[tuple[Layou
     if not rows:
         raise _NoRuleError("it has no rule for these shapes")
     bytes_of = [_bytes(meta) for meta in call.tensors]
-    chosen = [choose(call, [*rows, whole], axis, size, bytes_of) for axis, size in enumerate(key.shape)]
+    chosen = [
+        choose(call, [*rows, *strided(call, rows, axis), whole], axis, size, bytes_of)
+        for axis, size in enumerate(key.shape)
+    ]
     inputs = zip(*(row.inputs for row in chosen), strict=True)
     results = zip(*(row.results for row in chosen), strict=True)
     return tuple(Layout.of(key, each) for each in inputs), tuple(Layout.of(key, each) for each in results)

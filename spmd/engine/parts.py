@@ -39,7 +39,8 @@ def extents(shape: Sequence[int], layout: Layout, worker: int) -> list[tuple[int
 
 
 def cut(whole: Tensor, layout: Layout, workers: int) -> list[Tensor]:
-    """Each worker's part; the whole is not copied where all of it is wanted."""
+    """Each worker's part, for a layout that has blocks. The whole is not copied where all of it is wanted."""
+    assert has_blocks(layout), layout
     if layout.mesh is None:
         return [whole] * workers
     return [_block(whole, extents(whole.shape, layout, worker)).contiguous() for worker in range(workers)]

@@ -23,6 +23,7 @@ from spmd.engine.aliases import Alias, Value, read
 from spmd.engine.errors import OperationError, ReshardingError
 from spmd.engine.metas import Spec, infer, spec_of
 from spmd.engine.operation import Operation
+from spmd.engine.parts import has_blocks
 from spmd.engine.places import Place, described, place
 from spmd.engine.program import (
     GET_RNG_STATE,
@@ -42,6 +43,7 @@ LIMIT: Final = 1000
 _FLOAT: Final = object()
 _INT: Final = object()
 _END: Final = object()
+_reference: Final = weakref.ref
 _DEVICE_WORDS: Final = frozenset(("device", "pin_memory", "non_blocking"))
 
 
@@ -199,6 +201,22 @@ class Recorder:
             self._note(entry)
         return entry, self._emit(entry, tensors, scalars)
 
+    def view(self, parent: Alias, operation: Operation, args: tuple[Any, ...]) -> Value:
+        """Record a view, as a value of its own.
+
+        Args:
+            parent: has been read.
+            args: the others; tuples for lists.
+        """
+        known = (operation, parent.spec, args)
+        entry = self._entries.get(known)
+        if entry is None:
+            entry = self._entries[known] = self._learn(operation, (parent, *args), {}, [parent], [])
+        if entry.note is not None:
+            self._note(entry)
+        value: Value = self._emit(entry, [parent], [])[0].value
+        return value
+
     def _note(self, entry: Entry) -> None:
         where = place()
         if self.strict:
@@ -245,10 +263,8 @@ class Recorder:
             self._laid_out(entry, tensors) if entry.moves else [each.value for each in tensors]
         )
         recording = self.recording
-        refs = tuple(
-            [value.index if value.recording is recording else self._enter_value(value) for value in values]
-        )
-        recording.operations.append((entry, refs))
+        refs = [value.index if value.recording is recording else self._enter_value(value) for value in values]
+        recording.operations.append((entry, tuple(refs)))
         if scalars:
             recording.scalars += scalars
         recording.places.append(place())
@@ -260,7 +276,7 @@ class Recorder:
                 results.append(None)
             else:
                 value = Value(spec, len(made), recording)
-                made.append(weakref.ref(value))
+                made.append(_reference(value))
                 results.append(Alias(value, spec))
         if entry.uninitialized:
             results[0].value.uninitialized = True
@@ -275,7 +291,7 @@ class Recorder:
         value.index = -len(recording.inputs)
         return value.index
 
-    def _laid_out(self, entry: Entry, tensors: list[Alias]) -> list[Value]:
+    def _laid_out(self, entry: Entry, tensors: list[Alias]) -> list[Any]:
         values: list[Any] = [alias.value for alias in tensors]
         for slot, layout in entry.moves:
             value = values[slot]
@@ -290,7 +306,7 @@ class Recorder:
         if value.spec.layout == layout:
             return value
         is_here = value.recording is not self.recording and isinstance(value.data, Tensor)
-        if is_here and not layout.is_partial():  # it goes there at once
+        if is_here and has_blocks(layout):  # it goes there at once
             return Value(value.spec.laid_out(layout), data=value.data)
         index = value.index if value.recording is self.recording else self._enter_value(value)
         found = self._moved.get((index, layout))
@@ -358,6 +374,8 @@ class Recorder:
         specs = iter([alias.spec for alias in tensors])
         real_args = tuple(_with_specs(arg, specs) for arg in args)
         real_kwargs = {name: _with_specs(arg, specs) for name, arg in kwargs.items()}
+        if operation.in_place is not None:  # it may refuse what its pure form takes
+            infer(operation.in_place.overload, real_args, real_kwargs)
         returned = infer(operation.overload, real_args, real_kwargs)
 
         refs, numbers = iter(range(len(tensors))), iter(range(len(scalars)))

@@ -21,7 +21,20 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from spmd.engine.program import Layout, MeshKey, Meta
 
-__all__ = ["Groups", "Move", "chunks", "coordinates", "is_shard", "local_shape", "move", "plan", "take_shard"]
+__all__ = [
+    "Groups",
+    "Move",
+    "begin_reducing",
+    "chunks",
+    "coordinates",
+    "finish_reducing",
+    "is_shard",
+    "local_shape",
+    "move",
+    "plan",
+    "reduce_together",
+    "take_shard",
+]
 
 
 class Groups(Protocol):
@@ -291,6 +304,47 @@ def all_reduce(local: Tensor, operation: str, group: Any) -> None:
         local.div_(group.size())
 
 
+def reduce_together(
+    tensors: Sequence[Tensor], *, owned: Sequence[bool], operation: str, group: Any
+) -> list[Tensor]:
+    """Reduce tensors of one dtype in one operation. They stay as they are, but for owned ones."""
+    begun = begin_reducing(tensors, owned=owned, operation=operation, group=group, blocks=True)
+    return finish_reducing(begun)
+
+
+def begin_reducing(
+    tensors: Sequence[Tensor], *, owned: Sequence[bool], operation: str, group: Any, blocks: bool = False
+) -> Any:
+    """As ``reduce_together``; ``finish_reducing`` waits for it and gives the results."""
+    if len(tensors) > 1:
+        flat = torch.cat([each.reshape(-1) for each in tensors])
+    else:
+        (flat,) = tensors
+        turned = flat.dim() == 2 and not flat.is_contiguous() and flat.t().is_contiguous()
+        if not owned[0] or not (turned or flat.is_contiguous()):
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        elif turned:
+            flat = flat.t()
+            tensors = [flat.t()]
+    options = _c10d.AllreduceOptions()
+    options.reduceOp = _REDUCTIONS[operation]
+    options.asyncOp = not blocks
+    return group.allreduce([flat], options), flat, tensors, group.size() if operation == "avg" else 1
+
+
+def finish_reducing(begun: Any) -> list[Tensor]:
+    """The results, in order."""
+    work, flat, tensors, divisor = begun
+    work.wait()
+    if divisor > 1:
+        flat.div_(divisor)
+    if len(tensors) > 1:
+        parts = flat.split_with_sizes([each.numel() for each in tensors])
+        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+    (alone,) = tensors
+    return [alone if alone.data_ptr() == flat.data_ptr() else flat]
+
+
 def all_gather(local: Tensor, outputs: list[Tensor], group: Any) -> None:
     """Everybody's ``local`` becomes the output at its place. They may differ in size."""
     options = _c10d.AllgatherOptions()
@@ -305,29 +359,28 @@ def _reduce(local: Tensor, step: Move, group: Any) -> Tensor:
 
 
 def _reduce_scatter(local: Tensor, step: Move, group: Any) -> Tensor:
-    parts = [each.contiguous() for each in _shards(local, step)]
+    parts = [each.movedim(step.dim, 0).contiguous() for each in _shards(local, step)]
     result = torch.empty_like(parts[step.place])
     options = _c10d.ReduceScatterOptions()
     options.reduceOp = _REDUCTIONS[step.operation]
     options.asyncOp = False
     group.reduce_scatter([result], [parts], options).wait()
-    return result.div_(len(parts)) if step.operation == "avg" else result
+    if step.operation == "avg":
+        result.div_(len(parts))
+    return result.movedim(0, step.dim)
 
 
 def _gather(local: Tensor, step: Move, group: Any) -> Tensor:
-    dim, total = step.dim, sum(step.lengths)
-    if dim == 0 and step.strided == 1:
-        whole = local.new_empty((total, *local.shape[1:]))
-        all_gather(local, list(whole.split_with_sizes(list(step.lengths))), group)
-        return whole
-    parts = [
-        local.new_empty((*local.shape[:dim], length, *local.shape[dim + 1 :])) for length in step.lengths
-    ]
-    all_gather(local, parts, group)
-    if step.strided == 1:
-        return torch.cat(parts, dim)
-    pieces = [part.chunk(step.strided, dim) for part in parts]
-    return torch.cat([piece for together in zip(*pieces, strict=True) for piece in together], dim)
+    """Shards are sent as rows, whatever dimension they are of, so that a transposed weight is not copied."""
+    rows = local.movedim(step.dim, 0)
+    whole = rows.new_empty((sum(step.lengths), *rows.shape[1:]))
+    parts = list(whole.split_with_sizes(list(step.lengths)))
+    all_gather(rows, parts, group)
+    if step.strided > 1:
+        pieces = [part.chunk(step.strided) for part in parts]
+        whole = torch.cat([piece for together in zip(*pieces, strict=True) for piece in together])
+    result = whole.movedim(0, step.dim)
+    return result.contiguous() if local.is_contiguous() else result
 
 
 def _exchange(local: Tensor, step: Move, group: Any) -> Tensor:

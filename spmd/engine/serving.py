@@ -17,7 +17,7 @@ from rpc.runtime.current import current_agent
 from rref import RRef
 from spmd.collectives.store import WorkerStore
 from spmd.engine.errors import SpmdError
-from spmd.engine.messages import Answer, Step
+from spmd.engine.messages import Step
 from spmd.engine.program import MeshKey
 from spmd.engine.worker import WorkerEngine
 
@@ -77,7 +77,7 @@ class ServedWorker:
         torch.set_rng_state(state)
 
     @async_execution
-    def do(self, step: Step) -> Future[Answer]:
+    def do(self, step: Step) -> Any:
         """Do a step when those before it are done."""
         future: Any = Future()
         with self._changed:

@@ -26,8 +26,9 @@ class Step:
         args, kwargs: with ``Ref`` and ``Scalar``, also inside of lists and tuples.
         results: numbers of values; None for what nobody uses.
         single: it gives a tensor, not a sequence.
-        aliases: a result may share memory with an argument.
-        op: the operator, if the function is one.
+        shared: pairs of a result and an argument that may share memory.
+        overlaps: results may have elements twice.
+        over: the function that gives its results in the memory of the arguments at ``written``.
         moves: of a redistribution, with their groups.
     """
 
@@ -37,14 +38,20 @@ class Step:
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
     single: bool = False
-    aliases: bool = False
-    op: Any = None
+    shared: tuple[tuple[int, int], ...] = ()
+    overlaps: bool = False
+    over: Callable[..., Any] | None = None
+    written: tuple[int, ...] = ()
     moves: tuple[Any, ...] = ()
 
     def reads(self) -> set[int]:
         """The values that it takes."""
+        return {each.index for each in self.variables()}
+
+    def variables(self) -> list[Ref]:
+        """Where it takes values, in order."""
         found = _variables((self.args, tuple(self.kwargs.values())))
-        return {each.index for each in found if isinstance(each, Ref)}
+        return [each for each in found if isinstance(each, Ref)]
 
 
 def last_uses(steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, int]:

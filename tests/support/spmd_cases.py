@@ -34,15 +34,14 @@ def same(given: Any, expected: Any, tolerance: float = 0.0) -> bool:
     if isinstance(expected, Tensor):
         if given.shape != expected.shape or given.dtype != expected.dtype:
             return False
-        return torch.allclose(
-            given.detach().cpu(), expected.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
-        )
+        ours, theirs = given.detach().cpu(), expected.detach()
+        return bool(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True))
     if isinstance(expected, (list, tuple)):
         return len(given) == len(expected) and all(
             same(*pair, tolerance) for pair in zip(given, expected, strict=True)
         )
     if isinstance(expected, float):
-        return abs(given - expected) <= tolerance
+        return bool(abs(given - expected) <= tolerance)
     return bool(given == expected)
 
 
@@ -92,7 +91,7 @@ def data_dependent_shapes(device: torch.device) -> Any:
     return (
         x[x > 0],
         torch.nonzero(x),
-        x.unique(),
+        torch.unique(x),
         torch.masked_select(x, x < 0),
         x.equal(x + 0),
         torch.allclose(x, x),
@@ -125,7 +124,7 @@ def views_changed_in_place(device: torch.device) -> Any:
     x[:, 1].add_(1)
     x.t()[2] += 3
     x.view(2, 12)[1, ::5] = 7
-    first, second = x.split(2)
+    first, second = torch.split(x, 2)
     second.mul_(2)
     x[1:3, 2:4] = torch.ones(2, 2, device=device)
     x.diagonal().sub_(1)
@@ -172,7 +171,7 @@ def data_assigned(device: torch.device) -> Any:
     before = shared.clone()
     p.data = torch.arange(3.0, device=device)
     p.data += 1
-    (p * p).sum().backward()
+    torch.autograd.backward((p * p).sum())
     return p, p.grad, before, shared
 
 
@@ -219,7 +218,7 @@ def default_device(device: torch.device) -> Any:
 def gradients(device: torch.device) -> Any:
     x = torch.arange(6.0, device=device).reshape(2, 3).requires_grad_()
     y = (x.exp() * x[0]).sum() + x.t().matmul(x).tanh().mean()
-    y.backward(retain_graph=True)
+    torch.autograd.backward(y, retain_graph=True)
     (twice,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
     return x.grad, torch.autograd.grad(twice.sum(), x)[0], y
 
@@ -231,7 +230,7 @@ def gradients_of_views_changed_in_place(device: torch.device) -> Any:
     x[0].mul_(5)
     x[:, 1] = 0
     x.t()[2].copy_(w[:, 0])
-    (x**2).sum().backward()
+    torch.autograd.backward((x**2).sum())
     return w.grad
 
 
@@ -246,7 +245,7 @@ def checkpoints(device: torch.device) -> Any:
             return functional.dropout(z.exp(), 0.5).relu()
 
         y = checkpoint(block, x, use_reentrant=reentrant)
-        y.sum().backward()
+        torch.autograd.backward(y.sum())
         found += [x.grad, y]
     return found
 
@@ -261,13 +260,19 @@ def hooks_and_functions(device: torch.device) -> Any:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
+            x: Tensor = ctx.saved_tensors[0]
             return gradient * x
 
-    x = torch.arange(3.0, device=device).requires_grad_()
+    x: Any = torch.arange(3.0, device=device).requires_grad_()
     seen: list[Tensor] = []
-    x.register_hook(lambda gradient: seen.append(gradient) or gradient + 1)
-    Double.apply(x).sum().backward()
+
+    def hook(gradient: Tensor) -> Tensor:
+        seen.append(gradient)
+        return gradient + 1
+
+    double: Any = Double
+    x.register_hook(hook)
+    double.apply(x).sum().backward()
     return x.grad, seen
 
 
@@ -317,19 +322,28 @@ MODELS: Final[dict[str, tuple[Callable[[], tuple[nn.Module, list[Tensor]]], Call
 """A model with inputs, and an optimizer, by name."""
 
 
-def train(name: str, device: torch.device, steps: int = 4) -> list[float]:
-    """The losses of some steps, with clipping and a schedule."""
+def train(name: str, device: torch.device, shard: Callable[[Tensor, int], None] | None = None) -> list[float]:
+    """The losses of some steps, with clipping and a schedule.
+
+    Args:
+        shard: lays an input (along its first dimension) or a parameter (along its longest) out.
+    """
     make, make_optimizer = MODELS[name]
     torch.manual_seed(0)
     model, inputs = make()
     model, inputs = model.to(device), [each.to(device) for each in inputs]
+    if shard is not None:
+        for each in inputs:
+            shard(each, 0)
+        for parameter in model.parameters():
+            shard(parameter, max(range(parameter.dim()), key=lambda dim: parameter.shape[dim]))
     optimizer = make_optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     losses = []
-    for step in range(steps):
+    for step in range(4):
         torch.manual_seed(step)
         loss = model(*inputs).pow(2).mean()
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -68,6 +68,7 @@ PRELOADED = (
     "farcall",
     "farcall.compat",
     "spmd",
+    "spmd.engine.start",
 )
 
 

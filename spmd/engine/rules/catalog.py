@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from spmd.engine.rules import attention, elements, lists, lookup, norms, random, reductions, shapes
+from spmd.engine.rules import attention, elements, lists, lookup, norms, products, random, reductions, shapes
 from spmd.engine.rules.compositions import decomposition
 from spmd.engine.rules.lists import is_list_operator, place_lists
 from spmd.engine.rules.local import LOCAL_RULES, Local, Site
-from spmd.engine.rules.placing import PLACEMENT_RULES, Call, Row, choose, tensors_of
+from spmd.engine.rules.placing import PLACEMENT_RULES, Call, Row, choose, strided, tensors_of
 from spmd.engine.rules.random import is_random, with_generator
 from spmd.engine.rules.shapes import is_view
 
@@ -28,9 +28,11 @@ __all__ = [
     "lookup",
     "norms",
     "place_lists",
+    "products",
     "random",
     "reductions",
     "shapes",
+    "strided",
     "tensors_of",
     "with_generator",
 ]

@@ -31,6 +31,19 @@ def _copy_rows(call: Call) -> list[Row]:
     return [Row((Shard(dim), broadcast(source.shape, target.shape, dim)), (Shard(dim),)) for dim in dims]
 
 
+@local_rule("copy")
+def _copy(site: Site) -> Local:
+    """Without a look at what is overwritten."""
+
+    def copy(target: Tensor, source: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(target).copy_(source)
+
+    def over(target: Tensor, source: Tensor, *_: Any) -> Tensor:
+        return target.copy_(source)
+
+    return Local(copy, site.args, site.kwargs, over=over, written=(0,))
+
+
 @placement_rule("unfold")
 def _unfold_rows(call: Call) -> list[Row]:
     rank = len(call.tensors[0].shape)

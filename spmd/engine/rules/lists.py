@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from spmd.engine.program import REPLICATED, Layout, Meta
 from spmd.engine.redistribution import is_shard
@@ -112,24 +111,35 @@ def _foreach_norm(site: Site) -> Local | None:
     return Local(norms, site.args, site.kwargs)
 
 
-def _fused(name: str, overload: str) -> Callable[..., list[Tensor]]:
-    """In place, on copies of what is written: as the functional operator, which has no fast form."""
-    functional = getattr(getattr(aten, name), overload)
+@local_rule(*_FUSED, *(f"{name}.tensor_lr" for name in _FUSED))
+def _fused_optimizer(site: Site) -> Local:
+    """The operator in place, on copies or on the arguments: the functional one only wraps it.
+
+    Gradients are written only if they are to be unscaled.
+    """
+    functional = site.call.op
+    name, overload = functional._schema.name.removeprefix("aten::"), functional._overloadname
     in_place = getattr(getattr(aten, f"{name}_"), overload)
-    arguments = [argument.name for argument in functional._schema.arguments]
-    written = [arguments.index(each.name.removesuffix("_out")) for each in functional._schema.returns]
+    names = [argument.name for argument in functional._schema.arguments]
+    given = [names.index(each.name.removesuffix("_out")) for each in functional._schema.returns]
+    unscales = site.kwargs.get("grad_scale") is not None
+    written = tuple(place for place in given if unscales or names[place] != "grads")
+
+    # The kernels go through memory, and take for granted that all tensors of an index lie there alike.
+    def over(*args: Any, **kwargs: Any) -> list[Tensor]:
+        if not all(each.is_contiguous() for place in given for each in args[place]):
+            return run(*args, **kwargs)
+        in_place(*args, **kwargs)
+        return [tensor for place in given for tensor in args[place]]
 
     def run(*args: Any, **kwargs: Any) -> list[Tensor]:
         copied = list(args)
+        for place in given:
+            copied[place] = [each.contiguous() for each in args[place]]
         for place in written:
             copied[place] = [each.clone() for each in copied[place]]
-        in_place(*copied, **kwargs)
-        return pytree.tree_leaves([copied[place] for place in written])
+        return over(*copied, **kwargs)
 
-    return run
-
-
-@local_rule(*_FUSED, *(f"{name}.tensor_lr" for name in _FUSED))
-def _fused_optimizer(site: Site) -> Local:
-    name, _, overload = site.call.op.name().removeprefix("aten::").partition(".")
-    return Local(_fused(name, overload or "default"), site.args, site.kwargs)
+    results = [(place, ref) for place in given for ref in site.args[place]]
+    returned = tuple((result, ref) for result, (place, ref) in enumerate(results) if place not in written)
+    return Local(run, site.args, site.kwargs, returned=returned, over=over, written=written)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from spmd.engine.program import Layout, MeshKey, Meta
+from spmd.engine.program import Layout, MeshKey, Meta, Ref
 from spmd.engine.redistribution import Groups, coordinates, is_shard, local_shape
 from spmd.engine.rules.placing import Call
 
@@ -17,11 +17,22 @@ __all__ = ["LOCAL_RULES", "Local", "Site", "local_rule"]
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What to run: ``function(*args, **kwargs)``. It gives what the operator gives, of local tensors."""
+    """What to run: ``function(*args, **kwargs)``. It gives what the operator gives, of local tensors.
+
+    Attributes:
+        is_view: results may share memory with arguments. Those of other functions have their own.
+        returned: positions of results that are arguments, with the ``Ref`` of each.
+        over: the same, with results in the memory of the arguments at ``written``, in order; None if there is
+            no such form.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    is_view: bool = False
+    returned: tuple[tuple[int, Ref], ...] = ()
+    over: Callable[..., Any] | None = None
+    written: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 from torch.utils import _pytree as pytree
 
 from spmd.engine.program import Meta
@@ -101,6 +101,11 @@ def _placement(letter: str) -> Placement:
 
 # ---- which row
 
+_KEEPS_BATCH: Final = 8.0
+"""So many times dearer is it to move a batch: what is computed from it would be elsewhere, too."""
+
+_BATCH_COMES_SECOND: Final = ("aten::addmm", "aten::baddbmm", "aten::embedding")
+
 
 def choose(call: Call, rows: Sequence[Row], axis: int, size: int, bytes_of: Sequence[int]) -> Row:
     """The row that moves the fewest bytes; the first of them, if there are several.
@@ -111,26 +116,56 @@ def choose(call: Call, rows: Sequence[Row], axis: int, size: int, bytes_of: Sequ
         size: how many workers there are along it.
         bytes_of: each tensor has.
     """
+    batch = 1 if call.op._schema.name in _BATCH_COMES_SECOND else 0
 
     def cost(row: Row) -> float:
         pairs = zip(call.tensors, row.inputs, bytes_of, strict=True)
-        return sum(_cost(_now(meta, axis), want, count, size) for meta, want, count in pairs)
+        return sum(
+            _cost(_now(meta, axis), want, count, size, place == batch)
+            for place, (meta, want, count) in enumerate(pairs)
+        )
 
     return min(rows, key=cost)
+
+
+_IN_ORDER: Final = ("aten::embedding",)
+"""Rules that need to know which rows a worker has."""
+
+
+def strided(call: Call, rows: Sequence[Row], axis: int) -> list[Row]:
+    """The same rows for dimensions that are sharded in pieces, as some views leave them."""
+    factors = {
+        each.split_factor for meta in call.tensors if isinstance(each := _now(meta, axis), _StridedShard)
+    }
+    if call.op._schema.name in _IN_ORDER:
+        return []
+
+    def in_pieces(placements: Sequence[Placement], factor: Any) -> tuple[Placement, ...]:
+        return tuple(
+            _StridedShard(each.dim, split_factor=factor) if isinstance(each, Shard) else each
+            for each in placements
+        )
+
+    return [
+        Row(in_pieces(row.inputs, factor), in_pieces(row.results, factor))
+        for factor in factors
+        for row in rows
+    ]
 
 
 def _now(meta: Meta, axis: int) -> Placement:
     return meta.layout.placements[axis] if meta.layout.placements else Replicate()
 
 
-def _cost(now: Placement, want: Placement, count: int, size: int) -> float:
+def _cost(now: Placement, want: Placement, count: int, size: int, is_first: bool) -> float:
     if type(now) is type(want) and now == want:
         return 0.0
     if now.is_replicate():
         return 0.01 * count + 1e-6  # only memory is moved, but rather stay than begin to shard
     rest = (size - 1) / size
     if is_shard(now):
-        return count * rest / size if is_shard(want) else count * rest
+        moved = count * rest / size if is_shard(want) else count * rest
+        return moved * _KEEPS_BATCH if now.dim == 0 and is_first else moved
     return count * rest if is_shard(want) else 2 * count * rest
 
 

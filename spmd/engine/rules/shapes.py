@@ -83,7 +83,7 @@ def _as_strided(site: Site) -> Local:
             local = local.new_empty_strided(meta.shape, meta.stride).copy_(local)
         return local.as_strided(*args, **kwargs)
 
-    return Local(as_strided, site.args, site.kwargs)
+    return Local(as_strided, site.args, site.kwargs, is_view=True)
 
 
 def _is_alone(local: torch.Tensor) -> bool:

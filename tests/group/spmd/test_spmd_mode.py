@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Shard
 
 import spmd
-from tests.support.serving import first_of
+from spmd.engine.api import constrain
+from spmd.engine.program import Layout, MeshKey
+from tests.support.serving import in_group, serve
 from tests.support.spmd_cases import CASES, MODELS, same, train
 from tests.support.workers import RunWorkers, Worker
+
+
+def check(wrong: dict[str, str], name: str, find: Callable[[], Any], expected: Any) -> None:
+    """Note what is wrong with what ``find`` returns."""
+    try:
+        found = find()
+        if not same(found, expected, 1e-5):
+            wrong[name] = f"{found}, expected {expected}"
+    except Exception:
+        wrong[name] = traceback.format_exc()
 
 
 def run_all(worker: Worker) -> dict[str, str]:
     """What has gone wrong, by case."""
     spmd.use_spmd()
-    device, wrong = spmd.device(), {}
-    cpu = torch.device("cpu")
+    device, cpu, workers = spmd.device(), torch.device("cpu"), spmd.global_device_count()
+    mesh, wrong = MeshKey(tuple(range(workers)), (workers,)), dict[str, str]()
+
+    def shard(tensor: Tensor, dim: int) -> None:
+        constrain(tensor, Layout.of(mesh, (Shard(dim),)))
+
     for name, case in CASES.items():
-        try:
-            found = case(device)
-            if not same(found, case(cpu)):
-                wrong[name] = f"{found}"
-        except Exception:
-            wrong[name] = traceback.format_exc()
+        check(wrong, name, partial(case, device), case(cpu))
     for name in MODELS:
-        try:
-            found, expected = train(name, device), train(name, cpu)
-            if not same(found, expected, 1e-5):
-                wrong[name] = f"{found} {expected}"
-        except Exception:
-            wrong[name] = traceback.format_exc()
+        expected = train(name, cpu)
+        check(wrong, name, partial(train, name, device), expected)
+        check(wrong, f"{name}, sharded", partial(train, name, device, shard), expected)
     spmd.shutdown()
     return wrong
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_programs_give_what_the_cpu_gives(run_workers: RunWorkers, workers: int) -> None:
-    wrong = first_of(run_workers, run_all, world_size=workers + 1)
+    tasks = [in_group(run_all)] + [serve] * workers
+    wrong = run_workers(tasks, time_limit=90)[0]
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())

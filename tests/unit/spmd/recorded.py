@@ -61,9 +61,10 @@ class MemoryGroup:
 
 def reduce(tensors: Sequence[Tensor], operation: Any) -> Tensor:
     stacked = torch.stack(list(tensors))
-    kinds = {"SUM": torch.sum, "PRODUCT": torch.prod, "MAX": torch.amax, "MIN": torch.amin}
+    kinds: dict[str, Any] = {"SUM": torch.sum, "PRODUCT": torch.prod, "MAX": torch.amax, "MIN": torch.amin}
     name = next(name for name in kinds if operation == getattr(torch.distributed.ReduceOp, name))
-    return kinds[name](stacked, 0).to(stacked.dtype)
+    reduced: Tensor = kinds[name](stacked, 0).to(stacked.dtype)
+    return reduced
 
 
 class _Shared:

@@ -145,6 +145,7 @@ def losses(rows: int) -> Iterator[Case]:
 
 
 def norms(rows: int) -> Iterator[Case]:
+    args: tuple[Any, ...]
     x, weight, bias, mean, var = r(rows, 4, 3, 3), r(4), r(4), r(4), r(4).abs() + 0.1
     for training in (True, False):
         args = (x, weight, bias, mean, var, training, 0.1, 1e-5)
@@ -167,6 +168,7 @@ def norms(rows: int) -> Iterator[Case]:
 
 
 def convolutions(rows: int) -> Iterator[Case]:
+    args: tuple[Any, ...]
     x, weight, bias = r(rows, 4, 6, 6), r(8, 4, 3, 3), r(8)
     rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     yield case(aten.convolution.default, x, weight, bias, *rest)

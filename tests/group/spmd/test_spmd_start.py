@@ -1,0 +1,57 @@
+"""Where SPMD mode's workers come from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+PROGRAM = """
+import torch, spmd
+spmd.use_spmd()
+x = torch.arange(4.0).to(spmd.device())
+x[1:] *= 2
+print("sum", x.sum().item(), "of", spmd.global_device_count())
+"""
+"""Ends without ``shutdown``: its workers must end all the same."""
+
+
+def run(tmp_path: Path, *prefix: str, **variables: str) -> str:
+    """What the program prints."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, *prefix, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=80,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.processes
+def test_workers_are_started_on_this_machine(tmp_path: Path) -> None:
+    assert run(tmp_path, FARCALL_SPMD_WORKERS="2") == "sum 12.0 of 2"
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_rank_0_drives_under_torchrun(tmp_path: Path) -> None:
+    prefix = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        "--log-dir",
+        str(tmp_path),
+    )
+    assert run(tmp_path, *prefix) == "sum 12.0 of 2"

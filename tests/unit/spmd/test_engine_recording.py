@@ -1,0 +1,286 @@
+"""What the recorder and the session make of a program: what is sent, kept and freed."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from spmd.engine import device
+from spmd.engine.api import (
+    constrain,
+    load_local_parts,
+    local_parts,
+    redistributed,
+    uploaded_with,
+    value_layout,
+)
+from spmd.engine.errors import NotInSpmdModeError, OperationError
+from spmd.engine.parts import cut, holders, put_together
+from spmd.engine.program import REPLICATED, Layout, MeshKey
+from spmd.engine.recorder import LIMIT
+from spmd.engine.repetition import Repetition
+from spmd.engine.session import Session
+from tests.support.spmd_session import InlinePort, inline_session
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[Session, InlinePort]]:
+    with inline_session() as made:
+        yield made
+
+
+def there(*numbers: float) -> Tensor:
+    return torch.tensor(numbers).to(device.DEVICE)
+
+
+def test_nothing_runs_before_somebody_asks(both: tuple[Session, InlinePort]) -> None:
+    session, port = both
+    x = there(1, 2) * 3
+    assert not port.steps
+    session.sync()
+    assert len(port.steps) == 1
+    assert x.tolist() == [3, 6]
+
+
+def test_a_long_recording_goes_out_by_itself(both: tuple[Session, InlinePort]) -> None:
+    _, port = both
+    x = there(1)
+    for _ in range(LIMIT + 1):
+        x = x + 1
+    assert len(port.steps) == 1
+
+
+def test_what_nobody_uses_is_not_done(both: tuple[Session, InlinePort]) -> None:
+    session, port = both
+    x = there(1, 2)
+    _ = (x + 1).exp()
+    kept = x * 2
+    del _
+    session.sync()
+    definition = port.steps[0].definition
+    assert definition is not None
+    assert [each.operator for each in definition.instructions] == ["aten::mul.Tensor"]
+    assert kept.tolist() == [2, 4]
+
+
+def test_random_numbers_are_drawn_even_if_nobody_uses_them(both: tuple[Session, InlinePort]) -> None:
+    torch.manual_seed(5)
+    torch.rand(3, device=device.DEVICE)
+    second = torch.rand(3, device=device.DEVICE).cpu()
+    torch.manual_seed(5)
+    torch.rand(3)
+    assert torch.equal(second, torch.rand(3))
+
+
+def test_steps_of_a_training_loop_are_one_program_sent_once(
+    both: tuple[Session, InlinePort],
+) -> None:
+    _, port = both
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(device.DEVICE)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    sent = []
+    for step in range(6):
+        port.steps.clear()
+        batch = torch.full((3, 4), float(step)).to(device.DEVICE)
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        device.engine().recorder.flush()
+        (sent_now,) = port.steps
+        sent.append(sent_now)
+    assert all(each.program == sent[2].program and each.definition is None for each in sent[3:])
+    assert all(len(pickle.dumps(replace(each, uploads=()))) < 300 for each in sent[4:])
+
+
+def test_workers_free_what_the_user_has_freed(both: tuple[Session, InlinePort]) -> None:
+    session, port = both
+    x, y = there(1, 2), there(3)
+    z = x + y
+    session.sync()
+    assert len(port.engine.values) == 3
+    del y
+    x = x + z  # the old x dies, and is used up by the run
+    session.sync()
+    assert len(port.engine.values) == 2
+    assert x.tolist() == [5, 7]
+    del x, z
+    there(0).add(1).item()
+    assert not port.engine.values.keys() - {max(port.engine.values, default=0)}
+
+
+def test_what_is_not_used_is_never_uploaded(both: tuple[Session, InlinePort]) -> None:
+    session, port = both
+    x = there(1, 2)
+    assert x.tolist() == [1, 2]
+    session.sync()
+    assert not port.engine.values
+
+
+def test_uploads_are_copies(both: tuple[Session, InlinePort]) -> None:
+    given = torch.ones(2)
+    x = given.to(device.DEVICE)
+    given.zero_()
+    assert (x + 0).tolist() == [1, 1]
+
+
+def test_an_error_names_the_users_line_and_loses_what_depends_on_it(both: tuple[Session, InlinePort]) -> None:
+    session, _ = both
+    x, wrong = there(1, 2), torch.tensor([5]).to(device.DEVICE)
+    found = x.index_select(0, wrong)
+    with pytest.raises(OperationError, match=r"index_select\(int64\[2\], 0, int64\[1\]\)") as raised:
+        session.sync()
+    assert raised.value.where.endswith("loses_what_depends_on_it")
+    with pytest.raises(OperationError, match="never computed"):
+        found + 1
+    assert (x + 1).tolist() == [2, 3]
+    session.sync()
+
+
+def test_errors_in_shapes_are_raised_at_once(both: tuple[Session, InlinePort]) -> None:
+    with pytest.raises(RuntimeError):
+        torch.ones(2, 3, device=device.DEVICE) @ torch.ones(2, 3, device=device.DEVICE)
+    with pytest.raises(RuntimeError):
+        torch.ones(2, dtype=torch.int64, device=device.DEVICE).add_(0.5)
+    with pytest.raises(RuntimeError):
+        torch.ones(2, device=device.DEVICE).add_(torch.ones(3, 2, device=device.DEVICE))
+
+
+def test_the_device_is_nothing_without_a_session() -> None:
+    with inline_session():
+        x = there(1)
+    with pytest.raises(NotInSpmdModeError):
+        x + 1
+
+
+def test_threads_take_turns(both: tuple[Session, InlinePort]) -> None:
+    found: dict[int, list[float]] = {}
+
+    def count(number: int) -> None:
+        x = there(number)
+        for _ in range(50):
+            x = x + 1
+        found[number] = x.tolist()
+
+    threads = [threading.Thread(target=count, args=(number,)) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == {number: [number + 50.0] for number in range(4)}
+
+
+# ---- layouts, as far as one worker has any
+
+ONE = Layout(MeshKey((0,), (1,)), (Shard(0),))
+
+
+def test_data_is_uploaded_as_it_is_to_lie(both: tuple[Session, InlinePort]) -> None:
+    session, port = both
+    x = there(1, 2)
+    constrain(x, ONE)
+    assert value_layout(x) == ONE
+    y = x * 2
+    assert value_layout(y) == ONE
+    session.sync()
+    definition = port.steps[0].definition
+    assert definition is not None
+    assert definition.inputs[0].layout == ONE
+    assert len(definition.instructions) == 1
+    assert value_layout(uploaded_with(torch.ones(2), ONE)) == ONE
+
+
+def test_data_is_not_uploaded_as_a_sum_that_is_still_to_be_done(both: tuple[Session, InlinePort]) -> None:
+    session, port = both
+    x = redistributed(there(1, 2), Layout.of(MeshKey((0,), (1,)), (Partial(),)))
+    session.recorder.flush()
+    definition = port.steps[0].definition
+    assert definition is not None
+    assert definition.inputs[0].layout == REPLICATED
+    assert value_layout(x).is_partial()
+
+
+def test_changes_in_place_leave_a_tensor_where_it_lies(both: tuple[Session, InlinePort]) -> None:
+    x = there(1, 2)
+    constrain(x, ONE)
+    x.copy_(torch.tensor([3.0, 4.0]))
+    x.add_(there(1, 1))
+    assert x.tolist() == [4, 5]
+    x[0] = 0
+    assert value_layout(x) == ONE
+    assert value_layout(there(1)) == REPLICATED
+
+
+def test_parts_are_fetched_and_loaded(both: tuple[Session, InlinePort]) -> None:
+    x = there(1, 2)
+    constrain(x, ONE)
+    assert [each.tolist() for each in local_parts(x)] == [[1, 2]]
+    load_local_parts(x, [torch.tensor([7.0, 8.0])])
+    assert x.tolist() == [7, 8]
+    with pytest.raises(ValueError, match="worker 0's part"):
+        load_local_parts(x, [torch.ones(3)])
+    with pytest.raises(ValueError, match="expected 1 parts"):
+        load_local_parts(x, [])
+
+
+# ---- pure parts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 5),
+            st.lists(st.one_of(st.floats(), st.integers(-2, 2), st.booleans()), max_size=4),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sampled_from(["moving", "fixed", "mixed"]),
+)
+def test_both_ends_guess_the_same_ids_and_numbers(runs: list[tuple[int, list[float]]], kind: str) -> None:
+    sender, receiver = Repetition(), Repetition()
+    base = 10
+    for shift, numbers in runs:
+        base += shift
+        ids = {"moving": (base - 1, base), "fixed": (3, 4), "mixed": (3, base)}[kind]
+        packed = pickle.loads(pickle.dumps(sender.pack(base, ids, tuple(numbers))))
+        found_ids, found_numbers = receiver.unpack(base, packed)
+        assert found_ids == ids
+        assert pickle.dumps(found_numbers) == pickle.dumps(list(numbers))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 7), min_size=1, max_size=3),
+    mesh=st.sampled_from([(4,), (2, 2), (4, 2), (2, 1, 3)]),
+    dims=st.lists(st.one_of(st.none(), st.integers(0, 2)), min_size=3, max_size=3),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_tensor_is_cut_and_put_together(
+    shape: list[int], mesh: tuple[int, ...], dims: list[int | None], order: Random
+) -> None:
+    workers = torch.Size(mesh).numel()
+    devices = list(range(workers))
+    order.shuffle(devices)
+    placements: list[Placement] = [
+        Replicate() if dim is None or dim >= len(shape) else Shard(dim) for dim in dims[: len(mesh)]
+    ]
+    layout = Layout.of(MeshKey(tuple(devices), mesh), tuple(placements))
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    parts = cut(whole, layout, workers)
+    asked = holders(layout, workers)
+    assert sum(parts[worker].numel() for worker in asked) == whole.numel()
+    found = put_together(shape, whole.dtype, layout, {worker: parts[worker] for worker in asked})
+    assert torch.equal(found, whole)
