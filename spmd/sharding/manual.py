@@ -63,7 +63,7 @@ def disable_manual_sharding(
         RuntimeError: ``t`` is data, and no result of operations on shards; or no shard of such a tensor.
     """
     mesh = _given(mesh)
-    spec = tuple(partition_spec)
+    spec, full_shape = tuple(partition_spec), tuple(full_shape)
     check_length(spec, len(full_shape))
     mark_manual_sharding(t)
     shard = mesh.get_op_sharding(spec).shard_shape(full_shape)
@@ -72,7 +72,7 @@ def disable_manual_sharding(
             f"Input tensor is not manual sharded: a shard of {list(full_shape)} cut by {spec} has the shape "
             f"{list(shard)}, and this is {list(t.shape)}"
         )
-    whole: Tensor = _FromLocal.apply(t, tuple(full_shape), mesh.layout(spec, full_shape))  # type: ignore[no-untyped-call]
+    whole: Tensor = _FromLocal.apply(t, full_shape, mesh.layout(spec, full_shape))  # type: ignore[no-untyped-call]
     return whole
 
 

@@ -110,7 +110,8 @@ class Mesh:
         tiles = [math.prod(self.mesh_shape[axis] for axis in each) for each in axes]
         return OpSharding.tiled(tiles, self.get_logical_mesh().transpose(order + rest).ravel().tolist())
 
-    def layout(self, partition_spec: PartitionSpec, shape: Sequence[int]) -> Layout:
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  as above; shapes may be many
+    def layout(self, partition_spec: PartitionSpec, shape: tuple[int, ...]) -> Layout:
         """How the engine says that a tensor of this shape is cut by this spec."""
         axes = resolve(partition_spec, self.axis_names, len(self.mesh_shape))
         return layout_of(self.get_logical_mesh(), axes, shape)

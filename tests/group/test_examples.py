@@ -175,17 +175,22 @@ BY_ONE_DRIVER = {
         ["--model", "language", "--cut", "both", "--steps", "3", "--workers", "2"],
         r"^language, both +loss \d",
     ),
-    "fsdp": (["--steps", "8", "--every", "3"], r"^resumed at +step 4, with 2 workers"),
+    "fsdp": (["--steps", "8", "--every", "3"], r"^resumed at +step [14], with 2 workers"),
 }
-"""Arguments with which those succeed soon that start workers for one program, and a line that they print."""
+"""Arguments with which those succeed soon that start workers for one program, and a line that they print.
+
+That which is killed may have been at its last checkpoint just then, and goes on from the one before.
+"""
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["spmd_training", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", BY_ONE_DRIVER)
 def test_one_program_on_many_workers_computes_what_it_does_alone(name: str, tmp_path: Path) -> None:
     arguments, shows = BY_ONE_DRIVER[name]
     process = start(name, *arguments, TMPDIR=str(tmp_path))
-    output, errors = process.communicate(timeout=85)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert re.search(shows, output, re.MULTILINE), output
 
