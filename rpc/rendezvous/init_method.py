@@ -229,6 +229,10 @@ _REMEDY: Final = (
     "Rank 0 serves it, in a dynamic group the first worker on that host: check that it is running, that "
     "address and port are the same at all workers and its own, and that no firewall is in between."
 )
+_STRANGERS_REMEDY: Final = (
+    "Check that it is a c10d store (rank 0 of this job, or torchrun's), not another program that has its "
+    "port, and that its process is not stopped."
+)
 
 
 @dataclass(frozen=True)
@@ -310,11 +314,12 @@ class _TcpStore:
                     self.description,
                     notices.waited,
                     reason,
-                    _REMEDY,
+                    _STRANGERS_REMEDY if unanswered else _REMEDY,
                 )
             if not backoff.pause():
                 lasted = f"has not been reachable for {waiting.timeout:g} s"
-                raise RendezvousTimeoutError(f"{self.description} {lasted}: {reason}. {_REMEDY}")
+                remedy = _STRANGERS_REMEDY if unanswered else _REMEDY
+                raise RendezvousTimeoutError(f"{self.description} {lasted}: {reason}. {remedy}")
 
     def _check_name(self, error: socket.gaierror, patience: Waiting) -> None:
         """Raise unless the host's name may be known in a moment."""
