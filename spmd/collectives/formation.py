@@ -13,7 +13,7 @@ import secrets
 import select
 import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final
@@ -73,22 +73,29 @@ class _Talk:
 
     def post(self, rank: int) -> Any:
         """What that rank says next, when it comes."""
-        return self._bulk.post(self._peers[rank], self._tag)
+        with self._unless_given_up(rank):
+            return self._bulk.post(self._peers[rank], self._tag)
+
+    @contextlib.contextmanager
+    def _unless_given_up(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (RpcTimeoutError, WorkerLostError):
+            raise
+        except RpcError as error:
+            raise CollectiveError(
+                f"rank {rank} (worker '{self._peers[rank].name}') has given up forming the group"
+            ) from error
 
     def value(self, message: Any, rank: int) -> Any:
         try:
-            buffers = message.wait(max(0.0, self.deadline - monotonic()))
+            with self._unless_given_up(rank):
+                buffers = message.wait(max(0.0, self.deadline - monotonic()))
         except RpcTimeoutError:
             message.cancel()
             raise CollectiveTimeoutError(
                 f"rank {rank} (worker '{self._peers[rank].name}') has not joined the group in time"
             ) from None
-        except WorkerLostError:
-            raise
-        except RpcError as error:
-            raise CollectiveError(
-                f"rank {rank} (worker '{self._peers[rank].name}') has not formed the group: {error}"
-            ) from error
         return msgpack.unpackb(b"".join(buffers))
 
     def gather(self, values: Sequence[Any]) -> list[Any]:
