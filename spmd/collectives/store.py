@@ -18,7 +18,7 @@ from rpc.runtime.current import current_agent
 __all__ = ["WorkerStore", "forget_keys", "install"]
 
 _EXTENSION: Final = "spmd.store"
-_OPERATIONS: Final = frozenset({"put", "get", "add", "compare_set", "delete", "has", "count"})
+_OPERATIONS: Final = frozenset({"put", "get", "add", "compare_set", "delete", "has", "count", "give_up"})
 
 
 class _Keys:
