@@ -262,17 +262,21 @@ class Target:
         return self._message is not None and self._message.buffers is buffers
 
     def attach(self, message: ArrivingMessage) -> None:
-        """This message begins to come."""
-        self._message = message
+        """This message begins to come. Where the target was taken back just now, it goes elsewhere."""
+        with self.lock:
+            self._message = message
+            if self.is_taken_back:
+                message.move()
 
     def take_back(self) -> None:
         """When this returns, nothing is written to the buffers any more: the message has memory of its own,
-        with all that has come of it. From any thread; takes as long as copying does.
+        with all that has come of it. From any thread; takes as long as copying does. Where there is no memory
+        for it, it raises ``ProtocolError``, and all is as before.
         """
         with self.lock:
-            self.is_taken_back = True
             if self._message is not None:
                 self._message.move()
+            self.is_taken_back = True
 
 
 class ArrivingMessage:
@@ -352,9 +356,9 @@ class ArrivingMessage:
         """With the lock of the target: let go of it."""
         if self.target is None:
             return
+        before, own = self._memory, self._own_memory(self._rooms)
         self.target = None
-        before = self._memory
-        self._use(*self._own_memory(self._rooms))
+        self._use(*own)
         offset = 0
         for part in before:
             self._write(offset, part)
