@@ -471,7 +471,9 @@ class Reassembly:
         """A chunk has arrived, all of it; returns ``what`` and the buffers of its message, if it is complete
         now.
         """
-        message = self.open_messages[number]
+        message = self.open_messages.get(number)
+        if message is None:  # forgotten in the middle of this chunk, which has come on another lane
+            return None
         message.left -= length
         self.promised -= length
         if message.left:
@@ -481,9 +483,10 @@ class Reassembly:
         return message.what, message.buffers
 
     def clear(self) -> None:
-        """Forget everything: nothing more will come."""
-        for message in self.open_messages.values():
-            message.target = None
+        """Forget everything: nothing more will come, but the rest of a chunk on each other lane."""
+        if self.lanes == 1:  # else targets may still be written to: who takes them back has that moved
+            for message in self.open_messages.values():
+                message.target = None
         self.open_messages.clear()
         self._buffers = self.promised = 0
 

@@ -173,6 +173,18 @@ def test_a_post_that_cannot_be_cancelled_for_want_of_memory_can_be_later(
     assert buffer.is_untouched()
 
 
+def test_a_post_that_is_cancelled_when_the_first_of_several_lanes_has_ended_is_not_written_to() -> None:
+    end, buffer = End("peer", 1, lanes=2), Buffer()
+    posted = end.bulk.post(end.peer, TAG, buffer.bytes)
+    first, *_ = message(TAG, 0, [numbers()])
+    end.receive(first[:-1000], lane=1)
+    end.lanes[0].clear()
+    assert posted.cancel()
+    buffer.wipe()
+    end.receive(first[-1000:], lane=1)
+    assert buffer.is_untouched()
+
+
 def test_a_message_that_is_here_before_its_turn_leaves_a_cancelled_buffer() -> None:
     end, buffers = End("peer", 1), [Buffer() for _ in range(3)]
     posts = [end.bulk.post(end.peer, TAG, each.bytes) for each in buffers]
