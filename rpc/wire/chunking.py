@@ -296,6 +296,8 @@ class ArrivingMessage:
     ) -> None:
         self.what = what
         self.size = self.left = sum(room.padded for room in rooms)
+        self.rooms = len(rooms)
+        """How many buffers it has where it comes from; those of a target may be divided otherwise."""
         self.lanes = {lane}
         self.begun = bytearray(-(-self.size // SHORT_CHUNK_BYTES))
         self.buffers: list[memoryview] = []
@@ -479,7 +481,7 @@ class Reassembly:
         if message.left:
             return None
         del self.open_messages[number]
-        self._buffers -= len(message.buffers)
+        self._buffers -= message.rooms
         return message.what, message.buffers
 
     def clear(self) -> None:

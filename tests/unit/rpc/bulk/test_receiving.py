@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rpc.bulk.matching import WINDOW
 from rpc.bulk.point_to_point import RESERVED_TAGS
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
-from rpc.wire.chunking import CHUNK_BYTES, Target
+from rpc.wire import chunking
+from rpc.wire.chunking import CHUNK_BYTES, Room, Target
 from rpc.wire.frames import Kind, chunk_prefix, encode
 from tests.unit.rpc.bulk.wired import End, Pair, message
 
@@ -183,6 +184,24 @@ def test_a_post_that_is_cancelled_when_the_first_of_several_lanes_has_ended_is_n
     buffer.wipe()
     end.receive(first[-1000:], lane=1)
     assert buffer.is_untouched()
+
+
+@pytest.mark.parametrize(("sent", "posted"), [(1000, 1), (1, 1000)])
+def test_how_many_buffers_are_open_is_known_however_messages_are_divided(
+    sent: int, posted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunking, "MAX_BUFFERS", 1500)
+    end = End("peer", 1)
+    whole = np.zeros(SIZE, np.uint8)
+    end.bulk.post(end.peer, TAG, np.array_split(whole, posted))
+    for data in message(TAG, 0, np.array_split(numbers(), sent)):
+        end.receive(data)
+    assert (whole == numbers()).all()
+    most = [Room(1, 1)] * 1500
+    arriving = end.lanes[0].arriving
+    arriving.open(1, None, most)
+    with pytest.raises(ProtocolError, match="more than"):
+        arriving.open(2, None, most[:1])
 
 
 def test_a_message_that_is_here_before_its_turn_leaves_a_cancelled_buffer() -> None:
