@@ -248,7 +248,11 @@ class Bulk:
         with self._lock:
             if stream.inbound.end is not None:
                 raise ProtocolError(f"tag {stream.tag} is closed twice")
-            (stream.inbound.end,) = _END.unpack(frame.buffers[0])
+            (end,) = _END.unpack(frame.buffers[0])
+            for sequence in stream.targets:  # else they would be written to after their posts have failed
+                if (sequence - end) % SEQUENCES < SEQUENCES // 2:
+                    raise ProtocolError(f"message {sequence} of tag {stream.tag} comes after the last one")
+            stream.inbound.end = end
             hopeless = stream.inbound.take_hopeless()
             self._forget_if_over(stream)
         for transfer in hopeless:

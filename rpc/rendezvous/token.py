@@ -89,6 +89,8 @@ def _open_to_read(path: str, flags: int) -> int:
 
 
 def _check_private(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidOptionError(f"{path!r} is no regular file: the token cannot be read from it")
     if status.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(status.st_mode) & 0o077:
         raise InvalidOptionError(
             f"{path!r} is user {status.st_uid}'s, with mode {stat.S_IMODE(status.st_mode):o}: others could "

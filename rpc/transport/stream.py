@@ -139,8 +139,7 @@ class StreamConnection:
         """Receive for a while; returns whether there may be more."""
         received = 0
         for _ in range(_READS_PER_WAKE_UP):
-            capacity = len(self._decoder.buffer())
-            count = self._receive()
+            count, capacity = self._receive()
             if not count:
                 return False
             self.received_anything = True
@@ -162,26 +161,30 @@ class StreamConnection:
         if self._open:
             self._readable()
 
-    def _receive(self) -> int:
-        """How many bytes have come; 0 if there are none now, or the stream has ended and is closed."""
+    def _receive(self) -> tuple[int, int]:
+        """How many bytes have come, 0 if there are none now, or the stream has ended and is closed; and for
+        how many there was a place.
+        """
         decoder = self._decoder
         offset = decoder.scratch_offset
         if not self._open:
-            return 0
+            return 0, 0
         if offset >= 0 and self._scratch is not None:
-            count = self._scratch.receive(self._stream.fileno(), offset, decoder.scratch_end - offset)
+            capacity = decoder.scratch_end - offset
+            count = self._scratch.receive(self._stream.fileno(), offset, capacity)
             if count > 0:
-                return count
+                return count, capacity
         target = decoder.target
         try:
             with contextlib.nullcontext() if target is None else target.lock:  # not taken back meanwhile
-                received = self._stream.read_into(decoder.buffers())
+                buffers = decoder.buffers()
+                received = self._stream.read_into(buffers)
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
-            return 0
+            return 0, 0
         if received == 0:
             self.close(CLOSED_BY_PEER)
-        return received or 0
+        return received or 0, len(buffers[0])
 
     def _decode(self, count: int) -> bool:
         """Take in what was received; returns whether it makes sense."""

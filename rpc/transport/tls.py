@@ -70,8 +70,12 @@ class TlsStream:
         self.socket = sock
         self._descriptor = sock.fileno()
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
-        self._begun: bytes | memoryview = b""
-        """What ``ssl`` has begun to write: it must be given the same again."""
+        self._begun = 0
+        """How many bytes ``ssl`` has begun to write: it must be given the same again. They are taken from the
+        caller again, who may have copied them since, to let go of the memory where they were.
+        """
+        self._broken: OSError | None = None
+        """What the next read raises."""
 
     def fileno(self) -> int:
         return self._descriptor
@@ -80,61 +84,56 @@ class TlsStream:
         written, total = 0, sum(map(len, pieces))
         with self._lock:
             while written < min(total, _PER_CALL):
-                data = self._begun or _next(pieces, written)
+                data = _next(pieces, written, self._begun or _AT_ONCE)
                 try:
                     self.socket.send(data)
                 except _NOT_NOW:
-                    self._begun = data  # the caller has it still: it gives the same bytes next time
+                    self._begun = len(data)
                     break
-                self._begun = b""
+                self._begun = 0
                 written += len(data)
         return written
 
     def read_into(self, buffers: Sequence[memoryview]) -> int | None:
-        total = 0
-        for buffer in buffers:
-            count = self._read_one(buffer[: _PER_CALL - total])
-            total += count or 0
-            if not count:
-                return total or count
-            if count < len(buffer):
-                break
-        return total
-
-    def _read_one(self, buffer: memoryview) -> int | None:
-        filled, room = 0, len(buffer)
+        filled = 0
         with self._lock:
-            while filled < room:
-                try:
-                    count = self.socket.recv_into(buffer[filled:])
-                except _NOT_NOW:
-                    return filled or None
-                except OSError:
-                    if filled:  # which is the caller's first; the next read says it again
+            if self._broken is not None:
+                raise self._broken
+            for buffer in buffers:
+                rest = buffer[: _PER_CALL - filled]
+                while rest:
+                    try:
+                        count = self.socket.recv_into(rest)
+                    except _NOT_NOW:
+                        return filled or None
+                    except OSError as error:
+                        if not filled:
+                            raise
+                        self._broken = error.with_traceback(None)  # what came before it is the caller's first
                         return filled
-                    raise
-                if not count:
-                    return filled
-                filled += count
+                    if not count:
+                        return filled
+                    filled += count
+                    rest = rest[count:]
         return filled
 
     def close(self) -> None:
         self.socket.close()
 
 
-def _next(pieces: Sequence[bytes | memoryview], skipped: int) -> bytes | memoryview:
-    """So many bytes as are written at once, behind those that are skipped; large ones are not copied."""
+def _next(pieces: Sequence[bytes | memoryview], skipped: int, limit: int) -> bytes | memoryview:
+    """Up to ``limit`` bytes behind those that are skipped; large pieces are not copied."""
     together: list[bytes | memoryview] = []
     size = 0
     for piece in pieces:
         if skipped >= len(piece):
             skipped -= len(piece)
             continue
-        part = memoryview(piece)[skipped : skipped + _AT_ONCE - size]
+        part = memoryview(piece)[skipped : skipped + limit - size]
         skipped = 0
         together.append(part)
         size += len(part)
-        if size == _AT_ONCE:
+        if size == limit:
             break
     return together[0] if len(together) == 1 else b"".join(together)
 

@@ -11,6 +11,7 @@ import struct
 import sys
 from typing import Final
 
+from rpc.runtime.limited_log import LimitedLog
 from rpc.transport.base import Accepted, TransportContext
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
@@ -42,10 +43,12 @@ class UnixTransport:
         sock.bind(b"\0" + name.encode())
         sock.listen(_BACKLOG)
 
+        refusals = LimitedLog(logger)
+
         def on_socket(connected: socket.socket) -> None:
             process, user = _peer_process(connected)
             if user != os.geteuid():
-                logger.warning("turned away a process of user %d on unix:@%s", user, name)
+                refusals.log(logging.WARNING, "turned away a process of user %d on unix:@%s", user, name)
                 connected.close()
                 return
             accepted(StreamConnection(self._context, connected, f"process {process} on this host"))

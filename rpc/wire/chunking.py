@@ -262,17 +262,21 @@ class Target:
         return self._message is not None and self._message.buffers is buffers
 
     def attach(self, message: ArrivingMessage) -> None:
-        """This message begins to come."""
-        self._message = message
+        """This message begins to come. Where the target was taken back just now, it goes elsewhere."""
+        with self.lock:
+            self._message = message
+            if self.is_taken_back:
+                message.move()
 
     def take_back(self) -> None:
         """When this returns, nothing is written to the buffers any more: the message has memory of its own,
-        with all that has come of it. From any thread; takes as long as copying does.
+        with all that has come of it. From any thread; takes as long as copying does. Where there is no memory
+        for it, it raises ``ProtocolError``, and all is as before.
         """
         with self.lock:
-            self.is_taken_back = True
             if self._message is not None:
                 self._message.move()
+            self.is_taken_back = True
 
 
 class ArrivingMessage:
@@ -292,6 +296,8 @@ class ArrivingMessage:
     ) -> None:
         self.what = what
         self.size = self.left = sum(room.padded for room in rooms)
+        self.rooms = len(rooms)
+        """How many buffers it has where it comes from; those of a target may be divided otherwise."""
         self.lanes = {lane}
         self.begun = bytearray(-(-self.size // SHORT_CHUNK_BYTES))
         self.buffers: list[memoryview] = []
@@ -352,9 +358,9 @@ class ArrivingMessage:
         """With the lock of the target: let go of it."""
         if self.target is None:
             return
+        before, own = self._memory, self._own_memory(self._rooms)
         self.target = None
-        before = self._memory
-        self._use(*self._own_memory(self._rooms))
+        self._use(*own)
         offset = 0
         for part in before:
             self._write(offset, part)
@@ -467,19 +473,22 @@ class Reassembly:
         """A chunk has arrived, all of it; returns ``what`` and the buffers of its message, if it is complete
         now.
         """
-        message = self.open_messages[number]
+        message = self.open_messages.get(number)
+        if message is None:  # forgotten in the middle of this chunk, which has come on another lane
+            return None
         message.left -= length
         self.promised -= length
         if message.left:
             return None
         del self.open_messages[number]
-        self._buffers -= len(message.buffers)
+        self._buffers -= message.rooms
         return message.what, message.buffers
 
     def clear(self) -> None:
-        """Forget everything: nothing more will come."""
-        for message in self.open_messages.values():
-            message.target = None
+        """Forget everything: nothing more will come, but the rest of a chunk on each other lane."""
+        if self.lanes == 1:  # else targets may still be written to: who takes them back has that moved
+            for message in self.open_messages.values():
+                message.target = None
         self.open_messages.clear()
         self._buffers = self.promised = 0
 

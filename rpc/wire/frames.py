@@ -25,7 +25,16 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from rpc.errors import ProtocolError
-from rpc.wire.chunking import MAX_BUFFERS, ArrivingMessage, ChunkedMessage, Reassembly, Room, Target, allocate
+from rpc.wire.chunking import (
+    MAX_BUFFERS,
+    WHOLE_BYTES,
+    ArrivingMessage,
+    ChunkedMessage,
+    Reassembly,
+    Room,
+    Target,
+    allocate,
+)
 from rpc.wire.header_check import MAX_ENTRIES, check_entries
 
 __all__ = [
@@ -527,6 +536,8 @@ class Decoder:
         inner = _unpack_prefix(opening)
         length, call_id, _, count, kind, codec = inner
         start, promised = _start_of_buffers(inner), arriving.promised - arriving.leeway
+        if self.max_frame_bytes < WHOLE_BYTES:  # strangers, above all, are to have nothing kept for them
+            raise ProtocolError(f"a message in chunks, where none over {self.max_frame_bytes} bytes is taken")
         if length > self.max_frame_bytes or length - start > self.max_frame_bytes - promised:
             raise ProtocolError(
                 f"a message of {length} bytes, where {promised} are open, is over the limit of "

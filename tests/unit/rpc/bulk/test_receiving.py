@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from rpc.bulk.matching import WINDOW
 from rpc.bulk.point_to_point import RESERVED_TAGS
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
-from rpc.wire.chunking import CHUNK_BYTES
+from rpc.wire import chunking
+from rpc.wire.chunking import CHUNK_BYTES, Room, Target
 from rpc.wire.frames import Kind, chunk_prefix, encode
 from tests.unit.rpc.bulk.wired import End, Pair, message
 
@@ -124,6 +127,81 @@ def test_a_message_that_is_coming_moves_up_when_an_earlier_post_is_cancelled(pla
     for number, post in enumerate(posts[1:]):
         post.wait(1)
         assert buffers[number + 1].has(numbers(first=number))
+
+
+def test_a_post_that_is_cancelled_at_the_moment_its_message_begins_to_come_is_not_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end, cancelled, following = End("peer", 1), Buffer(), Buffer()
+    first = end.bulk.post(end.peer, TAG, cancelled.bytes)
+    second = end.bulk.post(end.peer, TAG, following.bytes)
+    arriving = end.lanes[0].arriving
+    find_target = arriving.find_target
+
+    def find_and_cancel(kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
+        found = find_target(kind, call_id, sizes)
+        assert first.cancel()  # as another thread may, right here
+        return found
+
+    monkeypatch.setattr(arriving, "find_target", find_and_cancel)
+    for data in message(TAG, 0, [numbers()]):
+        end.receive(data)
+    second.wait(1)
+    assert cancelled.is_untouched()
+    assert following.has(numbers())
+
+
+def test_a_post_that_cannot_be_cancelled_for_want_of_memory_can_be_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end, buffer = End("peer", 1), Buffer()
+    posted = end.bulk.post(end.peer, TAG, buffer.bytes)
+    first, *rest = message(TAG, 0, [numbers()])
+    end.receive(first)
+
+    def none_left(length: int) -> memoryview:
+        raise ProtocolError(f"there is no memory for {length} bytes")
+
+    (coming,) = end.lanes[0].arriving.open_messages.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(coming, "_allocate", none_left)
+        with pytest.raises(ProtocolError, match="no memory"):
+            posted.cancel()
+    assert posted.cancel()
+    buffer.wipe()
+    for data in rest:
+        end.receive(data)
+    assert buffer.is_untouched()
+
+
+def test_a_post_that_is_cancelled_when_the_first_of_several_lanes_has_ended_is_not_written_to() -> None:
+    end, buffer = End("peer", 1, lanes=2), Buffer()
+    posted = end.bulk.post(end.peer, TAG, buffer.bytes)
+    first, *_ = message(TAG, 0, [numbers()])
+    end.receive(first[:-1000], lane=1)
+    end.lanes[0].clear()
+    assert posted.cancel()
+    buffer.wipe()
+    end.receive(first[-1000:], lane=1)
+    assert buffer.is_untouched()
+
+
+@pytest.mark.parametrize(("sent", "posted"), [(1000, 1), (1, 1000)])
+def test_how_many_buffers_are_open_is_known_however_messages_are_divided(
+    sent: int, posted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunking, "MAX_BUFFERS", 1500)
+    end = End("peer", 1)
+    whole = np.zeros(SIZE, np.uint8)
+    end.bulk.post(end.peer, TAG, np.array_split(whole, posted))
+    for data in message(TAG, 0, np.array_split(numbers(), sent)):
+        end.receive(data)
+    assert (whole == numbers()).all()
+    most = [Room(1, 1)] * 1500
+    arriving = end.lanes[0].arriving
+    arriving.open(1, None, most)
+    with pytest.raises(ProtocolError, match="more than"):
+        arriving.open(2, None, most[:1])
 
 
 def test_a_message_that_is_here_before_its_turn_leaves_a_cancelled_buffer() -> None:
@@ -289,6 +367,15 @@ def closing(tag: int, end: bytes) -> bytes:
 def test_a_malformed_closing_is_refused(said: bytes) -> None:
     with pytest.raises(ProtocolError):
         End("peer", 1).receive(said)
+
+
+def test_a_closing_that_counts_fewer_messages_than_have_begun_to_come_is_refused() -> None:
+    end, buffer = End("peer", 1), Buffer()
+    posted = end.bulk.post(end.peer, TAG, buffer.bytes)
+    end.receive(message(TAG, 0, [numbers()])[0])
+    with pytest.raises(ProtocolError, match="message 0 of tag 7 comes after the last"):
+        end.receive(closing(TAG, bytes(4)))
+    assert not posted.done()  # it fails with the connection, when nothing is written to its buffer any more
 
 
 def test_a_credit_for_a_tag_that_nobody_knows_any_more_changes_nothing() -> None:

@@ -39,6 +39,16 @@ def test_the_environment_may_name_a_file(tmp_path: Path) -> None:
     assert find_credential(AgentOptions(), environ) == Credential(ONE.encode())
 
 
+def test_a_token_is_not_read_from_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token", 0o600)
+    writer = os.open(tmp_path / "token", os.O_RDWR)
+    try:
+        with pytest.raises(InvalidOptionError, match="is no regular file"):
+            find_credential(AgentOptions(token_file=str(tmp_path / "token")), {})
+    finally:
+        os.close(writer)
+
+
 def test_without_any_the_users_key_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(token, "user_key", lambda: b"key")
     assert find_credential(AgentOptions(), {}) == Credential(b"key", automatic=True)

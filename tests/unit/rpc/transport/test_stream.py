@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from rpc.runtime.loop import LoopThread
 from rpc.transport import byte_stream
 from rpc.transport.base import ConnectionClosed
 from rpc.transport.stream import StreamConnection
-from rpc.wire.frames import PREAMBLE
+from rpc.wire.chunking import ArrivingMessage, Target
+from rpc.wire.frames import PREAMBLE, Kind, encode
 from tests.support.streams import (
     SOON,
     TINY_BUFFER,
@@ -196,3 +197,42 @@ def test_close_with_flush_gives_up_when_the_peer_is_gone(loop: LoopThread, socke
     loop.call(lambda: connection.close("done", flush=True))
     there.close()
     assert owner.reason()
+
+
+# ---- into memory of others
+
+
+class Posting(Recorder):
+    """An owner that has memory ready for large messages."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.target = target
+
+    def find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target:
+        return self.target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_a_message_goes_is_looked_at_only_while_nobody_can_take_it_back(
+    loop: LoopThread, sockets: Sockets, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = bytearray(3 << 20)
+    target = Target([memoryview(memory)])
+    is_locked: list[bool] = []
+    room = ArrivingMessage.room
+
+    def noted(message: ArrivingMessage, offset: int, length: int) -> memoryview:
+        is_locked.append(target.lock._is_owned())  # type: ignore[attr-defined]
+        return room(message, offset, length)
+
+    monkeypatch.setattr(ArrivingMessage, "room", noted)
+    pair = Pair(loop, sockets(family))
+    pair.there.owner = owner = Posting(target)
+    data = b"\7" * len(memory)
+    pair.here.send(*encode(Kind.EXTENSION, 1, {}, [b"", data]))
+    owner.wait_for(1)
+    assert memory == data
+    assert is_locked
+    assert all(is_locked)
+    pair.close()

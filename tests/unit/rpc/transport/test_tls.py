@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import select
 import socket
 import ssl
 import threading
@@ -266,3 +267,61 @@ def test_files_that_are_not_there_are_named(authority: Authority, missing: str) 
     wrong = TlsOptions(**(vars(options) | {missing: "/no/such.pem"}))
     with pytest.raises(InvalidOptionError, match=r"/no/such\.pem.*No such file"):
         TlsContexts.of(wrong)
+
+
+def connected(authority: Authority, sockets: Sockets, buffer: int) -> tuple[TlsStream, ssl.SSLSocket]:
+    """A stream, and the socket at its other end, which blocks."""
+    contexts = TlsContexts.of(authority.issue())
+    near, far = sockets("tcp", buffer)
+    for each in (near, far):
+        each.settimeout(SOON)
+    done: list[ssl.SSLSocket] = []
+    server = threading.Thread(target=lambda: done.append(contexts.server.wrap_socket(far, server_side=True)))
+    server.start()
+    client = contexts.client.wrap_socket(near)
+    server.join(SOON)
+    return TlsStream(client), done[0]
+
+
+def test_memory_of_the_caller_may_change_while_its_bytes_wait(authority: Authority, sockets: Sockets) -> None:
+    stream, other = connected(authority, sockets, 4096)
+    theirs = bytearray(b"\1" * (4 << 20))
+    taken = 1
+    sent = 0
+    while taken:
+        taken = stream.write([memoryview(theirs)[sent:]])
+        sent += taken
+    kept = bytes(theirs[sent : sent + (256 << 10)])  # as a queue does
+    theirs[:] = b"\2" * len(theirs)
+    received = bytearray()
+    total = sent + len(kept)
+
+    def receive() -> None:
+        while len(received) < total and (part := other.recv(1 << 16)):
+            received.extend(part)
+
+    reader = threading.Thread(target=receive)
+    reader.start()
+    left = memoryview(kept)
+    while left:
+        left = left[stream.write([left]) :]
+    reader.join(SOON)
+    stream.close()
+    other.close()
+    assert received.count(1) == len(received) == total
+
+
+def test_what_came_before_the_connection_broke_is_not_lost(authority: Authority, sockets: Sockets) -> None:
+    stream, other = connected(authority, sockets, 1 << 16)
+    other.sendall(b"the end of a message")
+    forged = b"\x17\x03\x03\x00\x20" + bytes(32)  # what no key of this connection has sealed
+    socket.socket.sendall(other, forged)
+    message, behind = bytearray(20), bytearray(100)
+    buffers = [memoryview(message), memoryview(behind)]
+    select.select([stream], [], [], SOON)
+    assert stream.read_into(buffers) == 20
+    assert message == b"the end of a message"
+    with pytest.raises(ssl.SSLError):
+        until(lambda: stream.read_into(buffers))
+    stream.close()
+    other.close()

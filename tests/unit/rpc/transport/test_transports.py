@@ -165,6 +165,24 @@ def test_processes_of_other_users_are_turned_away_on_both_sides(
     assert f"turned away a process of user {me} on unix:@farcall-" in caplog.text
 
 
+def test_a_process_of_another_user_cannot_fill_the_log(
+    loop: LoopThread,
+    place: Callable[..., Place],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    there = place("unix")
+    somebody = os.geteuid() + 1
+    monkeypatch.setattr("rpc.transport.unix.os.geteuid", lambda: somebody)
+    where = b"\0" + there.listener.address.removeprefix("unix:@").encode()
+    for _ in range(40):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(SOON)
+            stranger.connect(where)
+            assert stranger.recv(1) == b""
+    assert 20 <= caplog.text.count("turned away") < 40
+
+
 def test_who_finds_the_queue_of_a_unix_listener_full_waits_until_it_is_accepted(loop: LoopThread) -> None:
     name = f"farcall-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:

@@ -216,6 +216,11 @@ def test_what_a_peer_must_not_send_is_refused(data: bytes, complaint: str) -> No
         feed(greeted(), data)
 
 
+def test_nothing_is_opened_for_who_may_send_no_message_so_large_that_it_comes_in_chunks() -> None:
+    with pytest.raises(ProtocolError, match="none over 65536 bytes"):
+        feed(greeted(64 << 10), opening(1, body=10))
+
+
 few = st.integers(0, 3)
 bodies = st.integers(0, 60) | st.just(LIMIT)
 kinds = st.integers(0, 13)
