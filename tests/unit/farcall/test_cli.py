@@ -62,7 +62,7 @@ def test_several_machines_must_be_told_where_to_meet(capsys: pytest.CaptureFixtu
         ("launch -n 1 --nnodes 2 --rdzv :29500 train.py", "':29500' is not HOST:PORT"),
         (
             "launch -n 1 --nnodes 2 --rdzv host0 --node-rank 2 train.py",
-            "--node-rank is from 0 to 1 here, not 2",
+            "--node-rank is from 0 to 1",
         ),
         ("doctor --meet host0:70000", "'host0:70000' is not HOST:PORT"),
         ("doctor --meet host0 --seconds -1", "-1.0 is not in the range"),
