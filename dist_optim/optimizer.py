@@ -82,6 +82,8 @@ class DistributedOptimizer:
     ) -> None:
         given = parameter_groups.read(params_rref)
         placed = given.by_owner()
+        if getattr(optimizer_class, "__module__", "").startswith("torch.optim"):
+            optimizer_class([torch.empty(1, 1)], *args, **kwargs)  # checks them: no need to ask the owners
         how = (given.options, args, kwargs, stale_gradients)
 
         def make(groups: list[list[int]]) -> Future[tuple[RRef[LocalOptimizer], list[list[int]]]]:

@@ -6,9 +6,10 @@ Without ``--rank`` an example starts all of its workers on this machine.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 
-__all__ = ["add_group_arguments", "example_parser", "parse_arguments", "positive"]
+__all__ = ["add_group_arguments", "example_parser", "parse_arguments", "positive", "rate"]
 
 
 def example_parser(description: str | None) -> argparse.ArgumentParser:
@@ -53,5 +54,12 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def positive(text: str) -> int:
     """A whole number, 1 or more."""
     if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
+def rate(text: str) -> float:
+    """A finite number, 0 or more."""
+    if not 0 <= (number := float(text)) < math.inf:
         raise ValueError(text)
     return number

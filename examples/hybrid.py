@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dist_autograd
 import rpc
-from command_line import example_parser, positive
+from command_line import example_parser, positive, rate
 from digits import Images, load_images
 from dist_optim import DistributedOptimizer
 from example_run import Miss, run_example
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--passes", type=positive, default=8, help="over the images (%(default)s)")
     parser.add_argument("--batch", type=positive, default=32, help="images per step (%(default)s)")
     parser.add_argument("--size", type=positive, default=32, help="of the embedding's rows (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.05, help="of Adagrad (%(default)s)")
+    parser.add_argument("--learning-rate", type=rate, default=0.05, help="of Adagrad (%(default)s)")
     run_example(parser, NAMES, direct)
 
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 import rpc
-from command_line import add_group_arguments, example_parser, parse_arguments, positive
+from command_line import add_group_arguments, example_parser, parse_arguments, positive, rate
 from digits import Images, load_images
 from example_run import Miss, run_workers
 from training_display import TrainerProgress, training_display
@@ -226,7 +226,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--steps", type=positive, default=1500, help="updates by each trainer (%(default)s)"
     )
     training.add_argument("--batch", type=positive, default=32, help="images per update (%(default)s)")
-    training.add_argument("--learning-rate", type=float, default=0.02, help="of SGD (%(default)s)")
+    training.add_argument("--learning-rate", type=rate, default=0.02, help="of SGD (%(default)s)")
     training.add_argument(
         "--max-lead", type=positive, default=20, help="updates ahead of the slowest (%(default)s)"
     )

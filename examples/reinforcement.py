@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import rpc
-from command_line import example_parser, positive
+from command_line import example_parser, positive, rate
 from example_run import Miss, run_example
 from live_progress import live_progress, print_figures
 
@@ -206,7 +206,7 @@ def main() -> None:
     parser = example_parser(__doc__)
     parser.add_argument("--rounds", type=positive, default=150, help="at most (%(default)s)")
     parser.add_argument("--carts", type=positive, default=16, help="of each observer (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.02, help="of Adam (%(default)s)")
+    parser.add_argument("--learning-rate", type=rate, default=0.02, help="of Adam (%(default)s)")
     run_example(parser, NAMES, direct)
 
 

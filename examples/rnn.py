@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import dist_autograd
 import rpc
-from command_line import example_parser, positive
+from command_line import example_parser, positive, rate
 from dist_optim import DistributedOptimizer
 from example_run import Miss, run_example
 from live_progress import live_progress, print_figures
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--length", type=positive, default=20, help="words of each per step (%(default)s)")
     parser.add_argument("--vocabulary", type=positive, default=2000, help="words known (%(default)s)")
     parser.add_argument("--size", type=positive, default=64, help="of vectors and states (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.1, help="of Adagrad (%(default)s)")
+    parser.add_argument("--learning-rate", type=rate, default=0.1, help="of Adagrad (%(default)s)")
     run_example(parser, NAMES, direct)
 
 

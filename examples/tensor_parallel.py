@@ -50,7 +50,7 @@ from torch.nn.functional import cross_entropy
 import dist_autograd
 import rpc
 import spmd
-from command_line import add_group_arguments, example_parser, parse_arguments, positive
+from command_line import add_group_arguments, example_parser, parse_arguments, positive, rate
 from dist_optim import DistributedOptimizer
 from example_run import Miss, run_workers
 from live_progress import live_progress, print_figures
@@ -275,7 +275,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=positive, default=16, help="pieces of text per step (%(default)s)")
     parser.add_argument("--length", type=positive, default=64, help="characters of each (%(default)s)")
     parser.add_argument("--size", type=positive, default=64, help="of vectors (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.003, help="of AdamW (%(default)s)")
+    parser.add_argument("--learning-rate", type=rate, default=0.003, help="of AdamW (%(default)s)")
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, help="how much losses may differ (%(default)s)"
     )

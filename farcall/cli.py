@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Final
 
 import click
 from click.shell_completion import get_completion_class
@@ -21,6 +22,19 @@ import farcall
 __all__ = ["main"]
 
 _PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+_PORT: Final = 29500
+
+
+def _meeting_place(_context: click.Context, _option: click.Parameter, given: str | None) -> str | None:
+    """HOST:PORT as it was given, or with the usual port if that is left out."""
+    if given is None:
+        return None
+    place = given if ":" in given else f"{given}:{_PORT}"
+    host, _, port = place.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise click.BadParameter(f"{given!r} is not HOST:PORT, such as host0:{_PORT}")
+    return place
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +82,12 @@ def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
 @click.option("-n", "--workers", type=click.IntRange(1), required=True, help="Processes on this machine.")
 @click.option("--nnodes", type=click.IntRange(1), help="Machines; each runs this command.  [1, or Slurm's]")
 @click.option("--node-rank", type=click.IntRange(0), help="Which of them this is; 0 is the one at --rdzv.")
-@click.option("--rdzv", metavar="HOST:PORT", help="Where the machines meet: an address of one of them.")
+@click.option(
+    "--rdzv",
+    metavar="HOST:PORT",
+    callback=_meeting_place,
+    help="Where the machines meet: an address of one of them.",
+)
 @click.option(
     "--job", metavar="NAME", help="The same on all machines; keeps apart jobs that meet at one place."
 )
@@ -108,14 +127,25 @@ def launch(
     found = under_slurm(workers, os.environ, **given)
     if found.nodes > 1 and not found.rdzv:
         raise click.UsageError("several machines need --rdzv HOST:PORT, where they meet")
+    if found.node_rank is not None and found.node_rank >= found.nodes:
+        raise click.UsageError(f"--node-rank is from 0 to {found.nodes - 1} here, not {found.node_rank}")
     return launch_job(found, target, arguments, module=module, lend_names=lend_names)
 
 
 @cli.command()
 @click.option(
-    "--meet", metavar="HOST:PORT", help="Also meet a second machine, on which the same command runs."
+    "--meet",
+    metavar="HOST:PORT",
+    callback=_meeting_place,
+    help="Also meet a second machine, on which the same command runs.",
 )
-@click.option("--seconds", type=float, default=60.0, show_default=True, help="How long to wait for it.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 86400),
+    default=60,
+    show_default=True,
+    help="How long to wait for it.",
+)
 def doctor(meet: str | None, seconds: float) -> int:
     """Say whether this machine is fit for farcall, and what to do.
 

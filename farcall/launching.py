@@ -142,7 +142,7 @@ def _config(job: Job, logs: DefaultLogsSpecs) -> LaunchConfig:
         nproc_per_node=job.workers,
         run_id=job.name if job.nodes > 1 else f"{job.name}-{os.getpid()}",
         rdzv_backend="static" if static else "c10d",
-        rdzv_endpoint=(job.rdzv if ":" in job.rdzv else f"{job.rdzv}:{_PORT}") if job.rdzv else "localhost:0",
+        rdzv_endpoint=job.rdzv or "localhost:0",
         rdzv_configs={"rank": job.node_rank, "timeout": 900} if static else {"timeout": 900},
         max_restarts=job.restarts,
         monitor_interval=0.1,

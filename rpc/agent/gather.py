@@ -14,12 +14,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
-from rpc.agent.standstill import Standstill
+from rpc.agent.standstill import ANSWER_SECONDS, Standstill
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.blocking import INFINITE, check_may_block
@@ -31,9 +31,6 @@ from rpc.serialization.serializer import Serializer
 __all__ = ["Gathering"]
 
 logger = logging.getLogger(__name__)
-
-_ANSWER_SECONDS: Final = 5.0
-"""How long the leader may take to say for whom a round waits."""
 
 Names = tuple[str, ...]
 Key = tuple[Names, int]
@@ -175,9 +172,12 @@ class Gathering:
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
         names, _ = key
         deadline = time.monotonic() + timeout if timeout else INFINITE
-        with self._standstill.waiting():
+        # Who waits for a limited time may do something else then: this stands nowhere for ever.
+        with self._standstill.waiting() if timeout is None else contextlib.nullcontext():
             self._standstill.serving()  # from now on
-            done = wait_telling(state.complete, deadline, logger, lambda waited: self._tell(key, waited))
+            done = wait_telling(
+                state.complete, deadline, logger, lambda waited: self._tell(key, state, waited)
+            )
         if not done:
             me = self._peers.own.name
             missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
@@ -189,7 +189,7 @@ class Gathering:
             raise state.error
         return state.objects
 
-    def _tell(self, key: Key, waited: str) -> str | None:
+    def _tell(self, key: Key, state: _Round, waited: str) -> str | None:
         """For whom this worker waits, unless it serves meanwhile; raises ``RpcError`` if that is in vain."""
         names, number = key
         if self._standstill.serving():
@@ -197,7 +197,7 @@ class Gathering:
         me = self._peers.own.name
         missing = self.missing(names, number)
         if names[0] != me:
-            asked = self._caller.call_async(names[0], _missing, (names, number), {}, _ANSWER_SECONDS)
+            asked = self._standstill.inquire(names[0], _missing, names, number)
             try:
                 missing = asked.wait()
             except RpcTimeoutError:
@@ -206,7 +206,7 @@ class Gathering:
                 )
         here = [name for name in names if name not in missing]
         if missing and here[:1] == [me]:
-            in_vain = self._standstill.in_vain(missing)
+            in_vain = self._standstill.in_vain(missing, state.complete)
             if in_vain is not None:
                 error = RpcError(f"barrier or all_gather among {list(names)} cannot complete: {in_vain.why}")
                 self._tell_all(key, error)
@@ -222,7 +222,7 @@ class Gathering:
         """Have all others who take part fail; returns when they know."""
         names, number = key
         told = [
-            self._caller.call_async(name, _fail, (names, number, error), {}, _ANSWER_SECONDS)
+            self._caller.call_async(name, _fail, (names, number, error), {}, ANSWER_SECONDS)
             for name in names
             if name != self._peers.own.name
         ]

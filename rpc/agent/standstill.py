@@ -1,32 +1,39 @@
 """A barrier that waits for a worker which waits in ``shutdown``: found out, instead of waiting for ever.
 
 That a worker is in shutdown proves little: it still answers calls, and one of these may be about to come to
-the barrier. But if *every* worker of a static group waits, in shutdown or on its main thread in a barrier,
-and nothing else is under way anywhere, then nothing can ever begin again. As in ``rpc.group.termination``,
-two looks at all workers between which nothing has begun prove it. Threads that a program has started itself
-are not known here: those should not come to a barrier after all else has been at rest for seconds.
+the barrier. But if *every* worker of a static group waits, in shutdown or on its main thread in a barrier
+without a timeout, and nothing else is under way anywhere, then nothing can ever begin again. As in
+``rpc.group.termination``, two looks at all workers between which nothing has begun prove it. Threads that a
+program has started itself are not known here, so the looks are seconds apart: these should not come to a
+barrier after all else has been at rest for so long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from time import monotonic
+from typing import Any, Final, TypeVar
 
 from rpc.agent.caller import Caller
 from rpc.agent.departure import Activity, Departure
 from rpc.agent.futures import Future
 from rpc.errors import RpcError
 from rpc.group.peer import PeerTable
+from rpc.runtime import notices
+from rpc.runtime.blocking import wait_for_event
 from rpc.runtime.current import current_agent
 from rpc.runtime.executor import Executor
 from rpc.serialization.serializer import Serializer
 
-__all__ = ["InVain", "Standing", "Standstill"]
+__all__ = ["ANSWER_SECONDS", "InVain", "Standing", "Standstill"]
 
-_ANSWER_SECONDS: Final = 5.0
+ANSWER_SECONDS: Final = 5.0
+"""How long another worker may take to say how a wait stands."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,7 @@ class Standing:
         in_shutdown: a thread of it waits there.
         at_rest: it waits, in shutdown or with its main thread in a barrier, and all else that is under way
             waits in barriers.
-        begun: how much has ever begun.
+        begun: how much has ever begun, but for inquiries how a wait stands.
     """
 
     in_shutdown: bool
@@ -73,13 +80,14 @@ class Standstill:
         self._departure = departure
         self._main = 0
         self._tasks = 0
+        self._inquiries = 0
         self._lock = threading.Lock()
         for function in (_standing, _give_up_shutdown):
             serializer.allow_function(function)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The current thread waits in a barrier."""
+        """The current thread waits in a barrier, without a limit."""
         main = threading.current_thread() is threading.main_thread()
         task = self._executor.owns_current_thread()
         self._count(main, task)
@@ -92,9 +100,16 @@ class Standstill:
         """Whether this worker serves others while it waits."""
         return self._activity.serving(self._tasks)
 
+    def inquire(self, name: str, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Ask another worker how a wait stands, by a function that says ``inquired`` there."""
+        with self._lock:
+            self._inquiries += 1
+        return self._caller.call_async(name, function, args, {}, ANSWER_SECONDS)
+
     def inquired(self) -> None:
         """Another worker has asked how a wait stands."""
-        self._activity.inquiries += 1
+        with self._lock:
+            self._activity.inquiries += 1
 
     def _count(self, main: int, task: int) -> None:
         with self._lock:
@@ -103,29 +118,34 @@ class Standstill:
 
     def standing(self, asked: int) -> Standing:
         """What this worker does, apart from ``asked`` requests that want to know it."""
-        begun = self._activity.begun()
+        begun = self._activity.begun() - self._activity.inquiries - self._inquiries
         in_shutdown = self._departure.under_way
         active = self._activity.under_way() - asked
         return Standing(in_shutdown, (in_shutdown or self._main > 0) and active == self._tasks, begun)
 
-    def in_vain(self, missing: Sequence[str]) -> InVain | None:
-        """Why a barrier that waits for some workers waits in vain, if that is certain."""
-        if not self._peers.view.static:
+    def in_vain(self, missing: Sequence[str], complete: threading.Event) -> InVain | None:
+        """Why a barrier that waits for some workers waits in vain, if that is certain. Takes some seconds,
+        unless it is ``complete`` before.
+        """
+        if not self._peers.view.static or not self._is_stuck():
             return None
         me_name = self._peers.own.name
         others = [info.name for info in self._peers.view.infos() if info.name != me_name]
         leaving = [name for name in missing if name in others]
         try:
-            first, second = self._look(others), self._look(others)
+            first = self._look(others)
+            if not all(each.at_rest for each in first.values()):
+                return None
+            if wait_for_event(complete, monotonic() + notices.FIRST_SECONDS):
+                return None
+            second = self._look(others)
         except RpcError:
             return None  # somebody is gone or does not answer: this is another matter
-        me = self.standing(0)
-        if not me.at_rest or me.in_shutdown or not leaving:
+        if not self._is_stuck() or complete.is_set():
             return None
         for name in others:
             before, after = first[name], second[name]
-            # The second look itself has begun there, and nothing else.
-            if not (before.at_rest and after.at_rest and after.begun == before.begun + 1):
+            if not after.at_rest or after.begun != before.begun:
                 return None
             if name in leaving and not after.in_shutdown:
                 leaving.remove(name)
@@ -144,11 +164,16 @@ class Standstill:
         """Have those raise who wait in shutdown."""
         for name in found.in_shutdown:
             with contextlib.suppress(RpcError):
-                self._caller.call_async(name, _give_up_shutdown, (found.to_others,), {}, _ANSWER_SECONDS)
+                self._caller.call_async(name, _give_up_shutdown, (found.to_others,), {}, ANSWER_SECONDS)
+
+    def _is_stuck(self) -> bool:
+        """Whether this worker waits in barriers, and nothing else is under way."""
+        me = self.standing(0)
+        return me.at_rest and not me.in_shutdown
 
     def _look(self, names: Sequence[str]) -> dict[str, Standing]:
         asked: dict[str, Future[tuple[bool, bool, int]]] = {
-            name: self._caller.call_async(name, _standing, (), {}, _ANSWER_SECONDS) for name in names
+            name: self.inquire(name, _standing) for name in names
         }
         return {name: Standing(*call.wait()) for name, call in asked.items()}
 

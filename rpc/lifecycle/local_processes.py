@@ -8,6 +8,7 @@ notebook's functions are sent by value. The processes end with this one, however
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import pickle
@@ -138,15 +139,18 @@ def _serve() -> None:
 
 
 def _names(workers: int | Sequence[str]) -> tuple[str, ...]:
-    if isinstance(workers, str):
-        raise TypeError(f"workers is a number or a list of names, not the text {workers!r}")
-    if isinstance(workers, int):
-        if workers < 1:
-            raise ValueError(f"there must be at least one worker, not {workers}")
-        return tuple(f"worker{rank}" for rank in range(workers))
-    for name in workers:
+    if isinstance(workers, str | bool) or not isinstance(workers, int | Sequence):
+        raise TypeError(f"workers is a number or a list of names, not {workers!r}")
+    names = [f"worker{rank}" for rank in range(workers)] if isinstance(workers, int) else list(workers)
+    if not names:
+        raise ValueError(f"there must be at least one worker, not {workers}")
+    for name in names:
         check_name(name)
-    return tuple(workers)
+        if names.count(name) > 1:
+            raise ValueError(
+                f"every worker needs a name of its own: {name!r} is there {names.count(name)} times"
+            )
+    return tuple(names)
 
 
 # ---- the processes, as their parent sees them
@@ -214,7 +218,7 @@ class _Processes:
 
     def options(self) -> AgentOptions:
         """For an agent of this group."""
-        given = AgentOptions() if self._options is None else self._options
+        given = AgentOptions() if self._options is None else copy.copy(self._options)
         given.init_method = f"file://{self._folder.name}/rendezvous"
         return given
 
@@ -380,8 +384,11 @@ def _run_worker(
 def _say(pipe: Connection, what: Any) -> None:
     try:
         said = cloudpickle.dumps(what)
+        if what is not None and isinstance(what[0], BaseException):
+            cloudpickle.loads(said)  # an exception's class may not take the arguments that it keeps
     except Exception as error:  # a value or an exception that cannot be sent
-        said = cloudpickle.dumps((RpcError(f"{what[0]!r} cannot be sent: {error}"), what[-1] if what else ""))
+        trace = what[1] if len(what) > 1 else ""
+        said = cloudpickle.dumps((RpcError(f"{what[0]!r} cannot be sent to the parent: {error}"), trace))
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(said)
 

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import rpc
 from tests.support import leftovers
 
 pytestmark = pytest.mark.processes
@@ -40,7 +42,17 @@ def wait():
 def fail():
     raise LookupError("bad luck")
 
-END = {"raise": fail, "die": lambda: os.kill(os.getpid(), signal.SIGKILL), "exit": lambda: sys.exit(3)}
+class Odd(Exception):
+    def __init__(self, what, where):
+        super().__init__(f"{what} in {where}")
+
+def fail_oddly():
+    raise Odd("bad luck", "here")
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+END = {"raise": fail, "odd": fail_oddly, "die": die, "exit": lambda: sys.exit(3)}
 """
 
 STARTS = """
@@ -84,6 +96,17 @@ def test_a_worker_that_raises_is_named_with_its_traceback(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "raised LookupError: bad luck" in done.stderr
     assert "in fail\n" in done.stderr
+
+
+@pytest.mark.nightly
+def test_an_error_that_cannot_be_rebuilt_is_shown(tmp_path: Path) -> None:
+    assert "Odd('bad luck in here') cannot be sent" in run(tmp_path, "odd").stderr
+
+
+@pytest.mark.parametrize("workers", [0, [], 2.5, True, "worker0", None, ["a", "a"]], ids=str)
+def test_workers_are_a_number_or_different_names(workers: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="worker"):
+        rpc.spawn(print, workers=workers)
 
 
 @pytest.mark.nightly

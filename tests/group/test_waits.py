@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import rpc
-from rpc.errors import RpcError
+from rpc.errors import RpcError, RpcTimeoutError
 from rpc.runtime import notices
 from tests.support.worker_process import WorkerProcess
 from tests.support.workers import RunWorkers, Worker, current_worker
@@ -151,4 +152,51 @@ def test_barrier_that_a_call_may_still_reach_is_left_alone(run_workers: RunWorke
     workers = run_workers.start(come_late_through_a_call, 3)
     hear(workers[0], "barrier")
     workers[2].tell("go")
+    assert workers.results() == ["done"] * 3
+
+
+@told_soon
+def wait_for_a_while(worker: Worker) -> str:
+    """The first gives up its barrier, and then needs the other, which is in shutdown meanwhile."""
+    with worker.group():
+        if worker.rank == 0:
+            with pytest.raises(RpcTimeoutError, match=r"waiting for \['worker1'\]"):
+                rpc.barrier(timeout=10 * SOON)
+            return rpc.rpc_sync("worker1", str, args=("served",))
+    return "left"
+
+
+def test_barrier_with_a_timeout_against_shutdown_only_times_out(run_workers: RunWorkers) -> None:
+    assert run_workers(wait_for_a_while, 2) == ["served", "left"]
+
+
+@told_soon
+def come_late_by_a_thread(worker: Worker) -> str:
+    """A thread of the program's own works with the third, while its main thread is in shutdown."""
+    with worker.group():
+        if worker.rank == 0:
+            rpc.barrier(["worker0", "worker1"])
+        if worker.rank == 1:
+            go = threading.Event()
+            threading.Thread(target=work_and_meet, args=(go,)).start()
+            threading.Thread(target=pass_on, args=(worker, go)).start()
+    return "done"
+
+
+def pass_on(worker: Worker, go: threading.Event) -> None:
+    worker.wait_for("go")
+    go.set()
+
+
+def work_and_meet(go: threading.Event) -> None:
+    while not go.wait(SOON / 10):
+        rpc.rpc_sync("worker2", str)
+    rpc.barrier(["worker0", "worker1"])
+
+
+def test_barrier_for_a_thread_that_still_calls_is_left_alone(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(come_late_by_a_thread, 3)
+    for _ in range(3):
+        hear(workers[0], "barrier")
+    workers[1].tell("go")
     assert workers.results() == ["done"] * 3

@@ -57,6 +57,15 @@ def test_an_error_on_an_owner_is_raised_here_and_names_the_worker() -> None:
 
 
 @in_worker0()
+def test_wrong_arguments_of_an_optimizer_are_refused_here() -> None:
+    weight = rpc.remote("worker1", torch.ones, args=((2, 2),))
+    for optimizer_class in (optim.SGD, optim.Adam, optim.Muon):
+        with pytest.raises(ValueError, match=r"(?i)learning rate") as caught:
+            DistributedOptimizer(optimizer_class, [weight], lr=-0.1)
+        assert not hasattr(caught.value, "__notes__")  # no owner was asked
+
+
+@in_worker0()
 def test_an_error_on_the_only_owner_names_the_worker_too() -> None:
     weight = rpc.remote("worker1", torch.ones, args=(2,))
     optimizer = DistributedOptimizer(FailsOnWorker1, [weight], lr=0.1)

@@ -55,6 +55,26 @@ def test_several_machines_must_be_told_where_to_meet(capsys: pytest.CaptureFixtu
     assert "--rdzv HOST:PORT" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("launch -n 1 --nnodes 2 --rdzv host0:http train.py", "'host0:http' is not HOST:PORT"),
+        ("launch -n 1 --nnodes 2 --rdzv :29500 train.py", "':29500' is not HOST:PORT"),
+        (
+            "launch -n 1 --nnodes 2 --rdzv host0 --node-rank 2 train.py",
+            "--node-rank is from 0 to 1",
+        ),
+        ("doctor --meet host0:70000", "'host0:70000' is not HOST:PORT"),
+        ("doctor --meet host0 --seconds -1", "-1.0 is not in the range"),
+    ],
+)
+def test_what_is_mistyped_is_said_at_once(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor"])
     said = capsys.readouterr().out
