@@ -120,6 +120,24 @@ def test_workers_free_what_the_user_has_freed(both: tuple[Session, InlinePort]) 
     assert not port.engine.values.keys() - {max(port.engine.values, default=0)}
 
 
+def test_the_default_dtype_is_that_of_the_driver(both: tuple[Session, InlinePort]) -> None:
+    before = torch.zeros(1, device=device.DEVICE)
+    torch.set_default_dtype(torch.float64)
+    try:
+        made = torch.zeros(1, device=device.DEVICE)
+        divided = torch.arange(3, device=device.DEVICE) / 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+    after = torch.zeros(1, device=device.DEVICE)
+    dtypes = [each.cpu().dtype for each in (before, made, divided, after)]
+    assert dtypes == [torch.float32, torch.float64, torch.float64, torch.float32]
+
+
+def test_constants_of_different_kinds_are_not_taken_for_each_other(both: tuple[Session, InlinePort]) -> None:
+    made = [torch.full((1,), each, device=device.DEVICE) for each in (True, 1, 1.0, 1 + 0j)]
+    assert [each.dtype for each in made] == [torch.bool, torch.int64, torch.float32, torch.complex64]
+
+
 def test_what_is_not_used_is_never_uploaded(both: tuple[Session, InlinePort]) -> None:
     session, port = both
     x = there(1, 2)
