@@ -270,6 +270,7 @@ class Session:
             reason = _explained(step, failure.index, failure.cause)
             self._error = self._error or reason
             self._diverged |= len(failures) < len(answers) or len({each.index for each in failures}) > 1
+            self._diverged |= any(_is_of_others(each.cause) for each in failures)  # such a group has failed
         if reason is not None:
             for number in step.made:
                 self._lost[number] = reason
