@@ -321,6 +321,11 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
             increment_version(arg)  # of lists, autograd leaves it to kernels
         elif arg is not None:
             targets.append(arg)
+    if operation.is_of_lists and len({id(each._alias) for each in targets}) < len(targets):
+        for place in range(len(targets)):  # a tensor that is in a list twice is changed twice
+            one = tuple([[each[place]] if isinstance(each, (list, tuple)) else each for each in args])
+            _mutate(recorder, operation, one, kwargs)
+        return None
     if operation.is_out:
         kwargs = {name: arg for name, arg in kwargs.items() if name not in operation.mutated}
     _, results = recorder.enter(operation.pure, args, kwargs)

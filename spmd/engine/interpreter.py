@@ -101,6 +101,8 @@ class LinkedProgram:
                 that are no outputs.
         """
         assembled = self._assembled
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._program.default_dtype)
         try:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 outputs = assembled.function(inputs, scalars)
@@ -109,6 +111,8 @@ class LinkedProgram:
             if index is None:
                 raise
             raise InstructionError(index, error) from error
+        finally:
+            torch.set_default_dtype(default_dtype)
         if not self._has_run:
             self._has_run = True
             self._assembled = Assembled(self._program, optimize(self._program, self._steps, self._metas))

@@ -156,7 +156,9 @@ def _overwrite(place: int, step: Step, memory: _Memory, metas: Sequence[Meta | N
     if not all(isinstance(each, Ref) for each in targets):
         return step
     roots = {memory.root(each.index) for each in targets}
-    others = [each for each in step.variables() if each not in targets]
+    lists = any(isinstance(each, (list, tuple)) for each in arguments)
+    # An element is read before it is written over; but one index of a list is done before another is read.
+    others = [each for each in step.others() if lists or each not in targets]
     if len(roots) < len(targets) or any(memory.root(each.index) in roots for each in others):
         return step
     if not all(memory.may_be_overwritten(each.index, place) for each in targets):
@@ -222,7 +224,8 @@ class _Bucket:
     def start(self, handle: int) -> Step:
         """Begin."""
         self.handle = handle
-        return self._begin(_begin, results=(handle,), single=True)
+        shared = tuple((handle, each.args[0].index) for each in self.steps)  # it is still being sent
+        return self._begin(_begin, results=(handle,), single=True, shared=shared)
 
     def wait(self) -> Step:
         """Wait for what has begun."""

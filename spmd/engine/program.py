@@ -142,8 +142,10 @@ class Program:
         inputs: values that earlier programs made, or that come with the run.
         instructions: in order. Values are numbered by it: inputs, then every entry of ``results`` of each.
         outputs: numbers of the values that later programs may use; the others are freed.
+        default_dtype: PyTorch's while it runs.
     """
 
     inputs: tuple[Meta, ...]
     instructions: tuple[Instruction, ...]
     outputs: tuple[int, ...]
+    default_dtype: torch.dtype = torch.float32

@@ -96,11 +96,13 @@ class Recording:
         scalars: of all of them, in order.
         places: where the user's program is, for each.
         made: every result, as long as somebody holds it.
+        default_dtype: PyTorch's, of all of them.
     """
 
-    __slots__ = ("inputs", "made", "operations", "places", "scalars")
+    __slots__ = ("default_dtype", "inputs", "made", "operations", "places", "scalars")
 
-    def __init__(self) -> None:
+    def __init__(self, default_dtype: torch.dtype) -> None:
+        self.default_dtype = default_dtype
         self.inputs: list[Value] = []
         self.operations: list[tuple[Entry, tuple[int, ...]]] = []
         self.scalars: list[Any] = []
@@ -122,12 +124,14 @@ class Recorder:
 
     def __init__(self, run: Callable[[Recording], None], tensor_type: Any) -> None:
         self.lock = threading.RLock()
-        self.recording = Recording()
+        self._default_dtype = torch.get_default_dtype()
+        self.recording = Recording(self._default_dtype)
         self.strict = False
         self.notes: Counter[tuple[Entry, CodeType | None, int]] = Counter()
         self._run = run
         self._tensor_type = tensor_type
         self._entries: dict[tuple[Any, ...], Entry] = {}
+        self._entries_of = {self._default_dtype: self._entries}
         self._moved: dict[tuple[int, Layout], Value] = {}
 
     def flush(self) -> None:
@@ -136,7 +140,7 @@ class Recorder:
             recording = self.recording
             if recording.operations or recording.inputs:
                 self._moved.clear()
-                self.recording = Recording()
+                self.recording = Recording(self._default_dtype)
                 self._run(recording)
 
     def send(self, value: Value) -> None:
@@ -165,6 +169,8 @@ class Recorder:
         Returns:
             What is known of it, and its results, flattened: an ``Alias`` for each tensor, else None.
         """
+        if torch.get_default_dtype() is not self._default_dtype:
+            self._take_default_dtype()
         key: list[Any] = [operation]
         tensors: list[Alias] = []
         scalars: list[Any] = []
@@ -200,6 +206,12 @@ class Recorder:
         if entry.note is not None:
             self._note(entry)
         return entry, self._emit(entry, tensors, scalars)
+
+    def _take_default_dtype(self) -> None:
+        """PyTorch's has changed, and with it what operations give."""
+        self.flush()
+        self._default_dtype = self.recording.default_dtype = torch.get_default_dtype()
+        self._entries = self._entries_of.setdefault(self._default_dtype, {})
 
     def view(self, parent: Alias, operation: Operation, args: tuple[Any, ...]) -> Value:
         """Record a view, as a value of its own.
@@ -254,7 +266,7 @@ class Recorder:
                 "common generator: leave generator= out and call torch.manual_seed"
             )
         else:
-            key.append((float, arg) if kind is float else arg)
+            key.append((kind, arg) if kind is float or kind is complex else arg)  # 1+0j equals True
 
     def _emit(self, entry: Entry, tensors: list[Alias], scalars: list[Any]) -> list[Any]:
         if len(self.recording.operations) >= LIMIT:

@@ -17,6 +17,7 @@ from rpc.runtime.current import current_agent
 from rref import RRef
 from spmd.collectives.store import WorkerStore
 from spmd.engine.errors import SpmdError
+from spmd.engine.layouts import coordinates
 from spmd.engine.messages import Step
 from spmd.engine.program import MeshKey
 from spmd.engine.worker import WorkerEngine
@@ -47,7 +48,7 @@ class ServedWorker:
                 "workers one: call torch.distributed.destroy_process_group() there first"
             )
         self._workers, self._rank, self._name = workers, rank, name
-        self._meshes: dict[MeshKey, DeviceMesh] = {}
+        self._meshes: dict[MeshKey, _Mesh] = {}
         self._group(0)
         self._engine = WorkerEngine(rank, self._mesh)
         self._waiting: dict[int, tuple[Step, Any]] = {}
@@ -66,10 +67,10 @@ class ServedWorker:
         agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
         dist.init_process_group("farcall", store=store, rank=self._rank, world_size=len(self._workers))
 
-    def _mesh(self, key: MeshKey) -> DeviceMesh:
+    def _mesh(self, key: MeshKey) -> _Mesh:
         found = self._meshes.get(key)
         if found is None:
-            found = self._meshes[key] = DeviceMesh("cpu", torch.tensor(key.devices).reshape(key.shape))
+            found = self._meshes[key] = _Mesh(key, self._rank)
         return found
 
     def seed(self, state: torch.Tensor) -> None:
@@ -130,3 +131,45 @@ class ServedWorker:
         self._thread.join()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class _Mesh:
+    """The process groups of a mesh: a worker's place in a group is that on the axis."""
+
+    def __init__(self, key: MeshKey, rank: int) -> None:
+        mesh = DeviceMesh("cpu", torch.tensor(key.devices).reshape(key.shape))
+        at = coordinates(key, rank)
+        self._groups: list[Any] = []
+        for axis in range(len(key.shape)):
+            others = (*at[:axis], *at[axis + 1 :])
+            line = []
+            for each in key.devices:
+                place = coordinates(key, each)
+                if (*place[:axis], *place[axis + 1 :]) == others:
+                    line.append(each)
+            group = mesh.get_group(axis)
+            places = [line.index(each) for each in dist.get_process_group_ranks(group)]
+            self._groups.append(group if places == sorted(places) else _Permuted(group, places))
+
+    def get_group(self, mesh_dim: int) -> Any:
+        return self._groups[mesh_dim]
+
+
+class _Permuted:
+    """A process group, whose ranks PyTorch has sorted, with workers in the order of their mesh."""
+
+    def __init__(self, group: Any, places: Sequence[int]) -> None:
+        self._group, self._places = group, places
+        self.size, self.allreduce = group.size, group.allreduce
+
+    def _sorted(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensors[place] for place in self._places]
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        return self._group.allgather([self._sorted(each) for each in outputs], inputs, options)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        return self._group.reduce_scatter(outputs, [self._sorted(each) for each in inputs], options)
+
+    def alltoall(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        return self._group.alltoall(self._sorted(outputs), self._sorted(inputs), options)

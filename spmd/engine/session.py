@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor
 
 from rpc.errors import RpcError
@@ -162,7 +163,7 @@ class Session:
         known = self._programs.get(key)
         is_new = known is None
         if known is None:
-            program, kept = build(specs, kept_inputs, recording.operations, outputs)
+            program, kept = build(specs, kept_inputs, recording.operations, outputs, recording.default_dtype)
             known = self._programs[key] = _Known(len(self._programs), program, kept)
         first = base + len(parts)
         self._ids = first + len(alive)
@@ -269,6 +270,7 @@ class Session:
             reason = _explained(step, failure.index, failure.cause)
             self._error = self._error or reason
             self._diverged |= len(failures) < len(answers) or len({each.index for each in failures}) > 1
+            self._diverged |= any(_is_of_others(each.cause) for each in failures)  # such a group has failed
         if reason is not None:
             for number in step.made:
                 self._lost[number] = reason
@@ -420,6 +422,7 @@ def build(
     kept_inputs: Sequence[int],
     operations: Sequence[tuple[Entry, tuple[int, ...]]],
     outputs: Sequence[int],
+    default_dtype: torch.dtype = torch.float32,
 ) -> tuple[Program, list[int]]:
     """The program of a recording, without what nobody uses.
 
@@ -463,7 +466,8 @@ def build(
             following += 1
         instructions.append(Instruction(entry.operator, args, kwargs, tuple(results)))
     every = (*kept_inputs, *[place[each] for each in outputs])
-    return Program(tuple([spec.meta for spec in inputs]), tuple(instructions), every), kept
+    metas = tuple([spec.meta for spec in inputs])
+    return Program(metas, tuple(instructions), every, default_dtype), kept
 
 
 def _filled(tree: Any, values: tuple[int, ...], first_scalar: int) -> Any:

@@ -56,6 +56,12 @@ class Step:
         found = _variables((self.args, tuple(self.kwargs.values())))
         return [each for each in found if isinstance(each, Ref)]
 
+    def others(self) -> list[Ref]:
+        """Those of them that are not at ``written``."""
+        args = [each for place, each in enumerate(self.args) if place not in self.written]
+        found = _variables((args, tuple(self.kwargs.values())))
+        return [each for each in found if isinstance(each, Ref)]
+
 
 def last_uses(steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, int]:
     """The place of the last step that takes or makes each value; past the end for outputs."""

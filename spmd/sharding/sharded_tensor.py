@@ -171,7 +171,7 @@ class ShardedTensor(metaclass=_AnyMarked):
             for number in range(workers)
         ]
         engine.load_local_parts(
-            t, [shard.data[part].to(t.dtype) for shard, part in zip(shards, inside, strict=True)]
+            t, [shard.data[part].to(t.dtype, copy=True) for shard, part in zip(shards, inside, strict=True)]
         )
 
 

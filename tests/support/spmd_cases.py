@@ -144,6 +144,14 @@ def views_changed_in_place(device: torch.device) -> Any:
 
 
 @case
+def lists_changed_in_place(device: torch.device) -> Any:
+    x, y = torch.ones(2, device=device), torch.ones(2, device=device)
+    torch._foreach_add_([x, y, x], [1.0, 2.0, 3.0])
+    torch._foreach_mul_([x, x], [y, x])
+    return x, y
+
+
+@case
 def reshaped_in_place(device: torch.device) -> Any:
     x = torch.arange(6.0, device=device).reshape(2, 3)
     x.t_()

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Replicate
 
 from spmd.engine.layouts import is_shard
 from spmd.engine.program import REPLICATED, Layout, Meta
@@ -31,13 +32,13 @@ def is_list_operator(op: Any) -> bool:
 def place_lists(call: Call) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """Where the tensors must lie, and where results do.
 
-    All tensors of an index lie where the first list's does, or whole if that is a sum; single tensors and
+    All tensors of an index lie where the first list's does, whole where that is a sum; single tensors and
     counts of steps are whole.
     """
     first = next(
         arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, (list, tuple)) and _is_list(arg)
     )
-    layouts = [REPLICATED if meta.layout.is_partial() else meta.layout for meta in first]
+    layouts = [_reduced(meta.layout) for meta in first]
     fused = not call.op._schema.name.startswith("aten::_foreach_")
     inputs: list[Layout] = []
     results: list[Layout] = []
@@ -60,6 +61,15 @@ def place_lists(call: Call) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         if call.op._schema.name == "aten::_foreach_max" and len(call.args) == 1:
             inputs = [REPLICATED] * len(first)
     return tuple(inputs), tuple(results)
+
+
+def _reduced(layout: Layout) -> Layout:
+    """With sums done; what is sharded stays so."""
+    if layout.mesh is None or not layout.is_partial():
+        return layout
+    return Layout.of(
+        layout.mesh, tuple([Replicate() if each.is_partial() else each for each in layout.placements])
+    )
 
 
 def _is_list(value: Sequence[Any]) -> bool:

@@ -119,6 +119,22 @@ def test_workers_in_another_order() -> None:
     assert t.local_shards[3].data.tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize("shape", [(WORKERS,), (2, 2)])
+@driven
+def test_values_are_the_same_with_workers_in_another_order(shape: tuple[int, ...]) -> None:
+    backwards = spmd.Mesh([3, 1, 2, 0], shape)
+    spec = (0, None) if len(shape) == 1 else (0, 1)
+    whole = torch.randn(6, 9)
+    t: Any = spmd.mark_sharding(on_device(whole), backwards, spec)
+    torch.testing.assert_close((t * 1.0).cpu().sum(), whole.sum())
+    torch.testing.assert_close(t.cumsum(0).cpu(), whole.cumsum(0))  # gathers
+    torch.testing.assert_close((t @ t.t()).cpu(), whole @ whole.t(), rtol=1e-4, atol=1e-4)
+    turned = spmd.mark_sharding(t + 1, backwards, (None, *spec[:1]))  # exchanges
+    torch.testing.assert_close(turned.cpu(), whole + 1)
+    scattered = spmd.mark_sharding(t.t() @ torch.ones_like(t), backwards, spec)
+    torch.testing.assert_close(scattered.cpu(), whole.t() @ torch.ones(6, 9), rtol=1e-4, atol=1e-4)
+
+
 @driven
 def test_workers_of_one_host_are_one_slice() -> None:
     hybrid = spmd.HybridMesh(ici_mesh_shape=(2, 2), axis_names=("data", "model"))
@@ -227,6 +243,7 @@ def test_shards_can_be_changed_and_loaded(size: int) -> None:
     for shard in shards:
         shard.data *= -1
     t.load_local_shards_(shards)
+    shards[0].data.zero_()  # they are the user's still
     assert t.cpu().equal(-whole)
     assert (t + 1).cpu().equal(1 - whole)
     with pytest.raises(RuntimeError, match="for 4 workers"):

@@ -148,6 +148,14 @@ def test_two_lists_in_one_memory_are_not_overwritten() -> None:
     run_twice(recorder, recorder.op(aten._foreach_mul.Scalar, parts, 0.9))
 
 
+@pytest.mark.parametrize("op", [aten._foreach_add.List, aten._foreach_mul.Tensor])
+def test_a_list_is_not_overwritten_while_another_index_reads_it(op: Any) -> None:
+    recorder = Recorder()
+    x, y = recorder.input(torch.randn(())), recorder.input(torch.randn(()))
+    other = [y, x] if op is aten._foreach_add.List else x
+    run_twice(recorder, recorder.op(op, [x, y], other))
+
+
 # ---- reductions
 
 
@@ -255,6 +263,45 @@ def test_scattered_sums_are_done_together() -> None:
     for rank in range(2):
         torch.testing.assert_close(results[rank][0], -2 * inputs[0].chunk(2)[rank])
         torch.testing.assert_close(results[rank][1], -2 * inputs[1].chunk(2, 1)[rank])
+
+
+def test_what_is_being_scattered_is_not_overwritten() -> None:
+    partial, rows = Layout(LINE, (Partial(),)), Layout(LINE, (Shard(0),))
+    large = (1 << 18) + 2
+    meta = Meta((large,), (1,), torch.float32, partial)
+    shard = Meta((large,), (1,), torch.float32, rows)
+    instructions = (
+        Instruction("aten::mul.Scalar", (Ref(0), 2.0), (), (meta,)),
+        Instruction(REDISTRIBUTE, (Ref(1), rows), (), (shard,)),
+        Instruction("aten::mul.Scalar", (Ref(1), 5.0), (), (meta,)),
+        Instruction("aten::relu", (Ref(2),), (), (shard,)),
+    )
+    program, given, world = Program((meta,), instructions, (3, 4)), torch.rand(large), World()
+
+    class Waiting:
+        """It does nothing until it is waited for, as one that runs beside may do."""
+
+        def __init__(self, group: Any) -> None:
+            self._group = group
+
+        def size(self) -> int:
+            return int(self._group.size())
+
+        def reduce_scatter(self, *args: Any) -> Any:
+            work = type("Work", (), {})()
+            work.wait = lambda: self._group.reduce_scatter(*args)
+            return work
+
+    def body(rank: int) -> list[Tensor]:
+        group = Waiting(world.mesh(LINE, rank).get_group(0))
+        mesh = type("Mesh", (), {"get_group": lambda self, axis: group})()
+        linked = LinkedProgram(program, rank, lambda key: mesh)
+        linked.run([given.clone()], ())
+        return linked.run([given.clone()], ())
+
+    for rank, (other, scattered) in enumerate(in_threads(2, body)):
+        torch.testing.assert_close(other, given * 10)
+        torch.testing.assert_close(scattered, given.chunk(2)[rank] * 4)
 
 
 def test_what_is_gathered_next_comes_along() -> None:

@@ -75,6 +75,13 @@ def test_gradients_that_are_sums_come_to_their_weights() -> None:
     assert told.results == (columns, REPLICATED)
 
 
+def test_sums_in_a_list_stay_sharded_along_other_axes() -> None:
+    grads = [meta(8, 4, layout=on(SQUARE, Partial(), Shard(1))), meta(3, layout=on(SQUARE, *[Partial()] * 2))]
+    told = propagate(aten._foreach_norm.Scalar, (grads,), {})
+    assert told.inputs == (on(SQUARE, Replicate(), Shard(1)), REPLICATED)
+    assert told.results == (REPLICATED, REPLICATED)
+
+
 def test_of_two_meshes_the_one_with_more_bytes_stays() -> None:
     other = MeshKey((1, 0), (2,))
     args = (meta(8, 4, layout=ROWS), meta(1, 4, layout=on(other, Shard(1))))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from spmd.collectives.errors import CollectiveError
 from spmd.engine import device
 from spmd.engine.api import (
     constrain,
@@ -25,6 +27,7 @@ from spmd.engine.api import (
     value_layout,
 )
 from spmd.engine.errors import NotInSpmdModeError, OperationError
+from spmd.engine.messages import Answer, Failure, Step
 from spmd.engine.parts import cut, holders, put_together
 from spmd.engine.program import REPLICATED, Layout, MeshKey
 from spmd.engine.recorder import LIMIT
@@ -120,6 +123,24 @@ def test_workers_free_what_the_user_has_freed(both: tuple[Session, InlinePort]) 
     assert not port.engine.values.keys() - {max(port.engine.values, default=0)}
 
 
+def test_the_default_dtype_is_that_of_the_driver(both: tuple[Session, InlinePort]) -> None:
+    before = torch.zeros(1, device=device.DEVICE)
+    torch.set_default_dtype(torch.float64)
+    try:
+        made = torch.zeros(1, device=device.DEVICE)
+        divided = torch.arange(3, device=device.DEVICE) / 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+    after = torch.zeros(1, device=device.DEVICE)
+    dtypes = [each.cpu().dtype for each in (before, made, divided, after)]
+    assert dtypes == [torch.float32, torch.float64, torch.float64, torch.float32]
+
+
+def test_constants_of_different_kinds_are_not_taken_for_each_other(both: tuple[Session, InlinePort]) -> None:
+    made = [torch.full((1,), each, device=device.DEVICE) for each in (True, 1, 1.0, 1 + 0j)]
+    assert [each.dtype for each in made] == [torch.bool, torch.int64, torch.float32, torch.complex64]
+
+
 def test_what_is_not_used_is_never_uploaded(both: tuple[Session, InlinePort]) -> None:
     session, port = both
     x = there(1, 2)
@@ -146,6 +167,32 @@ def test_an_error_names_the_users_line_and_loses_what_depends_on_it(both: tuple[
         found + 1
     assert (x + 1).tolist() == [2, 3]
     session.sync()
+
+
+def test_workers_make_new_groups_when_a_collective_has_failed_on_all(
+    both: tuple[Session, InlinePort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, port = both
+    generations: list[int] = []
+
+    def failed(step: Step) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(Answer((), Failure(0, CollectiveError("all_gather: it does not fit"))))
+        return future
+
+    def regroup(generation: int) -> Any:
+        generations.append(generation)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    monkeypatch.setattr(port, "send", failed)
+    monkeypatch.setattr(port, "regroup", regroup)
+    x = there(1) * 2
+    with pytest.raises(OperationError, match="it does not fit"):
+        session.sync()
+    assert generations == [1]
+    del x
 
 
 def test_errors_in_shapes_are_raised_at_once(both: tuple[Session, InlinePort]) -> None:
