@@ -76,7 +76,7 @@ def test_random_programs(seed: int) -> None:
     ]
 
     def mark(tensor: Tensor, choice: random.Random) -> None:
-        spec = choice.choice([(0, 1), (1, None), ((1, 0), None), (None, (0, 1)), (None, None)])
+        spec: Any = choice.choice([(0, 1), (1, None), ((1, 0), None), (None, (0, 1)), (None, None)])
         spmd.annotate_custom_sharding(tensor, choice.choice(meshes), spec)
 
     expected = run(seed, torch.device("cpu"), lambda *_: None)
