@@ -119,14 +119,15 @@ def write(recorder: Records, alias: Alias, new: Value) -> None:
     """Change a tensor.
 
     Args:
-        new: of the same shape and dtype. The tensor stays laid out as it was.
+        new: of the same shape and dtype. The tensor stays laid out as it was, unless that is a sum.
     """
     parent = alias.parent
     if parent is None:
         old = alias.value
         assert old is not None
-        if old.spec.layout is not new.spec.layout and not old.uninitialized:
-            new = recorder.moved(new, old.spec.layout)
+        layout = old.spec.layout
+        if layout is not new.spec.layout and not old.uninitialized and not layout.is_partial():
+            new = recorder.moved(new, layout)
         _show(alias, new)
         alias.version += 1
         return

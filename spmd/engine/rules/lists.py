@@ -110,8 +110,11 @@ def _foreach_norm(site: Site) -> Local | None:
         if kind
     ]
 
+    neutral = 0.0 if order >= 0 else float("inf")  # for a worker without a part: an empty one has no largest
+
     def norms(tensors: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-        found = list(aten._foreach_norm.Scalar(tensors, *args, **kwargs))
+        parts = [each if each.numel() else each.new_full((1,), neutral) for each in tensors]
+        found = list(aten._foreach_norm.Scalar(parts, *args, **kwargs))
         for places, along in groups:
             together = reduce_norms(torch.stack([found[place] for place in places]), order, along)
             for place, norm in zip(places, together.unbind(), strict=True):

@@ -269,6 +269,15 @@ def test_changes_in_place_leave_a_tensor_where_it_lies(both: tuple[Session, Inli
     assert value_layout(there(1)) == REPLICATED
 
 
+def test_a_sum_that_is_changed_through_a_view_is_not_made_a_sum_again(
+    both: tuple[Session, InlinePort],
+) -> None:
+    x = torch.tensor([[1.0, -2.0]]).to(device.DEVICE)
+    constrain(x, Layout(MeshKey((0,), (1,)), (Partial(),)))
+    x.t().relu_()
+    assert value_layout(x) == REPLICATED
+
+
 def test_parts_are_fetched_and_loaded(both: tuple[Session, InlinePort]) -> None:
     x = there(1, 2)
     constrain(x, ONE)

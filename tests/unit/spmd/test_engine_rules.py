@@ -213,6 +213,7 @@ def lists(rows: int) -> Iterator[Case]:
     yield case(aten._foreach_addcdiv.ScalarList, [x], [y], [y.abs() + 1], [0.1])
     yield case(aten._foreach_norm.Scalar, [x, y, r(7)])
     yield case(aten._foreach_norm.Scalar, [x, y], float("inf"))
+    yield case(aten._foreach_norm.Scalar, [x, r(1)], float("inf"))  # not all workers have a part
     zeros = [torch.zeros_like(x)] * 2
     settings = {"lr": 0.1, "weight_decay": 0.1, "maximize": False}
     adam = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": False}
