@@ -47,10 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what forks workers with ``processes``, so that ``make test-fast`` can leave it out."""
+    """Marks what forks workers with ``processes``, so that ``make test-fast`` can leave it out. Puts first
+    what uses the logical device in this process, which must be there before the first backward.
+    """
     for item in items:
         if _FIXTURE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
+    items.sort(key=lambda item: item.get_closest_marker("logical_device") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -153,7 +153,7 @@ class Future(torch.futures.Future[T]):
 
     def __repr__(self) -> str:
         call = self._call
-        if call is not None:
+        if call is not None and not _is_done(self):
             since = f", for {monotonic() - call.deadline + call.timeout:.1f} s" if call.timeout else ""
             return f"<Future of {call.asked} on worker '{call.peer.name}', under way{since}>"
         return f"<Future, {'completed' if _is_done(self) else 'under way'}>"

@@ -15,11 +15,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import spmd
-from spmd.engine.errors import SpmdError
 from spmd.fsdp import FSDPv2, checkpoint_module
 from spmd.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from tests.group.spmd.driven import WORKERS, driven, driver
-from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["driver"]
 
@@ -389,19 +387,3 @@ def test_modules_are_distributed_by_a_function() -> None:
     assert module[0].weight.sharding_spec == "{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}"
     x = torch.randn(4, 8)
     torch.testing.assert_close(module(on_device(x)).detach().cpu(), 2 * alone(x).detach())
-
-
-# ---- beginning
-
-
-def begin_too_late(worker: Worker) -> None:
-    with worker.group():
-        if worker.rank == 0:
-            torch.autograd.backward(torch.ones(2, requires_grad=True).sum())
-            with pytest.raises(SpmdError, match="before the first backward"):
-                spmd.use_spmd()
-            assert not spmd.is_spmd()
-
-
-def test_the_mode_begins_before_the_first_backward(run_workers: RunWorkers) -> None:
-    run_workers(begin_too_late, 2)

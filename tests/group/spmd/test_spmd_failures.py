@@ -168,3 +168,19 @@ def test_what_is_replicated_is_reported_and_strictly_an_error() -> None:
         (x * 2).sum().item()
     assert value_layout(x) == ROWS
     spmd.shutdown()
+
+
+# ---- beginning
+
+
+def begin_too_late(worker: Worker) -> None:
+    with worker.group():
+        if worker.rank == 0:
+            torch.autograd.backward(torch.ones(2, requires_grad=True).sum())
+            with pytest.raises(SpmdError, match="before the first backward"):
+                spmd.use_spmd()
+            assert not spmd.is_spmd()
+
+
+def test_the_mode_begins_before_the_first_backward(run_workers: RunWorkers) -> None:
+    run_workers(begin_too_late, 2)

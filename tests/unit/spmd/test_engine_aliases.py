@@ -16,6 +16,8 @@ from spmd.engine.aliases import as_strided_steps
 from spmd.engine.metas import Spec
 from tests.support.spmd_session import inline_session
 
+pytestmark = pytest.mark.logical_device
+
 View = Callable[[Tensor, int, int], Tensor]
 
 

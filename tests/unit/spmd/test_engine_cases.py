@@ -11,6 +11,8 @@ from spmd.engine import device
 from tests.support.spmd_cases import CASES, MODELS, same, train
 from tests.support.spmd_session import inline_session
 
+pytestmark = pytest.mark.logical_device
+
 
 @pytest.fixture(autouse=True)
 def session() -> Iterator[None]:

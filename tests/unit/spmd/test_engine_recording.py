@@ -35,6 +35,8 @@ from spmd.engine.repetition import Repetition
 from spmd.engine.session import Session
 from tests.support.spmd_session import InlinePort, inline_session
 
+pytestmark = pytest.mark.logical_device
+
 
 @pytest.fixture
 def both() -> Iterator[tuple[Session, InlinePort]]:
