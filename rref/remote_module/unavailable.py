@@ -63,6 +63,7 @@ class WithoutLocalState(nn.Module):
     ipu = _moves("ipu")
     xpu = _moves("xpu")
     mtia = _moves("mtia")
+    spmd = _moves("spmd")  # which modules have once SPMD mode has been used
     cpu = _moves("cpu")
     to = _moves("to")
     to_empty = _moves("to_empty")
