@@ -271,29 +271,18 @@ def build(
     """
     _check(factory, workers)
     with _named(workers):
-        return _built(factory, workers, parallelize, initialize, max_batch_size, timeout)
-
-
-def _built(
-    factory: Callable[[], nn.Module],
-    workers: Sequence[str],
-    parallelize: Parallelize,
-    initialize: Initialize | None,
-    max_batch_size: int,
-    timeout: float,
-) -> ShardedModule:
-    made = wait_futures([rpc_async(worker, make, args=(factory,), timeout=timeout) for worker in workers])
-    shards, ranks = zip(*made, strict=True)
-    us = Membership(f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout)
-    how = (parallelize, initialize, secrets.randbits(62))
-    joining = [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)]
-    try:
-        wait_futures(joining)
-    except Exception:
-        _undo(shards, joining)
-        raise
-    coordinator = rpc_sync(workers[0], coordinate, args=(shards, workers, max_batch_size))
-    return ShardedModule(workers, shards, coordinator)
+        made = wait_futures([rpc_async(worker, make, args=(factory,), timeout=timeout) for worker in workers])
+        shards, ranks = zip(*made, strict=True)
+        us = Membership(f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout)
+        how = (parallelize, initialize, secrets.randbits(62))
+        joining = [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)]
+        try:
+            wait_futures(joining)
+        except Exception:
+            _undo(shards, joining)
+            raise
+        coordinator = rpc_sync(workers[0], coordinate, args=(shards, workers, max_batch_size))
+        return ShardedModule(workers, shards, coordinator)
 
 
 def _undo(shards: Sequence[RRef[ModelShard]], joining: Sequence[Future[Any]]) -> None:
