@@ -92,7 +92,7 @@ class Arguments:
         """How many rows each rank has; even ones if none are given."""
         count, length = self.size, tensor.shape[0] if tensor.dim() else 1
         given = list(sizes) or [length // count] * count
-        if len(given) != count or sum(given) != length:
+        if len(given) != count or sum(given) != length or min(given) < 0:
             raise ValueError(
                 f"all_to_all_single at rank {self.rank}: the {what}'s {length} rows cannot be split "
                 f"into {given} for {count} ranks"

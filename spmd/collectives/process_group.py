@@ -78,9 +78,7 @@ class FarcallProcessGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long each operation may take from now on."""
-        if not isinstance(timeout, timedelta):
-            raise TypeError(f"expected a timedelta for a timeout, got {timeout!r}")
-        self.group.timeout = timeout.total_seconds()
+        self.group.timeout = _seconds(timeout)
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -195,7 +193,8 @@ class FarcallProcessGroup(ProcessGroup):
         Raises:
             CollectiveTimeoutError: not all have come.
         """
-        seconds = self.group.timeout if timeout < timedelta(0) else max(timeout.total_seconds(), 0.001)
+        given = _seconds(timeout)
+        seconds = self.group.timeout if given < 0 else max(given, 0.001)
         monitored_barrier(self.group, seconds, wait_all_ranks)
 
     # ---- operations: to all, from all
@@ -435,3 +434,9 @@ def _settle(flat: torch.Tensor, tensor: torch.Tensor) -> None:
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         with torch.inference_mode():  # it may be a leaf that requires gradients, or of that mode
             tensor.copy_(flat)
+
+
+def _seconds(timeout: timedelta) -> float:
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"expected a timedelta for a timeout, got {timeout!r}")
+    return timeout.total_seconds()

@@ -143,6 +143,11 @@ WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
         ValueError,
         "all_to_all_single at rank 1: the output's 3 rows cannot be split into [1, 1] for 2 ranks",
     ),
+    "splits below 0": (
+        lambda _: dist.all_to_all_single(torch.empty(3), THREE, [1, 2], [-1, 4]),
+        ValueError,
+        "all_to_all_single at rank 1: the input's 3 rows cannot be split into [-1, 4] for 2 ranks",
+    ),
     "several tensors": (
         lambda group: on(group, "allreduce", TWO, reduceOp=OP.SUM),
         ValueError,
@@ -161,6 +166,11 @@ WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
     ),
     "a time that is none": (
         lambda group: group.set_timeout(3.0),
+        TypeError,
+        "expected a timedelta for a timeout, got 3.0",
+    ),
+    "a time of a monitored barrier that is none": (
+        lambda group: group.monitored_barrier(3.0),
         TypeError,
         "expected a timedelta for a timeout, got 3.0",
     ),
