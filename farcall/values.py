@@ -58,7 +58,8 @@ def dtype_name(dtype: int) -> str:
 
 def dtype_number(name: str) -> pb.DType:
     """The number of a dtype by PyTorch's name, which is one of ``ITEM_SIZES``."""
-    return pb.DType.Value(_PREFIX + name.upper())
+    number: pb.DType = pb.DType.Value(_PREFIX + name.upper())  # type: ignore[assignment]
+    return number
 
 
 def check_tensor(message: pb.Tensor) -> str:

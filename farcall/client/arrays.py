@@ -1,23 +1,19 @@
 """NumPy's arrays as messages; PyTorch is not needed.
 
-NumPy has no types for some of PyTorch's. With ``ml_dtypes`` installed, bfloat16 and those of 8 bits are its.
-Two have no counterpart anywhere, and are records: ``COMPLEX32`` of two float16, and ``FLOAT4_PAIR``, a byte
-with two elements.
+NumPy has no types for some of PyTorch's: bfloat16 and those of 8 bits are those of ``ml_dtypes``. Two have no
+counterpart anywhere, and are records: ``COMPLEX32`` of two float16, and ``FLOAT4_PAIR``, a byte with two
+elements.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 
 from farcall.v1 import value_pb2 as pb
 from farcall.values import ITEM_SIZES, dtype_name, dtype_number
-
-try:
-    import ml_dtypes
-except ImportError:
-    ml_dtypes = None
 
 __all__ = ["COMPLEX32", "FLOAT4_PAIR", "NumpyTensors"]
 
@@ -26,12 +22,10 @@ FLOAT4_PAIR: Final = np.dtype([("packed", "u1")])
 
 
 def _dtypes() -> dict[str, np.dtype[Any]]:
-    found = {"complex32": COMPLEX32, "float4_e2m1fn_x2": FLOAT4_PAIR}
+    found: dict[str, np.dtype[Any]] = {"complex32": COMPLEX32, "float4_e2m1fn_x2": FLOAT4_PAIR}
     for name in ITEM_SIZES.keys() - found.keys():
-        kind = getattr(np, name, None) or getattr(ml_dtypes, name, None)
-        if name == "bool" or kind is not None:
-            dtype = np.dtype(bool if name == "bool" else kind)
-            found[name] = dtype.newbyteorder("<") if dtype.kind in "iufc" and dtype.isbuiltin else dtype
+        dtype = np.dtype(bool if name == "bool" else getattr(ml_dtypes, name, name))
+        found[name] = dtype.newbyteorder("<") if dtype.isbuiltin == 1 else dtype
     return found
 
 
@@ -58,14 +52,8 @@ class NumpyTensors:
         return pb.Tensor(dtype=dtype_number(name), shape=array.shape, data=data)
 
     def decode(self, message: pb.Tensor) -> np.ndarray[Any, Any]:
-        """As ``TensorCodec`` says.
-
-        Raises:
-            TypeError: NumPy needs ``ml_dtypes`` for this dtype, and it is not installed.
-        """
+        """As ``TensorCodec`` says."""
         name = dtype_name(message.dtype)
-        if name not in _DTYPES:
-            raise TypeError(f"NumPy has no {name} of its own: pip install ml_dtypes")
         memory = np.frombuffer(bytearray(message.data), np.uint8)
         elements = memory != 0 if name == "bool" else memory.view(_DTYPES[name])
         return elements.reshape(tuple(message.shape))

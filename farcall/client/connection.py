@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import grpc
+from google.protobuf.message import Message
 
 from farcall.client.arrays import NumpyTensors
 from farcall.client.errors import ServedError, error_of, error_of_status
@@ -19,7 +20,7 @@ __all__ = ["AsyncClient", "Client", "Tls", "connect", "connect_async"]
 _SERVICE: Final = "/farcall.v1.FarcallService/"
 _OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _TENSORS: Final = NumpyTensors()
-_METHODS: Final = {
+_METHODS: Final[dict[str, tuple[type[Message], type[Message]]]] = {
     "Describe": (pb.DescribeRequest, pb.DescribeResponse),
     "Call": (pb.CallRequest, pb.CallResponse),
     "StreamCall": (pb.StreamCallRequest, pb.StreamCallResponse),

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from farcall.serving.admission import Limits
 from farcall.serving.endpoint import Batching, Endpoint, TensorSpec
-from farcall.serving.server import Server, serve
+
+try:
+    from farcall.serving.server import Server, serve
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"to serve needs {error.name}: pip install 'farcall[serve]'", name=error.name
+    ) from error
 
 __all__ = ["Batching", "Endpoint", "Limits", "Server", "TensorSpec", "serve"]

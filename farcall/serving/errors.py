@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import traceback
+from pathlib import Path
+from types import TracebackType
 from typing import Final
 
 import grpc
@@ -16,6 +19,8 @@ __all__ = ["BadArguments", "Refused", "Unknown", "details_of", "status_of"]
 
 DOMAIN: Final = "farcall"
 """Of the reasons in ``google.rpc.ErrorInfo``."""
+
+_OURS: Final = (str(Path(__file__).parent), str(Path(concurrent.futures.__file__).parent))
 
 _LONGEST_TEXT: Final = 2000
 _LONGEST_TRACEBACK: Final = 4000
@@ -69,7 +74,7 @@ def details_of(error: BaseException, *, tracebacks: bool) -> status_pb2.Status:
     )
     details = [error_details_pb2.ErrorInfo(reason=name, domain=DOMAIN)]
     if tracebacks and not own:
-        lines = "".join(traceback.format_exception(error))
+        lines = "".join(traceback.format_exception(kind, error, _beyond_the_server(error.__traceback__)))
         details.append(error_details_pb2.DebugInfo(detail=_cut(lines, _LONGEST_TRACEBACK)))
     packed = [any_pb2.Any() for _ in details]
     for each, detail in zip(packed, details, strict=True):
@@ -77,6 +82,14 @@ def details_of(error: BaseException, *, tracebacks: bool) -> status_pb2.Status:
     code: tuple[int, str] = status_of(error).value
     assert code[0] in code_pb2.Code.values()
     return status_pb2.Status(code=code[0], message=text, details=packed)
+
+
+def _beyond_the_server(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames before the user's code, which say nothing to a caller."""
+    begin = trace
+    while begin is not None and begin.tb_frame.f_code.co_filename.startswith(_OURS):
+        begin = begin.tb_next
+    return begin or trace
 
 
 def _cut(text: str, longest: int) -> str:

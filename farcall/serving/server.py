@@ -27,6 +27,9 @@ __all__ = ["Server", "serve"]
 
 _SERVICES: Final = (service.SERVICE, inference.SERVICE)
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+_NO_END: Final = 1e9
+"""Seconds; gRPC takes none to be 0."""
+
 _STREAMS: Final = 1000
 """Calls that one connection may have under way."""
 
@@ -115,6 +118,7 @@ class Server:
         self._tracebacks = tracebacks
         self._ended = threading.Event()
         self._on_exit = ExitStack()
+        self._stopping = threading.Lock()
         self._grace: Future[float | None] = Future()
 
     def stop(self, grace: float | None = None) -> None:
@@ -123,13 +127,10 @@ class Server:
         Args:
             grace: seconds until the rest are cut off; None: there is no end.
         """
-        self._loop.call_soon_threadsafe(self._ask_to_stop, grace)
-        self._ended.wait()
+        with self._stopping:
+            if not self._grace.done():
+                self._grace.set_result(grace)
         self._thread.join()
-
-    def _ask_to_stop(self, grace: float | None) -> None:
-        if not self._grace.done():
-            self._grace.set_result(grace)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until somebody has stopped it.
@@ -203,7 +204,7 @@ class Server:
         grace = await asyncio.wrap_future(self._grace)
         served.admission.draining = True
         await probes.enter_graceful_shutdown()
-        await server.stop(grace)
+        await server.stop(_NO_END if grace is None else grace)
 
 
 def _bind(server: Any, host: str, port: int, credentials: Any) -> int:

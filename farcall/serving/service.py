@@ -23,6 +23,11 @@ __all__ = ["handlers"]
 
 SERVICE: Final = "farcall.v1.FarcallService"
 
+_STARS: Final[dict[object, str]] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
 _TENSORS: Final = TorchTensors()
 
 
@@ -118,11 +123,11 @@ def _described(name: str, endpoint: Endpoint) -> pb.Description:
 
 
 def _parameter(parameter: inspect.Parameter) -> pb.Parameter:
-    empty, stars = inspect.Parameter.empty, {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
-    kind = "" if parameter.annotation is empty else inspect.formatannotation(parameter.annotation)
+    empty = inspect.Parameter.empty
+    kind = "" if parameter.annotation is empty else inspect.formatannotation(parameter.annotation).strip("'")
     default = "" if parameter.default is empty else repr(parameter.default)
-    optional = parameter.default is not empty or parameter.kind in stars
-    name = stars.get(parameter.kind, "") + parameter.name
+    optional = parameter.default is not empty or parameter.kind in _STARS
+    name = _STARS.get(parameter.kind, "") + parameter.name
     return pb.Parameter(name=name, type=kind, optional=optional, default_value=default)
 
 
