@@ -6,6 +6,7 @@
 #   make test-nightly what is slow and rarely finds anything: more examples of each kind, 3,000 random programs
 #   make lint         ruff and mypy
 #   make conformance  PyTorch's own test suites of RPC and of process groups, against farcall
+#   make proto        the code of the schemas in proto/
 #   make bench        farcall beside torch.distributed.rpc
 #   make clean        remove caches and builds; `make distclean` removes the environment too
 #
@@ -30,7 +31,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-fast test-nightly lint conformance bench clean distclean setup
+.PHONY: demo test test-fast test-nightly lint conformance proto bench clean distclean setup
 
 demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
@@ -54,6 +55,9 @@ lint: $(READY)
 
 conformance: $(READY)
 	$(BIN)/python -m pytest tests/conformance/suites.py $(PYTEST_ARGS)
+
+proto: $(READY)
+	$(BIN)/python proto/generate.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks --chart benchmarks/results/latest.svg

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib as _importlib
 from importlib import metadata as _metadata
-from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
+from typing import Any as _Any
 
 import farcall_guard as _guard
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     import rpc as rpc
     import rref as rref
     import spmd as spmd
+    from farcall.serving import serve as serve
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "serve"]
 
 try:
     __version__ = _metadata.version("farcall")
@@ -30,8 +31,10 @@ except _metadata.PackageNotFoundError:  # run from a source tree that is not ins
 _guard.check(*_guard.PACKAGES)
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """``from farcall import rpc``."""
+def __getattr__(name: str) -> _Any:
+    """``from farcall import rpc``; and ``farcall.serve``, for which gRPC is imported when it is asked for."""
     if name in _guard.PACKAGES:
         return _importlib.import_module(name)
+    if name == "serve":
+        return _importlib.import_module("farcall.serving").serve
     raise AttributeError(f"module 'farcall' has no attribute {name!r}")

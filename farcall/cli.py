@@ -5,6 +5,7 @@
     farcall launch -n 4 train.py --epochs 3        # four processes on this machine
     farcall run train.py --epochs 3                # as `python train.py --epochs 3`, on farcall
     farcall doctor                                 # is this machine fit for it; can two machines meet
+    farcall serve digits.py:make_model             # a model for clients in any language
     farcall env                                    # what a bug report needs
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import click
 from click.shell_completion import get_completion_class
@@ -162,6 +163,42 @@ def doctor(meet: str | None, seconds: float) -> int:
             findings.append(finding)
             click.echo(finding)
     return int(any(finding.remedy for finding in findings))
+
+
+@cli.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8443, show_default=True, help="0: a free one.")
+@click.option("--token-file", type=click.Path(dir_okay=False), help="What callers must have; mode 0600.")
+@click.option("--cert", type=click.Path(exists=True, dir_okay=False), help="TLS: the server's certificate.")
+@click.option("--key", type=click.Path(exists=True, dir_okay=False), help="TLS: its private key.")
+@click.option("--ca", type=click.Path(exists=True, dir_okay=False), help="TLS: who signs those of callers.")
+@click.option("--insecure", is_flag=True, help="Let whoever reaches the port call.")
+@click.option("--batch", type=click.IntRange(1), help="Join calls that come together, to so many rows.")
+@click.option(
+    "--delay", type=click.FloatRange(0), default=2.0, show_default=True, help="ms to wait for others."
+)
+@click.option("--in-flight", type=click.IntRange(1), default=16, show_default=True, help="Calls run at once.")
+@click.option("--queue", type=click.IntRange(0), default=256, show_default=True, help="Calls that may wait.")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Prometheus metrics.")
+@click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds to end in.")
+@click.option("--tracebacks", is_flag=True, help="Callers see where errors were raised.")
+@click.argument("target")
+def serve(**options: Any) -> int:
+    """Serve a model or functions to clients in any language, over gRPC.
+
+    TARGET is FILE.py:NAME or MODULE:NAME: a model, a function that makes one, or a dict of functions by name.
+    SIGTERM and Ctrl-C end it when calls that were taken are answered.
+
+    \b
+    farcall serve digits.py:make_model --batch 64
+    farcall serve digits.py:make_model --host 0.0.0.0 --token-file token --cert s.pem --key s.key
+    """  # noqa: D301
+    try:
+        from farcall.serving.command import run as run_server
+
+        return run_server(**options)
+    except (ModuleNotFoundError, ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
 
 
 @cli.command()

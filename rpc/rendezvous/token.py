@@ -64,15 +64,20 @@ def find_credential(options: AgentOptions, environ: Mapping[str, str]) -> Creden
     if options.token is not None:
         return Credential(options.token)
     if options.token_file is not None:
-        return Credential(_in_file("token_file", options.token_file))
+        return Credential(token_in_file("token_file", options.token_file))
     if environ.get("FARCALL_TOKEN"):
         return Credential(to_token("FARCALL_TOKEN", environ["FARCALL_TOKEN"]))
     if environ.get("FARCALL_TOKEN_FILE"):
-        return Credential(_in_file("FARCALL_TOKEN_FILE", environ["FARCALL_TOKEN_FILE"]))
+        return Credential(token_in_file("FARCALL_TOKEN_FILE", environ["FARCALL_TOKEN_FILE"]))
     return Credential(user_key(), automatic=True)
 
 
-def _in_file(what: str, path: str) -> bytes:
+def token_in_file(what: str, path: str) -> bytes:
+    """The token in a file; ``what`` names the option in errors.
+
+    Raises:
+        InvalidOptionError: it cannot be read, is too short, or others can read or change it.
+    """
     try:
         with open(path, "rb", opener=_open_to_read) as file:
             _check_private(path, os.fstat(file.fileno()))

@@ -21,9 +21,9 @@ class Authority:
         self.certificate = str(folder / f"{name}.ca.pem")
         self._authority.cert_pem.write_to_path(self.certificate)
 
-    def issue(self, *, ca: str | None = None) -> TlsOptions:
+    def issue(self, *, ca: str | None = None, host: str = "worker.test") -> TlsOptions:
         """A certificate with its key, for who trusts ``ca``; default: this authority."""
-        issued = self._authority.issue_cert("worker.test")
+        issued = self._authority.issue_cert(host)
         cert, key = (str(self._folder / f"{self._name}.{what}.pem") for what in ("cert", "key"))
         issued.cert_chain_pems[0].write_to_path(cert)
         issued.private_key_pem.write_to_path(key)

@@ -15,6 +15,7 @@ elsewhere than on Linux only threads and files are looked at.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -72,6 +73,7 @@ class Snapshot:
         Args:
             patience: seconds to wait for what is still about to vanish.
         """
+        gc.collect()  # the thread of gRPC ends with the last of its objects, and some are in cycles
         until = time.monotonic() + patience
         while (found := self._new()) and time.monotonic() < until:
             time.sleep(_PAUSE)

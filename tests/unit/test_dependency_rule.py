@@ -56,6 +56,19 @@ REPLACED = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._di
 HEAVY_AT_IMPORT = ("sklearn", "scipy", "torch._dynamo", "torch._inductor")
 """What importing the packages must not bring along, beyond what ``import torch`` does."""
 
+SERVING = ROOT / "farcall" / "serving"
+"""What needs the extra ``serve``."""
+
+OTHER_NAMES = {
+    "googleapis-common-protos": "google",
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "prometheus-client": "prometheus_client",
+    "protobuf": "google",
+}
+"""Distributions whose package has another name."""
+
 PACKAGES = [package for package in MAY_IMPORT if (ROOT / package / "__init__.py").exists()]
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
@@ -225,9 +238,17 @@ def test_no_file_imports_tests_examples_or_benchmarks() -> None:
 def test_what_a_file_imports_is_installed_with_the_distribution() -> None:
     """Else it is missing wherever nothing else happens to have brought it along."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    installed = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
-    known = {*sys.stdlib_module_names, *MAY_IMPORT, *installed, "farcall_guard"}
-    assert not offences(lambda _, name: name not in known)
+    known = {*sys.stdlib_module_names, *MAY_IMPORT, *imported_as(project["dependencies"]), "farcall_guard"}
+    with_extra = known | imported_as(project["optional-dependencies"]["serve"])
+    assert not offences(
+        lambda path, name: name not in (with_extra if path.is_relative_to(SERVING) else known)
+    )
+
+
+def imported_as(requirements: list[str]) -> set[str]:
+    """The packages that distributions bring."""
+    distributions = {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+    return {OTHER_NAMES.get(each, each) for each in distributions}
 
 
 IMPORT_AND_LOOK = """

@@ -1,0 +1,19 @@
+"""Calls to a served function or module from Python, with NumPy's arrays; PyTorch is not needed."""
+
+from __future__ import annotations
+
+from farcall.client.arrays import COMPLEX32, FLOAT4_PAIR
+from farcall.client.connection import AsyncClient, Client, Tls, connect, connect_async
+from farcall.client.errors import CallError, ServedError
+
+__all__ = [
+    "COMPLEX32",
+    "FLOAT4_PAIR",
+    "AsyncClient",
+    "CallError",
+    "Client",
+    "ServedError",
+    "Tls",
+    "connect",
+    "connect_async",
+]

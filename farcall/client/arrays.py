@@ -1,0 +1,59 @@
+"""NumPy's arrays as messages; PyTorch is not needed.
+
+NumPy has no types for some of PyTorch's: bfloat16 and those of 8 bits are those of ``ml_dtypes``. Two have no
+counterpart anywhere, and are records: ``COMPLEX32`` of two float16, and ``FLOAT4_PAIR``, a byte with two
+elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from farcall.v1 import value_pb2 as pb
+from farcall.values import ITEM_SIZES, dtype_name, dtype_number
+
+__all__ = ["COMPLEX32", "FLOAT4_PAIR", "NumpyTensors"]
+
+COMPLEX32: Final = np.dtype([("real", "<f2"), ("imag", "<f2")])
+FLOAT4_PAIR: Final = np.dtype([("packed", "u1")])
+
+
+def _dtypes() -> dict[str, np.dtype[Any]]:
+    found: dict[str, np.dtype[Any]] = {"complex32": COMPLEX32, "float4_e2m1fn_x2": FLOAT4_PAIR}
+    for name in ITEM_SIZES.keys() - found.keys():
+        dtype = np.dtype(bool if name == "bool" else getattr(ml_dtypes, name, name))
+        found[name] = dtype.newbyteorder("<") if dtype.isbuiltin == 1 else dtype
+    return found
+
+
+_DTYPES: Final = _dtypes()
+_NAMES: Final = {dtype.newbyteorder("="): name for name, dtype in _DTYPES.items()}
+
+
+class NumpyTensors:
+    """Arrays of any layout there, new contiguous arrays back."""
+
+    def encode(self, value: object) -> pb.Tensor | None:
+        """As ``TensorCodec`` says.
+
+        Raises:
+            TypeError: an array of this dtype has no message.
+        """
+        if not isinstance(value, (np.ndarray, np.generic)):
+            return None
+        array = np.asarray(value)
+        name = _NAMES.get(array.dtype.newbyteorder("="))
+        if name is None:
+            raise TypeError(f"an array of {array.dtype} has no counterpart in PyTorch; convert it first")
+        data = array.astype(_DTYPES[name], order="C", copy=False).tobytes()
+        return pb.Tensor(dtype=dtype_number(name), shape=array.shape, data=data)
+
+    def decode(self, message: pb.Tensor) -> np.ndarray[Any, Any]:
+        """As ``TensorCodec`` says."""
+        name = dtype_name(message.dtype)
+        memory = np.frombuffer(bytearray(message.data), np.uint8)
+        elements = memory != 0 if name == "bool" else memory.view(_DTYPES[name])
+        return elements.reshape(tuple(message.shape))

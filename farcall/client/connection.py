@@ -1,0 +1,255 @@
+"""Clients of ``farcall serve``: one for plain Python, one for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import grpc
+from google.protobuf.message import Message
+
+from farcall.client.arrays import NumpyTensors
+from farcall.client.errors import ServedError, error_of, error_of_status
+from farcall.v1 import service_pb2 as pb
+from farcall.values import from_value, to_value
+
+__all__ = ["AsyncClient", "Client", "Tls", "connect", "connect_async"]
+
+_SERVICE: Final = "/farcall.v1.FarcallService/"
+_OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+_TENSORS: Final = NumpyTensors()
+_METHODS: Final[dict[str, tuple[type[Message], type[Message]]]] = {
+    "Describe": (pb.DescribeRequest, pb.DescribeResponse),
+    "Call": (pb.CallRequest, pb.CallResponse),
+    "StreamCall": (pb.StreamCallRequest, pb.StreamCallResponse),
+    "Batch": (pb.BatchRequest, pb.BatchResponse),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How to encrypt.
+
+    Args:
+        ca: path of the certificate of the authority that has signed the server's.
+        cert: path of this client's certificate, if the server wants one.
+        key: path of its private key.
+    """
+
+    ca: str
+    cert: str | None = None
+    key: str | None = None
+
+    def credentials(self) -> Any:
+        """For a channel."""
+        key, cert = (None if each is None else Path(each).read_bytes() for each in (self.key, self.cert))
+        return grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, cert)
+
+
+def connect(address: str, *, token: str | None = None, tls: Tls | None = None) -> Client:
+    """Make a client. The connection is made with the first call.
+
+    Args:
+        address: ``HOST:PORT``.
+        token: what shows that this client may call.
+        tls: encrypt.
+
+    Example::
+
+        with farcall.client.connect("localhost:8443") as client:
+            probabilities = client.call("classify", images)         # numpy.ndarray
+    """
+    return Client(_channel(grpc, address, tls), token)
+
+
+def connect_async(address: str, *, token: str | None = None, tls: Tls | None = None) -> AsyncClient:
+    """Make a client for asyncio; arguments as with ``connect``.
+
+    Example::
+
+        async with farcall.client.connect_async("localhost:8443") as client:
+            async for word in client.stream("generate", "Once upon a time"):
+                print(word)
+    """
+    return AsyncClient(_channel(grpc.aio, address, tls), token)
+
+
+def _channel(kind: Any, address: str, tls: Tls | None) -> Any:
+    host, colon, port = address.rpartition(":")
+    if not host or not colon or not port.isdigit():
+        raise ValueError(f"{address!r} is not HOST:PORT, such as localhost:8443")
+    if tls is None:
+        return kind.insecure_channel(address, _OPTIONS)
+    return kind.secure_channel(address, tls.credentials(), _OPTIONS)
+
+
+class _Stubs:
+    """The service's methods on a channel, and the token that goes with each call."""
+
+    def __init__(self, channel: Any, token: str | None) -> None:
+        self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._methods: dict[str, Any] = {}
+        for name, (request, response) in _METHODS.items():
+            make = channel.unary_stream if name == "StreamCall" else channel.unary_unary
+            self._methods[name] = make(
+                _SERVICE + name,
+                request_serializer=request.SerializeToString,
+                response_deserializer=response.FromString,
+            )
+
+    def __call__(self, name: str, request: Any, seconds: float | None) -> Any:
+        return self._methods[name](request, timeout=seconds, metadata=self.metadata)
+
+
+class Client:
+    """Calls what is served. It may be used by several threads.
+
+    All methods raise ``ServedError`` for what the server answers, and ``CallError`` where it does not.
+    """
+
+    def __init__(self, channel: Any, token: str | None) -> None:
+        self._channel = channel
+        self._stubs = _Stubs(channel, token)
+
+    def call(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """The result of a function; tensors are arrays there and back.
+
+        Args:
+            name: under which it is served.
+            args: its arguments.
+            timeout: seconds; None: wait for ever.
+            kwargs: its arguments by name.
+        """
+        request = pb.CallRequest(call=_invocation(name, args, kwargs))
+        return from_value(self._ask("Call", request, timeout).value, _TENSORS)
+
+    def stream(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Iterator[Any]:
+        """The results of a generator as they come; to end it early, close the iterator."""
+        request = pb.StreamCallRequest(call=_invocation(name, args, kwargs))
+        answers = self._stubs("StreamCall", request, timeout)
+        try:
+            for each in answers:
+                yield from_value(each.value, _TENSORS)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+        finally:
+            answers.cancel()
+
+    def batch(
+        self,
+        calls: Iterable[tuple[str, Sequence[Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]],
+        *,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Several calls in one message. Each has its result in the list, or its ``ServedError``.
+
+        Args:
+            calls: name, arguments and arguments by name of each.
+            timeout: seconds for all of them.
+        """
+        return _results(self._ask("Batch", _batch(calls), timeout))
+
+    def describe(self, name: str = "", *, timeout: float | None = None) -> list[pb.Description]:
+        """What is served: all, or what has a name."""
+        return list(self._ask("Describe", pb.DescribeRequest(name=name), timeout).served)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._channel.close()
+
+    def _ask(self, method: str, request: Any, seconds: float | None) -> Any:
+        try:
+            return self._stubs(method, request, seconds)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """As ``Client``, for asyncio. A cancelled call is cancelled at the server."""
+
+    def __init__(self, channel: Any, token: str | None) -> None:
+        self._channel = channel
+        self._stubs = _Stubs(channel, token)
+
+    async def call(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:  # noqa: ASYNC109
+        """As ``Client.call``."""
+        request = pb.CallRequest(call=_invocation(name, args, kwargs))
+        return from_value((await self._ask("Call", request, timeout)).value, _TENSORS)
+
+    async def stream(
+        self,
+        name: str,
+        /,
+        *args: Any,
+        timeout: float | None = None,  # noqa: ASYNC109
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """As ``Client.stream``."""
+        request = pb.StreamCallRequest(call=_invocation(name, args, kwargs))
+        answers = self._stubs("StreamCall", request, timeout)
+        try:
+            async for each in answers:
+                yield from_value(each.value, _TENSORS)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+        finally:
+            answers.cancel()
+
+    async def batch(
+        self,
+        calls: Iterable[tuple[str, Sequence[Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> list[Any]:
+        """As ``Client.batch``."""
+        return _results(await self._ask("Batch", _batch(calls), timeout))
+
+    async def describe(self, name: str = "", *, timeout: float | None = None) -> list[pb.Description]:  # noqa: ASYNC109
+        """As ``Client.describe``."""
+        return list((await self._ask("Describe", pb.DescribeRequest(name=name), timeout)).served)
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._channel.close()
+
+    async def _ask(self, method: str, request: Any, seconds: float | None) -> Any:
+        try:
+            return await self._stubs(method, request, seconds)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _invocation(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> pb.Invocation:
+    return pb.Invocation(
+        name=name,
+        args=[to_value(each, _TENSORS) for each in args],
+        kwargs={key: to_value(each, _TENSORS) for key, each in kwargs.items()},
+    )
+
+
+def _batch(calls: Iterable[Sequence[Any]]) -> pb.BatchRequest:
+    return pb.BatchRequest(calls=[_invocation(name, args, *(named or [{}])) for name, args, *named in calls])
+
+
+def _results(response: pb.BatchResponse) -> list[Any]:
+    return [_result(each) for each in response.results]
+
+
+def _result(result: pb.Result) -> Any | ServedError:
+    if result.WhichOneof("outcome") == "error":
+        return error_of_status(result.error)
+    return from_value(result.value, _TENSORS)

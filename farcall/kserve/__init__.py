@@ -1,0 +1,1 @@
+"""The messages of the open inference protocol, generated from ``proto/farcall/kserve``."""

@@ -1,0 +1,15 @@
+"""Functions and modules for clients in any language, over gRPC."""
+
+from __future__ import annotations
+
+from farcall.serving.admission import Limits
+from farcall.serving.endpoint import Batching, Endpoint, TensorSpec
+
+try:
+    from farcall.serving.server import Server, serve
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"to serve needs {error.name}: pip install 'farcall[serve]'", name=error.name
+    ) from error
+
+__all__ = ["Batching", "Endpoint", "Limits", "Server", "TensorSpec", "serve"]

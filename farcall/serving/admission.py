@@ -1,0 +1,79 @@
+"""How many calls a server takes at once, and from whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from farcall.serving.errors import Refused
+
+__all__ = ["Admission", "Limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server takes at once. What is more is refused at once, as ``RESOURCE_EXHAUSTED``.
+
+    Args:
+        in_flight: calls, or batches of calls, that run at once.
+        queue: calls that wait for that, or for others of their batch.
+        per_caller: calls of one caller that run or wait; default: no limit of his own.
+        message_bytes: of one request.
+    """
+
+    in_flight: int = 16
+    queue: int = 256
+    per_caller: int | None = None
+    message_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if self.in_flight < 1 or self.queue < 0 or self.message_bytes < 1024:
+            raise ValueError("in_flight is at least 1, queue at least 0 and message_bytes at least 1024")
+        if self.per_caller is not None and self.per_caller < 1:
+            raise ValueError("per_caller is at least 1")
+
+
+class Admission:
+    """Counts the calls that a server has taken and not answered."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._callers: Counter[str] = Counter()
+        self.draining = False
+
+    @property
+    def admitted(self) -> int:
+        """Calls that run or wait."""
+        return self._callers.total()
+
+    @contextmanager
+    def admit(self, caller: str) -> Iterator[None]:
+        """Take a call, for as long as the context lasts.
+
+        Raises:
+            Refused: there are too many, or the server is about to end.
+        """
+        limits = self._limits
+        if self.draining:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the server is about to end and takes no more calls")
+        if self.admitted >= limits.in_flight + limits.queue:
+            raise Refused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self.admitted} calls run or wait, all that this server takes at once; try again later",
+            )
+        if limits.per_caller is not None and self._callers[caller] >= limits.per_caller:
+            raise Refused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{limits.per_caller} calls of {caller} run or wait, all that a caller may have at once",
+            )
+        self._callers[caller] += 1
+        try:
+            yield
+        finally:
+            self._callers[caller] -= 1
+            if not self._callers[caller]:
+                del self._callers[caller]

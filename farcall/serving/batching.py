@@ -1,0 +1,144 @@
+"""Calls that come together are run as one.
+
+A batch is open for calls of one kind: the same structure, dtypes and sizes beside the first. It is closed
+when it is full or its first call has waited long enough. A batch that fails is run again call by call, so
+that what is wrong with one is that one's error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from farcall.serving.endpoint import Batching
+
+__all__ = ["Batcher"]
+
+Run = Callable[[Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class _Call:
+    tensors: list[Tensor]
+    rows: int
+    answer: asyncio.Future[Any]
+
+
+@dataclass(slots=True)
+class _Batch:
+    structure: pytree.TreeSpec
+    calls: list[_Call] = field(default_factory=list)
+    rows: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
+class Batcher:
+    """Joins the calls of one endpoint.
+
+    Args:
+        batching: how many, and how long they wait.
+        run: makes one call.
+        observe: told how many calls a batch has.
+    """
+
+    def __init__(self, batching: Batching, run: Run, observe: Callable[[int], None]) -> None:
+        self._batching = batching
+        self._run = run
+        self._observe = observe
+        self._open: dict[Hashable, _Batch] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of one call; as from ``run``."""
+        leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
+        rows = _rows(leaves)
+        if rows is None or rows > self._batching.max_batch_size:
+            self._observe(1)
+            return await self._run(args, kwargs)
+        call = _Call(leaves, rows, asyncio.get_running_loop().create_future())
+        self._add(call, structure)
+        return await call.answer
+
+    def _add(self, call: _Call, structure: pytree.TreeSpec) -> None:
+        kind = (structure, tuple((tensor.dtype, tensor.shape[1:]) for tensor in call.tensors))
+        batch = self._open.get(kind)
+        if batch is not None and batch.rows + call.rows > self._batching.max_batch_size:
+            self._close(kind)
+            batch = None
+        if batch is None:
+            batch = self._open[kind] = _Batch(structure)
+            loop = asyncio.get_running_loop()
+            batch.timer = loop.call_later(self._batching.max_delay, self._close, kind)
+        batch.calls.append(call)
+        batch.rows += call.rows
+        if batch.rows == self._batching.max_batch_size:
+            self._close(kind)
+
+    def _close(self, kind: Hashable) -> None:
+        batch = self._open.pop(kind)
+        assert batch.timer is not None
+        batch.timer.cancel()
+        task = asyncio.create_task(self._answer(batch))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _answer(self, batch: _Batch) -> None:
+        calls = [call for call in batch.calls if not call.answer.done()]
+        if not calls:
+            return
+        self._observe(len(calls))
+        try:
+            results = _split(await self._run(*_joined(calls, batch.structure)), [call.rows for call in calls])
+        except Exception as error:
+            if len(calls) == 1:
+                _settle(calls[0], error=error)
+            else:
+                for call in calls:
+                    await self._answer(_Batch(batch.structure, [call]))
+            return
+        for call, result in zip(calls, results, strict=True):
+            _settle(call, result)
+
+
+def _settle(call: _Call, result: Any = None, error: Exception | None = None) -> None:
+    if call.answer.done():
+        return
+    if error is not None:
+        call.answer.set_exception(error)
+    else:
+        call.answer.set_result(result)
+
+
+def _rows(leaves: list[Any]) -> int | None:
+    """How many rows all tensors have; None if they do not agree, or if not all are tensors."""
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        return None
+    found = {leaf.shape[0] for leaf in leaves}
+    return found.pop() if len(found) == 1 else None
+
+
+def _joined(calls: list[_Call], structure: pytree.TreeSpec) -> tuple[list[Any], dict[str, Any]]:
+    joined = [torch.cat(parts) for parts in zip(*(call.tensors for call in calls), strict=True)]
+    args, kwargs = pytree.tree_unflatten(joined, structure)
+    return args, kwargs
+
+
+def _split(result: Any, rows: list[int]) -> list[Any]:
+    """The parts of a joined result.
+
+    Raises:
+        TypeError: it is not made of tensors with as many rows.
+    """
+    leaves, structure = pytree.tree_flatten(result)
+    if _rows(leaves) != sum(rows):
+        raise TypeError(
+            f"a batched function must return tensors with as many rows as it is given, {sum(rows)} here"
+        )
+    parts = [leaf.split(rows) for leaf in leaves]
+    return [pytree.tree_unflatten(list(part), structure) for part in zip(*parts, strict=True)]

@@ -1,0 +1,79 @@
+"""Who may call: bearer tokens, and certificates that TLS has checked."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final
+
+import grpc
+
+from rpc.options import Token, to_token
+
+__all__ = ["BearerTokens", "Callers"]
+
+_HEADER: Final = "authorization"
+_SCHEME: Final = "bearer "
+
+OPEN: Final = ("/grpc.health.v1.Health/", "/inference.GRPCInferenceService/Server")
+"""Methods that need no token: probes ask them, and they tell nothing but that the server lives."""
+
+
+class Callers:
+    """Tells callers apart.
+
+    Args:
+        tokens: by the name of who has it; empty: none is asked for.
+        certificates: TLS has asked for a certificate, whose name is the caller's.
+    """
+
+    def __init__(self, tokens: Mapping[str, str | bytes], *, certificates: bool) -> None:
+        self._tokens: dict[str, Token] = {name: to_token(name, token) for name, token in tokens.items()}
+        self._certificates = certificates
+
+    def known(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """The metadata of a call has one of the tokens, or none is needed."""
+        return not self._tokens or self._owner(metadata) is not None
+
+    def name(self, context: Any) -> str:
+        """Who calls: the token's owner, the certificate's name, or the address."""
+        owner = self._owner(context.invocation_metadata() or ())
+        if owner is not None:
+            return owner
+        if self._certificates:
+            names = context.auth_context().get("x509_common_name")
+            if names:
+                return str(names[0].decode(errors="replace"))
+        peer: str = context.peer()
+        return peer.rpartition(":")[0]
+
+    def _owner(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+        for key, value in metadata:
+            if key == _HEADER and isinstance(value, str) and value[: len(_SCHEME)].lower() == _SCHEME:
+                given = value[len(_SCHEME) :].encode()
+                owners = [name for name, token in self._tokens.items() if hmac.compare_digest(token, given)]
+                if owners:
+                    return owners[0]
+        return None
+
+
+class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Refuses calls without a token before their message is read."""
+
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        """Let it through, or answer that it is not."""
+        method: str = handler_call_details.method
+        if method.startswith(OPEN) or self._callers.known(handler_call_details.invocation_metadata or ()):
+            return await continuation(handler_call_details)
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(_: Any, context: Any) -> None:
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED, "this server wants a token: authorization: Bearer TOKEN"
+    )

@@ -1,0 +1,115 @@
+"""What all methods of the server share: who calls, until when, how errors go back, and what is noted.
+
+Handlers get requests as bytes and parse them themselves, so that what cannot be parsed is the caller's error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from farcall.serving.callers import Callers
+from farcall.serving.errors import details_of, status_of
+from farcall.serving.host import Host
+from farcall.values import Malformed
+
+__all__ = ["Caller", "Calls", "parse"]
+
+M = TypeVar("M", bound=Message)
+
+_DETAILS: Final = "grpc-status-details-bin"
+_NOT_SERVED: Final = "-"
+
+
+@dataclass(slots=True)
+class Caller:
+    """One call that has come.
+
+    Attributes:
+        name: who makes it.
+        seconds: that he waits; None: for ever.
+        served: the name that he calls, for logs and metrics.
+    """
+
+    name: str
+    seconds: float | None
+    served: str = _NOT_SERVED
+
+
+def parse(kind: type[M], request: bytes) -> M:
+    """Read a request.
+
+    Raises:
+        Malformed: it is none.
+    """
+    try:
+        return kind.FromString(request)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise Malformed(f"the request is no {kind.DESCRIPTOR.full_name}: {error}") from None
+
+
+class Calls:
+    """Makes gRPC handlers.
+
+    Args:
+        host: where calls go.
+        callers: tells who calls.
+        tracebacks: errors carry them.
+    """
+
+    def __init__(self, host: Host, callers: Callers, *, tracebacks: bool) -> None:
+        self._host = host
+        self._callers = callers
+        self.tracebacks = tracebacks
+
+    def unary(self, answer: Callable[[bytes, Caller], Awaitable[Message]]) -> Any:
+        """A handler of a method with one answer."""
+
+        async def handle(request: bytes, context: Any) -> bytes:
+            async with self._noted(context) as caller:
+                return (await answer(request, caller)).SerializeToString()
+            raise AssertionError("an error is answered by abort, which raises")
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    def streaming(self, answers: Callable[[bytes, Caller], AsyncIterator[Message]]) -> Any:
+        """A handler of a method with many answers."""
+
+        async def handle(request: bytes, context: Any) -> AsyncIterator[bytes]:
+            async with self._noted(context) as caller:
+                results = answers(request, caller)
+                try:
+                    async for each in results:
+                        yield each.SerializeToString()
+                finally:
+                    await results.aclose()  # type: ignore[attr-defined]
+
+        return grpc.unary_stream_rpc_method_handler(handle)
+
+    @asynccontextmanager
+    async def _noted(self, context: Any) -> AsyncIterator[Caller]:
+        remaining: float | None = context.time_remaining()
+        caller = Caller(self._callers.name(context), remaining)
+        begun = perf_counter()
+        code, text = grpc.StatusCode.OK, ""
+        try:
+            yield caller
+        except (asyncio.CancelledError, GeneratorExit):
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except Exception as error:
+            code, text = status_of(error), f"{type(error).__qualname__}: {str(error)[:200]!r}"
+            details = details_of(error, tracebacks=self.tracebacks)
+            await context.abort(
+                code, details.message, trailing_metadata=((_DETAILS, details.SerializeToString()),)
+            )
+        finally:
+            served = caller.served if caller.served in self._host.endpoints else _NOT_SERVED
+            self._host.metrics.ended(served, caller.name, code, perf_counter() - begun, text)

@@ -1,0 +1,85 @@
+"""``farcall serve``: a server in the foreground, which SIGTERM and Ctrl-C end in order."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from farcall.serving.admission import Limits
+from farcall.serving.endpoint import Batching, Endpoint
+from farcall.serving.loading import load
+from farcall.serving.server import serve
+from rpc.options import TlsOptions
+from rpc.rendezvous.token import token_in_file
+
+__all__ = ["run"]
+
+
+def run(
+    target: str,
+    *,
+    host: str,
+    port: int,
+    token_file: str | None,
+    cert: str | None,
+    key: str | None,
+    ca: str | None,
+    insecure: bool,
+    batch: int | None,
+    delay: float,
+    in_flight: int,
+    queue: int,
+    metrics_port: int | None,
+    grace: float,
+    tracebacks: bool,
+) -> int:
+    """Serve until a signal comes; options are those of the command.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: an option is wrong, or there is nothing to serve.
+        OSError: a file cannot be read, or the port is taken.
+    """
+    if (cert is None) != (key is None) or (ca is not None and cert is None):
+        raise ValueError("TLS needs --cert and --key, and --ca if callers must have certificates")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    endpoints = load(target)
+    if batch is not None:
+        joined = Batching(batch, delay / 1e3)
+        endpoints = {name: _batched(each, joined) for name, each in endpoints.items()}
+    server = serve(
+        endpoints,
+        host=host,
+        port=port,
+        tokens=None if token_file is None else token_in_file("--token-file", token_file),
+        tls=None if cert is None or key is None else TlsOptions(cert=cert, key=key, ca=ca or cert),
+        client_certificates=ca is not None,
+        insecure=insecure,
+        limits=Limits(in_flight=in_flight, queue=queue),
+        tracebacks=tracebacks,
+        metrics_port=metrics_port,
+    )
+    asked = threading.Event()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda *_: asked.set())
+    names = ", ".join(endpoints)
+    click.echo(f"serving {names} at {host}:{server.port}" + _metrics(host, server.metrics_port))
+    asked.wait()
+    click.echo("ending: no more calls are taken")
+    server.stop(grace)
+    return 0
+
+
+def _batched(endpoint: Endpoint, batching: Batching) -> Endpoint:
+    return endpoint if endpoint.batching or endpoint.streams else replace(endpoint, batching=batching)
+
+
+def _metrics(host: str, port: Any) -> str:
+    return "" if port is None else f", metrics at http://{host}:{port}/metrics"

@@ -1,0 +1,237 @@
+"""What is served: something to call, and what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import rpc
+from farcall.serving.errors import BadArguments
+from farcall.serving.tensors import DTYPES
+from rref import RemoteModule, RRef
+
+__all__ = ["Batching", "Endpoint", "TensorSpec"]
+
+_END: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor must be.
+
+    Args:
+        dtype: PyTorch's, or its name, such as ``"float32"``.
+        shape: sizes; -1 for any.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+
+    dtype: torch.dtype | str
+    shape: Sequence[int]
+
+    def __post_init__(self) -> None:
+        name = str(self.dtype).removeprefix("torch.")
+        if name not in DTYPES:
+            raise ValueError(f"{self.dtype!r} is no dtype; there are {', '.join(sorted(DTYPES))}")
+        object.__setattr__(self, "dtype", DTYPES[name])
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+    @property
+    def dtype_name(self) -> str:
+        """PyTorch's name of the dtype."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def check(self, name: str, value: object) -> None:
+        """Check an argument.
+
+        Raises:
+            BadArguments: it is something else.
+        """
+        if isinstance(value, torch.Tensor):
+            fits = len(value.shape) == len(self.shape) and all(
+                wanted in (-1, size) for wanted, size in zip(self.shape, value.shape, strict=True)
+            )
+            if fits and value.dtype == self.dtype:
+                return
+            came = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        else:
+            came = type(value).__qualname__
+        raise BadArguments(f"{name} must be a tensor {self.dtype_name}{list(self.shape)}, {came} came")
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """Calls that come together are run as one, their tensors joined along the first dimension.
+
+    It is for functions of tensors whose rows do not depend on each other, such as a model in evaluation: all
+    arguments are tensors with as many rows, and so are the results. Calls with other dtypes, other sizes
+    beside the first, or arguments that are not tensors are not joined.
+
+    Args:
+        max_batch_size: rows at most; a call with more runs alone.
+        max_delay: seconds that the first call waits for others.
+    """
+
+    max_batch_size: int = 32
+    max_delay: float = 0.002
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1 or self.max_delay < 0:
+            raise ValueError("max_batch_size is at least 1 and max_delay at least 0")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Something that is served under a name.
+
+    Args:
+        call: a function, ``async def``, generator (for streams), module, or any callable; an ``RRef`` to one,
+            a ``RemoteModule`` or a sharded model, which are called where they are. Modules run in
+            ``torch.inference_mode``.
+        inputs: what tensors the arguments must be, by name.
+        outputs: what tensors come back, by name, in order.
+        batching: run calls that come together as one.
+        doc: for ``Describe``; default: the docstring.
+
+    Example::
+
+        Endpoint(model, inputs={"images": TensorSpec("float32", (-1, 64))}, batching=Batching(64))
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+
+    call: Any
+    inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
+    outputs: Mapping[str, TensorSpec] = field(default_factory=dict)
+    batching: Batching | None = None
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.call, (RRef, RemoteModule)) and not callable(self.call):
+            raise TypeError(f"{self.call!r} cannot be called, so it cannot be served")
+        if self.streams and self.batching:
+            raise TypeError("a generator cannot be batched")
+
+    @cached_property
+    def streams(self) -> bool:
+        """It has many results, one after the other."""
+        return _is(inspect.isgeneratorfunction, self.call) or _is(inspect.isasyncgenfunction, self.call)
+
+    @cached_property
+    def signature(self) -> inspect.Signature | None:
+        """Of what is called, if that can be seen from here."""
+        if isinstance(self.call, (RRef, RemoteModule)):
+            return None
+        target = self.call.forward if isinstance(self.call, nn.Module) else self.call
+        try:
+            return inspect.signature(target)
+        except (TypeError, ValueError):
+            return None
+
+    @property
+    def text(self) -> str:
+        """What it does, for people."""
+        if self.doc or isinstance(self.call, (RRef, RemoteModule)):
+            return self.doc
+        return inspect.cleandoc(self.call.__doc__ or "") if self.call.__doc__ else ""
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Check arguments before anything is run.
+
+        Raises:
+            BadArguments: it does not take them.
+        """
+        signature = self.signature
+        given: Mapping[str, Any] = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
+        if signature is not None:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise BadArguments(str(error)) from None
+        for name, spec in self.inputs.items():
+            if name in given:
+                spec.check(name, given[name])
+
+    async def run(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None, executor: Executor
+    ) -> Any:
+        """The result of one call.
+
+        A cancelled ``async def`` or remote call is cancelled; a function that runs in a thread cannot be, and
+        this ends only when it has.
+        """
+        if isinstance(self.call, RemoteModule):
+            return await _run_at_owner(self.call.get_module_rref(), args, kwargs, seconds)
+        if isinstance(self.call, RRef):
+            return await _run_at_owner(self.call, args, kwargs, seconds)
+        if _is(inspect.iscoroutinefunction, self.call):
+            return await self.call(*args, **kwargs)
+        return await _until_done(executor, _called, self.call, args, kwargs)
+
+    async def stream(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], executor: Executor
+    ) -> AsyncIterator[Any]:
+        """The results of a generator. It is closed when nobody takes more."""
+        if _is(inspect.isasyncgenfunction, self.call):
+            results = self.call(*args, **kwargs)
+            try:
+                async for each in results:
+                    yield each
+            finally:
+                await results.aclose()
+            return
+        generator: Iterator[Any] = self.call(*args, **kwargs)
+        try:
+            while (each := await _until_done(executor, next, generator, _END)) is not _END:
+                yield each
+        finally:
+            await _until_done(executor, generator.close)  # type: ignore[attr-defined]
+
+
+def _is(question: Callable[[Any], bool], call: object) -> bool:
+    return question(call) or question(getattr(call, "__call__", None))  # noqa: B004
+
+
+def _called(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(call, nn.Module):
+        with torch.inference_mode():
+            return call(*args, **kwargs)
+    return call(*args, **kwargs)
+
+
+def _call_referenced(reference: RRef[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return _called(reference.local_value(), args, kwargs)
+
+
+async def _run_at_owner(
+    reference: RRef[Any], args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None
+) -> Any:
+    timeout = rpc.UNSET_RPC_TIMEOUT if seconds is None else max(seconds, 0.001)
+    return await rpc.rpc_async(
+        reference.owner(), _call_referenced, args=(reference, args, kwargs), timeout=timeout
+    )
+
+
+async def _until_done(executor: Executor, call: Callable[..., Any], *args: Any) -> Any:
+    """Run in a thread. Who is cancelled waits for the thread, since what it uses is in use until then."""
+    running = asyncio.wrap_future(executor.submit(call, *args))
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        running.exception()
+        raise cancelled
+    return running.result()

@@ -1,0 +1,69 @@
+"""What a server tells of itself: Prometheus metrics, and one line of log for each call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+__all__ = ["ACCESS", "Metrics"]
+
+ACCESS: Final = logging.getLogger("farcall.access")
+"""One line for each call, at INFO."""
+
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_CALLS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        admitted: how many calls run or wait.
+    """
+
+    def __init__(self, admitted: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        self._calls = Counter(
+            "farcall_calls", "Calls that have ended.", ["name", "code"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "farcall_call_seconds",
+            "From request to answer.",
+            ["name"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._batches = Histogram(
+            "farcall_batch_calls", "Calls run as one.", ["name"], buckets=_CALLS, registry=self.registry
+        )
+        gauge = Gauge("farcall_calls_admitted", "Calls that run or wait.", registry=self.registry)
+        gauge.set_function(admitted)
+
+    def publish(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
+        """Serve them over HTTP.
+
+        Returns:
+            The port, and what ends it.
+        """
+        server, thread = start_http_server(port, host, registry=self.registry)
+
+        def end() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return server.server_port, end
+
+    def batch(self, name: str, calls: int) -> None:
+        """Note a batch."""
+        self._batches.labels(name).observe(calls)
+
+    def ended(self, name: str, caller: str, code: grpc.StatusCode, seconds: float, text: str = "") -> None:
+        """Note a call. ``name`` is one that is served, or "-": strangers must not make up labels."""
+        self._calls.labels(name, code.name).inc()
+        self._seconds.labels(name).observe(seconds)
+        ACCESS.info("%s %s %s %.1f ms%s", caller, name, code.name, seconds * 1e3, f": {text}" if text else "")

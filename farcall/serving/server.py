@@ -1,0 +1,220 @@
+"""The server: one port, a thread with an event loop, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from farcall.serving import inference, service
+from farcall.serving.admission import Limits
+from farcall.serving.callers import BearerTokens, Callers
+from farcall.serving.calls import Calls
+from farcall.serving.endpoint import Endpoint
+from farcall.serving.host import Host
+from rpc import TlsOptions
+
+__all__ = ["Server", "serve"]
+
+_SERVICES: Final = (service.SERVICE, inference.SERVICE)
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+_NO_END: Final = 1e9
+"""Seconds; gRPC takes none to be 0."""
+
+_STREAMS: Final = 1000
+"""Calls that one connection may have under way."""
+
+
+def serve(
+    endpoints: Mapping[str, Any],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tokens: Mapping[str, str | bytes] | str | bytes | None = None,
+    tls: TlsOptions | None = None,
+    client_certificates: bool = True,
+    insecure: bool = False,
+    limits: Limits | None = None,
+    tracebacks: bool = False,
+    metrics_port: int | None = None,
+) -> Server:
+    """Serve functions and modules to clients in any language, over gRPC, in this process.
+
+    Args:
+        endpoints: what is served, by name: an ``Endpoint``, or what it takes as ``call``.
+        host: the address to listen at.
+        port: 0: one that is free, see ``Server.port``.
+        tokens: what callers must have, one for all or one each by the caller's name.
+        tls: encrypt; callers need certificates of the same authority.
+        client_certificates: False: with TLS, callers need no certificate, only a token if there are any.
+        insecure: listen beyond this host although whoever reaches the port may call.
+        limits: how many calls are taken at once.
+        tracebacks: errors carry them to callers.
+        metrics_port: serve Prometheus metrics at this port of the same host; 0: one that is free.
+
+    Returns:
+        The server, which has begun; it ends with ``stop()`` or the end of its ``with``.
+
+    Raises:
+        ValueError: nothing is served, or whoever reaches the port could call.
+        OSError: the port is taken.
+
+    Example::
+
+        with farcall.serve({"add": torch.add, "classify": model}, port=8443) as server:
+            server.wait()
+    """
+    if not endpoints:
+        raise ValueError("there is nothing to serve: endpoints is empty")
+    trusted = bool(tokens) or (tls is not None and client_certificates)
+    if host not in _LOOPBACK and not trusted and not insecure:
+        raise ValueError(
+            f"whoever reaches {host} could call what is served. Give tokens=..., or tls=TlsOptions(...) with "
+            "certificates for callers, or say insecure=True"
+        )
+    named = tokens if isinstance(tokens, Mapping) else {"caller": tokens} if tokens else {}
+    callers = Callers(named, certificates=tls is not None and client_certificates)
+    served = {
+        name: each if isinstance(each, Endpoint) else Endpoint(each) for name, each in endpoints.items()
+    }
+    credentials = None if tls is None else _credentials(tls, client_certificates)
+    server = Server(served, limits or Limits(), callers, tracebacks=tracebacks)
+    server._start(host, port, credentials, metrics_port)
+    return server
+
+
+def _credentials(tls: TlsOptions, client_certificates: bool) -> Any:
+    pair = (Path(tls.key).read_bytes(), Path(tls.cert).read_bytes())
+    authority = Path(tls.ca).read_bytes() if client_certificates else None
+    return grpc.ssl_server_credentials([pair], authority, require_client_auth=client_certificates)
+
+
+class Server:
+    """A server that runs; made by ``serve``.
+
+    Attributes:
+        port: where it listens.
+        metrics_port: where Prometheus finds its metrics; None without.
+    """
+
+    port: int
+    metrics_port: int | None = None
+
+    def __init__(
+        self, endpoints: Mapping[str, Endpoint], limits: Limits, callers: Callers, *, tracebacks: bool
+    ) -> None:
+        self._endpoints = endpoints
+        self._limits = limits
+        self._callers = callers
+        self._tracebacks = tracebacks
+        self._ended = threading.Event()
+        self._on_exit = ExitStack()
+        self._stopping = threading.Lock()
+        self._grace: Future[float | None] = Future()
+
+    def stop(self, grace: float | None = None) -> None:
+        """Take no more calls, and return when those that were taken are answered.
+
+        Args:
+            grace: seconds until the rest are cut off; None: there is no end.
+        """
+        with self._stopping:
+            if not self._grace.done():
+                self._grace.set_result(grace)
+        self._thread.join()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until somebody has stopped it.
+
+        Returns:
+            False: it still runs after ``timeout`` seconds.
+        """
+        return self._ended.wait(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(grace=0.0 if error is not None else None)
+
+    # ---- its thread
+
+    def _start(self, host: str, port: int, credentials: Any, metrics_port: int | None) -> None:
+        begun: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(host, port, credentials, metrics_port, begun), name="farcall serving"
+        )
+        self._thread.daemon = True
+        self._thread.start()
+        begun.result()
+
+    def _run(self, *args: Any) -> None:
+        begun: Future[None] = args[-1]
+        try:
+            with asyncio.Runner() as runner, self._on_exit:
+                self._loop = runner.get_loop()
+                runner.run(self._serve(*args))
+        except BaseException as error:
+            if begun.done():
+                raise
+            begun.set_exception(error)
+        finally:
+            self._ended.set()
+
+    async def _serve(
+        self, host: str, port: int, credentials: Any, metrics_port: int | None, begun: Future[None]
+    ) -> None:
+        served = Host(self._endpoints, self._limits)
+        self._on_exit.callback(served.close)
+        if metrics_port is not None:
+            self.metrics_port, end = served.metrics.publish(host, metrics_port)
+            self._on_exit.callback(end)
+        server = grpc.aio.server(
+            interceptors=[BearerTokens(self._callers)],
+            options=[
+                ("grpc.max_receive_message_length", self._limits.message_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_concurrent_streams", _STREAMS),
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        calls = Calls(served, self._callers, tracebacks=self._tracebacks)
+        server.add_generic_rpc_handlers((service.handlers(served, calls), inference.handlers(served, calls)))
+        probes = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(probes, server)
+        for name in ("", *_SERVICES):
+            await probes.set(name, health_pb2.HealthCheckResponse.SERVING)
+        reflection.enable_server_reflection(
+            (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        self.port = _bind(server, f"[{host}]" if ":" in host else host, port, credentials)
+        await server.start()
+        begun.set_result(None)
+        grace = await asyncio.wrap_future(self._grace)
+        served.admission.draining = True
+        await probes.enter_graceful_shutdown()
+        await server.stop(_NO_END if grace is None else grace)
+
+
+def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
+    place = f"{host}:{port}"
+    try:
+        bound: int = (
+            server.add_insecure_port(place)
+            if credentials is None
+            else server.add_secure_port(place, credentials)
+        )
+    except RuntimeError as error:
+        raise OSError(f"cannot listen at {place}: is the port taken, and the address this host's?") from error
+    return bound

@@ -1,0 +1,135 @@
+"""``farcall.v1.FarcallService``, for clients in any language."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+import farcall
+from farcall.serving.calls import Caller, Calls, parse
+from farcall.serving.endpoint import Endpoint, TensorSpec
+from farcall.serving.errors import details_of
+from farcall.serving.host import Host
+from farcall.serving.tensors import TorchTensors
+from farcall.v1 import service_pb2 as pb
+from farcall.v1 import value_pb2
+from farcall.values import Malformed, dtype_number, from_value, to_value
+
+__all__ = ["handlers"]
+
+SERVICE: Final = "farcall.v1.FarcallService"
+
+_STARS: Final[dict[object, str]] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+_TENSORS: Final = TorchTensors()
+
+
+def handlers(host: Host, calls: Calls) -> Any:
+    """The methods of the service, for a gRPC server."""
+    service = _Service(host, calls.tracebacks)
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Describe": calls.unary(service.describe),
+            "Call": calls.unary(service.call),
+            "StreamCall": calls.streaming(service.stream),
+            "Batch": calls.unary(service.batch),
+        },
+    )
+
+
+class _Service:
+    def __init__(self, host: Host, tracebacks: bool) -> None:
+        self._host = host
+        self._tracebacks = tracebacks
+
+    async def describe(self, request: bytes, _: Caller) -> pb.DescribeResponse:
+        name = parse(pb.DescribeRequest, request).name
+        found = {name: self._host.find(name)} if name else self._host.endpoints
+        served = [_described(each, endpoint) for each, endpoint in sorted(found.items())]
+        return pb.DescribeResponse(served=served, version=farcall.__version__)
+
+    async def call(self, request: bytes, caller: Caller) -> pb.CallResponse:
+        invocation = parse(pb.CallRequest, request).call
+        caller.served = invocation.name
+        return pb.CallResponse(value=await self._value(invocation, caller))
+
+    async def stream(self, request: bytes, caller: Caller) -> AsyncIterator[pb.StreamCallResponse]:
+        invocation = parse(pb.StreamCallRequest, request).call
+        caller.served = invocation.name
+        args, kwargs = _arguments(invocation)
+        results = self._host.stream(invocation.name, args, kwargs, caller=caller.name, seconds=caller.seconds)
+        try:
+            async for each in results:
+                yield pb.StreamCallResponse(value=to_value(each, _TENSORS))
+        finally:
+            await results.aclose()  # type: ignore[attr-defined]
+
+    async def batch(self, request: bytes, caller: Caller) -> pb.BatchResponse:
+        invocations = parse(pb.BatchRequest, request).calls
+        names = {each.name for each in invocations}
+        caller.served = names.pop() if len(names) == 1 else caller.served
+        return pb.BatchResponse(
+            results=await asyncio.gather(*(self._result(each, caller) for each in invocations))
+        )
+
+    async def _result(self, invocation: pb.Invocation, caller: Caller) -> pb.Result:
+        try:
+            return pb.Result(value=await self._value(invocation, caller))
+        except Exception as error:
+            return pb.Result(error=details_of(error, tracebacks=self._tracebacks))
+
+    async def _value(self, invocation: pb.Invocation, caller: Caller) -> value_pb2.Value:
+        args, kwargs = _arguments(invocation)
+        result = await self._host.call(
+            invocation.name, args, kwargs, caller=caller.name, seconds=caller.seconds
+        )
+        return to_value(result, _TENSORS)
+
+
+def _arguments(invocation: pb.Invocation) -> tuple[list[Any], dict[str, Any]]:
+    if not invocation.name:
+        raise Malformed("the call has no name")
+    args = [from_value(each, _TENSORS) for each in invocation.args]
+    kwargs = {name: from_value(each, _TENSORS) for name, each in invocation.kwargs.items()}
+    return args, kwargs
+
+
+def _described(name: str, endpoint: Endpoint) -> pb.Description:
+    signature = endpoint.signature
+    if signature is None:
+        parameters = [pb.Parameter(name=each) for each in endpoint.inputs]
+    else:
+        parameters = [_parameter(each) for each in signature.parameters.values()]
+    for parameter in parameters:
+        if parameter.name in endpoint.inputs:
+            parameter.tensor.CopyFrom(_spec(endpoint.inputs[parameter.name]))
+    outputs = [pb.Output(name=each, tensor=_spec(spec)) for each, spec in endpoint.outputs.items()]
+    return pb.Description(
+        name=name,
+        doc=endpoint.text,
+        parameters=parameters,
+        outputs=outputs,
+        streams=endpoint.streams,
+        batched=endpoint.batching is not None,
+    )
+
+
+def _parameter(parameter: inspect.Parameter) -> pb.Parameter:
+    empty = inspect.Parameter.empty
+    kind = "" if parameter.annotation is empty else inspect.formatannotation(parameter.annotation).strip("'")
+    default = "" if parameter.default is empty else repr(parameter.default)
+    optional = parameter.default is not empty or parameter.kind in _STARS
+    name = _STARS.get(parameter.kind, "") + parameter.name
+    return pb.Parameter(name=name, type=kind, optional=optional, default_value=default)
+
+
+def _spec(spec: TensorSpec) -> pb.TensorSpec:
+    return pb.TensorSpec(dtype=dtype_number(spec.dtype_name), shape=spec.shape)

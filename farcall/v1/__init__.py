@@ -1,0 +1,1 @@
+"""The messages of ``proto/farcall/v1``, generated."""

@@ -1,0 +1,106 @@
+"""Calls that come together are run as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from farcall.serving.batching import Batcher
+from farcall.serving.endpoint import Batching
+
+NEVER = 3600.0
+
+
+class Model:
+    """Doubles its argument, and notes how many rows it was called with."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    async def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        (given,) = [*args, *kwargs.values()]
+        self.rows.append(len(given))
+        if (given < 0).any():
+            raise ValueError("below 0")
+        return {"twice": given * 2, "rows": (given.sum(1),)}
+
+
+def batcher(model: Any, size: int = 4, delay: float = NEVER) -> tuple[Batcher, list[int]]:
+    seen: list[int] = []
+    return Batcher(Batching(size, delay), model, seen.append), seen
+
+
+def rows(count: int, value: float = 1.0) -> torch.Tensor:
+    return torch.full((count, 3), value)
+
+
+async def test_a_full_batch_runs_at_once_and_each_gets_its_part() -> None:
+    model = Model()
+    joined, seen = batcher(model)
+    results = await asyncio.gather(*(joined.call([rows(1, value)], {}) for value in range(4)))
+    assert model.rows == [4]
+    assert seen == [4]
+    assert [result["twice"].tolist() for result in results] == [[[value * 2.0] * 3] for value in range(4)]
+    assert [result["rows"][0].tolist() for result in results] == [[value * 3.0] for value in range(4)]
+
+
+async def test_a_batch_that_is_not_full_runs_when_its_first_call_has_waited() -> None:
+    model = Model()
+    joined, _ = batcher(model, delay=0.001)
+    await asyncio.gather(joined.call([rows(1)], {}), joined.call([rows(2)], {}))
+    assert model.rows == [3]
+
+
+async def test_a_call_that_does_not_fit_begins_the_next_batch() -> None:
+    model = Model()
+    joined, _ = batcher(model, delay=0.001)
+    await asyncio.gather(*(joined.call([rows(3)], {}) for _ in range(2)))
+    assert model.rows == [3, 3]
+
+
+async def test_a_call_of_many_rows_runs_alone() -> None:
+    model = Model()
+    joined, _ = batcher(model)
+    assert len((await joined.call([rows(9)], {}))["twice"]) == 9
+
+
+@pytest.mark.parametrize("other", [rows(2).double(), torch.ones(2, 5)], ids=["dtype", "size"])
+async def test_calls_of_other_kinds_are_not_joined(other: torch.Tensor) -> None:
+    model = Model()
+    joined, _ = batcher(model, delay=0.001)
+    await asyncio.gather(
+        joined.call([rows(2)], {}), joined.call([other], {}), joined.call([], {"x": rows(2)})
+    )
+    assert model.rows == [2, 2, 2]
+
+
+async def test_an_error_is_that_of_the_call_that_has_it() -> None:
+    model = Model()
+    joined, _ = batcher(model)
+    calls = (joined.call([rows(1, value)], {}) for value in (1, -1, 2, 3))
+    first, wrong, *others = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(wrong, ValueError)
+    assert all(isinstance(result, dict) for result in (first, *others))
+
+
+async def test_a_call_that_is_given_up_is_left_out() -> None:
+    model = Model()
+    joined, _ = batcher(model)
+    gone = asyncio.create_task(joined.call([rows(1)], {}))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(*(joined.call([rows(1)], {}) for _ in range(3)))
+    assert model.rows == [3]
+
+
+async def test_a_result_with_other_rows_is_an_error() -> None:
+    async def summed(args: Sequence[Any], _: Mapping[str, Any]) -> Any:
+        return args[0].sum(0)
+
+    joined, _ = batcher(summed, size=2)
+    results = await asyncio.gather(*(joined.call([rows(1)], {}) for _ in range(2)), return_exceptions=True)
+    assert all(isinstance(result, TypeError) and "as many rows" in str(result) for result in results)

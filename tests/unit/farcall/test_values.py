@@ -1,0 +1,145 @@
+"""Values as messages of every language: between PyTorch at a server and NumPy at a client."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farcall.client.arrays import NumpyTensors
+from farcall.serving.tensors import DTYPES, TorchTensors
+from farcall.v1 import value_pb2 as pb
+from farcall.values import ITEM_SIZES, Malformed, from_value, to_value
+from tests.support.effort import PROFILE
+
+TORCH, NUMPY = TorchTensors(), NumpyTensors()
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 63) - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+def sent(value: Any, to: Any, back: Any = TORCH) -> Any:
+    """A value through the bytes of a message."""
+    return from_value(pb.Value.FromString(to_value(value, back).SerializeToString()), to)
+
+
+@PROFILE
+@given(plain)
+def test_plain_values_come_as_they_are(value: Any) -> None:
+    assert sent(value, NUMPY) == value
+
+
+def test_all_dtypes_of_pytorch_have_a_number() -> None:
+    dense = {
+        str(each).removeprefix("torch.")
+        for each in vars(torch).values()
+        if isinstance(each, torch.dtype) and not str(each).startswith(("torch.q", "torch.bits"))
+    }
+    shells = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
+    assert dense - shells == set(ITEM_SIZES) == set(DTYPES)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", sorted(ITEM_SIZES))
+def test_tensors_of_every_dtype_and_layout(name: str) -> None:
+    most = 2 if name == "bool" else 256
+    elements = torch.randint(most, (4, 6, ITEM_SIZES[name]), dtype=torch.uint8).view(DTYPES[name]).squeeze(2)
+    for tensor in (elements, elements.t(), elements[1:, ::2], elements[0, 0], elements[:0]):
+        array = sent(tensor, NUMPY)
+        again = from_value(to_value(array.copy(order="F"), NUMPY), TORCH)
+        assert array.shape == tuple(tensor.shape)
+        assert again.dtype == tensor.dtype
+        assert torch.equal(bits(again), bits(tensor))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", ["float32", "int64", "bool", "complex64", "float16", "bfloat16"])
+def test_arrays_hold_the_numbers_of_tensors(name: str) -> None:
+    tensor = torch.tensor([0, 1, 3]).to(DTYPES[name])
+    assert sent(tensor, NUMPY).astype(complex).tolist() == tensor.to(torch.complex128).tolist()
+
+
+def test_tensors_that_are_no_plain_memory() -> None:
+    whole = torch.tensor([[0.0, 2.0], [3.0, 0.0]], requires_grad=True)
+    assert sent(whole.to_sparse(), NUMPY).tolist() == whole.tolist()
+    assert sent(torch.tensor([1 + 2j]).conj(), NUMPY).tolist() == [1 - 2j]
+    with pytest.raises(TypeError, match="meta device has no elements"):
+        to_value(torch.empty(2, device="meta"), TORCH)
+
+
+def test_arrays_of_the_other_byte_order() -> None:
+    assert sent(np.arange(3, dtype=">i4"), TORCH, NUMPY).tolist() == [0, 1, 2]
+
+
+def test_what_is_received_has_memory_of_its_own() -> None:
+    message = to_value(torch.zeros(1, dtype=torch.uint8), TORCH)
+    from_value(message, TORCH).fill_(7)
+    from_value(message, NUMPY).fill(7)
+    assert from_value(message, TORCH).tolist() == [0]
+
+
+def test_booleans_are_0_or_1_whatever_came() -> None:
+    message = pb.Value(tensor=pb.Tensor(dtype=pb.DTYPE_BOOL, shape=[2], data=b"\x02\x00"))
+    assert bits(from_value(message, TORCH)).tolist() == [1, 0]
+    assert from_value(message, NUMPY).view(np.uint8).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (object(), TypeError, "a value of type object has no counterpart"),
+        ({1: 2}, TypeError, "the keys of a dict must be str, 1 is int"),
+        (1 << 63, OverflowError, "needs more than the 64 bits"),
+    ],
+)
+def test_what_other_languages_do_not_have(value: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        to_value([value], TORCH)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (pb.Tensor(shape=[1], data=b"1234"), "dtype is 0"),
+        (pb.Tensor(dtype=99, shape=[1], data=b"1234"), "dtype is 99"),  # type: ignore[arg-type]
+        (pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[2], data=b"1234"), r"float32\[2\] has 8 bytes, but 4 came"),
+        (pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[-1, -1], data=b"1234"), r"shape is \[-1, -1\]"),
+        (pb.Tensor(dtype=pb.DTYPE_UINT8, shape=[1 << 62, 1 << 62], data=b"1"), "but 1 came"),
+    ],
+)
+def test_malformed_tensors_are_refused_before_memory_is_taken(tensor: pb.Tensor, text: str) -> None:
+    with pytest.raises(Malformed, match=text):
+        from_value(pb.Value(tensor=tensor), TORCH)
+
+
+def test_a_value_without_a_kind_is_malformed() -> None:
+    with pytest.raises(Malformed, match="no kind"):
+        from_value(pb.Value(list=pb.List(items=[pb.Value()])), TORCH)
+
+
+def test_numbers_that_are_none_come_too() -> None:
+    assert math.isnan(sent(math.nan, NUMPY))
+    assert sent(-math.inf, NUMPY) == -math.inf
+
+
+def test_clients_need_no_pytorch() -> None:
+    program = "import sys; sys.modules['torch'] = None; import farcall.client"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
