@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from spmd.engine.aliases import Alias, Value, read, write
-from spmd.engine.device import LogicalTensor, alias_of, engine, wrap
+from spmd.engine.current import engine
+from spmd.engine.logical_tensor import LogicalTensor, alias_of, wrap
 from spmd.engine.metas import spec_of
 from spmd.engine.parts import extents, has_blocks
 from spmd.engine.program import Layout

@@ -20,8 +20,8 @@ from torch import Tensor
 from rpc.errors import RpcError
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.aliases import Value
-from spmd.engine.device import LogicalTensor
 from spmd.engine.errors import OperationError
+from spmd.engine.logical_tensor import LogicalTensor
 from spmd.engine.messages import Answer, Step
 from spmd.engine.metas import Spec
 from spmd.engine.parts import cut, has_blocks, holders, put_together

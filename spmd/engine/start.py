@@ -23,8 +23,8 @@ from rpc.errors import RpcError, RpcTimeoutError
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
 from spmd import backend
-from spmd.engine import device as spmd_device
-from spmd.engine.device import set_engine, set_up
+from spmd.engine.current import DEVICE, set_engine
+from spmd.engine.device import set_up
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
 from spmd.engine.messages import Step
 from spmd.engine.report import Report, report_of
@@ -296,7 +296,7 @@ def device() -> torch.device:
         NotInSpmdModeError: SPMD mode is off.
     """
     _current()
-    return spmd_device.DEVICE
+    return DEVICE
 
 
 def report() -> Report:
