@@ -48,7 +48,7 @@ class InlinePort:
         raise AssertionError(reason)
 
     def regroup(self, generation: int) -> Any:
-        raise AssertionError("one worker cannot differ")
+        raise AssertionError("nothing ends early")
 
 
 @contextmanager

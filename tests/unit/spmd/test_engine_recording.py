@@ -171,6 +171,42 @@ def test_an_error_names_the_users_line_and_loses_what_depends_on_it(both: tuple[
     session.sync()
 
 
+def test_what_does_not_depend_on_a_failure_is_computed(both: tuple[Session, InlinePort]) -> None:
+    session, _ = both
+    for _ in range(3):  # as linked, and as rewritten by the passes
+        x, wrong = there(1, 2), torch.tensor([5]).to(current.DEVICE)
+        session.sync()
+        before = x + 1
+        lost = (x * 2).index_select(0, wrong)
+        inverse = torch.linalg.inv(lost.expand(2, 2) * 0.0)  # fails as well, for that reason
+        after = (before * 3).add_(x)
+        x[0] = 7
+        with pytest.raises(OperationError, match="index_select"):
+            session.sync()
+        session.sync()
+        for each in (lost, inverse):
+            with pytest.raises(OperationError, match=r"never computed: .*index_select"):
+                each.cpu()
+        assert after.tolist() == [7, 11]
+        assert x.tolist() == [7, 2]
+
+
+def test_what_is_under_way_when_something_fails_depends_on_it_or_not(
+    both: tuple[Session, InlinePort],
+) -> None:
+    session, _ = both
+    x, wrong = there(1, 2), torch.tensor([5]).to(current.DEVICE)
+    lost, kept = x.index_select(0, wrong), x + 1
+    session.recorder.flush()
+    lost_too, kept_too = lost + kept, kept + 1
+    session.recorder.flush()
+    with pytest.raises(OperationError):
+        session.sync()
+    assert kept_too.tolist() == [3, 4]
+    with pytest.raises(OperationError, match="never computed"):
+        lost_too.cpu()
+
+
 def test_workers_make_new_groups_when_a_collective_has_failed_on_all(
     both: tuple[Session, InlinePort], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +215,7 @@ def test_workers_make_new_groups_when_a_collective_has_failed_on_all(
 
     def failed(step: Step) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(Answer((), Failure(0, CollectiveError("all_gather: it does not fit"))))
+        future.set_result(Answer((), (Failure(0, CollectiveError("all_gather: it does not fit")),)))
         return future
 
     def regroup(generation: int) -> Any:
