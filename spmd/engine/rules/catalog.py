@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spmd.engine.rules import (
     attention,
+    bags,
     elements,
     lists,
     lookup,
@@ -29,6 +30,7 @@ __all__ = [
     "Row",
     "Site",
     "attention",
+    "bags",
     "choose",
     "decomposition",
     "elements",
