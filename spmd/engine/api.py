@@ -19,6 +19,7 @@ from spmd.engine.program import Layout
 
 __all__ = [
     "constrain",
+    "flush",
     "is_logical",
     "load_local_parts",
     "local_parts",
@@ -140,6 +141,11 @@ def uploaded_with(data: Tensor, layout: Layout) -> Tensor:
     data = data.detach().clone(memory_format=torch.preserve_format)
     spec = spec_of(data, layout)
     return wrap(Alias(Value(spec, data=data), spec))
+
+
+def flush() -> None:
+    """Have workers begin with what is recorded, and do not wait for them."""
+    engine().recorder.flush()
 
 
 def upload(tensor: Tensor) -> None:

@@ -18,7 +18,11 @@ def _where(init_method: str) -> Path:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends its workers
+    for each in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # are the driver's, which may still save, and ends its workers
+        signal.signal(each, signal.SIG_IGN)
     init_method, name, rank, world_size = sys.argv[1:]
     try:
         serve(name, int(rank), int(world_size), init_method)
