@@ -33,6 +33,7 @@ from spmd.engine.rules.catalog import (
     is_random,
     is_view,
     place_lists,
+    placed_view,
     strided,
     tensors_of,
 )
@@ -137,6 +138,8 @@ def _on_one_mesh(call: Call) -> tuple[tuple[Layout, ...], tuple[Layout, ...], st
     try:
         return *_with_whole_sums(call, key, *_ask_dtensor(call, key)), why
     except _NoRuleError as error:
+        if is_view(call.op) and (placed := placed_view(call.tensors[0], call.args[1])) is not None:
+            return (placed[0],), (placed[1],), why
         return *_ask_for_less(call, key, error), f"{call.op.name()}: {error}"
 
 

@@ -21,6 +21,7 @@ from spmd.engine.rules.local import LOCAL_RULES, Local, Site
 from spmd.engine.rules.placing import PLACEMENT_RULES, Call, Row, choose, strided, tensors_of
 from spmd.engine.rules.random import is_random, with_generator
 from spmd.engine.rules.shapes import is_view
+from spmd.engine.rules.uneven_views import placed_view
 
 __all__ = [
     "LOCAL_RULES",
@@ -41,6 +42,7 @@ __all__ = [
     "lookup",
     "norms",
     "place_lists",
+    "placed_view",
     "products",
     "random",
     "reductions",

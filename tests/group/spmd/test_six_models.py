@@ -27,7 +27,7 @@ def test_ten_steps_have_the_losses_of_one_process(model: str, layout: str, optim
     assert train(model, layout, optimizer).apart <= 1e-5
 
 
-@pytest.mark.parametrize("model", ["mlp", "resnet18"])
+@pytest.mark.parametrize("model", ["mlp", "resnet18", "recommender", "decoder", "lstm"])
 @driven
 def test_where_batches_are_cut_nothing_falls_back(model: str) -> None:
     assert not train(model, "data", "sgd", steps=2).fallbacks
