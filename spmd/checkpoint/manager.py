@@ -1,4 +1,9 @@
-"""Checkpoints step by step: every so many steps, in the background, on SIGTERM, the last few kept."""
+"""Checkpoints step by step: every so many steps, in the background, on SIGTERM, the last few kept.
+
+A step's folder counts once ``.manager_metadata`` is in it, which is written last. A step that is saved again
+is written beside the old one, and takes its place when it is complete. So there is a whole checkpoint at any
+time, and ``kill -9`` costs the one under way at most.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -28,6 +34,10 @@ __all__ = ["CheckpointManager"]
 
 _log: Final = logging.getLogger(__name__)
 _METADATA: Final = ".manager_metadata"
+_COMING: Final = ".coming"
+"""Behind the number of a step that is being saved again."""
+_GOING: Final = ".going"
+"""Behind that of the one before, while the two change places."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,8 @@ class CheckpointManager:
     """Saves a program's state now and then, and knows what it has saved.
 
     Call ``save`` or ``save_async`` in every step; they save when it is time to. After SIGTERM the next step
-    is saved, whatever its number, and the program goes on; it asks ``reached_preemption``.
+    is saved, whatever its number, and the program goes on; it asks ``reached_preemption``. A handler that the
+    program has set before is called as well.
 
     Args:
         path: a folder, or a URL that ``fsspec`` knows. Each step has a folder in it.
@@ -83,17 +94,26 @@ class CheckpointManager:
         self._lock = threading.Lock()
         self._known = self._found()
         self._terminated = threading.Event()
+        self._has_saved_since = False
+        self._handler_before: Any = None
         if chkpt_on_preemption and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda _number, _frame: self._terminated.set())
+            self._handler_before = signal.signal(signal.SIGTERM, self._note_termination)
+
+    def _note_termination(self, number: int, frame: FrameType | None) -> None:
+        self._terminated.set()
+        if callable(self._handler_before):
+            self._handler_before(number, frame)
 
     # ---- saving
 
     def should_save(self, step: int) -> bool:
         """Whether ``save`` would save in this step."""
-        return step % self.save_interval == 0 or (self.chkpt_on_preemption and self.reached_preemption(step))
+        if step % self.save_interval == 0:
+            return True
+        return self.chkpt_on_preemption and self.reached_preemption(step) and not self._has_saved_since
 
     def save(self, step: int, state_dict: Mapping[str, Any], force: bool = False) -> bool:
-        """Save if it is time to.
+        """Save if it is time to, behind what is being saved in the background.
 
         Args:
             step: the program's.
@@ -102,11 +122,17 @@ class CheckpointManager:
 
         Returns:
             whether it has saved.
+
+        Raises:
+            Exception: what an earlier save in the background has raised.
         """
         if not (force or self.should_save(step)):
             return False
+        terminated = self._terminated.is_set()
+        self.join()
         sync()
         self._save(step, dict(state_dict))
+        self._has_saved_since = terminated
         return True
 
     def save_async(self, step: int, state_dict: Mapping[str, Any], force: bool = False) -> bool:
@@ -118,6 +144,7 @@ class CheckpointManager:
         self._raise_what_failed()
         if not (force or self.should_save(step)):
             return False
+        self._has_saved_since = self._terminated.is_set()
         copied = sharded_cpu_state_dict(state_dict)
         self._room.acquire()
         future = self._background.submit(self._save, step, copied)
@@ -143,31 +170,53 @@ class CheckpointManager:
 
     def _save(self, step: int, state_dict: dict[str, Any]) -> None:
         with self._lock:
-            folder = f"{self._root}/{step}"
-            self._known = [each for each in self._known if each.step != step]
-            self._remove(step)
+            name = str(step)
+            is_there = any(each.step == step for each in self._known)
+            target = name + _COMING if is_there else name
+            self._remove(target)
+            self._meet()
             with _alone():
                 save(
                     state_dict,
                     storage_writer=FsspecWriter(
-                        f"{self.base_path}{step}", thread_count=self.num_of_threads, per_thread_copy_ahead=0
+                        f"{self.base_path}{target}", thread_count=self.num_of_threads, per_thread_copy_ahead=0
                     ),
                     planner=SPMDSavePlanner(),
                     process_group=self.pg,
                     no_dist=not dist.is_initialized(),
                 )
-            saved = _Checkpoint(step, time.time())
-            self._known.append(saved)
+            last = max((each.time for each in self._known), default=0.0)
+            saved = _Checkpoint(step, max(time.time(), last + 1e-3))  # clocks may be set back
             if self._is_first():
-                with self._files.open(f"{folder}/{_METADATA}", "w") as file:
+                with self._files.open(f"{self._root}/{target}/{_METADATA}", "w") as file:
                     json.dump({"step": saved.step, "time": saved.time}, file)
-                while 0 < self.max_to_keep < len(self._known):
-                    self._remove(self._known.pop(0).step)
+                if is_there:
+                    self._replace(name)
+            self._known = [*(each for each in self._known if each.step != step), saved]
+            while 0 < self.max_to_keep < len(self._known):
+                oldest, *self._known = self._known
+                self._remove(str(oldest.step))
 
-    def _remove(self, step: int) -> None:
-        folder = f"{self._root}/{step}"
+    def _replace(self, name: str) -> None:
+        """Put a step that has been saved again in the place of the one before."""
+        folder = f"{self._root}/{name}"
+        self._remove(name + _GOING)
+        self._files.mv(folder, folder + _GOING, recursive=True)
+        self._files.mv(folder + _COMING, folder, recursive=True)
+        self._remove(name + _GOING)
+
+    def _remove(self, name: str) -> None:
+        folder = f"{self._root}/{name}"
         if self._is_first() and self._files.exists(folder):
+            metadata = f"{folder}/{_METADATA}"
+            if self._files.exists(metadata):
+                self._files.rm(metadata)  # from here on it does not count
             self._files.rm(folder, recursive=True)
+
+    def _meet(self) -> None:
+        """What the first process has removed, no other has begun to write."""
+        if dist.is_initialized():
+            dist.barrier(self.pg)
 
     def _is_first(self) -> bool:
         return not dist.is_initialized() or dist.get_rank(self.pg) == 0
@@ -181,14 +230,16 @@ class CheckpointManager:
     def restore(self, step: int, state_dict: dict[str, Any]) -> None:
         """Load a step into the tensors of a state dict, in place; other entries are replaced.
 
+        What is being saved in the background is waited for, so that nothing is removed meanwhile.
+
         Raises:
             AssertionError: there is no such step.
         """
-        _check(
-            step in self.all_steps(),
-            f"Cannot restore from untracked step {step}. Valid steps are: {self.all_steps()}",
-        )
-        with _alone():
+        with self._lock, _alone():
+            _check(
+                step in self.all_steps(),
+                f"Cannot restore from untracked step {step}. Valid steps are: {self.all_steps()}",
+            )
             load(
                 state_dict,
                 storage_reader=FsspecReader(f"{self.base_path}{step}"),
@@ -214,16 +265,30 @@ class CheckpointManager:
         """What an earlier manager has saved, the oldest first."""
         found, others = [], []
         self._files.makedirs(self._root, exist_ok=True)
-        for path in self._files.ls(self._root, detail=False):
-            try:
-                with self._files.open(f"{path}/{_METADATA}", "r") as file:
-                    said = json.load(file)
-                found.append(_Checkpoint(int(said["step"]), float(said["time"])))
-            except (OSError, ValueError, KeyError, TypeError):
+        paths = [str(path).rstrip("/") for path in self._files.ls(self._root, detail=False)]
+        for path in list(paths):
+            place, _, state = path.rpartition(".")
+            if f".{state}" in (_COMING, _GOING) and place not in paths and self._read(path) is not None:
+                self._files.mv(path, place, recursive=True)  # two were changing places
+                paths[paths.index(path)] = place
+        for path in paths:
+            said = self._read(path)
+            if said is None or path.rpartition("/")[2] != str(said.step):
                 others.append(path)
+            else:
+                found.append(said)
         if others:
             _log.warning("Ignoring invalid checkpoints: %s", ", ".join(others))
         return sorted(found, key=lambda each: each.time)
+
+    def _read(self, path: str) -> _Checkpoint | None:
+        """What a folder holds, if it is complete."""
+        try:
+            with self._files.open(f"{path}/{_METADATA}", "r") as file:
+                said = json.load(file)
+            return _Checkpoint(int(said["step"]), float(said["time"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
 
 @contextlib.contextmanager

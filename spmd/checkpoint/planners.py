@@ -8,9 +8,11 @@ the workers as soon as it is complete.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -60,12 +62,14 @@ class CpuShards:
 def sharded_cpu_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a state dict with all tensors on the CPU: ``CpuShards`` where they are cut."""
 
-    def snapshot(t: Tensor) -> Tensor | CpuShards:
+    def snapshot(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return copy.deepcopy(t)
         if _is_cut(t):
             return CpuShards(t.local_shards, t.shape, op_sharding(t))  # type: ignore[attr-defined]
         return t.detach().cpu().clone() if not engine.is_logical(t) else t.detach().cpu()
 
-    copied: dict[str, Any] = pytree.tree_map_only(Tensor, snapshot, dict(state_dict))
+    copied: dict[str, Any] = pytree.tree_map(snapshot, dict(state_dict))
     return copied
 
 
@@ -88,6 +92,8 @@ class SPMDSavePlanner(DefaultSavePlanner):
         super().__init__()
         self._shards: dict[str, Sequence[Shard]] = {}
         self._left: dict[str, int] = {}
+        self._holders: dict[tuple[str, Any], int] = {}  # an index does not stay what it was planned with
+        self._lock = threading.Lock()  # writers may have several threads
 
     def set_up_planner(
         self,
@@ -114,6 +120,7 @@ class SPMDSavePlanner(DefaultSavePlanner):
         for key, value in self.sharded_state_dict.items():
             found = _write_items(key, value)
             self._left[key] = len(found)
+            self._holders |= {(key, item.index.offset): item.index.index or 0 for item in found}
             items += found
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
@@ -123,13 +130,13 @@ class SPMDSavePlanner(DefaultSavePlanner):
         if cut is None:
             found = super().lookup_object(index)
             return found.detach().cpu() if isinstance(found, Tensor) else found
-        if index.fqn not in self._shards:
-            self._shards[index.fqn] = cut.shards if isinstance(cut, CpuShards) else cut.local_shards
-        assert index.index is not None
-        data = self._shards[index.fqn][index.index].unpadded_data
-        self._left[index.fqn] -= 1
-        if not self._left[index.fqn]:
-            del self._shards[index.fqn]
+        with self._lock:
+            if index.fqn not in self._shards:
+                self._shards[index.fqn] = cut.shards if isinstance(cut, CpuShards) else cut.local_shards
+            data = self._shards[index.fqn][self._holders[index.fqn, index.offset]].unpadded_data
+            self._left[index.fqn] -= 1
+            if not self._left[index.fqn]:
+                del self._shards[index.fqn]
         return data
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  PyTorch's name

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from spmd.engine.aliases import Alias, Value, read, write
-from spmd.engine.device import LogicalTensor, alias_of, engine, wrap
+from spmd.engine.current import engine
+from spmd.engine.logical_tensor import LogicalTensor, alias_of, wrap
 from spmd.engine.metas import spec_of
 from spmd.engine.parts import extents, has_blocks
 from spmd.engine.program import Layout
 
 __all__ = [
     "constrain",
+    "flush",
     "is_logical",
     "load_local_parts",
     "local_parts",
@@ -139,6 +141,11 @@ def uploaded_with(data: Tensor, layout: Layout) -> Tensor:
     data = data.detach().clone(memory_format=torch.preserve_format)
     spec = spec_of(data, layout)
     return wrap(Alias(Value(spec, data=data), spec))
+
+
+def flush() -> None:
+    """Have workers begin with what is recorded, and do not wait for them."""
+    engine().recorder.flush()
 
 
 def upload(tensor: Tensor) -> None:

@@ -34,25 +34,9 @@ from spmd.engine.program import (
 )
 from spmd.engine.redistribution import Groups, move
 from spmd.engine.rules.catalog import LOCAL_RULES, Call, Local, Site, is_random, tensors_of, with_generator
-from spmd.engine.steps import Assembled, Step
+from spmd.engine.steps import Assembled, InstructionError, Step
 
-__all__ = ["InstructionError", "LinkedProgram"]
-
-
-class InstructionError(RuntimeError):
-    """An instruction has failed on this worker.
-
-    Attributes:
-        index: of the instruction in its program.
-        cause: what it raised.
-    """
-
-    def __init__(self, index: int, cause: Exception) -> None:
-        super().__init__(index, cause)
-        self.index, self.cause = index, cause
-
-    def __str__(self) -> str:
-        return f"instruction {self.index} has failed: {self.cause}"
+__all__ = ["LinkedProgram"]
 
 
 class LinkedProgram:
@@ -86,12 +70,19 @@ class LinkedProgram:
         self._assembled = Assembled(program, self._steps, self._check)
         self._has_run = False
 
-    def run(self, inputs: list[Tensor], scalars: Sequence[float]) -> list[Tensor]:
+    def run(
+        self,
+        inputs: list[Tensor],
+        scalars: Sequence[float],
+        failures: list[InstructionError] | None = None,
+    ) -> list[Tensor]:
         """Run it once.
 
         Args:
             inputs: this worker's parts. The list is emptied, so that what it holds can be freed on the way.
             scalars: the program's numbers.
+            failures: takes those of instructions that this worker does alone: zeros stand in for what they
+                would have given, and the rest is done. None: they are raised as others.
 
         Returns:
             This worker's parts of the program's outputs.
@@ -107,10 +98,17 @@ class LinkedProgram:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 outputs = assembled.function(inputs, scalars)
         except Exception as error:
-            index = assembled.instruction_at(error)
-            if index is None:
+            stopped = assembled.stopped_at(error)
+            if stopped is None:
                 raise
-            raise InstructionError(index, error) from error
+            place, values = stopped
+            step = assembled.step_at(place)
+            failure = InstructionError(step.index, error)
+            if failures is None or not step.alone:
+                raise failure from error
+            failures.append(failure)
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+                outputs = assembled.finish(place, values, scalars, self._zeros, failures)
         finally:
             torch.set_default_dtype(default_dtype)
         if not self._has_run:
@@ -129,6 +127,12 @@ class LinkedProgram:
                 f"{meta.layout} of {meta.dtype}{list(meta.shape)} asks for {list(shape)}"
             )
 
+    def _zeros(self, value: int) -> Tensor:
+        """What stands in for this worker's part of a value."""
+        meta = self._metas[value]
+        assert meta is not None
+        return torch.zeros(local_shape(meta, self._rank), dtype=meta.dtype)
+
     # ---- linking
 
     def _link(self, index: int, instruction: Instruction) -> Step:
@@ -143,7 +147,7 @@ class LinkedProgram:
         }
         special = specials.get(instruction.operator)
         if special is not None:
-            step = Step(index, special, instruction.args, {}, results, single=True)
+            step = Step(index, special, instruction.args, {}, results, single=True, alone=True)
         elif instruction.operator in (TO_LOCAL, FROM_LOCAL):
             step = self._relabel(index, instruction, results)
         elif instruction.operator == REDISTRIBUTE:
@@ -169,7 +173,7 @@ class LinkedProgram:
                 return fitted
             return local[inside].contiguous()
 
-        return Step(index, fit, (instruction.args[0],), {}, results, single=True)
+        return Step(index, fit, (instruction.args[0],), {}, results, single=True, alone=True)
 
     def _redistribute(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
         source, target = instruction.args
@@ -188,6 +192,7 @@ class LinkedProgram:
         step = Step(index, redistribute, (source,), {}, results, single=True, moves=tuple(moves))
         if all(each.kind in ("slice", "part") for each, _ in moves):  # the others give memory of their own
             step.shared = tuple((result, source.index) for result in results if result is not None)
+            step.alone = True
         return step
 
     def _operation(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
@@ -199,9 +204,13 @@ class LinkedProgram:
 
         metas, named = pytree.tree_map_only(Ref, meta_of, (instruction.args, kwargs))
         call = Call(op, metas, named, tensors_of(metas, named))
-        site = Site(
-            call, instruction.args, kwargs, instruction.results, self._rank, self._meshes, self._generator
-        )
+        asked: list[MeshKey] = []
+
+        def meshes(key: MeshKey) -> Groups:
+            asked.append(key)
+            return self._meshes(key)
+
+        site = Site(call, instruction.args, kwargs, instruction.results, self._rank, meshes, self._generator)
         rule = LOCAL_RULES.get(op.name())
         local = rule(site) if rule is not None else None
         if local is None:
@@ -210,6 +219,7 @@ class LinkedProgram:
         single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
         step = Step(index, local.function, local.args, local.kwargs, results, single=single)
         step.over, step.written = local.over, local.written
+        step.alone = not asked and not is_random(op)
         is_view = local.is_view
         if isinstance(local.function, torch._ops.OpOverload):
             step.function = local.function._op

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from spmd.engine.program import Layout, MeshKey, Meta
 
-__all__ = ["Move", "chunks", "coordinates", "is_shard", "local_shape", "plan"]
+__all__ = ["Move", "chunks", "coordinates", "is_local", "is_shard", "local_shape", "plan"]
 
 
 def chunks(length: int, count: int) -> list[int]:
@@ -34,6 +34,16 @@ def chunks(length: int, count: int) -> list[int]:
 def is_shard(placement: Placement) -> TypeGuard[Shard | _StridedShard]:
     """Whether a placement cuts a dimension of the tensor."""
     return isinstance(placement, (Shard, _StridedShard))
+
+
+def is_local(source: Layout, target: Layout) -> bool:
+    """Whether workers lay a tensor out otherwise without sending anything: from what all have."""
+    if source.mesh is None or source == target:
+        return True
+    if source.mesh != target.mesh:
+        return False
+    pairs = zip(source.placements, target.placements, strict=True)
+    return all(now.is_replicate() or now == want for now, want in pairs)
 
 
 @functools.cache

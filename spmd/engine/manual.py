@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from spmd.engine.aliases import Alias, read
-from spmd.engine.device import alias_of, engine, wrap
+from spmd.engine.current import engine
+from spmd.engine.logical_tensor import alias_of, wrap
 from spmd.engine.metas import Spec, contiguous_stride
 from spmd.engine.parts import extents
 from spmd.engine.program import FROM_LOCAL, REPLICATED, TO_LOCAL, Layout

@@ -56,10 +56,13 @@ class Failure:
     Attributes:
         index: its number in the program; -1: the program could not be run at all.
         cause: what it raised.
+        ends: nothing that the program would have made is there; else only what depends on the instruction is
+            lost, and zeros stand in for it.
     """
 
     index: int
     cause: Exception
+    ends: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +70,4 @@ class Answer:
     """What a worker says when a step is done: local tensors that were wanted, or what has failed."""
 
     values: tuple[Tensor, ...] = ()
-    failure: Failure | None = None
+    failures: tuple[Failure, ...] = ()

@@ -21,7 +21,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 from torch.utils import _pytree as pytree
 
-from spmd.engine.layouts import chunks, is_shard, local_shape
+from spmd.engine.layouts import chunks, is_local, is_shard, local_shape
 from spmd.engine.program import REPLICATED, Layout, MeshKey, Meta
 from spmd.engine.rules.catalog import (
     PLACEMENT_RULES,
@@ -33,6 +33,7 @@ from spmd.engine.rules.catalog import (
     is_random,
     is_view,
     place_lists,
+    placed_view,
     strided,
     tensors_of,
 )
@@ -100,7 +101,7 @@ def propagate(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Propagate
     moved = [
         f"argument {place}: {_text(meta.layout)} to {_text(wanted)}"
         for place, (meta, wanted) in enumerate(zip(tensors, inputs, strict=True))
-        if meta.layout != wanted and meta.layout.mesh is not None and not meta.layout.is_partial()
+        if not is_local(meta.layout, wanted) and not meta.layout.is_partial()
     ]
     note = "; ".join([*([why] if why else []), *moved]) or None
     return Propagated(inputs, results, note)
@@ -135,8 +136,10 @@ def _on_one_mesh(call: Call) -> tuple[tuple[Layout, ...], tuple[Layout, ...], st
     if rows is not None:
         return *_by_rows(call, rows, key), why
     try:
-        return *_ask_dtensor(call, key), why
+        return *_with_whole_sums(call, key, *_ask_dtensor(call, key)), why
     except _NoRuleError as error:
+        if is_view(call.op) and (placed := placed_view(call.tensors[0], call.args[1])) is not None:
+            return (placed[0],), (placed[1],), why
         return *_ask_for_less(call, key, error), f"{call.op.name()}: {error}"
 
 
@@ -228,6 +231,33 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
             if math.prod(before) != math.prod(after):
                 raise _NoRuleError("it moves elements between workers")
     return needed, placed
+
+
+def _with_whole_sums(
+    call: Call, key: MeshKey, inputs: tuple[Layout, ...], results: tuple[Layout, ...]
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """DTensor's answer, but with sums made whole that it would make in pieces, if nothing else is moved then.
+
+    Pieces are half as dear at first. But a batch that is cut over the axis on which a model is cut as well
+    has all the layers behind gather their weights.
+    """
+
+    def whole(meta: Meta, wanted: Layout) -> Meta:
+        placements = tuple(
+            Replicate() if now.is_partial() and is_shard(want) else now
+            for now, want in zip(meta.layout.placements, wanted.placements, strict=False)
+        )
+        return replace(meta, layout=Layout.of(key, placements)) if placements else meta
+
+    metas = iter([whole(meta, wanted) for meta, wanted in zip(call.tensors, inputs, strict=True)])
+    args, kwargs = pytree.tree_map_only(Meta, lambda _: next(metas), (call.args, call.kwargs))
+    other = Call(call.op, args, kwargs, tensors_of(args, kwargs))
+    if other.tensors != call.tensors:
+        with contextlib.suppress(_NoRuleError):
+            needed, placed = _ask_dtensor(other, key)
+            if all(meta.layout == each for meta, each in zip(other.tensors, needed, strict=True)):
+                return needed, placed
+    return inputs, results
 
 
 def _ask_for_less(

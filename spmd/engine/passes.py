@@ -190,7 +190,9 @@ def copied_outputs(program: Program, steps: Sequence[Step]) -> list[Step]:
         root = memory.root(value)
         if root in taken or memory.overlaps(value):
             index = steps[-1].index
-            copies.append(Step(index, aten.clone.default._op, (Ref(value),), {}, (value,), single=True))
+            copies.append(
+                Step(index, aten.clone.default._op, (Ref(value),), {}, (value,), single=True, alone=True)
+            )
         taken.add(root)
     return copies
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
+from pathlib import Path
 
 from spmd.engine.start import serve
 
 __all__: list[str] = []
 
+
+def _where(init_method: str) -> Path:
+    """The folder in which driver and workers meet."""
+    return Path(init_method.removeprefix("file://")).parent
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends its workers
+    for each in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # are the driver's, which may still save, and ends its workers
+        signal.signal(each, signal.SIG_IGN)
     init_method, name, rank, world_size = sys.argv[1:]
-    serve(name, int(rank), int(world_size), init_method)
+    try:
+        serve(name, int(rank), int(world_size), init_method)
+    finally:
+        shutil.rmtree(_where(init_method), ignore_errors=True)  # a driver that was killed has left it

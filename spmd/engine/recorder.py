@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from spmd.engine import operators
 from spmd.engine.aliases import Alias, Value, read
 from spmd.engine.errors import OperationError, ReshardingError
+from spmd.engine.layouts import is_local
 from spmd.engine.metas import Spec, infer, spec_of
 from spmd.engine.operation import Operation
 from spmd.engine.parts import has_blocks
@@ -421,7 +422,9 @@ class Recorder:
         )
         entry.note = propagated.note
         entry.moved_bytes = sum(
-            tensors[slot].spec.nbytes for slot, _ in entry.moves if not metas[slot].layout.is_partial()
+            tensors[slot].spec.nbytes
+            for slot, wanted in entry.moves
+            if not (metas[slot].layout.is_partial() or is_local(metas[slot].layout, wanted))
         )
         entry.effect = operation.is_random
         entry.uninitialized = operation.is_uninitialized

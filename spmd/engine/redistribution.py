@@ -23,6 +23,7 @@ __all__ = [
     "Groups",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "begin_reducing",
     "gather_together",
     "move",
@@ -186,6 +187,13 @@ def all_gather(local: Tensor, outputs: list[Tensor], group: Any) -> None:
     group.allgather([outputs], [local.contiguous()], options).wait()
 
 
+def all_to_all(gives: list[Tensor], takes: list[Tensor], group: Any) -> None:
+    """Everybody's tensors at this worker's place become ``takes``. They may differ in size."""
+    options = _c10d.AllToAllOptions()
+    options.asyncOp = False
+    group.alltoall(takes, gives, options).wait()
+
+
 def _reduce(local: Tensor, step: Move, group: Any) -> Tensor:
     (result,) = begin_reducing([local], moves=[step], group=group, owned=[False], blocks=True).finish()
     return result
@@ -212,9 +220,7 @@ def _exchange(local: Tensor, step: Move, group: Any) -> Tensor:
         shape = list(local.shape)
         shape[step.dim], shape[dim] = mine, length
         takes.append(local.new_empty(shape))
-    options = _c10d.AllToAllOptions()
-    options.asyncOp = False
-    group.alltoall(takes, gives, options).wait()
+    all_to_all(gives, takes, group)
     return torch.cat(takes, dim)
 
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from rpc.errors import RpcError
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.aliases import Value
-from spmd.engine.device import LogicalTensor
 from spmd.engine.errors import OperationError
+from spmd.engine.logical_tensor import LogicalTensor
 from spmd.engine.messages import Answer, Step
 from spmd.engine.metas import Spec
 from spmd.engine.parts import cut, has_blocks, holders, put_together
 from spmd.engine.places import Place, described
+from spmd.engine.poison import poisoned
 from spmd.engine.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
 from spmd.engine.recorder import Entry, Recorder, Recording, lost
 from spmd.engine.repetition import Repetition
@@ -126,7 +127,7 @@ class Session:
         self._lost: dict[int, OperationError] = {}
         self._error: Exception | None = None
         self._broken: Exception | None = None
-        self._diverged = False
+        self._ending: OperationError | None = None
         self._generation = 0
         self.auto = False
 
@@ -245,8 +246,8 @@ class Session:
         self._lost.clear()
         if self._broken is not None:
             raise self._broken
-        if self._diverged:
-            self._diverged = False
+        if self._ending is not None:
+            self._ending = None
             self._regroup()
         if self._error is not None:
             error, self._error = self._error, None
@@ -263,21 +264,44 @@ class Session:
                 self._broken = self._broken or error
                 answers.append(Answer())
         patience.end()
-        failures = [each.failure for each in answers if each.failure is not None]
-        reason = next((self._lost[each] for each in step.inputs if each in self._lost), None)
-        if failures:
-            failure = next((each for each in failures if not _is_of_others(each.cause)), failures[0])
-            reason = _explained(step, failure.index, failure.cause)
-            self._error = self._error or reason
-            self._diverged |= len(failures) < len(answers) or len({each.index for each in failures}) > 1
-            self._diverged |= any(_is_of_others(each.cause) for each in failures)  # such a group has failed
-        if reason is not None:
-            for number in step.made:
+        lost = {place: self._lost[each] for place, each in enumerate(step.inputs) if each in self._lost}
+        if lost or any(each.failures for each in answers):
+            self._lose(step, lost, answers)
+        return answers
+
+    def _lose(self, step: _UnderWay, lost: dict[int, OperationError], answers: Sequence[Answer]) -> None:
+        """Something has failed in a step, or what it takes is lost: note what it has not made.
+
+        Args:
+            lost: which of its inputs, and why.
+        """
+        ends = [each for answer in answers for each in answer.failures if each.ends]
+        reasons: list[OperationError | None]
+        if ends:
+            if self._ending is None:
+                failure = next((each for each in ends if not _is_of_others(each.cause)), ends[0])
+                self._ending = _explained(step, failure.index, failure.cause)
+            self._error = self._error or self._ending
+            reasons = [self._ending] * len(step.made)
+        elif step.known is None:
+            return
+        else:
+            program = step.known.program
+            failed = {
+                each.index: _explained(step, each.index, each.cause)
+                for answer in answers
+                for each in answer.failures
+            }
+            values, news = poisoned(program, lost, failed)
+            self._error = self._error or next(iter(news.values()), None)
+            made = program.outputs[len(program.outputs) - len(step.made) :]
+            reasons = [values.get(each) for each in made]
+        for number, reason in zip(step.made, reasons, strict=True):
+            if reason is not None:
                 self._lost[number] = reason
                 remote = self._remotes.get(number)
                 if remote is not None:
                     remote.error = reason
-        return answers
 
     def _give_up(self) -> None:
         """Some workers have failed, and the others may wait for them in a collective."""
@@ -285,7 +309,7 @@ class Session:
             port.abort("another worker has failed")
 
     def _regroup(self) -> None:
-        """Some workers have failed alone, and with them the collectives of all: they make new groups."""
+        """A program has ended early on some worker, and with it the collectives of all: make new groups."""
         self._generation += 1
         for future in [port.regroup(self._generation) for port in self._ports]:
             future.wait()
@@ -345,7 +369,7 @@ class _Patience:
 
     def _look(self, answer: Any) -> None:
         try:
-            failed = answer.value().failure is not None
+            failed = any(each.ends for each in answer.value().failures)
         except Exception:
             failed = True
         if not failed:

@@ -23,8 +23,8 @@ from rpc.errors import RpcError, RpcTimeoutError
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
 from spmd import backend
-from spmd.engine import device as spmd_device
-from spmd.engine.device import set_engine, set_up
+from spmd.engine.current import DEVICE, set_engine
+from spmd.engine.device import set_up
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
 from spmd.engine.messages import Step
 from spmd.engine.report import Report, report_of
@@ -79,7 +79,6 @@ class _Mode:
         session: with its workers.
         processes: that were started for it.
         owns_agent: the agent was started for it.
-        folder: where its workers met.
     """
 
     def __init__(
@@ -87,9 +86,7 @@ class _Mode:
         names: Sequence[str],
         owns_agent: bool,
         processes: Sequence[subprocess.Popen[bytes]] = (),
-        folder: Path | None = None,
     ) -> None:
-        self.folder = folder
         self.processes = processes
         self.owns_agent = owns_agent
         name = f"spmd-{secrets.token_hex(8)}"
@@ -115,8 +112,6 @@ class _Mode:
             with suppress(RpcTimeoutError):  # then the processes are ended
                 rpc.shutdown(timeout=_PATIENCE)
         _end(self.processes)
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -213,13 +208,14 @@ def _on_this_machine(workers: int | Sequence[str] | None) -> _Mode:
     try:
         options = AgentOptions(init_method=init_method)
         rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
-        return _Mode(names, True, processes, folder)
+        return _Mode(names, True, processes)
     except BaseException:
         for process in processes:
             process.kill()
             process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # they have met
 
 
 def _under_torchrun(workers: int | Sequence[str] | None) -> _Mode:
@@ -296,7 +292,7 @@ def device() -> torch.device:
         NotInSpmdModeError: SPMD mode is off.
     """
     _current()
-    return spmd_device.DEVICE
+    return DEVICE
 
 
 def report() -> Report:

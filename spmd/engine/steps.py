@@ -11,9 +11,25 @@ from torch import Tensor
 
 from spmd.engine.program import Program, Ref, Scalar
 
-__all__ = ["Assembled", "Step", "last_uses"]
+__all__ = ["Assembled", "InstructionError", "Step", "last_uses"]
 
 _FILE: Final = "<linked program>"
+
+
+class InstructionError(RuntimeError):
+    """An instruction has failed on this worker.
+
+    Attributes:
+        index: of the instruction in its program.
+        cause: what it raised.
+    """
+
+    def __init__(self, index: int, cause: Exception) -> None:
+        super().__init__(index, cause)
+        self.index, self.cause = index, cause
+
+    def __str__(self) -> str:
+        return f"instruction {self.index} has failed: {self.cause}"
 
 
 @dataclass(slots=True)
@@ -30,6 +46,7 @@ class Step:
         overlaps: results may have elements twice.
         over: the function that gives its results in the memory of the arguments at ``written``.
         moves: of a redistribution, with their groups.
+        alone: no other worker takes part, and it draws no random numbers: if it fails, the others go on.
     """
 
     index: int
@@ -43,6 +60,7 @@ class Step:
     over: Callable[..., Any] | None = None
     written: tuple[int, ...] = ()
     moves: tuple[Any, ...] = ()
+    alone: bool = False
     _reads: frozenset[int] | None = field(default=None, init=False)
 
     def reads(self) -> frozenset[int]:
@@ -90,12 +108,13 @@ class Assembled:
         self, program: Program, steps: Sequence[Step], check: Callable[[int, Any], object] | None = None
     ) -> None:
         self._names: dict[str, Any] = {"check": check}
-        self._instructions: list[int | None] = []
+        self._steps, self._outputs = steps, program.outputs
+        self._places: list[int | None] = []
         lines: list[str] = []
 
-        def add(line: str, instruction: int | None = None) -> None:
+        def add(line: str, place: int | None = None) -> None:
             lines.append(line)
-            self._instructions.append(instruction)
+            self._places.append(place)
 
         last = last_uses(steps, program.outputs)
         given = range(len(program.inputs))
@@ -106,7 +125,7 @@ class Assembled:
         unused = [value for value in given if value not in last]
         if unused:
             add(" " + _forget(unused))
-        dying: dict[int, list[int]] = {}
+        self._dying = dying = dict[int, list[int]]()
         for value, place in last.items():
             dying.setdefault(place, []).append(value)
         for place, step in enumerate(steps):
@@ -116,20 +135,67 @@ class Assembled:
                 line += "".join(f"; check({value}, v{value})" for value in made)
             if place in dying:
                 line += "; " + _forget(dying[place])
-            add(line, step.index)
+            add(line, place)
         add(f" return [{', '.join(f'v{value}' for value in program.outputs)}]")
         self.source = "\n".join(lines)
         exec(compile(self.source, _FILE, "exec"), self._names)
         self.function: Callable[[list[Tensor], Sequence[float]], list[Tensor]] = self._names["run"]
 
-    def instruction_at(self, error: BaseException) -> int | None:
-        """The instruction in which an error has come up."""
+    def stopped_at(self, error: BaseException) -> tuple[int, dict[int, Any]] | None:
+        """In which step an error has come up, and the values that there are; None: in no step."""
         trace = error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code is self.function.__code__:
-                return self._instructions[trace.tb_lineno - 1]
+                place = self._places[trace.tb_lineno - 1]
+                local = trace.tb_frame.f_locals
+                values = {int(name[1:]): value for name, value in local.items() if name[1:].isdecimal()}
+                return None if place is None else (place, values)
             trace = trace.tb_next
         return None
+
+    def step_at(self, place: int) -> Step:
+        """The step at a place."""
+        return self._steps[place]
+
+    def finish(
+        self,
+        place: int,
+        values: dict[int, Any],
+        scalars: Sequence[float],
+        instead: Callable[[int], Tensor],
+        failures: list[InstructionError],
+    ) -> list[Tensor]:
+        """Do what is left, after a step has failed in which no other worker takes part.
+
+        Args:
+            place: of that step.
+            values: those that there are.
+            instead: makes what stands in for a value that could not be computed, by its number.
+            failures: takes those that follow.
+
+        Returns:
+            The outputs.
+
+        Raises:
+            InstructionError: a step has failed in which others take part.
+        """
+        for at, step in enumerate(self._steps[place:], start=place):
+            results: Any = None
+            if at > place:
+                try:
+                    results = _done(step, values, scalars)
+                except Exception as error:
+                    failure = InstructionError(step.index, error)
+                    if not step.alone:
+                        raise failure from error
+                    failures.append(failure)
+            if results is None:
+                results = [None if each is None else instead(each) for each in step.results]
+            values.update(
+                (value, each) for value, each in zip(step.results, results, strict=True) if value is not None
+            )
+            values.update(dict.fromkeys(self._dying.get(at, ())))
+        return [values[each] for each in self._outputs]
 
     def _targets(self, step: Step) -> str:
         if not step.results:
@@ -156,6 +222,24 @@ class Assembled:
         name = f"c{len(self._names)}"
         self._names[name] = value
         return name
+
+
+def _done(step: Step, values: dict[int, Any], scalars: Sequence[float]) -> Sequence[Any] | None:
+    """What a step gives."""
+
+    def filled(tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            return values[tree.index]
+        if isinstance(tree, Scalar):
+            return scalars[tree.index]
+        if isinstance(tree, (list, tuple)) and any(True for _ in _variables(tree)):
+            return [filled(each) for each in tree]
+        return tree
+
+    given = step.function(*filled(step.args), **{name: filled(each) for name, each in step.kwargs.items()})
+    if not step.results:
+        return ()
+    return (given,) if step.single else tuple(given)
 
 
 def _forget(values: Sequence[int]) -> str:

@@ -8,15 +8,16 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from spmd.engine.interpreter import InstructionError, LinkedProgram
+from spmd.engine.interpreter import LinkedProgram
 from spmd.engine.messages import Answer, Failure, Step
 from spmd.engine.program import MeshKey, Program
 from spmd.engine.repetition import Repetition
+from spmd.engine.steps import InstructionError
 
 __all__ = ["WorkerEngine"]
 
 _LOST: Final[Any] = object()
-"""In place of a value whose program has failed."""
+"""In place of a value whose program has ended before it was made."""
 
 
 @dataclass(eq=False)
@@ -41,6 +42,7 @@ class WorkerEngine:
         self.values: dict[int, Tensor] = {}
         self._meshes = meshes
         self._programs: dict[int, _Known] = {}
+        self._ended: Failure | None = None
 
     def run(self, step: Step) -> Answer:
         """Do one step."""
@@ -48,21 +50,26 @@ class WorkerEngine:
             self.values[step.base + offset] = part
         if step.definition is not None and step.program is not None:
             self._programs[step.program] = _Known(step.definition)
-        failure = None if step.program is None else self._run_program(step, self._programs[step.program])
+        failures = () if step.program is None else self._run_program(step, self._programs[step.program])
         values = tuple([self.values[number] for number in step.wanted])
         for number in step.freed:
             self.values.pop(number, None)
         if any(each is _LOST for each in values):
             values = ()
-        return Answer(values, failure)
+        return Answer(values, failures)
 
     def relink(self) -> None:
-        """Forget what programs have of process groups, since these are to be made anew."""
+        """Process groups are to be made anew: forget what programs have of them, and run programs again."""
+        self._ended = None
         for known in self._programs.values():
             known.linked = None
 
-    def _run_program(self, step: Step, known: _Known) -> Failure | None:
-        """Run a program. Its inputs that are no outputs are gone afterwards, whether it has failed or not."""
+    def _run_program(self, step: Step, known: _Known) -> tuple[Failure, ...]:
+        """Run a program. Its inputs that are no outputs are gone afterwards, whether it has failed or not.
+
+        When one has ended early, this worker takes part in nothing until there are new groups: the others may
+        still wait in a collective for it, and would take its next one for that.
+        """
         ids, scalars = known.repetition.unpack(step.base, step.run)
         definition = known.definition
         count = len(ids)
@@ -73,20 +80,22 @@ class WorkerEngine:
         ]
         made = len(definition.outputs) - len(kept)
         outputs: list[Any] = [_LOST] * made
-        failure = None
-        if not any(each is _LOST for each in inputs):
+        failed: list[InstructionError] = []
+        if self._ended is None:
             try:
                 if known.linked is None:
                     known.linked = LinkedProgram(definition, self.rank, self._meshes)
-                outputs = known.linked.run(inputs, scalars)[len(kept) :]
+                outputs = known.linked.run(inputs, scalars, failed)[len(kept) :]
             except InstructionError as error:
-                failure = Failure(error.index, _sendable(error.cause))
+                self._ended = Failure(error.index, _sendable(error.cause))
             except Exception as error:  # it could not be linked
-                failure = Failure(-1, _sendable(error))
+                self._ended = Failure(-1, _sendable(error))
         first = step.base + len(step.uploads)
         for offset, value in enumerate(outputs):
             self.values[first + offset] = value
-        return failure
+        if self._ended is not None:
+            return (self._ended,)
+        return tuple([Failure(each.index, _sendable(each.cause), ends=False) for each in failed])
 
 
 def _sendable(error: BaseException) -> Exception:

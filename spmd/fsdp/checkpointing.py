@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["checkpoint_module"]
 
 M = TypeVar("M", bound=nn.Module)
+_PLAIN: Final = "_forward_before_checkpointing"
 
 
 def checkpoint_module(module: M) -> M:
@@ -22,13 +24,17 @@ def checkpoint_module(module: M) -> M:
     Returns:
         ``module``.
     """
-    plain = module.forward
+    if _PLAIN in vars(module):
+        return module
+    plain = vars(module).get("forward") or functools.partial(type(module).forward, module)
 
-    @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = vars(self)[_PLAIN]  # that of a copy computes with the copy's parameters
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
-    module.forward = forward
+    vars(module)[_PLAIN] = plain
+    module.forward = MethodType(forward, module)
     return module

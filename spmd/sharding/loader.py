@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from queue import Empty, Full, Queue
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from spmd.engine import api as engine
 from spmd.sharding.marks import ShardingSpec
 
 __all__ = ["DeviceLoader", "InputSharding", "send"]
@@ -21,13 +23,16 @@ InputSharding: TypeAlias = ShardingSpec | Mapping[str, ShardingSpec | None] | No
 _END: Final = object()
 _LOOK: Final = 0.1
 """Seconds after which a thread that waits for room looks whether anybody still reads."""
+_PATIENCE: Final = 5.0
+"""Seconds that the user's loader has to come to an end."""
+_log: Final = logging.getLogger(__name__)
 
 
 class DeviceLoader:
     """Iterates over a loader's batches with their tensors moved to a device.
 
     A thread reads ahead from the loader. A batch is moved when it is asked for; the program recorded so far
-    is cut there, so that workers compute while the next batch is read.
+    is sent off there, so that workers compute while the next step is recorded.
 
     Args:
         loader: gives batches: tensors in tuples, lists and dicts, with other things between.
@@ -73,8 +78,6 @@ class DeviceLoader:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        from spmd.engine.start import sync
-
         batches: Queue[Any] = Queue(self._ahead)
         abandoned = threading.Event()
         reader = threading.Thread(
@@ -86,15 +89,15 @@ class DeviceLoader:
             while (item := batches.get()) is not _END:
                 if isinstance(item, _Failed):
                     raise item.error
-                yield send(item, self._device, self._sharding)
+                item = send(item, self._device, self._sharding)
+                yield item
+                item = None  # nobody keeps a batch while the next one is waited for
                 count += 1
                 if count % self._every == 0:
-                    sync()
+                    engine.flush()
         finally:
             abandoned.set()
-            while reader.is_alive():
-                _empty(batches)
-                reader.join(_LOOK)
+            _end(reader, batches)
 
 
 _IGNORED: Final = frozenset({"batchdim", "device_prefetch_size", "host_to_device_transfer_threads"})
@@ -122,6 +125,19 @@ def _read(loader: Iterable[Any], batches: Queue[Any], abandoned: threading.Event
         put(_END)
     except BaseException as error:  # whoever iterates hears of it
         put(_Failed(error))
+
+
+def _end(reader: threading.Thread, batches: Queue[Any]) -> None:
+    """Let the thread end, which may be waiting for room, or in the user's loader."""
+    for _ in range(round(_PATIENCE / _LOOK)):
+        _empty(batches)
+        reader.join(_LOOK)
+        if not reader.is_alive():
+            return
+    _log.warning(
+        "nobody wants more batches, and the loader has not given its next for %g s: its thread is left alone",
+        _PATIENCE,
+    )
 
 
 def _empty(batches: Queue[Any]) -> None:

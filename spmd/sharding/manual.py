@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmd.engine.api import redistributed, value_layout
-from spmd.engine.device import alias_of
+from spmd.engine.logical_tensor import alias_of
 from spmd.engine.manual import from_local, to_local
 from spmd.engine.program import Layout
 from spmd.sharding.marks import mark_manual, mark_sharding

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmd.engine import api as engine
-from spmd.engine.device import alias_of
+from spmd.engine.logical_tensor import alias_of
 from spmd.engine.program import REPLICATED
 from spmd.sharding.mesh import Mesh
 from spmd.sharding.op_sharding import MANUAL, OpSharding, ShardingType

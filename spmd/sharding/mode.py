@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from spmd.engine import start
-from spmd.engine.device import LogicalTensor
 from spmd.engine.errors import SpmdError
+from spmd.engine.logical_tensor import LogicalTensor
 from spmd.sharding.sharded_tensor import install
 
 __all__ = ["use_spmd"]

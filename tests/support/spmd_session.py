@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from spmd.engine.device import set_engine, set_up
+from spmd.engine.current import set_engine
+from spmd.engine.device import set_up
 from spmd.engine.messages import Step
 from spmd.engine.session import Session
 from spmd.engine.worker import WorkerEngine
@@ -47,7 +48,7 @@ class InlinePort:
         raise AssertionError(reason)
 
     def regroup(self, generation: int) -> Any:
-        raise AssertionError("one worker cannot differ")
+        raise AssertionError("nothing ends early")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spmd.engine.rules import (
     attention,
+    bags,
     elements,
     lists,
     lookup,
@@ -20,6 +21,7 @@ from spmd.engine.rules.local import LOCAL_RULES, Local, Site
 from spmd.engine.rules.placing import PLACEMENT_RULES, Call, Row, choose, strided, tensors_of
 from spmd.engine.rules.random import is_random, with_generator
 from spmd.engine.rules.shapes import is_view
+from spmd.engine.rules.uneven_views import placed_view
 
 __all__ = [
     "LOCAL_RULES",
@@ -29,6 +31,7 @@ __all__ = [
     "Row",
     "Site",
     "attention",
+    "bags",
     "choose",
     "decomposition",
     "elements",
@@ -39,6 +42,7 @@ __all__ = [
     "lookup",
     "norms",
     "place_lists",
+    "placed_view",
     "products",
     "random",
     "reductions",

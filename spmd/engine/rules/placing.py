@@ -125,7 +125,20 @@ def choose(call: Call, rows: Sequence[Row], axis: int, size: int, bytes_of: Sequ
             for place, (meta, want, count) in enumerate(pairs)
         )
 
-    return min(rows, key=cost)
+    def is_cut(row: Row) -> bool:
+        """Whether it takes a sum in pieces."""
+        pairs = zip(call.tensors, row.inputs, strict=True)
+        return any(_now(meta, axis).is_partial() and is_shard(want) for meta, want in pairs)
+
+    def moves_sums_alone(row: Row) -> bool:
+        pairs = zip(call.tensors, row.inputs, strict=True)
+        return all(_now(meta, axis).is_partial() or _now(meta, axis) == want for meta, want in pairs)
+
+    best = min(rows, key=cost)
+    if is_cut(best):  # half as dear at first; but then all the layers behind it would gather their weights
+        whole = [row for row in rows if not is_cut(row) and moves_sums_alone(row)]
+        return min(whole, key=cost, default=best)
+    return best
 
 
 _IN_ORDER: Final = ("aten::embedding", "aten::nll_loss_forward", "aten::nll_loss_backward")
@@ -192,7 +205,7 @@ _SHORT: Final = {
     "max_pool2d_with_indices_backward": "000->0|111->1",
     "im2col": "0->0",
     "col2im": "0->0",
-    "convolution_backward": "00r->0pp",
+    "convolution_backward": "00r->0pp|1r0->p00|r11->11r",
     "pixel_shuffle": "0->0",
     "pixel_unshuffle": "0->0",
     "reflection_pad1d": "0->0",
@@ -213,6 +226,8 @@ def _short(call: Call) -> list[Row] | None:
         spatial = 3 if "3d" in name else 1 if "1d" in name else 2
         if len(call.tensors[0].shape) != spatial + 2:
             return []  # without a batch
+    if name == "convolution_backward" and (call["groups"] != 1 or call["transposed"]):
+        return pattern(call, "00r->0pp")
     return pattern(call, _SHORT[name])
 
 
@@ -221,4 +236,6 @@ def _convolution(call: Call) -> list[Row]:
     if len(call["input"].shape) != len(call["weight"].shape):
         return []
     plain = call["groups"] == 1 and not call["transposed"]
-    return pattern(call, "0rr->0|r00->1" if plain else "0rr->0")
+    if not plain:
+        return pattern(call, "0rr->0")
+    return pattern(call, "0rr->0|r00->1" + ("" if isinstance(call["bias"], Meta) else "|11r->p"))

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.rules.uneven_views import rebalanced
 
 __all__ = ["is_view"]
 
@@ -49,6 +50,8 @@ def _shape_of_part(site: Site) -> Local:
     (result,) = site.results
     assert result is not None
     shape = site.local_shape(result)
+    if name in _VIEWS and (moved := rebalanced(site)) is not None:
+        return Local(moved, (site.args[0],), {})
     if name in _VIEWS:  # the strides of a part may not allow a view where those of the whole do
         return Local(aten.reshape.default, (site.args[0], shape), {})
     return site.runs(site.call.op, **{_SHAPES[name]: shape})

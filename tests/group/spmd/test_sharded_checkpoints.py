@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 import spmd
 from spmd.checkpoint import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
 from spmd.checkpoint.planners import CpuShards, sharded_cpu_state_dict
-from spmd.engine.device import alias_of
+from spmd.engine.logical_tensor import alias_of
 from tests.group.spmd.driven import WORKERS, driven, driver
 
 __all__ = ["driver"]
@@ -79,6 +81,7 @@ def load(state: dict[str, Any], path: str, planner: Any) -> None:
     [
         (((2, 2), (0, 1)), ((4, 1), (0, 1))),
         (((2, 2), ((1, 0), None)), ((2, 2), (None, (0, 1)))),
+        (((2, 2), (0, None)), ((2, 2), (None, 1))),
         (((4,), (0, None)), ((4,), (None, 0))),
         (((4,), (0, None)), ((4,), (0, None))),
     ],
@@ -313,6 +316,135 @@ def test_sigterm_means_to_save_at_the_next_step() -> None:
             assert manager.all_steps() == [2]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@driven
+def test_after_sigterm_one_step_more_is_saved_and_the_programs_own_handler_runs() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with tempfile.TemporaryDirectory() as path:
+            manager = CheckpointManager(path, 100)
+            os.kill(os.getpid(), signal.SIGTERM)
+            state = {"x": torch.ones(1)}
+            assert [step for step in range(1, 5) if manager.save_async(step, state)] == [1]
+            manager.join()
+            assert manager.reached_preemption(5)
+            assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@driven
+def test_a_step_that_fails_to_be_saved_again_is_still_what_it_was() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, max_to_keep=1, chkpt_on_preemption=False)
+        manager.save(5, {"x": torch.ones(1)})
+        with pytest.raises(CheckpointException):
+            manager.save(5, {"x": torch.zeros(1), "function": lambda: 0})
+        for each in (manager, CheckpointManager(path, 1, chkpt_on_preemption=False)):
+            state = {"x": torch.zeros(1)}
+            each.restore(5, state)
+            assert state["x"].item() == 1
+        manager.save(5, {"x": torch.full((1,), 2.0)})
+        manager.restore(5, state)
+        assert state["x"].item() == 2
+        assert os.listdir(path) == ["5"]
+
+
+@pytest.mark.parametrize("left", ["5.going", "5.coming"])
+@driven
+def test_what_was_changing_places_when_the_program_was_killed_is_found(left: str) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        CheckpointManager(path, 1, chkpt_on_preemption=False).save(5, {"x": torch.ones(1)})
+        (Path(path) / "5").rename(Path(path) / left)
+        (Path(path) / "5.copy").mkdir()
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        assert manager.all_steps() == [5]
+        state = {"x": torch.zeros(1)}
+        manager.restore(5, state)
+        assert state["x"].item() == 1
+
+
+@driven
+def test_what_is_saved_at_once_comes_behind_what_is_saved_in_the_background() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, max_to_keep=1, max_pending_async=3, chkpt_on_preemption=False)
+        for step in (1, 2, 3):
+            manager.save_async(step, {"x": torch.ones(1000)})
+        manager.save(4, {"x": torch.ones(1)})
+        assert manager.all_steps() == [4]
+        assert os.listdir(path) == ["4"]
+
+
+@driven
+def test_several_threads_write_the_shards() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        mesh = spmd.get_1d_mesh()
+        state = {
+            str(number): spmd.mark_sharding(torch.randn(8, 3).to(spmd.device()), mesh, (0, None))
+            for number in range(20)
+        }
+        manager = CheckpointManager(path, 1, num_of_threads=4, chkpt_on_preemption=False)
+        manager.save(1, state)
+        again = {name: torch.zeros(8, 3) for name in state}
+        manager.restore(1, again)
+        assert all(again[name].equal(each.cpu()) for name, each in state.items())
+
+
+@driven
+def test_what_a_program_changes_is_not_changed_in_what_is_saved_in_the_background() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        seen = Seen()
+        manager.save_async(1, {"seen": seen})
+        seen.files.append("b")
+        manager.join()
+        state = {"seen": Seen()}
+        manager.restore(1, state)
+        assert state["seen"].files == ["a"]
+
+
+class Seen:
+    """State of a program's own."""
+
+    def __init__(self) -> None:
+        self.files = ["a"]
+
+
+KILLED = """
+import os, sys
+from spmd.checkpoint import CheckpointManager
+
+class Bomb:
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        os.kill(os.getpid(), 9)
+
+manager = CheckpointManager(sys.argv[1], 1)
+for step, state in ((1, {"x": 1}), (2, {"x": 2, "bomb": Bomb()})):
+    manager.save_async(int(sys.argv[2]) if step > 1 else step, state)
+    manager.join()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path, step: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(step)],
+        check=False,
+        timeout=60,
+        cwd=Path(__file__).resolve().parents[3],
+    )
+    assert ended.returncode == -signal.SIGKILL
+    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
+    assert manager.all_steps() == [1]
+    state = {"x": 0}
+    manager.restore(1, state)
+    assert state["x"] == 1
 
 
 @pytest.mark.parametrize(

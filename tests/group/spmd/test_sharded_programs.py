@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import spmd
 from spmd.fsdp import FSDPv2, checkpoint_module
 from spmd.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from spmd.sharding import loader
 from tests.group.spmd.driven import WORKERS, driven, driver
 
 __all__ = ["driver"]
@@ -290,6 +294,42 @@ def test_a_loader_may_be_left_in_the_middle() -> None:
     for batch in spmd.DeviceLoader(endless, spmd.device(), loader_prefetch_size=2):
         assert batch.shape == (2,)
         break
+
+
+@driven
+def test_a_loader_that_hangs_does_not_hold_up_who_leaves_it() -> None:
+    leave = threading.Event()
+
+    def hanging() -> Iterator[Tensor]:
+        yield torch.ones(2)
+        leave.wait()
+
+    with mock.patch.object(loader, "_PATIENCE", 0.2):
+        batches: Any = iter(spmd.DeviceLoader(hanging(), spmd.device()))
+        next(batches)
+        batches.close()
+    (thread,) = [each for each in threading.enumerate() if each.name == "spmd loader"]
+    leave.set()
+    thread.join()
+
+
+@driven
+def test_a_loader_keeps_no_batch_while_it_waits_for_the_next() -> None:
+    given: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def batches() -> Iterator[Tensor]:
+        for _ in range(4):
+            batch = torch.ones(2)
+            given.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    for _ in spmd.DeviceLoader(batches(), spmd.device(), loader_prefetch_size=1):
+        _ = None
+        spmd.sync()
+        alive.append(given[0]() is not None)
+    assert alive[1:] == [False] * 3
 
 
 # ---- manual sharding

@@ -59,10 +59,30 @@ def test_a_failed_operation_is_raised_with_its_line_and_shapes() -> None:
 @in_worker0(3)
 def test_a_worker_that_fails_alone_does_not_leave_the_others_waiting() -> None:
     spmd.use_spmd()
-    total = there([1.0, 2.0, 3.0])[there([0, 1, 2, 9], ROWS)].sum()
-    with pytest.raises(OperationError, match="index 9 is out of bounds"):
-        total.item()
-    assert there([1.0, 2.0, 3.0, 4.0], ROWS).sum().item() == 10.0  # collectives work again
+    ten = there([1.0, 2.0, 3.0, 4.0], ROWS)
+    for _ in range(3):
+        total = there([1.0, 2.0, 3.0])[there([0, 1, 2, 9], ROWS)].sum()
+        other = (ten * 2).sum()
+        with pytest.raises(OperationError, match="index 9 is out of bounds"):
+            total.item()
+        assert other.item() == 20.0  # what does not depend on it is there, though it was made together
+        ten.add_(0.0)
+    assert ten.sum().item() == 10.0
+    spmd.shutdown()
+
+
+@in_worker0(3)
+def test_after_a_program_that_could_not_go_on_the_mode_goes_on() -> None:
+    spmd.use_spmd()
+    kept = there([1.0, 2.0, 3.0, 4.0], ROWS)
+    spmd.sync()
+    odd = there([[1.0, 2.0], [3.0, float("nan")]], ROWS)
+    drawn = torch.multinomial(odd, 1)  # random numbers: a worker that fails alone is behind the others
+    with pytest.raises(OperationError, match="multinomial"):
+        spmd.sync()
+    with pytest.raises(OperationError, match="never computed"):
+        drawn.cpu()
+    assert (kept * 2).sum().item() == 20.0
     spmd.shutdown()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,22 @@ def test_rank_0_drives_under_torchrun(tmp_path: Path) -> None:
         str(tmp_path),
     )
     assert run(tmp_path, *prefix) == "sum 12.0 of 2"
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_a_driver_that_is_killed_leaves_neither_workers_nor_files(tmp_path: Path) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM + "import os; os.kill(os.getpid(), 9)\n")
+    done = subprocess.run(  # until its workers have closed their ends of the pipes as well
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=80,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FARCALL_SPMD_WORKERS": "2", "TMPDIR": str(folder)},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not list(folder.glob("farcall*"))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from spmd.engine import device
+from spmd.engine import current
 from spmd.engine.aliases import as_strided_steps
 from spmd.engine.metas import Spec
 from tests.support.spmd_session import inline_session
@@ -139,14 +139,14 @@ def session() -> Iterator[None]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(steps, min_size=2, max_size=12))
 def test_random_views_and_writes_end_as_on_the_cpu(program: list[Step]) -> None:
-    found = _outcome(program, device.DEVICE, keep_gradients=False)
+    found = _outcome(program, current.DEVICE, keep_gradients=False)
     assert _same(found, _outcome(program, torch.device("cpu"), keep_gradients=False))
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(steps, min_size=2, max_size=10))
 def test_gradients_through_random_views_and_writes_are_those_of_the_cpu(program: list[Step]) -> None:
-    found = _outcome(program, device.DEVICE, keep_gradients=True)
+    found = _outcome(program, current.DEVICE, keep_gradients=True)
     assert _same(found, _outcome(program, torch.device("cpu"), keep_gradients=True))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from spmd.engine import device
+from spmd.engine import current
 from tests.support.spmd_cases import CASES, MODELS, same, train
 from tests.support.spmd_session import inline_session
 
@@ -22,10 +22,10 @@ def session() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_the_cpu(name: str) -> None:
-    found = CASES[name](device.DEVICE)
+    found = CASES[name](current.DEVICE)
     assert same(found, CASES[name](torch.device("cpu"))), found
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_that_of_the_cpu(name: str) -> None:
-    assert same(train(name, device.DEVICE), train(name, torch.device("cpu")), 1e-6)
+    assert same(train(name, current.DEVICE), train(name, torch.device("cpu")), 1e-6)

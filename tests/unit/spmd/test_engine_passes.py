@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
-from spmd.engine.interpreter import InstructionError, LinkedProgram
+from spmd.engine.interpreter import LinkedProgram
 from spmd.engine.program import (
     GET_RNG_STATE,
     REDISTRIBUTE,
@@ -26,6 +26,7 @@ from spmd.engine.program import (
     Scalar,
 )
 from spmd.engine.redistribution import take_shard
+from spmd.engine.steps import InstructionError
 from tests.unit.spmd.ranks import in_threads
 from tests.unit.spmd.recorded import Recorder, Value, World, meta_of
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from spmd.collectives.errors import CollectiveError
-from spmd.engine import device
+from spmd.engine import current
 from spmd.engine.api import (
     constrain,
     load_local_parts,
@@ -45,7 +45,7 @@ def both() -> Iterator[tuple[Session, InlinePort]]:
 
 
 def there(*numbers: float) -> Tensor:
-    return torch.tensor(numbers).to(device.DEVICE)
+    return torch.tensor(numbers).to(current.DEVICE)
 
 
 def test_nothing_runs_before_somebody_asks(both: tuple[Session, InlinePort]) -> None:
@@ -80,8 +80,8 @@ def test_what_nobody_uses_is_not_done(both: tuple[Session, InlinePort]) -> None:
 
 def test_random_numbers_are_drawn_even_if_nobody_uses_them(both: tuple[Session, InlinePort]) -> None:
     torch.manual_seed(5)
-    torch.rand(3, device=device.DEVICE)
-    second = torch.rand(3, device=device.DEVICE).cpu()
+    torch.rand(3, device=current.DEVICE)
+    second = torch.rand(3, device=current.DEVICE).cpu()
     torch.manual_seed(5)
     torch.rand(3)
     assert torch.equal(second, torch.rand(3))
@@ -91,18 +91,18 @@ def test_steps_of_a_training_loop_are_one_program_sent_once(
     both: tuple[Session, InlinePort],
 ) -> None:
     _, port = both
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(device.DEVICE)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(current.DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     sent = []
     for step in range(6):
         port.steps.clear()
-        batch = torch.full((3, 4), float(step)).to(device.DEVICE)
+        batch = torch.full((3, 4), float(step)).to(current.DEVICE)
         model(batch).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        device.engine().recorder.flush()
+        current.engine().recorder.flush()
         (sent_now,) = port.steps
         sent.append(sent_now)
     assert all(each.program == sent[2].program and each.definition is None for each in sent[3:])
@@ -126,20 +126,20 @@ def test_workers_free_what_the_user_has_freed(both: tuple[Session, InlinePort]) 
 
 
 def test_the_default_dtype_is_that_of_the_driver(both: tuple[Session, InlinePort]) -> None:
-    before = torch.zeros(1, device=device.DEVICE)
+    before = torch.zeros(1, device=current.DEVICE)
     torch.set_default_dtype(torch.float64)
     try:
-        made = torch.zeros(1, device=device.DEVICE)
-        divided = torch.arange(3, device=device.DEVICE) / 2
+        made = torch.zeros(1, device=current.DEVICE)
+        divided = torch.arange(3, device=current.DEVICE) / 2
     finally:
         torch.set_default_dtype(torch.float32)
-    after = torch.zeros(1, device=device.DEVICE)
+    after = torch.zeros(1, device=current.DEVICE)
     dtypes = [each.cpu().dtype for each in (before, made, divided, after)]
     assert dtypes == [torch.float32, torch.float64, torch.float64, torch.float32]
 
 
 def test_constants_of_different_kinds_are_not_taken_for_each_other(both: tuple[Session, InlinePort]) -> None:
-    made = [torch.full((1,), each, device=device.DEVICE) for each in (True, 1, 1.0, 1 + 0j)]
+    made = [torch.full((1,), each, device=current.DEVICE) for each in (True, 1, 1.0, 1 + 0j)]
     assert [each.dtype for each in made] == [torch.bool, torch.int64, torch.float32, torch.complex64]
 
 
@@ -153,14 +153,14 @@ def test_what_is_not_used_is_never_uploaded(both: tuple[Session, InlinePort]) ->
 
 def test_uploads_are_copies(both: tuple[Session, InlinePort]) -> None:
     given = torch.ones(2)
-    x = given.to(device.DEVICE)
+    x = given.to(current.DEVICE)
     given.zero_()
     assert (x + 0).tolist() == [1, 1]
 
 
 def test_an_error_names_the_users_line_and_loses_what_depends_on_it(both: tuple[Session, InlinePort]) -> None:
     session, _ = both
-    x, wrong = there(1, 2), torch.tensor([5]).to(device.DEVICE)
+    x, wrong = there(1, 2), torch.tensor([5]).to(current.DEVICE)
     found = x.index_select(0, wrong)
     with pytest.raises(OperationError, match=r"index_select\(int64\[2\], 0, int64\[1\]\)") as raised:
         session.sync()
@@ -171,6 +171,42 @@ def test_an_error_names_the_users_line_and_loses_what_depends_on_it(both: tuple[
     session.sync()
 
 
+def test_what_does_not_depend_on_a_failure_is_computed(both: tuple[Session, InlinePort]) -> None:
+    session, _ = both
+    for _ in range(3):  # as linked, and as rewritten by the passes
+        x, wrong = there(1, 2), torch.tensor([5]).to(current.DEVICE)
+        session.sync()
+        before = x + 1
+        lost = (x * 2).index_select(0, wrong)
+        inverse = torch.linalg.inv(lost.expand(2, 2) * 0.0)  # fails as well, for that reason
+        after = (before * 3).add_(x)
+        x[0] = 7
+        with pytest.raises(OperationError, match="index_select"):
+            session.sync()
+        session.sync()
+        for each in (lost, inverse):
+            with pytest.raises(OperationError, match=r"never computed: .*index_select"):
+                each.cpu()
+        assert after.tolist() == [7, 11]
+        assert x.tolist() == [7, 2]
+
+
+def test_what_is_under_way_when_something_fails_depends_on_it_or_not(
+    both: tuple[Session, InlinePort],
+) -> None:
+    session, _ = both
+    x, wrong = there(1, 2), torch.tensor([5]).to(current.DEVICE)
+    lost, kept = x.index_select(0, wrong), x + 1
+    session.recorder.flush()
+    lost_too, kept_too = lost + kept, kept + 1
+    session.recorder.flush()
+    with pytest.raises(OperationError):
+        session.sync()
+    assert kept_too.tolist() == [3, 4]
+    with pytest.raises(OperationError, match="never computed"):
+        lost_too.cpu()
+
+
 def test_workers_make_new_groups_when_a_collective_has_failed_on_all(
     both: tuple[Session, InlinePort], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +215,7 @@ def test_workers_make_new_groups_when_a_collective_has_failed_on_all(
 
     def failed(step: Step) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(Answer((), Failure(0, CollectiveError("all_gather: it does not fit"))))
+        future.set_result(Answer((), (Failure(0, CollectiveError("all_gather: it does not fit")),)))
         return future
 
     def regroup(generation: int) -> Any:
@@ -199,11 +235,11 @@ def test_workers_make_new_groups_when_a_collective_has_failed_on_all(
 
 def test_errors_in_shapes_are_raised_at_once(both: tuple[Session, InlinePort]) -> None:
     with pytest.raises(RuntimeError):
-        torch.ones(2, 3, device=device.DEVICE) @ torch.ones(2, 3, device=device.DEVICE)
+        torch.ones(2, 3, device=current.DEVICE) @ torch.ones(2, 3, device=current.DEVICE)
     with pytest.raises(RuntimeError):
-        torch.ones(2, dtype=torch.int64, device=device.DEVICE).add_(0.5)
+        torch.ones(2, dtype=torch.int64, device=current.DEVICE).add_(0.5)
     with pytest.raises(RuntimeError):
-        torch.ones(2, device=device.DEVICE).add_(torch.ones(3, 2, device=device.DEVICE))
+        torch.ones(2, device=current.DEVICE).add_(torch.ones(3, 2, device=current.DEVICE))
 
 
 def test_the_device_is_nothing_without_a_session() -> None:
@@ -274,7 +310,7 @@ def test_changes_in_place_leave_a_tensor_where_it_lies(both: tuple[Session, Inli
 def test_a_sum_that_is_changed_through_a_view_is_not_made_a_sum_again(
     both: tuple[Session, InlinePort],
 ) -> None:
-    x = torch.tensor([[1.0, -2.0]]).to(device.DEVICE)
+    x = torch.tensor([[1.0, -2.0]]).to(current.DEVICE)
     constrain(x, Layout(MeshKey((0,), (1,)), (Partial(),)))
     x.t().relu_()
     assert value_layout(x) == REPLICATED

@@ -83,6 +83,10 @@ def shapes(rows: int) -> Iterator[Case]:
         yield case(aten.slice_backward.default, x[:2] if dim == 0 else x[:, :2], [rows, 4], dim, 1, 3, 1)
     yield case(aten.view.default, x, [-1])
     yield case(aten.view.default, r(rows, 2, 4), [rows * 2, 4])
+    yield case(aten.view.default, r(3, rows, 4), [3, -1])
+    yield case(aten.view.default, r(3, rows, 4), [3 * rows, 4])
+    yield case(aten.view.default, r(3, rows * 2, 3), [3, rows, 1, 2, 3])
+    yield case(aten.view.default, r(3, rows, 1, 4), [3 * rows * 4])
     yield case(aten.view.default, r(rows, 2, 4), [rows, 2, 2, 2])
     yield case(aten._unsafe_view.default, r(rows * 2, 4), [rows, 2, 4])
     yield case(aten.view.default, r(2, rows, 4).transpose(0, 1), [rows, 2, 2, 2])
@@ -170,6 +174,23 @@ def norms(rows: int) -> Iterator[Case]:
     yield case(aten.native_layer_norm_backward.default, *args)
 
 
+def bags(rows: int) -> Iterator[Case]:
+    table, indices = r(rows + 2, 4), upto(rows + 2, 3 * rows)
+    even, ragged = torch.arange(0, 3 * rows, 3), torch.tensor([0, 0, 1, rows + 1, 3 * rows])
+    for mode in (0, 1):
+        for offsets, last, padding in ((even, False, -1), (ragged, False, 2), (ragged, True, -1)):
+            given = (table, indices, offsets, False, mode, False, None, last, padding)
+            yield case(aten._embedding_bag.default, *given)
+            _, bag_of, counts, most = aten._embedding_bag.default(*given)
+            grad = r(len(offsets) - last, 4)
+            rest = (rows + 2, False, mode, False, None, padding)
+            yield case(
+                aten._embedding_bag_backward.default, grad, indices, offsets, bag_of, counts, most, *rest
+            )
+    yield case(aten._embedding_bag.default, table, indices, even, False, 2)
+    yield case(aten._embedding_bag.default, table, indices, even, False, 0, False, r(3 * rows))
+
+
 def convolutions(rows: int) -> Iterator[Case]:
     args: tuple[Any, ...]
     x, weight, bias = r(rows, 4, 6, 6), r(8, 4, 3, 3), r(8)
@@ -230,6 +251,7 @@ KINDS: Final[list[Callable[[int], Iterator[Case]]]] = [
     products,
     losses,
     norms,
+    bags,
     convolutions,
     draws,
     lists,

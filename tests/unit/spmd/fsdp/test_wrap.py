@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from spmd.fsdp import checkpoint_module
 from spmd.fsdp.wrap import (
     Policy,
     always_wrap_policy,
@@ -76,3 +80,18 @@ def test_a_module_inside_that_is_wrapped_already_is_refused() -> None:
     module = nn.Sequential(nn.ReLU(), nn.Sequential(Wrapped(nn.ReLU())))
     with pytest.raises(ValueError, match=r"1\.0 is wrapped already"):
         recursive_wrap(module, always_wrap_policy, Wrapped)
+
+
+def test_a_copy_of_a_module_that_computes_again_has_its_own_parameters() -> None:
+    module = checkpoint_module(checkpoint_module(nn.Linear(2, 1, bias=False)))
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.weight.fill_(3.0)
+    x = torch.ones(1, 2, requires_grad=True)
+    found = copied(x)
+    assert found.item() == 6.0
+    torch.autograd.backward(found)
+    assert x.grad is not None
+    assert x.grad.tolist() == [[3.0, 3.0]]
+    assert module.weight.grad is None
+    assert list(inspect.signature(module.forward).parameters) == ["input"]

@@ -1,0 +1,169 @@
+"""How an operation on tensors of the device is recorded: as a view, as a write, or as it is.
+
+The recorder knows neither views nor writes; here they become values and assignments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.graph import increment_version
+
+from spmd.engine import operators
+from spmd.engine.aliases import Alias, steps_of_view, write
+from spmd.engine.current import engine
+from spmd.engine.handlers import HANDLERS
+from spmd.engine.logical_tensor import LogicalTensor, fetched, show_instead, uploaded, wrap
+from spmd.engine.metas import Spec, infer
+from spmd.engine.operation import Operation
+from spmd.engine.recorder import Recorder
+
+__all__ = ["dispatch", "is_composite"]
+
+aten: Final = torch.ops.aten
+_ROUTES: Final[dict[int, Operation]] = {}
+
+
+def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Record an operation on the device's tensors."""
+    recorder = engine().recorder
+    operation = _ROUTES.get(id(operator)) or _first_seen(operator)
+    handler = operation.handler
+    if handler is not None:
+        return handler(*args, **(kwargs or {}))
+    with recorder.lock:
+        if operation.is_view:
+            return _view(recorder, operator, args, kwargs)
+        if operation.is_reshaping:
+            return _reshape(args[0], _view(recorder, operation.pure.overload, args, kwargs))
+        if operation.mutated:
+            return _mutate(recorder, operation, args, kwargs or {})
+        try:
+            entry, results = recorder.enter(operation, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            pass
+        else:
+            structure = entry.structure
+            return (
+                wrap(results[0])
+                if structure == 0 and type(structure) is int
+                else _returned(structure, results)
+            )
+    return _on_driver(operator, args, kwargs or {})
+
+
+def _first_seen(operator: Any) -> Operation:
+    """How an operator is recorded, settled when it is first met."""
+    operation = Operation.of(operator)
+    operation.handler = operators.decompose(operator) or HANDLERS.get(operator)
+    if operation.handler is None and is_composite(operation.name):
+        operation.handler = operator.decompose
+    _ROUTES[id(operator)] = operation  # which PyTorch keeps for good
+    return operation
+
+
+def is_composite(name: str) -> bool:
+    """Whether PyTorch composes an operator of others, whatever its tensors are."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def _returned(structure: Any, results: list[Any]) -> Any:
+    if type(structure) is int:
+        return wrap(results[structure])
+    if type(structure) is tuple:
+        return [_returned(each, results) for each in structure]
+    return structure
+
+
+def _view(recorder: Recorder, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    parent = args[0]._alias
+    rest = args[1:]
+    if kwargs:
+        rest = (
+            *rest,
+            *(kwargs[each.name] for each in operator._schema.arguments[len(args) :] if each.name in kwargs),
+        )
+    frozen = tuple([tuple(each) if type(each) is list else each for each in rest])
+    key = (operator, parent.spec, frozen)
+    known = _VIEWS.get(key)
+    if known is None:
+        specs = infer(operator, (parent.spec, *rest), {})
+        steps = [(Operation.of(one), args) for one, args in steps_of_view(operator, parent, frozen)]
+        known = _VIEWS[key] = (
+            isinstance(specs, Spec),
+            list(zip((specs,) if isinstance(specs, Spec) else specs, steps, strict=True)),
+        )
+    one, found = known
+    made = [wrap(Alias.of_view(parent, step, spec)) for spec, step in found]
+    return made[0] if one else made
+
+
+_VIEWS: Final[dict[tuple[Any, ...], tuple[bool, list[tuple[Spec, Any]]]]] = {}
+
+
+def _reshape(tensor: LogicalTensor, view: LogicalTensor) -> Tensor:
+    """A tensor becomes a view of what it was, as by ``transpose_``."""
+    show_instead(tensor, view)
+    return tensor
+
+
+def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    targets: list[Any] = []
+    returned: list[Any] = []
+    for where in operation.mutated:
+        arg = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
+        returned.append(arg)
+        if isinstance(arg, (list, tuple)):
+            targets += arg
+            increment_version(arg)  # of lists, autograd leaves it to kernels
+        elif arg is not None:
+            targets.append(arg)
+    if operation.is_of_lists and len({id(each._alias) for each in targets}) < len(targets):
+        for place in range(len(targets)):  # a tensor that is in a list twice is changed twice
+            one = tuple([[each[place]] if isinstance(each, (list, tuple)) else each for each in args])
+            _mutate(recorder, operation, one, kwargs)
+        return None
+    if operation.is_out:
+        kwargs = {name: arg for name, arg in kwargs.items() if name not in operation.mutated}
+    _, results = recorder.enter(operation.pure, args, kwargs)
+    results = [each for each in results if each is not None]
+    others = results[: len(results) - len(targets)]
+    for target, result in zip(targets, results[len(others) :], strict=True):
+        alias = target._alias
+        if result.spec.shape != alias.spec.shape:
+            raise RuntimeError(
+                f"the result has shape {list(result.spec.shape)}, and cannot be written into a tensor of "
+                f"shape {list(alias.spec.shape)}"
+            )
+        new = result
+        if new.spec.dtype != alias.spec.dtype:
+            (new,) = recorder.record(aten._to_copy.default, (new,), {"dtype": alias.spec.dtype})
+        write(recorder, alias, new.value)
+    if operation.returns_nothing:
+        return None
+    every = [*(wrap(each) for each in others), *returned]
+    return every[0] if len(every) == 1 else tuple(every)
+
+
+def _on_driver(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation here, because nobody knows the shape of its result before."""
+
+    def here(tree: Any) -> Any:
+        if isinstance(tree, LogicalTensor):
+            return fetched(tree._alias)
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(here(each) for each in tree)
+        return tree
+
+    def there(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return uploaded(tree.contiguous())
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(there(each) for each in tree)
+        return tree
+
+    kwargs = {name: here(each) for name, each in kwargs.items() if name not in ("device", "pin_memory")}
+    return there(operator(*here(args), **kwargs))

@@ -1,0 +1,161 @@
+"""Operators that are not recorded as they are: copies between devices, and what has its own meaning here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd.engine.aliases import Alias, Value, as_strided_steps, read, write
+from spmd.engine.current import NAME, engine
+from spmd.engine.logical_tensor import LogicalTensor, fetched, wrap
+from spmd.engine.metas import Spec, infer, spec_of
+from spmd.engine.operation import Operation
+
+__all__ = ["HANDLERS", "Handler"]
+
+aten: Final = torch.ops.aten
+Handler = Callable[..., Any]
+HANDLERS: Final[dict[Any, Handler]] = {}
+"""By operator. They take its arguments and give its results."""
+
+
+def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
+    def note(handler: Handler) -> Handler:
+        for each in overloads:
+            HANDLERS[each] = handler
+        return handler
+
+    return note
+
+
+@_handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
+def _same(tensor: LogicalTensor) -> Tensor:
+    spec = tensor._alias.spec
+    if tensor.stride() != spec.stride or tensor.shape != spec.shape:  # its data was assigned
+        raise AssertionError("a tensor and its alias differ")
+    return wrap(tensor._alias)
+
+
+@_handles(aten._local_scalar_dense.default)
+def _item(tensor: LogicalTensor) -> Any:
+    return fetched(tensor._alias).item()
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(tensor: LogicalTensor, **kwargs: Any) -> Tensor:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != NAME:
+        if torch.device(device).type == "meta":
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=kwargs.get("dtype") or tensor.dtype, device="meta"
+            )
+        content = fetched(tensor._alias)
+        if kwargs.get("dtype") or kwargs.get("memory_format"):
+            return content.to(
+                device=device, dtype=kwargs.get("dtype"), memory_format=kwargs.get("memory_format")
+            )
+        return content.to(device)
+    recorder = engine().recorder
+    with recorder.lock:
+        (copied,) = recorder.record(aten._to_copy.default, (tensor,), kwargs)
+    return wrap(copied)
+
+
+@_handles(aten._copy_from.default)
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    _copy(target, source)
+    return target
+
+
+@_handles(aten.copy_.default)
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(target, LogicalTensor):
+        assert isinstance(source, LogicalTensor)
+        return target.copy_(fetched(source._alias))
+    recorder = engine().recorder
+    alias = target._alias
+    shape, dtype = alias.spec.shape, alias.spec.dtype
+    with recorder.lock:
+        if isinstance(source, LogicalTensor):
+            new = source._alias
+            read(recorder, new)
+            if new.spec.dtype != dtype:
+                (new,) = recorder.record(aten._to_copy.default, (new,), {"dtype": dtype})
+            if new.spec.shape != shape:
+                (new,) = recorder.record(aten.expand.default, (new, list(shape)))
+            assert new.value is not None
+            write(recorder, alias, new.value)
+        else:
+            data = torch.empty(shape, dtype=dtype, device="cpu").copy_(source.detach())
+            write(recorder, alias, Value(spec_of(data), data=data))
+    return target
+
+
+@_handles(aten.as_strided.default)
+def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | None = None) -> Tensor:
+    recorder = engine().recorder
+    alias = tensor._alias
+    offset = int(tensor.storage_offset()) if offset is None else offset
+    spec = Spec.of(tuple(size), tuple(stride), tensor.dtype, offset=offset)
+    if (spec.shape, spec.stride, spec.offset) == (alias.spec.shape, alias.spec.stride, alias.spec.offset):
+        return wrap(alias)
+    base = alias if alias.base is None else alias.base
+    with recorder.lock:
+        steps = as_strided_steps(base.spec, size, stride, offset)
+        if steps is None:
+            steps = [(aten.as_strided.default, (tuple(size), tuple(stride), offset))]
+        for place, (operator, args) in enumerate(steps, start=1):
+            known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
+            base = Alias.of_view(base, (Operation.of(operator), args), known)
+        return wrap(base)
+
+
+@_handles(aten.detach_.default)
+def _detach(tensor: LogicalTensor) -> Tensor:
+    return tensor
+
+
+@_handles(aten.set_.source_Tensor)
+def _set(target: LogicalTensor, source: LogicalTensor) -> Tensor:
+    target._alias = source._alias
+    return target
+
+
+@_handles(aten.resize_.default)
+def _resize(target: LogicalTensor, size: Any, *, memory_format: Any = None) -> Tensor:
+    if tuple(size) != tuple(target.shape):
+        raise NotImplementedError("a tensor on spmd:0 cannot be resized: make a new one")
+    return target
+
+
+@_handles(aten.native_batch_norm.default)
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    recorder = engine().recorder
+    args = (x, weight, bias, mean, var, training, momentum, eps)
+    with recorder.lock:
+        if not training:
+            results = recorder.record(aten.native_batch_norm.default, args)
+        elif mean is None:
+            results = recorder.record(
+                aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, eps)
+            )
+        else:
+            results = recorder.record(aten._native_batch_norm_legit_functional.default, args)
+            write(recorder, mean._alias, results[3].value)
+            write(recorder, var._alias, results[4].value)
+    return tuple(wrap(each) for each in results[:3])
+
+
+@_handles(aten.is_pinned.default)
+def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
+    return False
+
+
+@_handles(aten._fused_sdp_choice.default)
+def _fused_sdp_choice(*args: Any, **kwargs: Any) -> int:
+    return 0  # composed of matrix products
