@@ -35,6 +35,7 @@ from rpc.errors import ForkedProcessError, RpcError
 from rpc.group.connections import Connections
 from rpc.group.control import Control
 from rpc.group.handshake import Authenticator
+from rpc.group.heartbeat import Heartbeat
 from rpc.group.membership import Membership, WorkerReference
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member, WorkerInfo
@@ -169,12 +170,19 @@ class Agent:
         self.bulk = Bulk(self.share, self.striping.consider, self.lose)
         self.find_target = self.bulk.find_target
 
+        self.heartbeat = Heartbeat(self.loop, self.connections.lose, options.lost_after)
         self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)
         self.standstill = Standstill(
             self.caller, self.peers, self.executor, self.activity, self.departure, self.serializer
         )
         self.gathering = Gathering(self.caller, self.peers, hooks, self.serializer, self.standstill)
         self.all_gather = self.gathering.all_gather
+        self.heartbeat.interests += [
+            self.calls.peers,
+            self.control.peers,
+            self.bulk.peers,
+            self.departure.awaited,
+        ]
         hooks.gone.extend((self.shared_memory.peer_gone, self.striping.peer_gone, self.bulk.peer_gone))
         hooks.closed.append(self.bulk.close)
         hooks.forked.extend((self.bulk.abandon, self.shared_memory.abandon, self.striping.abandon))
@@ -187,6 +195,7 @@ class Agent:
         ):
             self.dispatcher.on(kind, handler)
         self.dispatcher.unwrap(Kind.IN_SEGMENT, self.shared_memory.unwrap)
+        self.dispatcher.on(Kind.ALIVE, self.heartbeat.received, any_thread=True)
         self.dispatcher.on(Kind.BULK, self.bulk.received, any_thread=True)
         self.dispatcher.on(Kind.BULK_CREDIT, self.bulk.credited, any_thread=True)
         self.dispatcher.on(Kind.BULK_CLOSE, self.bulk.closed, any_thread=True)
@@ -223,6 +232,7 @@ class Agent:
                 self.view.join(member)
             self.peers.present()
             self.connections.join_group(self.view, group)
+            self.heartbeat.begin()
 
         self.on_loop(form)
 
@@ -369,6 +379,7 @@ class Agent:
 
     async def _say_goodbye(self, reason: str) -> None:
         """On the loop's thread. Once cancelled it waits for no peer, and only closes what is open."""
+        self.heartbeat.stop()
         try:
             await self.striping.finish()
         finally:

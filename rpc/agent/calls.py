@@ -277,6 +277,10 @@ class CallTable:
             self._given_up.pop(call.call_id, None)  # ``take_all`` may have been here before
         return True
 
+    def peers(self) -> set[Peer]:
+        """All workers that have a call to answer."""
+        return {call.peer for call in self.waiting()} | set(self._given_up.copy().values())
+
     def take_all(self, peer: Peer) -> list[PendingCall]:
         """Remove all calls to one worker that is gone."""
         for call_id in [call_id for call_id, to in self._given_up.copy().items() if to is peer]:

@@ -222,6 +222,15 @@ class Departure:
         else:
             self.look()
 
+    def awaited(self) -> list[Peer]:
+        """For whom this worker waits here: the leader for everybody, everybody else for the leader."""
+        if self._waiting is None or self._termination is None:
+            return []
+        if self._termination.leader == self._me.incarnation:
+            return self._peers.present()
+        leader = self._peers.by_incarnation(self._termination.leader)
+        return [] if leader is None else [leader]
+
     def claim(self) -> bool:
         """Whether the caller is the first that wants to wait here."""
         return self._claimed.acquire(blocking=False)

@@ -191,6 +191,7 @@ class Dispatcher:
 
     def _take_in(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
+        peer.received += 1
         kind = frame[0]
         events = self._events
         if events.message_received:

@@ -103,6 +103,10 @@ class Inbound(Generic[P, M]):
             hopeless.append(self._posts.pop())
         return hopeless
 
+    def has_posts(self) -> bool:
+        """Whether a message is waited for."""
+        return bool(self._posts)
+
     def post_of(self, sequence: int) -> P | None:
         """Which post a message that has begun to come is for, as things are."""
         ahead = (sequence - self._next) % SEQUENCES

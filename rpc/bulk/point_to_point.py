@@ -78,6 +78,11 @@ class _Stream:
         """By number: sent from where they lie, and not known to have arrived."""
         self.is_closed = False
 
+    @property
+    def awaits(self) -> bool:
+        """Whether a message, or the word that one has arrived, is to come."""
+        return bool(self.unacknowledged or self.outbound or self.inbound.has_posts())
+
     def is_over(self) -> bool:
         """Whether both sides have closed it, and nothing is under way."""
         return self.is_closed and self.inbound.is_complete() and not self.unacknowledged
@@ -262,6 +267,11 @@ class Bulk:
     def tags(self) -> int:
         """How many tags are in use, each counted for each worker."""
         return len(self._streams)
+
+    def peers(self) -> list[Peer]:
+        """All workers from which a message is awaited, or word that one has arrived."""
+        with self._lock:
+            return [stream.peer for stream in self._streams.values() if stream.awaits]
 
     def _forget_if_over(self, stream: _Stream) -> None:
         """With the lock."""

@@ -216,6 +216,7 @@ class Connections:
             _drop(connection, "not needed any more")
             return
         assert self._view is not None
+        peer.process = connection.process
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group))
 
     async def open_lane(self, peer: Peer, lane: Lane) -> Connection:
@@ -304,6 +305,7 @@ class Connections:
         peer = peer or self._events.peer_for(hello.member)
         greeting.welcome()
         peer.step(Event.ACCEPT)
+        peer.process = greeting.connection.process
         self._establish(greeting, peer)
 
     def _refuse(self, greeting: _Greeting, refusal: Refusal) -> None:

@@ -103,6 +103,10 @@ class Control:
         """How many messages their receivers have not yet acknowledged."""
         return sum(delivery.unacknowledged for delivery in self._deliveries.copy().values())
 
+    def peers(self) -> list[Peer]:
+        """All workers that have messages to acknowledge. On the loop's thread."""
+        return [peer for peer, delivery in self._deliveries.items() if delivery.unacknowledged]
+
     def _delivery(self, peer: Peer) -> Delivery:
         delivery = self._deliveries.get(peer)
         if delivery is None:

@@ -25,6 +25,9 @@ MAX_DEPARTED: Final = 1000
 """So many who have left a dynamic group are remembered by name; of the others only that they are gone."""
 
 
+_ANSWERS: Final = frozenset({State.ESTABLISHED, State.HANDSHAKING, State.CROSSED})
+
+
 class Peer:
     """Sends frames to one worker, connecting when there is something to send.
 
@@ -58,6 +61,10 @@ class Peer:
         self.main = member.main
         self.state = State.UNCONNECTED
         """Of its connection; read on the loop's thread."""
+        self.received = 0
+        """How many messages were ever taken in."""
+        self.process: int | None = None
+        """Of a worker on this host, once there was a connection."""
         self.dialled = False
         """Whether this side made the connection, and not the other."""
         self._connect = connect
@@ -83,6 +90,11 @@ class Peer:
     @property
     def connected(self) -> bool:
         return self.connection is not None
+
+    @property
+    def sign_expected(self) -> bool:
+        """Whether it should answer: there is a connection, or it has been greeted."""
+        return self.state in _ANSWERS
 
     def step(self, event: Event) -> bool:
         """Something happens to the connection; returns whether it makes a difference in this state."""

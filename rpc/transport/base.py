@@ -120,6 +120,9 @@ class Connection(Protocol):
     over_network: bool
     """Whether it may lead over a network, where several at once may get more of it than one does."""
 
+    process: int | None
+    """The process at the other end, where it is known and of this host."""
+
     received_anything: bool
     """Whether a byte has come from the other end: who only looks whether somebody listens sends none."""
 
@@ -183,6 +186,7 @@ class DirectConnection:
     owner: ConnectionOwner
     reader: InlineReader | None = None
     over_network = False
+    process: int | None = None
     received_anything = True
 
     def __init__(self, description: str) -> None:

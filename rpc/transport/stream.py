@@ -75,6 +75,7 @@ class StreamConnection:
         self.send, self.send_small, self.flush = self._queue.send, self._queue.send_small, self._queue.drain
         self.over_network = sock.family in (socket.AF_INET, socket.AF_INET6)
         self.received_anything = False
+        self.process: int | None = None
         self._open = True
         self._closing: str | None = None
         self._watched_by_epoll = False

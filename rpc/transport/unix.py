@@ -51,7 +51,9 @@ class UnixTransport:
                 refusals.log(logging.WARNING, "turned away a process of user %d on unix:@%s", user, name)
                 connected.close()
                 return
-            accepted(StreamConnection(self._context, connected, f"process {process} on this host"))
+            connection = StreamConnection(self._context, connected, f"process {process} on this host")
+            connection.process = process or None
+            accepted(connection)
 
         return SocketListener(self._context.loop, sock, f"unix:@{name}", on_socket)
 
@@ -66,10 +68,12 @@ class UnixTransport:
                     break
                 except BlockingIOError:  # so many wait to be accepted that no more may: nothing tells when
                     await asyncio.sleep(_RETRY_SECONDS)
-            _, user = _peer_process(sock)
+            process, user = _peer_process(sock)
             if user != os.geteuid():
                 raise PermissionError(f"{address} belongs to user {user}, not to user {os.geteuid()}")
-            return StreamConnection(self._context, sock, address)
+            connection = StreamConnection(self._context, sock, address)
+            connection.process = process or None
+            return connection
         except BaseException:
             sock.close()
             raise

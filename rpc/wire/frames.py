@@ -114,6 +114,7 @@ class Kind:
     IN_SEGMENT: Final = 14
     LANES: Final = 15
     LANE: Final = 16
+    ALIVE: Final = 17
     BULK: Final = 18
     BULK_CREDIT: Final = 19
     BULK_CLOSE: Final = 22

@@ -1,0 +1,116 @@
+"""Notices workers that are silent: the shell round ``liveness``.
+
+One timer for all connections. Where nothing is awaited from a worker and nothing carried to it, nothing is
+sent; where messages come anyway, nothing is either. A worker that is asked answers as soon as any of its
+threads reads: that needs neither its executor nor code of a user's, but it needs the interpreter. So before
+a worker of this host is given up, the kernel is asked about its process: one that computes, or waits for a
+core, is busy and not gone, however long it has held the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from rpc.errors import RpcError
+from rpc.group.liveness import Liveness
+from rpc.group.peer import Peer
+from rpc.runtime.process_signs import ProcessSigns, process_signs
+from rpc.wire.frames import Frame, Kind, encode_small
+
+__all__ = ["Heartbeat"]
+
+logger = logging.getLogger(__name__)
+
+_ANSWER: Final = 1
+"""As the codec of an ``ALIVE``: a sign of life is wanted in return."""
+
+
+class Heartbeat:
+    """One agent's. ``received`` from any thread, everything else on the loop's.
+
+    Args:
+        lose: called with a worker that is silent, and what is known about it.
+        lost_after: how many seconds a worker may be silent; 0: for ever.
+
+    Attributes:
+        interests: each returns the workers from which something is awaited, as of now.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, lose: Callable[[Peer, str], object], lost_after: float
+    ) -> None:
+        self.interests: list[Callable[[], Iterable[Peer]]] = []
+        self._loop = loop
+        self._lose = lose
+        self._lost_after = lost_after
+        self._liveness = Liveness(lost_after)
+        self._asked: dict[int, ProcessSigns | None] = {}
+        """Of those that were asked, their processes at that time."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Look every now and then, from now on."""
+        self._timer = self._loop.call_later(self._liveness.interval, self._look)
+
+    def stop(self) -> None:
+        """Look no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def received(self, peer: Peer, frame: Frame) -> None:
+        """A frame of kind ``ALIVE``."""
+        if frame.codec == _ANSWER:
+            _say(peer, 0)
+
+    def _look(self) -> None:
+        self.begin()
+        awaited = {peer.incarnation: peer for interest in self.interests for peer in interest()}
+        signs = {
+            incarnation: peer.received
+            for incarnation, peer in awaited.items()
+            if peer.lost is None and not peer.is_self and peer.sign_expected
+        }
+        ask, silent = self._liveness.look(time.monotonic(), signs)
+        self._asked = {each: seen for each, seen in self._asked.items() if each in signs}
+        for incarnation in ask:
+            peer = awaited[incarnation]
+            self._asked[incarnation] = process_signs(peer.process) if peer.process else None
+            if peer.connected:
+                _say(peer, _ANSWER)
+        for incarnation in silent:
+            self._is_silent(awaited[incarnation])
+
+    def _is_silent(self, peer: Peer) -> None:
+        before = self._asked.pop(peer.incarnation, None)
+        now = process_signs(peer.process) if before is not None and peer.process else None
+        if before is not None and now is not None and now.start == before.start and not now.stopped:
+            if now.busy or now.ticks > before.ticks:
+                self._liveness.excuse(peer.incarnation)
+                logger.warning(
+                    "worker '%s' has given no sign of life for %g s, but its process computes: something "
+                    "there holds the interpreter",
+                    peer.name,
+                    self._lost_after,
+                )
+                return
+            what = f"its process ({peer.process}) sleeps, and its interpreter does not answer"
+        elif before is None:
+            what = "its process is stopped, or cannot be reached"
+        elif now is None or now.start != before.start:
+            what = "its process has ended"
+        else:
+            what = f"its process ({peer.process}) is stopped"
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - self._lost_after))
+        self._lose(
+            peer, f"it has given no sign of life for {self._lost_after:g} s, since about {since}: {what}"
+        )
+
+
+def _say(peer: Peer, codec: int) -> None:
+    with contextlib.suppress(RpcError):  # it is gone, and about to be noted so
+        peer.send_small(encode_small(Kind.ALIVE, 0, {}, (), codec), 0)

@@ -1,0 +1,50 @@
+"""What the kernel tells of another process of this host: whether it is stopped, or busy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ProcessSigns", "process_signs"]
+
+_STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # in /proc/PID/stat, behind the name (proc(5))
+_BUSY: Final = frozenset("RD")
+_STOPPED: Final = frozenset("Tt")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSigns:
+    """A process at one moment.
+
+    Attributes:
+        stopped: by a signal, or a debugger.
+        busy: some thread runs, waits for a core, or for a disk.
+        ticks: how much it has computed, all threads together, in the kernel's clock ticks.
+        start: when it began, which tells it from a later one of the same number.
+    """
+
+    stopped: bool
+    busy: bool
+    ticks: int
+    start: int
+
+
+def process_signs(process: int) -> ProcessSigns | None:
+    """What can be seen of a process; None if that is nothing: there is none, or not in this name space."""
+    try:
+        fields = _stat(f"/proc/{process}/stat")
+        states = {fields[_STATE]}
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(OSError):  # it has just ended
+                states.add(_stat(f"/proc/{process}/task/{thread}/stat")[_STATE])
+        ticks = int(fields[_UTIME]) + int(fields[_STIME])
+        return ProcessSigns(fields[_STATE] in _STOPPED, bool(states & _BUSY), ticks, int(fields[_START]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _stat(path: str) -> list[str]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
