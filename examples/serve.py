@@ -52,7 +52,7 @@ def train(images: Images, width: int, steps: int, plain: bool) -> nn.Module:
             picked = images[torch.randint(len(images), (64,))]
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(picked.pixels), picked.labels)
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             progress.advance(f"loss {loss.item():.2f}")
     return model.eval()
