@@ -176,6 +176,7 @@ BY_ONE_DRIVER = {
         r"^language, both +loss \d",
     ),
     "fsdp": (["--steps", "8", "--every", "3"], r"^resumed at +step [14], with 2 workers"),
+    "serve": (["--rounds", "1", "--clients", "4", "--width", "256"], r"^accuracy +0\.9\d\d of 449 images"),
 }
 """Arguments with which those succeed soon that start workers for one program, and a line that they print.
 
@@ -183,10 +184,11 @@ That which is killed may have been at its last checkpoint just then, and goes on
 """
 
 
-@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", BY_ONE_DRIVER)
+@pytest.mark.parametrize(
+    "name", ["serve", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("spmd_training", "fsdp"))]
+)
 def test_one_program_on_many_workers_computes_what_it_does_alone(name: str, tmp_path: Path) -> None:
     arguments, shows = BY_ONE_DRIVER[name]
     process = start(name, *arguments, TMPDIR=str(tmp_path))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +30,7 @@ import rpc
 from farcall import client as clients
 from farcall.client import CallError, Client, ServedError
 from farcall.serving import Batching, Endpoint, Limits, Server, TensorSpec
-from farcall.v1 import service_pb2
+from farcall.v1 import service_pb2, value_pb2
 from rref import RemoteModule
 from tests.support.certificates import Authority
 from tests.support.effort import EFFORT
@@ -359,7 +362,7 @@ def test_what_is_malformed_is_the_callers_error_and_the_server_lives_on(
     server = serve({"scale": Scale()})
     call = service_pb2.Invocation(name="scale")
     call.args.add().tensor.MergeFrom(
-        service_pb2.farcall_dot_v1_dot_value__pb2.Tensor(dtype=11, shape=[2, 2], data=bytes(16))
+        value_pb2.Tensor(dtype=value_pb2.DTYPE_FLOAT32, shape=[2, 2], data=bytes(16))
     )
     call.kwargs["shift"].number = 1.0
     genuine = service_pb2.CallRequest(call=call).SerializeToString()
@@ -393,7 +396,7 @@ def test_values_that_are_nested_too_deeply(serve: Serve) -> None:
     request = b"\x0a" + _length(b"\x0a\x05scale" + b"\x12" + _length(value))
     with grpc.insecure_channel(f"localhost:{server.port}") as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary("/farcall.v1.FarcallService/Call")(request, timeout=60)
-    assert caught.value.code() is CODE.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert caught.value.code() is CODE.INVALID_ARGUMENT
 
 
 def _length(data: bytes) -> bytes:
@@ -459,6 +462,42 @@ def test_what_is_on_other_workers_is_called_there() -> None:
         with pytest.raises(ServedError) as caught:
             client.call("module", 2.0, 3.0, 4.0)
         assert caught.value.type == "TypeError"
+
+
+# ---- clients in other languages
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("npm") is None, reason="there is no npm here")
+def test_a_client_in_javascript(serve: Serve, tmp_path: Path) -> None:
+    folder = tmp_path / "client"
+    shutil.copytree(
+        ROOT / "examples" / "clients" / "node", folder, ignore=shutil.ignore_patterns("node_modules")
+    )
+    install = [
+        "npm",
+        "install",
+        "--no-audit",
+        "--no-fund",
+        "--ignore-scripts",
+        "--fetch-retries=0",
+        "--fetch-timeout=10000",
+    ]
+    installed = subprocess.run(install, check=False, cwd=folder, capture_output=True, text=True, timeout=80)
+    if installed.returncode:
+        pytest.skip(f"npm cannot install gRPC here: {installed.stderr[-300:]}")
+    server = serve({"scale": Scale()})
+
+    def ask(name: str, *shape: int) -> subprocess.CompletedProcess[str]:
+        command = ["node", "call.js", f"localhost:{server.port}", name, str(list(shape))]
+        pixels = np.arange(6, dtype=np.float32).tobytes().decode("latin-1")
+        env = {**os.environ, "FARCALL_PROTO": str(ROOT / "proto")}
+        options: dict[str, Any] = {"capture_output": True, "encoding": "latin-1", "timeout": 60}
+        return subprocess.run(command, check=False, cwd=folder, env=env, input=pixels, **options)
+
+    assert json.loads(ask("scale", 2, 3).stdout) == {"shape": [2, 3], "numbers": [0, 3, 6, 9, 12, 15]}
+    assert "NOT_FOUND: nothing is served as 'none'" in ask("none", 2, 3).stderr
+    assert "INVALID_ARGUMENT: a tensor float32[7] has 28 bytes, but 24 came" in ask("scale", 7).stderr
 
 
 # ---- the command

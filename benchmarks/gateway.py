@@ -1,0 +1,157 @@
+"""The command ``python -m benchmarks.gateway``: ``farcall.serve`` beside bare ``grpc.aio``.
+
+The server is a process of its own with both, at two ports; clients take turns, in rounds, so that what else
+the machine does meets both. The ratio is that of the medians.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import asyncio
+import multiprocessing
+import statistics
+import threading
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any, Final
+
+import grpc
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import farcall
+from farcall.client import AsyncClient, connect_async
+from farcall.serving import Batching, Endpoint, Limits
+
+__all__ = ["main"]
+
+_ROUNDS: Final = 9
+_CALLS: Final = 100
+_CLIENTS: Final = 32
+_WIDTH: Final = 4096
+"""Of the model: 17 million parameters, so that one image costs some milliseconds."""
+_ECHO: Final = "/bare/echo"
+
+
+def main() -> None:
+    """Measure and print."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=_serve, args=(theirs,))
+    server.start()
+    try:
+        _print(asyncio.run(_measure(*ours.recv())))
+    finally:
+        ours.send(None)
+        server.join()
+
+
+def _echo(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(64, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH)).eval()
+    endpoints = {
+        "echo": Endpoint(_echo),
+        "alone": Endpoint(model),
+        "batched": Endpoint(model, batching=Batching(_CLIENTS, 0.005)),
+    }
+    bare = _Bare()
+    with farcall.serve(endpoints, limits=Limits(in_flight=1)) as server:
+        connection.send((server.port, bare.port))
+        connection.recv()
+    bare.stop()
+
+
+class _Bare:
+    """A server of ``grpc.aio`` that sends back the bytes that come."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._server, self.port = asyncio.run_coroutine_threadsafe(self._begin(), self._loop).result()
+
+    async def _begin(self) -> tuple[Any, int]:
+        async def echo(request: bytes, _: Any) -> bytes:
+            return request
+
+        server = grpc.aio.server()
+        handler = grpc.unary_unary_rpc_method_handler(echo)
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bare", {"echo": handler})])
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+async def _measure(port: int, bare_port: int) -> list[tuple[str, float, float, float, bool]]:
+    """Lines of the table: what, ours, beside it, the bar, and whether more is better."""
+    tensor = np.zeros(256, np.float32)
+    image = np.zeros((1, 64), np.float32)
+    async with (
+        connect_async(f"localhost:{port}") as client,
+        grpc.aio.insecure_channel(f"localhost:{bare_port}") as channel,
+    ):
+        bare = channel.unary_unary(_ECHO)
+        data = tensor.tobytes()
+        echo = await _in_turns(lambda: client.call("echo", tensor), lambda: bare(data))
+        crowd = [connect_async(f"localhost:{port}") for _ in range(_CLIENTS)]
+        together = await _in_turns(
+            lambda: _all(crowd, "batched", image), lambda: _all(crowd, "alone", image), calls=4
+        )
+        for each in crowd:
+            await each.close()
+    return [
+        ("1 KB tensor there and back, µs", echo[0] * 1e6, echo[1] * 1e6, 1.5, False),
+        (
+            f"calls a second of {_CLIENTS} clients, batched",
+            _CLIENTS / together[0],
+            _CLIENTS / together[1],
+            3,
+            True,
+        ),
+    ]
+
+
+async def _all(crowd: list[AsyncClient], name: str, image: Any) -> None:
+    await asyncio.gather(*(client.call(name, image) for client in crowd))
+
+
+async def _in_turns(*sides: Callable[[], Awaitable[Any]], calls: int = _CALLS) -> tuple[float, ...]:
+    """Seconds of a call on each side."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for _ in range(_ROUNDS):
+        for side, taken in zip(sides, seconds, strict=True):
+            await side()
+            begun = perf_counter()
+            for _ in range(calls):
+                await side()
+            taken.append((perf_counter() - begun) / calls)
+    return tuple(statistics.median(each) for each in seconds)
+
+
+def _print(lines: list[tuple[str, float, float, float, bool]]) -> None:
+    table = Table("", "farcall.serve", "beside", "ratio", "bar")
+    for name, ours, beside, bar, more in lines:
+        ratio = ours / beside
+        missed = "" if (ratio >= bar if more else ratio <= bar) else " missed"
+        table.add_row(name, f"{ours:,.0f}", f"{beside:,.0f}", f"{ratio:.2f} x", f"{bar} x{missed}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
