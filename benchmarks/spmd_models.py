@@ -207,6 +207,7 @@ class Model:
         loss: of its output and the targets.
         cut: patterns of parameters' names, each with how they lie where the model is cut.
         layers: FSDPv2 wraps each of these.
+        dtype: of parameters and numbers.
     """
 
     make: Callable[[], nn.Module]
@@ -214,6 +215,7 @@ class Model:
     loss: Callable[[Tensor, Tensor], Tensor]
     cut: tuple[tuple[str, tuple[str | None, ...]], ...]
     layers: tuple[type[nn.Module], ...] = ()
+    dtype: torch.dtype = torch.float32
 
 
 _OUT: Final = ("model", None)
@@ -240,6 +242,7 @@ MODELS: Final[dict[str, Model]] = {
         _cross_entropy,
         ((r".*conv\d\.weight", ("model", None, None, None)), (r"head\.weight", _IN)),
         (Block,),
+        torch.float64,  # with so few rows, batch norm makes much of rounding
     ),
     "encoder": Model(
         Encoder,
@@ -322,8 +325,11 @@ def train(model: str, layout: str, optimizer: str, steps: int = 10) -> Outcome:
     """Train in SPMD mode, which has begun, and alone."""
     torch.manual_seed(0)
     kind = MODELS[model]
-    alone = kind.make()
-    batches = [kind.batch(BATCH if step < steps - 1 else LAST_BATCH) for step in range(steps)]
+    alone = kind.make().to(kind.dtype)
+    batches = [
+        tuple(each.to(kind.dtype) if each.is_floating_point() else each for each in kind.batch(rows))
+        for rows in [BATCH] * (steps - 1) + [LAST_BATCH]
+    ]
     before = _noted()
     cut, mesh, axis = _laid_out(kind, copy.deepcopy(alone), layout)
     mine = _losses(kind, cut, OPTIMIZERS[optimizer](cut.parameters()), _on_device(batches, mesh, axis))
@@ -396,7 +402,8 @@ def page(outcomes: Sequence[Outcome], steps: int) -> str:
         "# Six models in SPMD mode",
         "",
         f"`python -m benchmarks.spmd_models` trains each for {steps} steps on {WORKERS} workers, and alone:",
-        f"batches of {BATCH} rows, the last of {LAST_BATCH}, which workers cannot share evenly.",
+        f"batches of {BATCH} rows, the last of {LAST_BATCH}, which workers cannot share evenly. ResNet-18",
+        "is in float64: with so few rows its batch norm makes much of rounding, in one process as well.",
         "",
         "## How far losses are from those of one process, at most",
         "",
