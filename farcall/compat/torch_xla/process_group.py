@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from spmd.engine.errors import SpmdError
@@ -19,9 +20,9 @@ __all__: list[str] = []
 _SCHEME = _BACKEND = "xla"
 
 
-def _meet(url: str, timeout: Any = None, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def _meet(url: str, timeout: Any = None, **options: Any) -> Iterator[tuple[HashStore, int, int]]:
     """A store of this process alone, its rank, and how many there are."""
-    yield dist.HashStore(), 0, 1
+    yield HashStore(), 0, 1
     raise RuntimeError(f"{url} has one process, which cannot meet again")
 
 
@@ -34,7 +35,8 @@ def _refuse(*_: Any) -> Any:
 
 def _register() -> None:
     if _BACKEND not in dist.Backend.backend_list:
-        register_rendezvous_handler(_SCHEME, _meet)
+        register: Any = register_rendezvous_handler
+        register(_SCHEME, _meet)
         dist.Backend.register_backend(_BACKEND, _refuse, devices=["cpu"])
 
 
