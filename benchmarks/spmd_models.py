@@ -436,10 +436,36 @@ def page(outcomes: Sequence[Outcome], steps: int) -> str:
         for (operator, reason), names in noted.items():
             count, size = found[names[0]].fallbacks[(operator, reason)]
             who = "all" if len(names) == len(found) else ", ".join(names)
-            lines.append(
-                f"| {model} | {layout} | `{operator}` | {count} | {size / 1024:.0f} KB | {who} | {reason} |"
-            )
-    return "\n".join(lines) + "\n"
+            cells = [
+                model,
+                layout,
+                f"`{operator}`",
+                str(count),
+                f"{size / 1024:.0f} KB",
+                who,
+                shortened(reason),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, *_WHY]) + "\n"
+
+
+_WHY: Final = (
+    "",
+    "- A model that is cut by channels (ResNet-18) moves activations between layers: each convolution needs",
+    "  all channels of what comes in. Weights that are not marked are whole, and so must their gradients be.",
+    "- An LSTM whose four gates are one matrix that is cut has all four gathered, once for each step and",
+    "  layer, before they are told apart; the table counts each slice.",
+    "- PyTorch's encoder layer puts the batch second, and attention's three matrices into one. In the last",
+    "  step, a batch that cannot be shared evenly, and comes second, is cut over the words instead.",
+    "- Where batches are cut over one axis and the model over the other, a view of an uneven batch may be whole",
+    "  along one of them.",
+)
+
+
+def shortened(reason: str) -> str:
+    """A note with its first three arguments, and without advice that is DTensor's."""
+    parts = reason.replace(" Please redistribute the tensor before this operation.", "").split("; ")
+    return "; ".join(parts[:3] if len(parts) < 5 else [*parts[:3], f"and {len(parts) - 3} more"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
