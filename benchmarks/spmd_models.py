@@ -457,8 +457,8 @@ _WHY: Final = (
     "  layer, before they are told apart; the table counts each slice.",
     "- PyTorch's encoder layer puts the batch second, and attention's three matrices into one. In the last",
     "  step, a batch that cannot be shared evenly, and comes second, is cut over the words instead.",
-    "- Where batches are cut over one axis and the model over the other, a view of an uneven batch may be whole",
-    "  along one of them.",
+    "- Where batches are cut over one axis and the model over the other, a view of an uneven batch may be",
+    "  whole along one of them.",
 )
 
 
