@@ -32,6 +32,7 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.distributed.spmd.debugging": "spmd.sharding.visualize",
     "torch_xla.distributed.spmd.xla_sharded_tensor": f"{_OURS}.sharding",
     "torch_xla.distributed.spmd.xla_sharding": f"{_OURS}.sharding",
+    "torch_xla.distributed.xla_backend": f"{_OURS}.process_group",
     "torch_xla.distributed.xla_multiprocessing": f"{_OURS}.launching",
     "torch_xla.experimental": None,
     "torch_xla.experimental.distributed_checkpoint": "spmd.checkpoint",

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from spmd.engine.aliases import Alias, Value, as_strided_steps, read, write
 from spmd.engine.current import NAME, engine
-from spmd.engine.logical_tensor import LogicalTensor, fetched, wrap
+from spmd.engine.logical_tensor import LogicalTensor, fetched, parameter_of, wrap
 from spmd.engine.metas import Spec, infer, spec_of
 from spmd.engine.operation import Operation
+from spmd.engine.recorder import Recorder
 
 __all__ = ["HANDLERS", "Handler"]
 
@@ -149,6 +150,36 @@ def _batch_norm(
             write(recorder, mean._alias, results[3].value)
             write(recorder, var._alias, results[4].value)
     return tuple(wrap(each) for each in results[:3])
+
+
+@_handles(aten._foreach_norm.Scalar)
+def _norms(tensors: list[LogicalTensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    recorder = engine().recorder
+    with recorder.lock:
+        for each in tensors:
+            _sum_as_its_parameter_lies(recorder, each)
+        return [wrap(each) for each in recorder.record(aten._foreach_norm.Scalar, (tensors, *args), kwargs)]
+
+
+@_handles(aten.linalg_vector_norm.default)
+def _norm(tensor: LogicalTensor, *args: Any, **kwargs: Any) -> Tensor:
+    recorder = engine().recorder
+    with recorder.lock:
+        _sum_as_its_parameter_lies(recorder, tensor)
+        (found,) = recorder.record(aten.linalg_vector_norm.default, (tensor, *args), kwargs)
+    return wrap(found)
+
+
+def _sum_as_its_parameter_lies(recorder: Recorder, gradient: Tensor) -> None:
+    """A gradient that workers hold in parts is summed as its parameter is cut, and not whole everywhere."""
+    parameter = parameter_of(gradient)
+    if parameter is None or not isinstance(gradient, LogicalTensor):
+        return
+    alias = gradient._alias
+    value = read(recorder, alias)
+    if value.spec.layout.is_partial():
+        layout = read(recorder, parameter._alias).spec.layout
+        alias.value, alias.spec = recorder.moved(value, layout), alias.spec.laid_out(layout)
 
 
 @_handles(aten.is_pinned.default)

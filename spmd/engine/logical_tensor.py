@@ -6,6 +6,7 @@ Autograd works as on any device; below it, each operation goes to what ``dispatc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, Final
@@ -17,7 +18,17 @@ from spmd.engine.aliases import Alias, Value, read
 from spmd.engine.current import DEVICE, NAME, engine, is_running
 from spmd.engine.metas import spec_of
 
-__all__ = ["LogicalTensor", "alias_of", "dispatch_with", "fetched", "show_instead", "uploaded", "wrap"]
+__all__ = [
+    "LogicalTensor",
+    "alias_of",
+    "dispatch_with",
+    "fetched",
+    "know_gradient",
+    "parameter_of",
+    "show_instead",
+    "uploaded",
+    "wrap",
+]
 
 Dispatch = Callable[[Any, tuple[Any, ...], "dict[str, Any] | None"], Any]
 
@@ -57,7 +68,11 @@ class LogicalTensor(torch.Tensor):
             return found
         copied = self.detach().clone().requires_grad_(self.requires_grad)
         copied.__dict__.update(
-            {name: deepcopy(each, memo) for name, each in self.__dict__.items() if name != "_alias"}
+            {
+                name: deepcopy(each, memo)
+                for name, each in self.__dict__.items()
+                if name not in ("_alias", _KNOWN)
+            }
         )
         if self.grad is not None:
             copied.grad = deepcopy(self.grad, memo)
@@ -125,6 +140,28 @@ def alias_of(tensor: Tensor) -> Alias:
         where = getattr(tensor, "device", type(tensor).__name__)
         raise TypeError(f"expected a tensor on spmd:0, got one on {where}: move it with .to(spmd.device())")
     return tensor._alias
+
+
+def know_gradient(parameter: Tensor) -> None:
+    """Have the gradients of a parameter know whose they are. Once is enough."""
+    if isinstance(parameter, LogicalTensor) and not hasattr(parameter, _KNOWN):
+        register: Any = parameter.register_post_accumulate_grad_hook
+        register(_tell_gradient)
+        setattr(parameter, _KNOWN, True)
+
+
+def parameter_of(gradient: Tensor) -> LogicalTensor | None:
+    """The parameter of a gradient; None if it does not know."""
+    found: weakref.ref[LogicalTensor] | None = getattr(gradient, _PARAMETER, None)
+    return None if found is None else found()
+
+
+_KNOWN: Final = "_gradient_knows"
+_PARAMETER: Final = "_gradient_of"
+
+
+def _tell_gradient(parameter: Tensor) -> None:
+    setattr(parameter.grad, _PARAMETER, weakref.ref(parameter))
 
 
 def uploaded(data: Tensor) -> LogicalTensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmd.engine import api as engine
-from spmd.engine.logical_tensor import alias_of
+from spmd.engine.logical_tensor import alias_of, know_gradient
 from spmd.engine.program import REPLICATED
 from spmd.sharding.mesh import Mesh
 from spmd.sharding.op_sharding import MANUAL, OpSharding, ShardingType
@@ -178,6 +178,8 @@ def _mark(t: Tensor, mesh: Mesh, spec: PartitionSpec, sharding: OpSharding) -> T
     )
     engine.constrain(t, mesh.layout(spec, t.shape))
     setattr(t, _MARK, Mark(sharding, mesh, spec, is_data))
+    if t.is_leaf and t.requires_grad:
+        know_gradient(t)
     return t
 
 

@@ -296,6 +296,29 @@ def test_a_loader_may_be_left_in_the_middle() -> None:
         break
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+@driven
+def test_clipping_sums_gradients_where_their_parameters_are(foreach: bool) -> None:
+    alone = layers()
+    model: Any = copy.deepcopy(alone).to(spmd.device())
+    mesh = spmd.Mesh(range(WORKERS), (2, 2), ("data", "model"))
+    for layer in model[:2]:
+        spmd.mark_sharding(layer.up.weight, mesh, ("model", "data"))
+    x = torch.randn(8, 8)
+    model(spmd.mark_sharding(on_device(x), mesh, ("data", None))).square().sum().backward()
+    alone(x).square().sum().backward()
+    norm, expected = (
+        nn.utils.clip_grad_norm_(each.parameters(), 0.5, foreach=foreach) for each in (model, alone)
+    )
+    torch.testing.assert_close(norm.cpu(), expected, rtol=1e-5, atol=1e-5)
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-4, atol=1e-5)
+    for layer in model[:2]:
+        assert layer.up.weight.grad.placements == layer.up.weight.placements
+
+
 @driven
 def test_a_loader_that_hangs_does_not_hold_up_who_leaves_it() -> None:
     leave = threading.Event()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from benchmarks.spmd_models import LAYOUTS, MODELS, OPTIMIZERS, train
+from benchmarks.spmd_models import MODELS, train
 from tests.group.spmd.driven import driven, driver
 
 __all__ = ["driver"]
 
 pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -19,12 +25,11 @@ def test_a_model_cut_by_data_and_model_has_the_losses_of_one_process(model: str)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
-@driven
-def test_ten_steps_have_the_losses_of_one_process(model: str, layout: str, optimizer: str) -> None:
-    assert train(model, layout, optimizer).apart <= 1e-5
+def test_ten_steps_with_every_optimizer_and_layout_have_the_losses_of_one_process(model: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.spmd_models", "--models", model]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("model", ["mlp", "resnet18", "recommender", "decoder", "lstm"])

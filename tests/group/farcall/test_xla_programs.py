@@ -1,0 +1,244 @@
+"""Whole programs for PyTorch/XLA's SPMD mode, run as they are by ``farcall run``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
+
+VISION = '''
+import itertools
+import numpy as np
+import torch
+from torch import nn
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.spmd as xs
+import torch_xla.utils.utils as xu
+from torch_xla import runtime as xr
+
+xr.use_spmd()
+torch.manual_seed(0)
+
+
+class Trainer:
+    """Of one device; a subclass says how batches are cut."""
+
+    batch, steps = 4, 12
+
+    def __init__(self):
+        self.device = torch_xla.device()
+        images, labels = torch.randn(self.batch, 3, 16, 16), torch.randint(5, (self.batch,))
+        self.loader = self.make_loader(xu.SampleGenerator((images, labels), 1000))
+        self.model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(128, 5),
+        ).to(self.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, weight_decay=1e-4)
+        self.step = torch_xla.compile(self.train_step, full_graph=True, name="train_step")
+        self.losses = []
+
+    def train_step(self, images, labels):
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def tell(self, step, loss, tracker):
+        xm.master_print(f"step {step}: {loss}, {tracker.rate():.1f} images/s")
+        self.losses.append(loss.item())
+
+    def train(self):
+        tracker = xm.RateTracker()
+        self.model.train()
+        for step, (images, labels) in enumerate(itertools.islice(self.loader, self.steps)):
+            loss = self.step(images, labels)
+            tracker.add(self.batch)
+            if step % 4 == 0:
+                xm.add_step_closure(self.tell, args=(step, loss, tracker))
+        xm.wait_device_ops()
+
+
+class DataParallel(Trainer):
+    def __init__(self):
+        self.batch *= xr.global_runtime_device_count()
+        super().__init__()
+
+    def make_loader(self, samples):
+        n = xr.global_runtime_device_count()
+        self.mesh = xs.Mesh(np.arange(n), (n,), ("data",))
+        spec = xs.ShardingSpec(self.mesh, ("data", None, None, None))
+        return pl.MpDeviceLoader(samples, self.device, input_sharding=spec)
+
+
+trainer = DataParallel()
+trainer.train()
+assert len(trainer.losses) == 3 and trainer.losses[0] > trainer.losses[1] > trainer.losses[2]
+'''
+
+LANGUAGE = """
+import functools
+import sys
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.distributed.xla_backend
+from torch_xla import runtime as xr
+from torch_xla.distributed.fsdp import checkpoint_module
+from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch_xla.experimental.distributed_checkpoint import CheckpointManager, prime_optimizer
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+def make():
+    return nn.Sequential(nn.Embedding(40, 32), Layer(32), Layer(32), nn.Linear(32, 40, bias=False))
+
+
+def cut(model, mesh):
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Layer})
+    return FSDPv2(model, mesh, auto_wrap_policy=policy)
+
+
+def step(model, optimizer, words):
+    loss = nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+xr.use_spmd()
+dist.init_process_group("gloo", init_method="xla://")
+torch.manual_seed(0)
+n = xr.global_runtime_device_count()
+mesh = xs.Mesh(np.arange(n), (n, 1), ("fsdp", "model"))
+alone = make()
+model = make()
+model.load_state_dict(alone.state_dict())
+for layer in model[1:3]:
+    checkpoint_module(layer)
+model = cut(model, mesh)
+words = torch.randint(40, (8, 12))
+there = words.to(torch_xla.device())
+xs.mark_sharding(there, mesh, ("fsdp", None))
+optimizer, its = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone))
+manager = CheckpointManager(sys.argv[1], 2, max_to_keep=1, process_group=dist.group.WORLD)
+for number in range(5):
+    with torch_xla.step():
+        loss = step(model, optimizer, there)
+    assert abs(loss.item() - step(alone, its, words).item()) < 1e-5
+    manager.save_async(number, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+manager.join()
+assert manager.all_steps() == [4]
+
+again = cut(make(), mesh)
+new = prime_optimizer(torch.optim.AdamW(again.parameters(), lr=1e-2))
+state = {"model": again.state_dict(), "optimizer": new.state_dict()}
+manager.restore(4, state)
+again.load_state_dict(state["model"])
+new.load_state_dict(state["optimizer"])
+one, other = step(model, optimizer, there).item(), step(again, new, there).item()
+assert abs(one - other) < 1e-6, (one, other)
+"""
+
+LLAMA = """
+import functools
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+import torch_xla
+import torch_xla.distributed.spmd as xs
+from torch_xla import runtime as xr
+from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+)
+alone, model = LlamaForCausalLM(config), LlamaForCausalLM(config)
+model.load_state_dict(alone.state_dict())
+xr.use_spmd()
+n = xr.global_runtime_device_count()
+xs.set_global_mesh(xs.Mesh(np.arange(n), (n, 1), ("fsdp", "model")))
+
+
+def shard_output(output, mesh):
+    found = output if isinstance(output, torch.Tensor) else output[0]
+    xs.mark_sharding(found, mesh, ("fsdp", *[None] * (found.dim() - 1)))
+
+
+policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+model = FSDPv2(model, shard_output=shard_output, auto_wrap_policy=policy)
+optimizer, its = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone))
+for _ in range(4):
+    words = torch.randint(128, (8, 16))
+    there = words.to(torch_xla.device())
+    xs.mark_sharding(there, xs.get_global_mesh(), ("fsdp", None))
+    found = []
+    for each, optimized, given in ((model, optimizer, there), (alone, its, words)):
+        loss = each(input_ids=given, labels=given).loss
+        optimized.zero_grad()
+        loss.backward()
+        optimized.step()
+        found.append(loss.item())
+    torch_xla.sync()
+    assert abs(found[0] - found[1]) < 1e-5, found
+"""
+
+
+def run(tmp_path: Path, program: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    (tmp_path / "checkpoints").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "farcall", "run", str(script), str(tmp_path / "checkpoints")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "FARCALL_SPMD_WORKERS": "4",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_vision_model_is_trained_data_parallel(tmp_path: Path) -> None:
+    run(tmp_path, VISION)
+
+
+def test_a_language_model_is_trained_saved_and_restored_with_fsdp(tmp_path: Path) -> None:
+    run(tmp_path, LANGUAGE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_hugging_faces_llama_is_trained_with_fsdp(tmp_path: Path) -> None:
+    run(tmp_path, LLAMA)
