@@ -17,6 +17,7 @@ __all__ = [
     "GroupMismatchError",
     "InvalidNameError",
     "InvalidOptionError",
+    "MessageLostError",
     "NotInitializedError",
     "ProtocolError",
     "RRefError",
@@ -120,6 +121,19 @@ class WorkerLostError(RpcError, ConnectionError):
         super().__init__(message)
         self.worker = worker
         self.reason = reason
+
+
+class MessageLostError(RpcError, ConnectionError):
+    """A large message was lost with its connection, and both workers live: small ones are sent again, those
+    that go in chunks are not. The text says whether the call ran.
+
+    Attributes:
+        worker: the name of the worker that it was for.
+    """
+
+    def __init__(self, message: str, worker: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
 
 
 class AutogradError(RpcError):

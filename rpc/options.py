@@ -266,6 +266,9 @@ class AgentOptions(RpcBackendOptions):
         lost_after: how many seconds a worker may give no sign of life while something is awaited from it
             (default 30); then it is lost, and all that waits for it ends in ``WorkerLostError``. A worker of
             this host that computes is never lost so, also while something holds its interpreter. 0: never.
+        reconnect_within: a connection that breaks between two living workers is made again within so many
+            seconds (default 30), and messages go on where they were; then the worker is lost. One whose
+            address refuses, since its process has ended, is lost at once.
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
             address that reaches the rendezvous, loopback if that is on loopback.
         token: what shows that a worker belongs to the job: a string or bytes, of at least 16, that only its
@@ -308,6 +311,7 @@ class AgentOptions(RpcBackendOptions):
     kept_memory_bytes: _Integer = _Option(64 * _MIB, _integer(0))
     tcp_stripes: _Integer = _Option(1, _integer(1, 64))
     lost_after: _Option[float, float] = _Option(30.0, _seconds_or_zero)
+    reconnect_within: _Option[float, float] = _Option(30.0, _seconds_or_zero)
     listen: _Option[str | None, str | None] = _Option(None, _or_none(_listen))
     token: _Option[bytes | None, str | bytes | None] = _Option(None, _or_none(to_token))
     token_file: _Option[str | None, str | None] = _Option(None, _or_none(_string))

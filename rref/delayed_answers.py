@@ -46,16 +46,14 @@ class DelayedAnswers:
             wait: seconds to wait at most while too much is queued for that peer.
         """
         delayed = self._delayed.get(peer)
-        if delayed:
-            frames: list[bytes] = []
-            with contextlib.suppress(IndexError):  # another thread may be sending them
-                while True:
-                    frames.append(delayed.popleft())
-            frame = b"".join([*frames, frame])
-        if not frame:
-            return
         try:
-            peer.send_small(frame, wait)
+            with contextlib.suppress(IndexError):  # another thread may be sending them
+                while delayed:
+                    peer.send_small(delayed.popleft(), 0, coalesce=True)
+            if frame:
+                peer.send_small(frame, wait)  # and with it what was coalesced
+            else:
+                peer.flush()
         except WorkerLostError as error:
             logger.debug("dropped answers: %s", error)
 

@@ -40,7 +40,7 @@ from rpc.group.membership import Membership, WorkerReference
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
-from rpc.runtime.blocking import check_may_block
+from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.current import clear_current_agent
 from rpc.runtime.events import Events, PeerLost
 from rpc.runtime.executor import Executor
@@ -138,6 +138,8 @@ class Agent:
             options.max_message_bytes,
             authenticator,
         )
+        self.connections.handshake_seconds = INFINITE  # the heartbeat decides
+        self.connections.reconnect_seconds = options.reconnect_within
         self.control = Control(self.loop, self.mailbox, self.connections.lose)
 
         self.caller = Caller(self)
@@ -170,7 +172,10 @@ class Agent:
         self.bulk = Bulk(self.share, self.striping.consider, self.lose)
         self.find_target = self.bulk.find_target
 
-        self.heartbeat = Heartbeat(self.loop, self.connections.lose, options.lost_after)
+        self.heartbeat = Heartbeat(
+            self.loop, self.peers.all, self.connections.lose, dispatcher.message_lost, options.lost_after
+        )
+        self.large_came = self.heartbeat.large_came
         self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)
         self.standstill = Standstill(
             self.caller, self.peers, self.executor, self.activity, self.departure, self.serializer
@@ -196,6 +201,8 @@ class Agent:
             self.dispatcher.on(kind, handler)
         self.dispatcher.unwrap(Kind.IN_SEGMENT, self.shared_memory.unwrap)
         self.dispatcher.on(Kind.ALIVE, self.heartbeat.received, any_thread=True)
+        self.dispatcher.on(Kind.ARRIVED, self.heartbeat.arrived, any_thread=True)
+        self.dispatcher.on_lost(Kind.BULK, self._send_again)
         self.dispatcher.on(Kind.BULK, self.bulk.received, any_thread=True)
         self.dispatcher.on(Kind.BULK_CREDIT, self.bulk.credited, any_thread=True)
         self.dispatcher.on(Kind.BULK_CLOSE, self.bulk.closed, any_thread=True)
@@ -255,6 +262,14 @@ class Agent:
             self.connections.lose(peer, reason)
         else:
             self.mailbox.call(self.connections.lose, peer, reason)
+
+    def peer_broke(self, peer: Peer) -> None:
+        """The connection to a worker broke, and is made again."""
+        self.striping.peer_broke(peer)
+        self.bulk.peer_broke(peer)
+
+    def _send_again(self, peer: Peer, call_id: int) -> None:
+        self.run_soon([(self.bulk.send_again, (peer, call_id))])
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone for good: end what was under way with it."""

@@ -18,7 +18,7 @@ from typing import Final
 
 from rpc.agent.ports import Dispatching
 from rpc.agent.request_runner import Request
-from rpc.errors import ProtocolError, RpcError, SerializationError
+from rpc.errors import MessageLostError, ProtocolError, RpcError, SerializationError
 from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
 from rpc.runtime.events import MessageReceived, MessageSent, RequestBegun
@@ -26,7 +26,7 @@ from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import EXCEPTION, Arrivals, Payload
 from rpc.transport.base import INFINITE, SMALL_BYTES
-from rpc.wire.frames import Frame, Kind, encode, encode_small
+from rpc.wire.frames import Frame, Kind, LargeFrame, describe, encode, encode_small
 
 __all__ = ["Dispatcher", "KindHandler"]
 
@@ -36,6 +36,9 @@ KindHandler = Callable[[Peer, Frame], Task | None]
 """Takes in a frame; may return a task for an executor thread."""
 
 _OWN_KINDS: Final = frozenset((Kind.CALL, Kind.REPLY, Kind.FAILURE))
+
+_UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.LANES))
+"""They belong to one connection, and are not part of the session."""
 
 _FEW: Final = 4
 """A header of more entries is not taken to be small."""
@@ -64,6 +67,7 @@ class Dispatcher:
         self._run = run
         self._handlers: dict[int, KindHandler] = {}
         self._any_thread: set[int] = set(_OWN_KINDS)
+        self._lost_handlers: dict[int, Callable[[Peer, int], object]] = {}
         self._openers: dict[int, Callable[[Peer, Frame], Frame]] = {}
         self._numbers = itertools.count(1)
 
@@ -132,6 +136,10 @@ class Dispatcher:
         if followed:
             self.followed.add(kind)
 
+    def on_lost(self, kind: int, handler: Callable[[Peer, int], object]) -> None:
+        """Have ``handler`` called with the call ids of large messages of a kind that were lost."""
+        self._lost_handlers[kind] = handler
+
     def unwrap(self, kind: int, opener: Callable[[Peer, Frame], Frame]) -> None:
         """Have frames of a kind replaced by the messages that they stand for, on any thread."""
         self._check_free(kind)
@@ -150,6 +158,8 @@ class Dispatcher:
             for frame in frames:
                 opener = self._openers.get(frame[0])
                 frame = frame if opener is None else opener(peer, frame)  # noqa: PLW2901
+                if type(frame) is LargeFrame:
+                    self._agent.large_came(peer, frame)
                 kind, header = frame[0], frame[2]
                 adopted = header and kind in _OWN_KINDS  # the handlers of other kinds do that themselves
                 arrivals = self._agent.serializer.adopt(header, peer) if adopted else None
@@ -191,15 +201,16 @@ class Dispatcher:
 
     def _take_in(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
-        peer.received += 1
         kind = frame[0]
         events = self._events
         if events.message_received:
             size = sum(map(len, frame.buffers))
             events.tell(events.message_received, MessageReceived(peer.name, kind, size))
         if kind == Kind.CALL:
+            peer.received += 1
             self.accept(Request(peer, frame, arrivals), self._run, tasks)
         elif kind == Kind.REPLY or kind == Kind.FAILURE:
+            peer.received += 1
             call = self._agent.calls.answered(frame[1], peer)
             if call is not None:
                 call.arrivals = arrivals
@@ -209,9 +220,38 @@ class Dispatcher:
             handler = self._handlers.get(kind)
             if handler is None:
                 raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
+            if kind in _UNNUMBERED:
+                peer.signs += 1
+            else:
+                peer.received += 1
             task = handler(peer, frame)
             if task is not None:
                 tasks.append(task)
+        if peer.received >= peer.acknowledge_at:
+            peer.acknowledge()
+
+    def message_lost(self, peer: Peer, head: bytes) -> None:
+        """A large message to a worker was lost with its connection; ``head`` is prefix, table and header.
+
+        It has not arrived, so a call that it would have begun does not run: that call ends. An answer is
+        replaced by the error. Other kinds have a handler (``on_lost``), or the worker is cut off.
+        """
+        kind, call_id, header = describe(head)
+        self._agent.serializer.take_back(header, peer)
+        if kind in self._lost_handlers:
+            self._lost_handlers[kind](peer, call_id)
+            return
+        what = f"a large message to worker '{peer.name}' was lost when their connection broke"
+        if kind in (Kind.REPLY, Kind.FAILURE):
+            error = MessageLostError(f"the call ran, and its answer was lost: {what}", peer.name)
+            self._agent.fail(peer, call_id, error)
+        elif call_id:
+            call = self._agent.calls.answered(call_id, peer)
+            error = MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)
+            if call is not None and call.settle(error) and call.future is not None:
+                self._agent.run_soon([(call.future.complete, None)])
+        else:
+            self._agent.lose(peer, f"{what}, and it cannot be sent again")
 
     def _refuse(self, peer: Peer, error: Exception) -> None:
         """Whatever a malformed message makes fail, it ends this connection and nothing else."""

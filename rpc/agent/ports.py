@@ -18,6 +18,7 @@ from rpc.runtime.mailbox import Counter
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
+from rpc.wire.frames import LargeFrame
 
 __all__ = ["Calling", "Dispatching", "Running"]
 
@@ -87,6 +88,12 @@ class Dispatching(Protocol):
         """Send a message through shared memory, if it can be."""
 
     def run_soon(self, tasks: Sequence[Task], /) -> None: ...
+
+    def large_came(self, peer: Peer, frame: LargeFrame, /) -> None:
+        """A message that came in chunks is about to be taken in."""
+
+    def fail(self, peer: Peer, call_id: int, error: BaseException, /) -> None:
+        """Answer a request with an exception."""
 
     def lose(self, peer: Peer, reason: str, /) -> None:
         """Cut a worker off. From any thread."""

@@ -311,20 +311,23 @@ class Bulk:
                     return
                 sequence, transfer = following
                 stream.unacknowledged[sequence] = transfer
-            error: Exception | None = None
-            try:
-                if not self._transmit(stream, sequence, transfer):
-                    continue  # it ends when it has arrived
-            except Exception as failure:
-                error = failure
-                if not isinstance(failure, WorkerLostError):
-                    # Its receiver must not wait in vain, nor take the next one for it.
-                    self._lose(stream.peer, f"a bulk message to it cannot be sent: {failure}")
-            with self._lock:
-                mine = stream.unacknowledged.pop(sequence, None) is not None
-                self._forget_if_over(stream)
-            if mine:
-                transfer.end(error)
+            self._send(stream, sequence, transfer)
+
+    def _send(self, stream: _Stream, sequence: int, transfer: Transfer) -> None:
+        error: Exception | None = None
+        try:
+            if not self._transmit(stream, sequence, transfer):
+                return  # it ends when it has arrived
+        except Exception as failure:
+            error = failure
+            if not isinstance(failure, WorkerLostError):
+                # Its receiver must not wait in vain, nor take the next one for it.
+                self._lose(stream.peer, f"a bulk message to it cannot be sent: {failure}")
+        with self._lock:
+            mine = stream.unacknowledged.pop(sequence, None) is not None
+            self._forget_if_over(stream)
+        if mine:
+            transfer.end(error)
 
     def _transmit(self, stream: _Stream, sequence: int, transfer: Transfer) -> bool:
         """Send one message; returns whether its buffers are copied, so that they may change."""
@@ -418,6 +421,23 @@ class Bulk:
     def _withdraw(self, stream: _Stream, transfer: Transfer) -> bool:
         with self._lock:
             return stream.take_back(transfer) or stream.outbound.withdraw(transfer)
+
+    def peer_broke(self, peer: Peer) -> None:
+        """The connection to a worker broke: large messages that have begun to come will begin again."""
+        with self._lock:
+            for stream in self._streams.values():
+                if stream.peer is peer:
+                    stream.take_back_targets()
+
+    def send_again(self, lost: tuple[Peer, int]) -> None:
+        """A message was lost with its connection: send it again, from where it lies."""
+        peer, call_id = lost
+        tag, sequence = divmod(call_id, SEQUENCES)
+        with self._lock:
+            stream = self._streams.get((peer.incarnation, tag))
+            transfer = None if stream is None else stream.unacknowledged.get(sequence)
+        if stream is not None and transfer is not None:
+            self._send(stream, sequence, transfer)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone. What has arrived from it can still be received."""

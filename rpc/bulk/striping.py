@@ -23,7 +23,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any, Final
 
-from rpc.errors import ProtocolError, RpcError, WorkerLostError
+from rpc.errors import ProtocolError, RpcError
 from rpc.group.connections import FAREWELL_SECONDS, Connections
 from rpc.group.handshake import Lane, legible
 from rpc.group.peer import Peer
@@ -107,8 +107,9 @@ class Striping:
             self._offer(peer, self._count)
 
     def _say(self, peer: Peer, header: dict[str, Any]) -> None:
-        with contextlib.suppress(WorkerLostError):
-            peer.send_small(encode_small(Kind.LANES, 0, header, ()), False)
+        connection = peer.connection
+        if connection is not None:  # what is said holds for this connection only
+            connection.send_sign(encode_small(Kind.LANES, 0, header, ()))
 
     def _fall_back(self, peer: Peer, reason: str) -> None:
         level = logging.DEBUG if self._said else logging.WARNING
@@ -262,12 +263,12 @@ class Striping:
         lanes = self._lanes.get(peer)
         if lanes is not None and not lanes.leaving and lanes.left is None:
             self._loop.call_later(
-                _GRACE_SECONDS, self._lose, peer, f"a lane of its connection was lost: {reason}"
+                _GRACE_SECONDS, self._break, peer, f"a lane of its connection was lost: {reason}"
             )
 
-    def _lose(self, peer: Peer, reason: str) -> None:
-        if self._lanes.get(peer) is not None:
-            self._connections.lose(peer, reason)
+    def _break(self, peer: Peer, reason: str) -> None:
+        if self._lanes.get(peer) is not None and peer.connection is not None:
+            peer.connection.close(reason)
 
     # ---- the end
 
@@ -290,6 +291,10 @@ class Striping:
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone: so are the lanes to it."""
+        self.peer_broke(peer)
+
+    def peer_broke(self, peer: Peer) -> None:
+        """The connection to a worker broke: so have its lanes."""
         self._close_lanes(peer)
         self._lanes.pop(peer, None)
 

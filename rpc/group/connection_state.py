@@ -1,8 +1,9 @@
 """The life of the connection between this worker and another, as a table.
 
 Everything that affects the order of its states is here; ``Peer`` steps through it, ``Connections`` acts on
-it. A connection that is lost is not made again, so its worker is gone for good: nothing would tell which of
-the messages on it have arrived.
+it. A connection that breaks is made again, by whichever side is first, and messages go on where they were
+(``session``). A worker is gone for good when its address refuses, when another incarnation answers there,
+when it has given this one up, or when all attempts fail for as long as the option ``reconnect_within`` says.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class State(Enum):
     HANDSHAKING = "this worker has said hello"
     CROSSED = "the other connects as well, and its attempt counts: it is awaited"
     ESTABLISHED = "frames flow"
+    BROKEN = "it broke, or an attempt failed: another follows"
     LEFT = "this worker has said goodbye"
     LOST = "the other worker is gone"
 
@@ -34,6 +36,7 @@ class Event(Enum):
     WELCOME = "the other side has accepted this side's attempt"
     CROSS = "the other side has refused it, since it connects itself"
     ACCEPT = "this side has accepted the other's attempt"
+    BREAK = "the connection is lost, or the attempt has failed, and the other worker may live"
     LEAVE = "this worker leaves"
     LOSE = "the other worker has died, left, said nonsense, cannot be reached, or refuses"
 
@@ -42,15 +45,22 @@ _END: Final = {Event.LEAVE: State.LEFT, Event.LOSE: State.LOST}
 
 TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
     State.UNCONNECTED: {Event.DIAL: State.DIALLING, Event.ACCEPT: State.ESTABLISHED, **_END},
-    State.DIALLING: {Event.REACH: State.HANDSHAKING, Event.ACCEPT: State.ESTABLISHED, **_END},
+    State.DIALLING: {
+        Event.REACH: State.HANDSHAKING,
+        Event.ACCEPT: State.ESTABLISHED,
+        Event.BREAK: State.BROKEN,
+        **_END,
+    },
     State.HANDSHAKING: {
         Event.WELCOME: State.ESTABLISHED,
         Event.CROSS: State.CROSSED,
         Event.ACCEPT: State.ESTABLISHED,
+        Event.BREAK: State.BROKEN,
         **_END,
     },
-    State.CROSSED: {Event.ACCEPT: State.ESTABLISHED, **_END},
-    State.ESTABLISHED: _END,
+    State.CROSSED: {Event.ACCEPT: State.ESTABLISHED, Event.BREAK: State.BROKEN, **_END},
+    State.ESTABLISHED: {Event.BREAK: State.BROKEN, **_END},
+    State.BROKEN: {Event.DIAL: State.DIALLING, Event.ACCEPT: State.ESTABLISHED, **_END},
     State.LEFT: {},
     State.LOST: {},
 }

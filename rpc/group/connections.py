@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import Final, Protocol
 from rpc.errors import ProtocolError
 from rpc.group.admission import CROSSED, judge
 from rpc.group.connection_state import CONNECTING, Event
+from rpc.group.connection_state import State as PeerState
 from rpc.group.handshake import (
     Authenticator,
     Handshake,
@@ -37,6 +39,7 @@ from rpc.runtime.limited_log import LimitedLog
 from rpc.runtime.tasks import Task
 from rpc.transport.base import (
     CLOSED_BY_PEER,
+    INFINITE,
     Connection,
     ConnectionClosed,
     Listener,
@@ -66,6 +69,30 @@ is slow: how many may come at a time is for the transports to limit.
 
 _SLOW_SECONDS: Final = 1.0
 
+_PAUSE_SECONDS: Final = 0.2
+"""Between attempts to connect."""
+
+_REDIAL_SECONDS: Final = 3.0
+"""How long an address may take that has answered before, so that a link which comes back is found soon."""
+
+_QUIET_SECONDS: Final = 0.0005
+
+_MAY_PASS: Final = frozenset(
+    (
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+        errno.ENETDOWN,
+        errno.EHOSTDOWN,
+        errno.ETIMEDOUT,
+        errno.ECONNRESET,
+        errno.EADDRNOTAVAIL,
+        errno.EAGAIN,
+        errno.EMFILE,
+        errno.ENFILE,
+    )
+)
+"""Errors of an attempt after which another may succeed. A refusal is none: nobody listens there any more."""
+
 FAREWELL_SECONDS: Final = 5.0
 """How long what is queued for peers may take to be sent when this worker leaves."""
 
@@ -90,6 +117,9 @@ class ConnectionEvents(Protocol):
 
     def peer_for(self, member: Member) -> Peer:
         """The peer object of a member, made if need be."""
+
+    def peer_broke(self, peer: Peer) -> None:
+        """The connection to a worker broke, and is about to be made again."""
 
     def peer_gone(self, peer: Peer, reason: str) -> None: ...
 
@@ -118,7 +148,8 @@ class Connections:
         max_frame_bytes: int,
         authenticator: Authenticator | None = None,
     ) -> None:
-        self.connect_seconds = CONNECT_SECONDS
+        self.connect_seconds = self.handshake_seconds = CONNECT_SECONDS
+        self.reconnect_seconds = 0.0
         self.stranger_seconds = STRANGER_SECONDS
         self.farewell_seconds = FAREWELL_SECONDS
         self.group = ""
@@ -172,7 +203,8 @@ class Connections:
     def _greet(
         self, connection: Connection, peer: Peer, lane: asyncio.Future[None] | None = None
     ) -> _Greeting:
-        greeting = _Greeting(self, connection, self.connect_seconds, peer, lane)
+        seconds = self.handshake_seconds if lane is None else self.connect_seconds
+        greeting = _Greeting(self, connection, seconds, peer, lane)
         self._greetings[greeting] = None
         return greeting
 
@@ -195,29 +227,62 @@ class Connections:
     async def _dial(self, peer: Peer) -> None:
         """Connect to a worker at the first of its addresses that answers."""
         failures: list[str] = []
+        may_live = False
         for address in peer.member.addresses:
             scheme = address.partition(":")[0]
             if scheme not in self._transports or (scheme == "unix" and not peer.near):
                 continue
             try:
-                async with asyncio.timeout(self.connect_seconds):
+                seconds = _REDIAL_SECONDS if peer.session.connections else self.connect_seconds
+                async with asyncio.timeout(seconds):
                     connection = await self._transports[scheme].connect(address)
                 break
             except TimeoutError:
-                failures.append(f"{address}: no answer within {self.connect_seconds:g} s")
+                failures.append(f"{address}: no answer within {seconds:g} s")
+                may_live = True
             except Exception as error:  # unreachable, or an address that makes no sense
                 failures.append(f"{address}: {_why(error)}")
+                may_live |= isinstance(error, OSError) and error.errno in _MAY_PASS
         else:
-            if not peer.connected:
-                where = "; ".join(failures) or "any address known here"
-                self.lose(peer, f"it cannot be reached at {where}")
+            where = "; ".join(failures) or "any address known here"
+            self._failed(peer, f"it cannot be reached at {where}", may_live=may_live)
             return
+        while not peer.is_quiet:  # noqa: ASYNC110  # a matter of microseconds, which nothing tells
+            await asyncio.sleep(_QUIET_SECONDS)
         if self.closed or not peer.step(Event.REACH):
             _drop(connection, "not needed any more")
             return
         assert self._view is not None
         peer.process = connection.process
-        self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group))
+        session = peer.session.connections, peer.received
+        self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group, session))
+
+    def _failed(self, peer: Peer, reason: str, *, may_live: bool = True) -> None:
+        """An attempt to connect has failed; try again soon, unless the worker has ended, or it is enough."""
+        if peer.connected or self.closed:
+            return
+        now = self.loop.time()
+        if peer.broken is None:
+            peer.broken, peer.broken_since = "", now
+        why = f"{peer.broken}; " if peer.broken else ""
+        if not may_live:
+            self.lose(peer, f"{why}its process has died, most likely: {reason}" if why else reason)
+        elif now - peer.broken_since >= self.reconnect_seconds:
+            within = f" for {self.reconnect_seconds:g} s" if self.reconnect_seconds else ""
+            self.lose(peer, f"{why}{reason}{within}")
+        elif peer.step(Event.BREAK):
+            self.loop.call_later(_PAUSE_SECONDS, self.connect, peer)
+
+    def broke(self, peer: Peer, reason: str, *, connect: bool = True) -> None:
+        """An established connection is closed, and its worker may live."""
+        if self.closed or not peer.step(Event.BREAK):
+            return
+        logger.info("the connection to worker '%s' is made again: %s", peer.name, reason)
+        peer.broken_since = self.loop.time()
+        peer.broke(reason)
+        self._events.peer_broke(peer)
+        if connect:
+            self.connect(peer)
 
     async def open_lane(self, peer: Peer, lane: Lane) -> Connection:
         """One more connection over the network to a connected peer, which has let it in. ``OSError`` if there
@@ -270,12 +335,13 @@ class Connections:
                 if refusal.code != CROSSED:
                     self.lose(peer, f"it refused the connection: {refusal.reason}")
                 elif peer.step(Event.CROSS):
-                    self.loop.call_later(self.connect_seconds, self._crossed_expired, peer)
-            case Welcomed():
+                    began = peer.session.connections
+                    self.loop.call_later(self.connect_seconds, self._crossed_expired, peer, began)
+            case Welcomed(session):
                 assert peer is not None
                 if peer.step(Event.WELCOME):
                     peer.dialled = True
-                    self._establish(greeting, peer)
+                    self._establish(greeting, peer, session)
                 else:
                     greeting.connection.close("not needed any more")
 
@@ -292,21 +358,39 @@ class Connections:
         assert self._view is not None
         known = self._view.find(hello.member.incarnation)
         peer = self._events.peer_for(known) if known else None
+        is_lost = peer is not None and peer.connected and _has_lost_it(hello, peer)
         refusal = judge(
             hello,
             self._view,
             self.group,
-            connected=peer is not None and peer.connected,
+            connected=peer is not None and peer.connected and not is_lost,
             connecting=peer is not None and peer.state in CONNECTING,
         )
         if refusal is not None:
             self._refuse(greeting, refusal)
             return
         peer = peer or self._events.peer_for(hello.member)
-        greeting.welcome()
+        if is_lost and peer.connection is not None:
+            connection = peer.connection
+            self.broke(peer, "the other side has lost the connection", connect=False)
+            _drop(connection, "the other side has lost it")
+        if not peer.is_quiet:
+            self.loop.call_later(_QUIET_SECONDS, self._judge_again, greeting, hello)
+            return
+        number = max(hello.session[0], peer.session.connections) + 1
+        greeting.welcome((number, peer.received))
         peer.step(Event.ACCEPT)
+        peer.dialled = False
         peer.process = greeting.connection.process
-        self._establish(greeting, peer)
+        self._establish(greeting, peer, (number, hello.session[1]))
+
+    def _judge_again(self, greeting: _Greeting, hello: Hello) -> None:
+        if greeting in self._greetings:
+            self._judge(greeting, hello)
+            return
+        peer = self._events.peer_for(hello.member)  # it has broken again
+        if not peer.connected:
+            self.connect(peer)
 
     def _refuse(self, greeting: _Greeting, refusal: Refusal) -> None:
         if refusal.code != CROSSED:
@@ -315,9 +399,9 @@ class Connections:
             self._refusals.log(logging.WARNING, "refused %s: %s%s", described, refusal.reason, detail)
         greeting.refuse(refusal)
 
-    def _crossed_expired(self, peer: Peer) -> None:
-        if not peer.connected:
-            self.lose(peer, f"it did not connect within {self.connect_seconds:g} s, as announced")
+    def _crossed_expired(self, peer: Peer, connections: int) -> None:
+        if peer.state is PeerState.CROSSED and peer.session.connections == connections:
+            self._failed(peer, f"it did not connect within {self.connect_seconds:g} s, as announced")
 
     def ended(self, greeting: _Greeting, failure: str | None) -> None:
         """A handshake is over: the connection has closed, because ``failure``, or it has succeeded."""
@@ -329,12 +413,13 @@ class Connections:
             return
         if greeting.peer is not None:
             if not greeting.peer.connected:
-                self.lose(greeting.peer, f"the handshake with it failed: {failure}")
+                may_live = not greeting.connection.malformed
+                self._failed(greeting.peer, f"the handshake with it failed: {failure}", may_live=may_live)
         elif not greeting.is_refused:
             level = logging.WARNING if greeting.connection.received_anything else logging.DEBUG
             self._refusals.log(level, "refused %s: %s", greeting.connection.description, failure)
 
-    def _establish(self, greeting: _Greeting, peer: Peer) -> None:
+    def _establish(self, greeting: _Greeting, peer: Peer, session: tuple[int, int]) -> None:
         greeting.finish()
         connection = greeting.connection
         logger.debug(
@@ -344,7 +429,11 @@ class Connections:
         received = max(self._max_frame_bytes, SMALL_FRAME_BYTES)
         connection.set_frame_limits(received, peer.member.max_message_bytes)
         connection.owner = _Established(self, peer)
-        peer.established(connection)
+        try:
+            peer.established(connection, *session)
+        except ProtocolError as error:
+            _drop(connection, "the two have lost count")
+            self.lose(peer, str(error))
 
     # ---- the end
 
@@ -440,7 +529,8 @@ class _Greeting(SilentOwner):
         loop = self._connections.loop
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = loop.call_later(seconds, self._expired, seconds, loop.time() + seconds)
+        if seconds < INFINITE:
+            self._timer = loop.call_later(seconds, self._expired, seconds, loop.time() + seconds)
 
     def _expired(self, seconds: float, due: float) -> None:
         if self._connections.loop.time() > due + _SLOW_SECONDS:
@@ -457,9 +547,9 @@ class _Greeting(SilentOwner):
         """At the dialler: begin."""
         self._send(self._handshake.greet(hello))
 
-    def welcome(self) -> None:
+    def welcome(self, session: tuple[int, int] = (1, 0)) -> None:
         """Let the other side in."""
-        self._send(self._handshake.welcome())
+        self._send(self._handshake.welcome(session))
 
     def refuse(self, refusal: Refusal) -> None:
         """Tell the other side why it is not let in, and hang up."""
@@ -472,8 +562,8 @@ class _Greeting(SilentOwner):
         self._connections.ended(self, None)
 
     def _send(self, message: Message) -> None:
-        buffers, size = encode(message.kind, 0, message.header, ())
-        self.connection.send(buffers, size, wait=False)
+        buffers, _ = encode(message.kind, 0, message.header, ())
+        self.connection.send_sign(b"".join(buffers))
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         for index, frame in enumerate(frames):
@@ -487,6 +577,7 @@ class _Greeting(SilentOwner):
             except Exception as error:
                 # Nothing that a stranger says may do more than this.
                 known = isinstance(error, ProtocolError)
+                connection.malformed = True
                 connection.close(str(error) if known else f"a malformed message ({type(error).__name__})")
                 return
 
@@ -522,9 +613,12 @@ class _Established:
         self._receive(self._peer, frames)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
+        if connection.malformed:
+            self._connections.lose(self._peer, reason)
+            return
         if reason == CLOSED_BY_PEER:
-            reason += " without a goodbye; its process has died, most likely"
-        self._connections.lose(self._peer, reason)
+            reason += " without a goodbye"
+        self._connections.broke(self._peer, reason)
 
 
 class _Farewell(SilentOwner):
@@ -536,6 +630,14 @@ class _Farewell(SilentOwner):
     def connection_lost(self, connection: Connection, reason: str) -> None:
         if not self.closed.done():
             self.closed.set_result(None)
+
+
+def _has_lost_it(hello: Hello, peer: Peer) -> bool:
+    """Whether a worker to which there is a connection has lost that one, and is not just late with an attempt
+    that has crossed it: it has had as many, or has never learned that this side has accepted the last.
+    """
+    connections = peer.session.connections
+    return hello.session[0] == connections or (hello.session[0] == connections - 1 and not peer.dialled)
 
 
 def _drop(connection: Connection, reason: str) -> None:

@@ -114,9 +114,12 @@ class Hello:
     member: Member
     wanted: int
     group: str
+    session: tuple[int, int] = (0, 0)
+    """How many connections it has had to this worker, and how many messages it has taken in."""
 
     def header(self) -> dict[str, Any]:
-        return {"member": self.member.to_wire(), "wanted": self.wanted, "group": self.group}
+        said = {"member": self.member.to_wire(), "wanted": self.wanted, "group": self.group}
+        return said | ({"session": list(self.session)} if any(self.session) else {})
 
     @classmethod
     def parse(cls, header: dict[str, Any]) -> Hello:
@@ -128,7 +131,7 @@ class Hello:
             raise ProtocolError(f"a malformed hello: {type(error).__name__}: {said}") from error
         if not isinstance(wanted, int) or not isinstance(group, str):
             raise ProtocolError("a malformed hello: wrong types")
-        return cls(member, wanted, group)
+        return cls(member, wanted, group, _session(header, (0, 0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Welcomed:
-    """At the dialler: the connection is established."""
+    """At the dialler: the connection is established. ``session``: the number of this connection, and how many
+    messages the acceptor has taken in.
+    """
+
+    session: tuple[int, int] = (1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +207,14 @@ class Handshake:
         """At the dialler, first of all."""
         return self._say(Kind.HELLO if isinstance(hello, Hello) else Kind.LANE, hello.header())
 
-    def welcome(self) -> Message:
-        """At the acceptor: let the other side in, of which ``receive`` has returned the hello."""
-        if self._authenticator is None:
-            return self._say(Kind.WELCOME, {})
-        return self._say(Kind.WELCOME, self._authenticator.prove(self.role, self._said.digest()))
+    def welcome(self, session: tuple[int, int] = (1, 0)) -> Message:
+        """At the acceptor: let the other side in, of which ``receive`` has returned the hello; ``session`` as
+        for ``Welcomed``.
+        """
+        said = {} if session == (1, 0) else {"session": list(session)}
+        if self._authenticator is not None:
+            said |= self._authenticator.prove(self.role, self._said.digest())
+        return self._say(Kind.WELCOME, said)
 
     def refuse(self, refusal: Refusal) -> Message:
         """At the acceptor: do not let it in."""
@@ -237,7 +247,7 @@ class Handshake:
                     before is not State.PROVEN or not authenticator.verify(Role.ACCEPTOR, said, header)
                 ):
                     raise ProtocolError("it has not proven that it belongs to this job")
-                return Welcomed()
+                return Welcomed(_session(header, (1, 0)))
         return parse_refusal(header)
 
     def _say(self, kind: int, header: dict[str, Any]) -> Message:
@@ -256,6 +266,13 @@ class Handshake:
     def _note(self, kind: int, header: dict[str, Any]) -> None:
         if self._authenticator is not None:
             self._said.update(bytes([kind]) + pack_header(header))
+
+
+def _session(header: dict[str, Any], default: tuple[int, int]) -> tuple[int, int]:
+    match header.get("session", list(default)):
+        case [int(connections), int(received)] if 0 <= connections < 1 << 63 and 0 <= received < 1 << 63:
+            return connections, received
+    raise ProtocolError("a malformed account of messages")
 
 
 def parse_refusal(header: dict[str, Any]) -> Refusal:

@@ -18,9 +18,10 @@ from typing import Final
 
 from rpc.errors import RpcError
 from rpc.group.liveness import Liveness
-from rpc.group.peer import Peer
+from rpc.group.peer import RESUMED, Peer
 from rpc.runtime.process_signs import ProcessSigns, process_signs
-from rpc.wire.frames import Frame, Kind, encode_small
+from rpc.transport.session import ACKNOWLEDGE_EVERY
+from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small
 
 __all__ = ["Heartbeat"]
 
@@ -34,7 +35,9 @@ class Heartbeat:
     """One agent's. ``received`` from any thread, everything else on the loop's.
 
     Args:
+        peers: all workers.
         lose: called with a worker that is silent, and what is known about it.
+        message_lost: called with the beginning of each large message that a connection took with it.
         lost_after: how many seconds a worker may be silent; 0: for ever.
 
     Attributes:
@@ -42,9 +45,18 @@ class Heartbeat:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, lose: Callable[[Peer, str], object], lost_after: float
+        self,
+        loop: asyncio.AbstractEventLoop,
+        peers: Callable[[], Iterable[Peer]],
+        lose: Callable[[Peer, str], object],
+        message_lost: Callable[[Peer, bytes], object],
+        lost_after: float,
     ) -> None:
-        self.interests: list[Callable[[], Iterable[Peer]]] = []
+        self.interests: list[Callable[[], Iterable[Peer]]] = [
+            lambda: [peer for peer in peers() if peer.session.sent]
+        ]
+        self._peers = peers
+        self._message_lost = message_lost
         self._loop = loop
         self._lose = lose
         self._lost_after = lost_after
@@ -64,14 +76,32 @@ class Heartbeat:
 
     def received(self, peer: Peer, frame: Frame) -> None:
         """A frame of kind ``ALIVE``."""
+        peer.session.acknowledged(frame.call_id)
         if frame.codec == _ANSWER:
-            _say(peer, 0)
+            peer.sign(0)
+        elif frame.codec == RESUMED:
+            for head in peer.session.take_lost():
+                self._message_lost(peer, head)
+
+    def arrived(self, peer: Peer, frame: Frame) -> None:
+        """A frame of kind ``ARRIVED``. From any thread."""
+        peer.session.large.pop(frame.call_id, None)
+
+    def large_came(self, peer: Peer, frame: LargeFrame) -> None:
+        """A large message is about to be taken in, and counted, though it has no number in the session."""
+        peer.received -= 1
+        peer.signs += 1
+        with contextlib.suppress(RpcError):  # it is gone, and about to be noted so
+            peer.send_small(encode_small(Kind.ARRIVED, frame.number, {}, ()), 0)
 
     def _look(self) -> None:
         self.begin()
+        for peer in self._peers():
+            if peer.received + ACKNOWLEDGE_EVERY != peer.acknowledge_at:
+                peer.acknowledge()
         awaited = {peer.incarnation: peer for interest in self.interests for peer in interest()}
         signs = {
-            incarnation: peer.received
+            incarnation: peer.received + peer.signs
             for incarnation, peer in awaited.items()
             if peer.lost is None and not peer.is_self and peer.sign_expected
         }
@@ -80,8 +110,7 @@ class Heartbeat:
         for incarnation in ask:
             peer = awaited[incarnation]
             self._asked[incarnation] = process_signs(peer.process) if peer.process else None
-            if peer.connected:
-                _say(peer, _ANSWER)
+            peer.sign(_ANSWER)
         for incarnation in silent:
             self._is_silent(awaited[incarnation])
 
@@ -109,8 +138,3 @@ class Heartbeat:
         self._lose(
             peer, f"it has given no sign of life for {self._lost_after:g} s, since about {since}: {what}"
         )
-
-
-def _say(peer: Peer, codec: int) -> None:
-    with contextlib.suppress(RpcError):  # it is gone, and about to be noted so
-        peer.send_small(encode_small(Kind.ALIVE, 0, {}, (), codec), 0)

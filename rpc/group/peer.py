@@ -18,8 +18,13 @@ from rpc.runtime.events import Events, PeerJoined
 from rpc.runtime.interrupts import protected
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 from rpc.transport.inline_read import InlineReader
+from rpc.transport.session import ACKNOWLEDGE_EVERY, Session
+from rpc.wire.frames import Kind, encode_small
 
-__all__ = ["MAX_DEPARTED", "Peer", "PeerTable"]
+__all__ = ["MAX_DEPARTED", "RESUMED", "Peer", "PeerTable"]
+
+RESUMED: Final = 2
+"""As the codec of an ``ALIVE``: what an earlier connection has lost was sent again."""
 
 MAX_DEPARTED: Final = 1000
 """So many who have left a dynamic group are remembered by name; of the others only that they are gone."""
@@ -61,15 +66,22 @@ class Peer:
         self.main = member.main
         self.state = State.UNCONNECTED
         """Of its connection; read on the loop's thread."""
+        self.session = Session()
         self.received = 0
-        """How many messages were ever taken in."""
+        """How many messages were ever taken in, but for those that belong to one connection."""
+        self.signs = 0
+        """How many of those."""
+        self.acknowledge_at = ACKNOWLEDGE_EVERY
+        self.broken: str | None = None
+        """Why the last connection broke, or no attempt has succeeded, while there is none."""
+        self.broken_since = 0.0
         self.process: int | None = None
         """Of a worker on this host, once there was a connection."""
         self.dialled = False
         """Whether this side made the connection, and not the other."""
         self._connect = connect
         self.connection: Connection | None = None
-        """Once it is established and until the worker is gone."""
+        """While there is one."""
         self.reader: InlineReader | None = None
         """How threads may read the connection."""
         self.lost: str | None = None
@@ -83,6 +95,8 @@ class Peer:
         self.near = near
         """Whether it is on this host."""
         self._room = threading.Condition(self._lock)
+        self._unsent: list[bytes] = []
+        self._last_connection: Connection | None = None
 
     def __repr__(self) -> str:
         return f"<Peer '{self.member.name}' (id {self.member.id})>"
@@ -102,6 +116,22 @@ class Peer:
         if following is not None:
             self.state = following
         return following is not None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing more of the last connection, which broke, is being taken in."""
+        return self._last_connection is None or self._last_connection.is_quiet
+
+    def acknowledge(self) -> None:
+        """Tell the worker how many of its messages were taken in. From any thread."""
+        self.acknowledge_at = self.received + ACKNOWLEDGE_EVERY
+        self.sign(0)
+
+    def sign(self, wants: int) -> None:
+        """Give a sign of life; ``wants`` as the codec of ``Kind.ALIVE``. From any thread."""
+        connection = self.connection
+        if connection is not None and not self.is_self:
+            connection.send_sign(encode_small(Kind.ALIVE, self.received, {}, (), wants))
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
@@ -125,14 +155,18 @@ class Peer:
         ``WorkerLostError`` if the worker is gone, ``QueueFull`` if too much is queued for it already.
         """
         connection = self.connection
-        if connection is None:
-            connection = self._keep(buffers, size, aliased, wait)
+        while True:
             if connection is None:
+                connection = self._keep(buffers, size, aliased, wait)
+                if connection is None:
+                    return
+            try:
+                connection.send(buffers, size, aliased=aliased, wait=wait)
                 return
-        try:
-            connection.send(buffers, size, aliased=aliased, wait=wait)
-        except ConnectionClosed:
-            raise self.lost_error() from None
+            except ConnectionClosed:
+                connection = self._keep(buffers, size, aliased, wait, connection)
+                if connection is None:
+                    return
 
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
         """As ``send``, for a frame in one piece: the way of most calls. See ``Connection.send_small``."""
@@ -143,7 +177,7 @@ class Peer:
         try:
             connection.send_small(frame, wait, coalesce=coalesce)
         except ConnectionClosed:
-            raise self.lost_error() from None
+            self.send((frame,), len(frame), wait=wait)
 
     def send_patiently(self, frame: bytes) -> None:
         """As ``send_small`` without waiting, for a frame that may itself wait behind a long chunk."""
@@ -154,7 +188,7 @@ class Peer:
         try:
             connection.send_small(frame, 0, patient=True)
         except ConnectionClosed:
-            raise self.lost_error() from None
+            self.send((frame,), len(frame), wait=0)
 
     def flush(self) -> None:
         """Send what was coalesced."""
@@ -163,14 +197,23 @@ class Peer:
             connection.flush()
 
     @protected
-    def _keep(self, buffers: Sequence[Any], size: int, aliased: bool, wait: float) -> Connection | None:
-        """Queue the frame until there is a connection; returns the connection if there is one by now."""
+    def _keep(
+        self,
+        buffers: Sequence[Any],
+        size: int,
+        aliased: bool,
+        wait: float,
+        closed: Connection | None = None,
+    ) -> Connection | None:
+        """Queue the frame until there is a connection; returns the connection if there is one by now, other
+        than the one that was found ``closed``.
+        """
         pieces = [self._capture(buffer) for buffer in buffers] if aliased else list(buffers)
         deadline = monotonic() + wait
         with self._lock:
             if wait and not wait_while(self._is_full, self._room, deadline):
                 raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
-            if self.connection is not None:
+            if self.connection is not None and self.connection is not closed:
                 return self.connection
             if self.lost is not None:
                 raise self.lost_error()
@@ -192,13 +235,36 @@ class Peer:
         large = memoryview(buffer).nbytes > CAPTURED_BYTES
         return buffer if large and not self.near else bytes(buffer)
 
-    def established(self, connection: Connection) -> None:
-        """There is a connection: send what waits for it, in order, before anything else."""
+    def established(self, connection: Connection, number: int = 1, received: int = 0) -> None:
+        """There is a connection: send what waits for it, in order, before anything else.
+
+        Args:
+            number: how many there have been, with this one.
+            received: how many messages the other side has taken in. ``ProtocolError`` if that cannot be.
+        """
         with self._lock:
+            again = self.session.resume(received, self._unsent) if number > 1 else []
+            self.session.connections = number
+            self._unsent, self._last_connection, self.broken = [], None, None
+            if not self.is_self:
+                connection.carry(self.session)
+            for frame in again:
+                connection.send_small(frame, 0)
+            if number > 1:
+                connection.send_sign(encode_small(Kind.ALIVE, self.received, {}, (), RESUMED))
             for buffers, size in self._waiting:
                 connection.send(buffers, size, wait=False)
             self._forget_waiting()
             self.connection, self.reader = connection, connection.reader
+
+    def broke(self, reason: str) -> None:
+        """The connection is closed, and the worker may live. ``is_quiet`` says when ``received`` is right."""
+        with self._lock:
+            connection, self.connection, self.reader = self.connection, None, None
+            self.broken = reason
+            if connection is not None:
+                self._unsent += connection.remains()
+                self._last_connection = connection
 
     def gone(self, reason: str) -> Connection | None:
         """The worker is gone for good; returns the connection, to be closed."""
@@ -206,6 +272,7 @@ class Peer:
             if self.lost is None:
                 self.lost = reason
             self._forget_waiting()
+            self._unsent, self._last_connection, self.session = [], None, Session()
             connection, self.connection, self.reader = self.connection, None, None
         return connection
 

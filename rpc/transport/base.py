@@ -15,6 +15,7 @@ from rpc.errors import RpcError
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.tasks import Task
 from rpc.transport.inline_read import InlineReader, Receiver, Spinners
+from rpc.transport.session import Session
 from rpc.transport.tls import TlsContexts
 from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame
@@ -123,6 +124,13 @@ class Connection(Protocol):
     process: int | None
     """The process at the other end, where it is known and of this host."""
 
+    malformed: bool
+    """Whether it was closed since the other end has sent what the protocol does not allow."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no other thread is taking in anything of it, as may be for a moment after it was closed."""
+
     received_anything: bool
     """Whether a byte has come from the other end: who only looks whether somebody listens sends none."""
 
@@ -167,6 +175,17 @@ class Connection(Protocol):
             patient: it may wait behind a long chunk of a large message.
         """
 
+    def send_sign(self, frame: bytes) -> None:
+        """As ``send_small``, for a frame that belongs to this connection: it has no number in the session,
+        and is not sent again. What cannot be sent now never is.
+        """
+
+    def carry(self, session: Session) -> None:
+        """From now on, note in ``session`` what is sent, in order."""
+
+    def remains(self) -> list[bytes]:
+        """Once it is closed: what was not begun to be written, in order. On the loop's thread."""
+
     def flush(self) -> None:
         """Send what was coalesced, if anything. From any thread."""
 
@@ -187,9 +206,12 @@ class DirectConnection:
     reader: InlineReader | None = None
     over_network = False
     process: int | None = None
+    malformed = False
+    is_quiet = True
     received_anything = True
 
     def __init__(self, description: str) -> None:
+        self._session: Session | None = None
         self.description = description
         self.open = True
 
@@ -214,10 +236,23 @@ class DirectConnection:
     ) -> None:
         if not self.open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
-        self.pass_on(bytearray().join(buffers))
+        frame = bytearray().join(buffers)
+        if self._session is not None:
+            self._session.sent.append(bytes(frame))
+        self.pass_on(frame)
 
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         self.send((frame,), len(frame))
+
+    def send_sign(self, frame: bytes) -> None:
+        if self.open:
+            self.pass_on(bytearray(frame))
+
+    def carry(self, session: Session) -> None:
+        self._session = session
+
+    def remains(self) -> list[bytes]:
+        return []
 
     def flush(self) -> None:
         pass

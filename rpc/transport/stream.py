@@ -73,6 +73,9 @@ class StreamConnection:
         )
         self._tell_loop = self._queue.tell_loop
         self.send, self.send_small, self.flush = self._queue.send, self._queue.send_small, self._queue.drain
+        self.send_sign, self.carry = self._queue.send_sign, self._queue.carry
+        self.remains = self._queue.remains
+        self.malformed = False
         self.over_network = sock.family in (socket.AF_INET, socket.AF_INET6)
         self.received_anything = False
         self.process: int | None = None
@@ -92,7 +95,7 @@ class StreamConnection:
         """Begin to receive, and send the preamble."""
         self.owner = owner
         self._loop.add_reader(self._stream.fileno(), self._readable)
-        self.send([PREAMBLE], len(PREAMBLE), wait=False)
+        self.send_sign(PREAMBLE)
 
     def set_frame_limits(self, received: int, sent: int) -> None:
         self._decoder.max_frame_bytes = received
@@ -122,6 +125,10 @@ class StreamConnection:
 
     def _find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
         return self.owner.find_target(kind, call_id, sizes)
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.reader is None or not self.reader.is_read_by_thread()
 
     # ---- receiving, on the loop's thread
 
@@ -181,6 +188,7 @@ class StreamConnection:
                 buffers = decoder.buffers()
                 received = self._stream.read_into(buffers)
         except OSError as error:
+            self.malformed = isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError)
             self.close(f"the connection broke: {error.strerror or error}")
             return 0, 0
         if received == 0:
@@ -193,6 +201,7 @@ class StreamConnection:
             try:
                 frames = self._decoder.received(count)
             except ProtocolError as error:
+                self.malformed = True
                 self.close(str(error))
                 return False
             if frames:

@@ -34,6 +34,7 @@ from rpc.runtime.blocking import wait_while
 from rpc.runtime.interrupts import protected
 from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.byte_stream import ByteStream
+from rpc.transport.session import Session
 from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage, Outgoing
 from rpc.wire.frames import chunk_prefix, chunked
 
@@ -90,6 +91,8 @@ class WriteQueue:
         """The large messages; several connections to one peer share it."""
         self.lane = 0
         """The number of this connection among those."""
+        self._session: Session | None = None
+        self._sent: Callable[[bytes], object] = deque[bytes](maxlen=0).append  # which keeps nothing
         self._loop = loop
         self._stream = stream
         self._queue_limit = queue_limit
@@ -133,8 +136,10 @@ class WriteQueue:
             self._last = b"".join(pieces)  # not into the queue, where it would overtake what is being sent
         elif in_chunks:
             self._send_chunked(pieces, size, aliased)
-        elif not self._write_now(pieces, size, aliased=aliased):
-            self._enqueue([self._capture(piece) for piece in pieces] if aliased else pieces, size)
+        else:
+            frame = b"".join(pieces)  # kept until it has arrived
+            if not self._write_now(frame, size):
+                self._enqueue(frame, size)
         if self:
             self.drain()
 
@@ -144,17 +149,41 @@ class WriteQueue:
         if (self._queued_bytes or not self._open or self.error) and not self._is_ready(wait, False):
             return
         if coalesce:
-            self._enqueue([frame], len(frame))
+            self._enqueue(frame, len(frame))
             if len(self._queue) >= _COALESCED_FRAMES:
                 self.drain()
             elif not self._flushing:
                 self._flushing = True
                 self.tell_loop(self._flush)
             return
-        if not self._write_now((frame,), len(frame)):
-            self._enqueue([frame], len(frame), patient=patient)
+        if not self._write_now(frame, len(frame)):
+            self._enqueue(frame, len(frame), patient=patient)
         if self._queue or self.outgoing.unsent:
             self.drain()
+
+    @protected
+    def send_sign(self, frame: bytes) -> None:
+        """Send a frame that is not noted in the session; see ``Connection.send_sign``."""
+        sign = memoryview(frame)  # what is ``bytes`` has a number
+        if self._open and self.error is None and not self._write_now(sign, len(sign)):
+            with contextlib.suppress(ConnectionClosed):
+                self._enqueue(sign, len(sign))
+        if self._queue:
+            self.drain()
+
+    def carry(self, session: Session) -> None:
+        """Note in ``session`` what is sent from now on. On the loop's thread, before other threads send."""
+        self._session, self._sent = session, session.sent.append
+
+    def remains(self) -> list[bytes]:
+        """On the loop's thread, once it is closed: the frames that were not begun to be written."""
+        left: list[bytes] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                piece = self._queue.popleft()
+                if type(piece) is bytes:
+                    left.append(piece)
+        return left
 
     @protected
     def drain(self) -> None:
@@ -196,20 +225,27 @@ class WriteQueue:
                 raise QueueFull(f"{self.description} does not take what is queued for it")
         if not self._open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
-        # After a write error it is about to be closed: what was received before is still being read.
-        return self.error is None
+        # After a write error it is about to be closed: what was received before is still being read. What is
+        # queued until then is sent over the next connection, if there is one.
+        return True
 
     def _is_full(self) -> bool:
-        return self._open and self._queued_bytes > self._queue_limit
+        return self._open and self.error is None and self._queued_bytes > self._queue_limit
 
     def _wait_for_room(self, deadline: float) -> bool:
         with self._count_lock:
             return wait_while(self._is_full, self._room, deadline)
 
-    def _enqueue(self, pieces: Iterable[Any], size: int, *, patient: bool = False) -> None:
+    def _enqueue(self, frame: Any, size: int, *, patient: bool = False) -> None:
         with self._count_lock:
             self._queued_bytes += size
-            self._queue.extend(pieces)
+            self._queue.append(frame)
+        if not self._open:
+            try:
+                self._queue.remove(frame)
+            except ValueError:
+                return  # ``remains`` has it
+            raise ConnectionClosed(f"the connection to {self.description} is closed")
         if self.outgoing and not patient:
             self.outgoing.shorten()
 
@@ -222,28 +258,33 @@ class WriteQueue:
         self._flushing = False
         self.drain()
 
-    def _write_now(self, pieces: Sequence[Any], size: int, *, aliased: bool = False) -> bool:
+    def _write_now(self, frame: Any, size: int) -> bool:
         """Whether a frame is out of the caller's hands: written, or its rest at the queue's front."""
         if self._queue or not self.lock.acquire(False):
             return False
         try:
-            if self._queue or not self._open:
+            if self._queue or not self._open or self.error is not None:
                 return False
-            count = self._stream.write(pieces[:_PIECES_PER_WRITE])
-            if count < size:
-                left = deque(pieces)
-                _discard(left, count)
+            count = self._stream.write((frame,))
+            if count == size and type(frame) is bytes:
+                self._sent(frame)
+            elif count < size:
+                left = deque((frame,))
+                self._discard(left, count)
                 self._write_all(left)
-                self._put_back([self._capture(piece) for piece in left] if aliased else left)
+                self._put_back(left)
         except OSError as error:
             self._fail(error)
+            return False
         finally:
             self.lock.release()
         return True
 
     def _send_chunked(self, pieces: Sequence[Any], size: int, aliased: bool) -> None:
         outgoing = self.outgoing
-        message = chunked(pieces, size, next(self._message_numbers))
+        session = self._session
+        number = next(self._message_numbers) if session is None else session.begin_large(bytes(pieces[0]))
+        message = chunked(pieces, size, number)
         if outgoing.other_lanes or not self._write_beginning(message, aliased):
             if aliased:
                 message.replace(self._capture)
@@ -271,7 +312,7 @@ class WriteQueue:
                 left.extend(self.outgoing.chunk(message, self.lane))
                 self._write_all(left)
             if aliased:
-                left = deque(map(self._capture, left))
+                left = deque(memoryview(self._capture(piece)) for piece in left)
                 message.replace(self._capture)
             if self.error is None:
                 if left:
@@ -292,7 +333,7 @@ class WriteQueue:
             if not self._chunk_queued and self.outgoing:
                 self._queue_chunk()
             if not queue and not self.outgoing and self._last is not None:
-                self._put_back([self._last])
+                self._put_back([memoryview(self._last)])
                 self._last = None
             if not queue:
                 return
@@ -316,7 +357,7 @@ class WriteQueue:
         except OSError as error:
             self._fail(error)
             return 0
-        if _discard(queue, count):
+        if self._discard(queue, count):
             self._chunk_queued = False
         with self._count_lock:
             self._queued_bytes -= count
@@ -324,19 +365,18 @@ class WriteQueue:
         return count
 
     def _write_all(self, pieces: deque[Any]) -> None:
-        """Write what the stream takes of ``pieces``, and remove it. After an error there is nothing left."""
+        """Write what the stream takes of ``pieces``, and remove it."""
         while pieces:
             try:
                 count = self._stream.write(
                     [pieces[index] for index in range(min(len(pieces), _PIECES_PER_WRITE))]
                 )
             except OSError as error:
-                pieces.clear()
                 self._fail(error)
                 return
             if not count:
                 return
-            _discard(pieces, count)
+            self._discard(pieces, count)
 
     def _queue_chunk(self) -> None:
         """The next chunk of a large message is to be written."""
@@ -357,12 +397,15 @@ class WriteQueue:
     def _fail(self, error: OSError) -> None:
         """Send no more. What the peer sent before it broke off is still to be read, so the loop closes."""
         self.error = error.with_traceback(None)  # which would keep what all callers have in hand
-        self._forget()
+        with self._count_lock:
+            self._room.notify_all()
+        self.outgoing.close()
         self.tell_loop(self._failed)
 
     def _forget(self) -> None:
         with self._count_lock:
-            self._queue.clear()
+            if self._session is None:
+                self._queue.clear()
             self._last = None
             self._queued_bytes = 0
             self._room.notify_all()
@@ -372,6 +415,27 @@ class WriteQueue:
         """Have the loop call something soon."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
             self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _discard(self, pieces: deque[Any], count: int) -> bool:
+        """Remove the first ``count`` bytes, which are written, and all empty pieces before what is left;
+        returns whether a chunk ended there.
+        """
+        chunk_ended = False
+        while pieces:
+            length = len(pieces[0])
+            if length > count:
+                if count:
+                    if type(pieces[0]) is bytes:
+                        self._sent(pieces[0])
+                    pieces[0] = memoryview(pieces[0])[count:]
+                break
+            count -= length
+            piece = pieces.popleft()
+            if type(piece) is bytes:
+                self._sent(piece)
+            elif piece is _CHUNK_END:
+                chunk_ended = True
+        return chunk_ended
 
     # ---- the loop's thread
 
@@ -389,30 +453,13 @@ class WriteQueue:
             return
         try:
             self._write(_LOOP_BYTES)
-            if not self:
+            if not self or self.error is not None:
                 self._stalled = False
                 if not self._finishing:  # else it comes here again until it is closed
                     self._loop.remove_writer(self._stream.fileno())
         finally:
             self.lock.release()
-        if self:
+        if self and self.error is None:
             self.drain()
         elif self._finishing:
             self._emptied()
-
-
-def _discard(pieces: deque[Any], count: int) -> bool:
-    """Remove the first ``count`` bytes, and all empty pieces before what is left; returns whether a chunk
-    ended there.
-    """
-    chunk_ended = False
-    while pieces:
-        length = len(pieces[0])
-        if length > count:
-            if count:
-                pieces[0] = memoryview(pieces[0])[count:]
-            break
-        count -= length
-        if pieces.popleft() is _CHUNK_END:
-            chunk_ended = True
-    return chunk_ended

@@ -195,7 +195,8 @@ class Outgoing:
         if lane not in message.lanes:
             message.lanes.add(lane)
             prefix = message.head + prefix
-        return [prefix, *message.take(count)]
+        # Views: what is ``bytes`` in a queue is a message of its own.
+        return [memoryview(prefix), *(memoryview(piece) for piece in message.take(count))]
 
     def close(self) -> None:
         """Forget everything: nothing more can be sent."""

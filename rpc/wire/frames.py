@@ -45,9 +45,11 @@ __all__ = [
     "Decoder",
     "Frame",
     "Kind",
+    "LargeFrame",
     "chunk_prefix",
     "chunked",
     "decode_one",
+    "describe",
     "encode",
     "encode_small",
     "new_tuple",
@@ -110,6 +112,7 @@ class Kind:
     SHUTDOWN: Final = 9
     OPENING: Final = 10
     CHUNK: Final = 11
+    ARRIVED: Final = 12
     SEGMENTS: Final = 13
     IN_SEGMENT: Final = 14
     LANES: Final = 15
@@ -136,6 +139,12 @@ class Frame(NamedTuple):
     header: dict[str, Any]
     buffers: list[Any]
     codec: int = 0
+
+
+class LargeFrame(Frame):
+    """A message that came in chunks, and its number among those."""
+
+    number: int
 
 
 def encode(
@@ -198,6 +207,14 @@ def chunked(buffers: Sequence[Any], size: int, number: int) -> ChunkedMessage:
 def chunk_prefix(number: int, offset: int, length: int) -> bytes:
     """What precedes the ``length`` bytes of message ``number`` from ``offset`` on."""
     return _CHUNK_PREFIX.pack(length, number, offset, Kind.CHUNK, 0)
+
+
+def describe(head: bytes) -> tuple[int, int, dict[str, Any]]:
+    """Kind, call id and header of a message, of its first piece as ``encode`` made it."""
+    prefix = _unpack_prefix(head)
+    end = PREFIX_BYTES + _start_of_buffers(prefix)
+    header = unpack_header(memoryview(head)[end - prefix[2] : end]) if prefix[2] else {}
+    return prefix[4], prefix[1], header
 
 
 def decode_one(data: bytearray) -> Frame:
@@ -575,4 +592,6 @@ class Decoder:
         whole = self.arriving.filled(self._number, self._chunk_bytes)
         if whole is not None:
             (kind, call_id, header, codec), buffers = whole
-            frames.append(Frame(kind, call_id, header, buffers, codec))
+            large = LargeFrame(kind, call_id, header, buffers, codec)
+            large.number = self._number
+            frames.append(large)

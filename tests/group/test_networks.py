@@ -31,7 +31,7 @@ def echo(value: Any) -> Any:
 def follow_orders_on(worker: Worker, names: list[str], addresses: list[str], silent_seconds: int) -> None:
     enter(names[worker.rank])
     tcp.SILENT_SECONDS = silent_seconds
-    follow_orders(worker, listen=addresses[worker.rank])
+    follow_orders(worker, listen=addresses[worker.rank], reconnect_within=3)
 
 
 def start(run_workers: RunWorkers, hosts: Hosts, silent_seconds: int = 60) -> Workers:

@@ -16,6 +16,7 @@ import torch
 
 import rpc
 from benchmarks.striping import limit_connections
+from rpc.errors import MessageLostError
 from tests.support.orders import ask, dismiss, follow_orders, start_followers
 from tests.support.serving import first_of, in_group, report
 from tests.support.streams import until
@@ -153,7 +154,7 @@ def test_the_end_of_a_stripe_is_that_of_the_connection(run_workers: RunWorkers, 
     assert ask(workers[0], slow_down)
     ask(workers[0], begin_to_send, 3)
     ask(workers[breaker], break_a_connection)
-    assert ask(workers[0], all_are_lost) == 3
+    assert ask(workers[0], all_are_lost, MessageLostError) == 3
     dismiss(workers)
 
 

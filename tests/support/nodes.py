@@ -129,6 +129,9 @@ class Node:
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
         return None
 
+    def peer_broke(self, peer: Peer) -> None:
+        pass
+
     def peer_gone(self, peer: Peer, reason: str) -> None:
         self.view.leave(peer.incarnation, reason)
         with self._changed:

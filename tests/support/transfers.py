@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import WorkerLostError
+from rpc.errors import RpcError, WorkerLostError
 
 MIB = 1 << 20
 ACROSS: dict[str, Any] = {"transports": ["tcp"], "shared_memory_bytes": 0}
@@ -30,9 +30,9 @@ def begin_to_send(count: int) -> None:
     waiting.extend(rpc.rpc_async("worker1", total, args=(tensor,)) for _ in range(count))
 
 
-def all_are_lost() -> int:
+def all_are_lost(error: type[RpcError] = WorkerLostError) -> int:
     for future in waiting:
-        with pytest.raises(WorkerLostError, match="'worker1'"):
+        with pytest.raises(error, match="'worker1'"):
             future.wait()
     return len(waiting)
 

@@ -398,7 +398,7 @@ def test_who_waits_for_room_is_told_when_it_is_closed(size: int) -> None:
 
 @pytest.mark.parametrize("size", [10, 100_000, LARGE])
 @pytest.mark.parametrize("writes", ["caller", "loop"])
-def test_after_an_error_the_loop_is_told_once_and_nothing_is_kept(size: int, writes: str) -> None:
+def test_after_an_error_the_loop_is_told_once_and_what_is_not_written_remains(size: int, writes: str) -> None:
     queue = Queue(room=0 if writes == "loop" else 1000)
     if writes == "loop":
         queue.send(1, size)
@@ -409,8 +409,9 @@ def test_after_an_error_the_loop_is_told_once_and_nothing_is_kept(size: int, wri
     assert queue.told == ["failed"]
     assert queue.queue.error is queue.stream.error
     queue.send(2, size)  # which is not an error: what came before it is still being read
-    assert not queue.queue
     assert queue.told == ["failed"]
+    assert len(queue.queue.remains()) == (0 if size == LARGE else 2)  # for the next connection
+    assert not queue.queue.remains()
 
 
 @pytest.mark.parametrize("size", [10, 100_000, LARGE])

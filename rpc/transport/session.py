@@ -1,0 +1,96 @@
+"""What makes messages arrive exactly once between two living workers, whatever becomes of their connections.
+
+Both ends number the messages of each direction, from 1, in the order in which they go over a connection: no
+number is on the wire. A sender keeps each message until the receiver has said how many it has taken in, every
+``ACKNOWLEDGE_EVERY`` messages, or when the heartbeat finds that some are not acknowledged. When a connection
+breaks, the handshake of the next tells each side how many the other has taken in; what is beyond is sent
+again, in the same order, before anything else. So nothing is lost, and nothing comes twice.
+
+*Large messages*, which go in chunks, are not numbered, and not kept: they may lie in memory of the user's,
+which may change. They have numbers of their own, and their receiver says which have arrived (``ARRIVED``, an
+ordinary message). What had not arrived as a whole is dropped there when the connection breaks. Each side says
+when it has sent again what was missing (*resumed*): of the large messages that began before, those that are
+not known to have arrived then are lost, and whoever has sent them is told.
+
+No I/O; see ``rpc.group.peer`` for which thread calls what.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from rpc.errors import ProtocolError
+
+__all__ = ["ACKNOWLEDGE_EVERY", "Session"]
+
+ACKNOWLEDGE_EVERY: Final = 128
+
+
+class Session:
+    """One end.
+
+    Attributes:
+        sent: messages that were begun to be written and are not acknowledged, in order. Connections append.
+        connections: how many there have been.
+        numbers: of large messages.
+        large: the beginnings of those that are under way, by number, and the connection that they began on.
+
+    Example::
+
+        session.sent += [b"first", b"second"]
+        session.acknowledged(1)
+        assert session.resume(1, [b"third"]) == [b"second", b"third"]
+    """
+
+    __slots__ = ("connections", "first", "large", "numbers", "sent")
+
+    def __init__(self) -> None:
+        self.sent: deque[bytes] = deque()
+        self.first = 0
+        """How many messages are acknowledged and dropped."""
+        self.connections = 0
+        self.numbers = itertools.count(1)
+        self.large: dict[int, tuple[int, bytes]] = {}
+
+    def acknowledged(self, count: int) -> None:
+        """The receiver has taken in so many, in all. Those whose writers have not noted them yet, as may be
+        for a moment, are dropped with the next acknowledgement.
+        """
+        sent = self.sent
+        for _ in range(min(count - self.first, len(sent))):
+            sent.popleft()
+            self.first += 1
+
+    def resume(self, count: int, unsent: Iterable[bytes]) -> list[bytes]:
+        """A new connection begins, and nothing writes to the last: returns what is to be sent over it first.
+
+        Args:
+            count: how many messages the receiver has taken in.
+            unsent: those that were not begun to be written.
+
+        Raises:
+            ProtocolError: the receiver cannot have taken in so many, or so few.
+        """
+        if not self.first <= count <= self.first + len(self.sent):
+            raise ProtocolError(
+                f"it has taken in {count} messages, of {self.first + len(self.sent)}, where it had said "
+                f"{self.first} before"
+            )
+        self.acknowledged(count)
+        again = [*self.sent, *unsent]
+        self.sent.clear()
+        return again
+
+    def begin_large(self, head: bytes) -> int:
+        """A large message begins, of which these are prefix, table and header; returns its number."""
+        number = next(self.numbers)
+        self.large[number] = self.connections, head
+        return number
+
+    def take_lost(self) -> list[bytes]:
+        """The other side has resumed: the beginnings of the large messages that are lost."""
+        lost = [number for number, (on, _) in self.large.copy().items() if on < self.connections]
+        return [self.large.pop(number)[1] for number in lost]
