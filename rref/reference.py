@@ -177,6 +177,8 @@ class RRef(Generic[T]):
 
     def _value(self, doing: str) -> Value:
         self._check_open(doing)
+        if self._creation is not None:
+            self._creation.check()
         return self._references.value(self._rref)
 
     def _check_open(self, doing: str) -> References:
@@ -386,6 +388,12 @@ class RRef(Generic[T]):
     def deleted_error(self) -> RRefError:
         """The error of whoever wants to send it when its agent is shut down."""
         return RRefError(f"Cannot call fork an UserRRef after deletion. {self} is of no use any more.")
+
+    def _serialize(self) -> NoReturn:
+        """PyTorch's name of what makes a reference part of a message: here, only sending one does."""
+        if self._creation is not None:
+            self._creation.check()
+        self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         if self._references.released or self._references.agent.closed:

@@ -23,6 +23,7 @@ import torch.futures
 import rpc
 from dist_autograd.recording import RECV_NODE, SEND_NODE
 from farcall.compat import lending
+from farcall.compat.torch_rpc import testing
 
 __all__ = ["CompatError", "install", "is_installed", "uninstall"]
 
@@ -30,6 +31,7 @@ _RPC: Final = "torch.distributed.rpc"
 
 _FACADES: Final = {
     _RPC: "farcall.compat.torch_rpc",
+    _RPC + "._testing": "farcall.compat.torch_rpc.testing",
     _RPC + ".api": "farcall.compat.torch_rpc.api",
     _RPC + ".backend_registry": "rpc.lifecycle.backend_registry",
     _RPC + ".constants": "farcall.compat.torch_rpc.constants",
@@ -101,6 +103,7 @@ def install() -> None:
             _put(name, facade)
         sys.meta_path.insert(0, _finder)
         lending.lend()
+        testing.register()
         _show()
         _rebind()
 
@@ -119,6 +122,7 @@ def uninstall() -> None:
             raise CompatError("farcall is running in this process: call shutdown() before uninstall()")
         sys.meta_path.remove(_finder)
         lending.take_back()
+        testing.deregister()
         for name in [name for name in sys.modules if _is_replaced(name)]:
             del sys.modules[name]
         sys.modules.update(_modules)

@@ -250,6 +250,10 @@ class CallTable:
             ended = CallEnded(call.call_id, call.peer.name, call.asked, monotonic() - call.began, error)
             self._events.tell(self._events.call_ended, ended)
 
+    def find(self, call_id: int) -> PendingCall | None:
+        """A call under way; None if it has ended."""
+        return self._pending.get(call_id)
+
     def take(self, call_id: int) -> PendingCall | None:
         """Remove a call; None if it has ended already. Who gets it must settle it."""
         return self._pending.pop(call_id, None)

@@ -137,6 +137,7 @@ class Connections:
     Attributes:
         group: the key of the group, once it is formed.
         lane_came: takes over a connection that is to be a lane, or raises ``ProtocolError``.
+        outfit: makes of each connection that is established the one that its peer is to send by.
         closed: this worker leaves, or has left.
     """
 
@@ -154,6 +155,7 @@ class Connections:
         self.farewell_seconds = FAREWELL_SECONDS
         self.group = ""
         self.lane_came: Callable[[Connection, Lane], None] | None = None
+        self.outfit: Callable[[Peer, Connection], Connection] | None = None
         self.closed = False
         self.loop = loop
         self.authenticator = authenticator
@@ -215,7 +217,7 @@ class Connections:
         connection = Loopback(self.loop)
         connection.start(_Established(self, own_peer))
         own_peer.step(Event.ACCEPT)
-        own_peer.established(connection)
+        self._hand_over(own_peer, connection)
 
     def connect(self, peer: Peer) -> None:
         """Connect to a peer unless there is a connection or an attempt."""
@@ -430,10 +432,14 @@ class Connections:
         connection.set_frame_limits(received, peer.member.max_message_bytes)
         connection.owner = _Established(self, peer)
         try:
-            peer.established(connection, *session)
+            self._hand_over(peer, connection, *session)
         except ProtocolError as error:
             _drop(connection, "the two have lost count")
             self.lose(peer, str(error))
+
+    def _hand_over(self, peer: Peer, connection: Connection, *session: int) -> None:
+        outfitted = connection if self.outfit is None else self.outfit(peer, connection)
+        peer.established(outfitted, *session)
 
     # ---- the end
 

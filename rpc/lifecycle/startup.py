@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -125,4 +126,4 @@ def _backend_of(options: RpcBackendOptions) -> BackendType:
 
 
 def _is_ours(backend: BackendType) -> bool:
-    return backend.value.init_backend_handler is start_agent
+    return inspect.unwrap(backend.value.init_backend_handler) is start_agent

@@ -35,6 +35,7 @@ from torch.testing._internal.distributed.nn.api.remote_module_test import (
 )
 from torch.testing._internal.distributed.rpc.dist_autograd_test import (
     DistAutogradTest,
+    FaultyAgentDistAutogradTest,
     TensorPipeAgentDistAutogradTest,
 )
 from torch.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
@@ -42,6 +43,8 @@ from torch.testing._internal.distributed.rpc.examples.parameter_server_test impo
 from torch.testing._internal.distributed.rpc.examples.reinforcement_learning_rpc_test import (
     ReinforcementLearningRpcTest,
 )
+from torch.testing._internal.distributed.rpc.faulty_agent_rpc_test import FaultyAgentRpcTest
+from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import FaultyRpcAgentTestFixture
 from torch.testing._internal.distributed.rpc.rpc_test import RpcTest, TensorPipeAgentRpcTest
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
     TensorPipeRpcAgentTestFixture,
@@ -51,8 +54,15 @@ from tests.conformance.collectives import GroupsTest, in_place_of_gloo
 from tests.conformance.expected import CANNOT_HOLD, FEWEST
 from tests.support.workers import RunWorkers, Worker
 
+_FAULTY = (FaultyAgentRpcTest, FaultyAgentDistAutogradTest)
+"""Of an agent some of whose messages fail."""
+
 SUITES: dict[str, Any] = {
-    suite.__name__: type(suite.__name__, (suite, TensorPipeRpcAgentTestFixture, TestCase), {})
+    suite.__name__: type(
+        suite.__name__,
+        (suite, FaultyRpcAgentTestFixture if suite in _FAULTY else TensorPipeRpcAgentTestFixture, TestCase),
+        {},
+    )
     for suite in (
         RpcTest,  # what every backend must do
         TensorPipeAgentRpcTest,  # what PyTorch's default backend does besides
@@ -65,6 +75,7 @@ SUITES: dict[str, Any] = {
         DistOptimizerTest,
         ParameterServerTest,
         ReinforcementLearningRpcTest,
+        *_FAULTY,
     )
 } | {GroupsTest.__name__: GroupsTest}
 """By name, over PyTorch's default backends or what stands in for them."""

@@ -1,0 +1,90 @@
+"""``rpc.testing.faults``: what is asked for happens to the messages that it is for, and to no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rpc
+from rpc.errors import RpcError
+from rpc.runtime.current import current_agent
+from rpc.testing.faults import Fault, Faults, InjectedFaultError
+from rpc.wire.frames import Kind
+from tests.support.serving import in_worker0
+
+calls = 0
+
+
+def count() -> int:
+    global calls
+    calls += 1
+    return calls
+
+
+@in_worker0()
+def test_a_call_that_fails_says_so_and_never_comes() -> None:
+    with Faults() as faults:
+        rule = faults.fail("call", what="count", times=1)
+        with pytest.raises(InjectedFaultError, match="to worker 'worker1' failed"):
+            rpc.rpc_sync("worker1", count)
+        assert rpc.rpc_sync("worker1", count) == 1
+    assert rule.struck == 1
+
+
+@in_worker0()
+def test_what_is_sent_meanwhile_overtakes_what_is_late() -> None:
+    with Faults() as faults:
+        faults.delay("call", seconds=0.2, times=1)
+        late = rpc.rpc_async("worker1", count)
+        assert rpc.rpc_sync("worker1", count) == 1
+        assert late.wait() == 2
+
+
+@in_worker0()
+def test_large_tensors_meet_faults_too() -> None:
+    large = torch.ones(1 << 20)
+    with Faults() as faults:
+        rule = faults.fail("call", times=1)
+        with pytest.raises(InjectedFaultError):
+            rpc.rpc_sync("worker1", torch.sum, (large,))
+        assert rpc.rpc_sync("worker1", torch.sum, (large,)) == 1 << 20
+    assert rule.struck == 1
+
+
+@in_worker0()
+def test_an_agent_has_one_set_of_faults() -> None:
+    with Faults(), pytest.raises(RpcError, match="has faults already"):
+        Faults().install(current_agent())
+    with Faults():
+        pass  # and another when those are gone
+
+
+def test_rules_choose_by_kind_receiver_and_what_is_asked_for() -> None:
+    faults = Faults()
+    faults.fail("call", to="a", what="f", skip=1, times=1)
+    faults.delay(seconds=2.0, to="b")
+
+    def decide(kind: int, to: str, asked: str = "") -> Fault | None:
+        return faults.decide(kind, to, lambda: asked)
+
+    assert decide(Kind.CALL, "a", "g") is None
+    assert decide(Kind.REPLY, "a", "f") is None
+    assert decide(Kind.CALL, "a", "f") is None  # skipped
+    assert decide(Kind.CALL, "a", "f") == Fault("fail")
+    assert decide(Kind.CALL, "a", "f") is None  # no more times
+    assert decide(Kind.REPLY, "b") == Fault("delay", 2.0)
+
+
+def test_chance_is_that_of_the_seed() -> None:
+    def struck(seed: int) -> list[bool]:
+        faults = Faults(seed)
+        faults.drop(probability=0.5)
+        return [faults.decide(Kind.CALL, "a") is not None for _ in range(50)]
+
+    assert struck(1) == struck(1) != struck(2)
+    assert 10 < sum(struck(1)) < 40
+
+
+def test_a_kind_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="no kind of message 'cal': there are hello, "):
+        Faults().drop("cal")
