@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from dataclasses import replace
@@ -73,7 +74,10 @@ def run(
     click.echo(f"serving {names} at {host}:{server.port}" + _metrics(host, server.metrics_port))
     asked.wait()
     click.echo("ending: no more calls are taken")
-    server.stop(grace)
+    left = server.stop(grace)
+    if left:
+        click.echo(f"cut off: {left} calls that were still running after {grace:g} s")
+        os._exit(1)  # the interpreter would wait for their threads
     return 0
 
 

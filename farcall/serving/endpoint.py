@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
@@ -15,6 +13,7 @@ from torch import nn
 
 import rpc
 from farcall.serving.errors import BadArguments
+from farcall.serving.slots import Slots
 from farcall.serving.tensors import DTYPES
 from rref import RemoteModule, RRef
 
@@ -163,23 +162,23 @@ class Endpoint:
                 spec.check(name, given[name])
 
     async def run(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None, executor: Executor
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None, slots: Slots
     ) -> Any:
         """The result of one call.
 
-        A cancelled ``async def`` or remote call is cancelled; a function that runs in a thread cannot be, and
-        this ends only when it has.
+        Who is cancelled cancels an ``async def`` and a remote call; a function in a thread runs to its end.
         """
-        if isinstance(self.call, RemoteModule):
-            return await _run_at_owner(self.call.get_module_rref(), args, kwargs, seconds)
-        if isinstance(self.call, RRef):
-            return await _run_at_owner(self.call, args, kwargs, seconds)
-        if _is(inspect.iscoroutinefunction, self.call):
-            return await self.call(*args, **kwargs)
-        return await _until_done(executor, _called, self.call, args, kwargs)
+        call = self.call.get_module_rref() if isinstance(self.call, RemoteModule) else self.call
+        if isinstance(call, RRef):
+            async with slots:
+                return await _run_at_owner(call, args, kwargs, seconds)
+        if _is(inspect.iscoroutinefunction, call):
+            async with slots:
+                return await call(*args, **kwargs)
+        return await slots.in_thread(_called, call, args, kwargs)
 
     async def stream(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], executor: Executor
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Slots
     ) -> AsyncIterator[Any]:
         """The results of a generator. It is closed when nobody takes more."""
         if _is(inspect.isasyncgenfunction, self.call):
@@ -190,12 +189,14 @@ class Endpoint:
             finally:
                 await results.aclose()
             return
-        generator: Iterator[Any] = self.call(*args, **kwargs)
-        try:
-            while (each := await _until_done(executor, next, generator, _END)) is not _END:
+        generator: Generator[Any, Any, Any] = self.call(*args, **kwargs)
+        step = partial(slots.in_thread, next, generator, _END, abandoned=generator.close)
+        while (each := await step()) is not _END:
+            try:
                 yield each
-        finally:
-            await _until_done(executor, generator.close)  # type: ignore[attr-defined]
+            except GeneratorExit:
+                await slots.in_thread(generator.close)
+                raise
 
 
 def _is(question: Callable[[Any], bool], call: object) -> bool:
@@ -220,18 +221,3 @@ async def _run_at_owner(
     return await rpc.rpc_async(
         reference.owner(), _call_referenced, args=(reference, args, kwargs), timeout=timeout
     )
-
-
-async def _until_done(executor: Executor, call: Callable[..., Any], *args: Any) -> Any:
-    """Run in a thread. Who is cancelled waits for the thread, since what it uses is in use until then."""
-    running = asyncio.wrap_future(executor.submit(call, *args))
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        running.exception()
-        raise cancelled
-    return running.result()

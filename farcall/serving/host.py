@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from farcall.serving.batching import Batcher
 from farcall.serving.endpoint import Endpoint
 from farcall.serving.errors import BadArguments, Unknown
 from farcall.serving.metrics import Metrics
+from farcall.serving.slots import Slots
 
 __all__ = ["Host"]
 
@@ -29,8 +29,7 @@ class Host:
         self.endpoints = dict(endpoints)
         self.admission = Admission(limits)
         self.metrics = Metrics(lambda: self.admission.admitted)
-        self._executor = ThreadPoolExecutor(limits.in_flight, thread_name_prefix="farcall serving")
-        self._slots = asyncio.Semaphore(limits.in_flight)
+        self.slots = Slots(limits.in_flight)
         self._batchers = {
             name: Batcher(
                 each.batching, partial(self._run, each, seconds=None), partial(self.metrics.batch, name)
@@ -88,8 +87,8 @@ class Host:
         endpoint = self.find(name, streams=True)
         endpoint.bind(args, kwargs)
         with self.admission.admit(caller):
-            async with asyncio.timeout(seconds), self._slots:
-                results = endpoint.stream(args, kwargs, self._executor)
+            async with asyncio.timeout(seconds):
+                results = endpoint.stream(args, kwargs, self.slots)
                 try:
                     async for each in results:
                         yield each
@@ -99,9 +98,4 @@ class Host:
     async def _run(
         self, endpoint: Endpoint, args: Sequence[Any], kwargs: Mapping[str, Any], *, seconds: float | None
     ) -> Any:
-        async with self._slots:
-            return await endpoint.run(args, kwargs, seconds, self._executor)
-
-    def close(self) -> None:
-        """Let threads end; those that run a call are not waited for."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        return await endpoint.run(args, kwargs, seconds, self.slots)

@@ -73,6 +73,8 @@ def serve(
         with farcall.serve({"add": torch.add, "classify": model}, port=8443) as server:
             server.wait()
     """
+    if tokens is not None and not tokens:
+        raise ValueError("tokens is empty: give one, or None")
     if not endpoints:
         raise ValueError("there is nothing to serve: endpoints is empty")
     trusted = bool(tokens) or (tls is not None and client_certificates)
@@ -119,18 +121,23 @@ class Server:
         self._ended = threading.Event()
         self._on_exit = ExitStack()
         self._stopping = threading.Lock()
+        self._cut_off = 0
         self._grace: Future[float | None] = Future()
 
-    def stop(self, grace: float | None = None) -> None:
+    def stop(self, grace: float | None = None) -> int:
         """Take no more calls, and return when those that were taken are answered.
 
         Args:
             grace: seconds until the rest are cut off; None: there is no end.
+
+        Returns:
+            How many functions still run in threads, which cannot be ended: the process ends after them.
         """
         with self._stopping:
             if not self._grace.done():
                 self._grace.set_result(grace)
         self._thread.join()
+        return self._cut_off
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until somebody has stopped it.
@@ -176,7 +183,7 @@ class Server:
         self, host: str, port: int, credentials: Any, metrics_port: int | None, begun: Future[None]
     ) -> None:
         served = Host(self._endpoints, self._limits)
-        self._on_exit.callback(served.close)
+        self._on_exit.callback(served.slots.close)
         if metrics_port is not None:
             self.metrics_port, end = served.metrics.publish(host, metrics_port)
             self._on_exit.callback(end)
@@ -205,6 +212,7 @@ class Server:
         served.admission.draining = True
         await probes.enter_graceful_shutdown()
         await server.stop(_NO_END if grace is None else grace)
+        self._cut_off = served.slots.in_threads
 
 
 def _bind(server: Any, host: str, port: int, credentials: Any) -> int:

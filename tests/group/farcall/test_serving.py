@@ -253,6 +253,48 @@ def test_a_stopping_server_answers_what_it_has_taken_and_takes_no_more(
     assert server.wait(0)
 
 
+def test_a_function_that_does_not_end_holds_up_no_one_for_longer_than_the_grace(
+    serve: Serve, connect: Connect, gate: Gate
+) -> None:
+    server = serve({"gate": gate})
+    client = connect(server)
+    with ThreadPoolExecutor() as pool:
+        taken = pool.submit(client.call, "gate")
+        assert gate.entered.acquire(timeout=60)
+        assert server.stop(0.1) == 1
+        assert taken.exception(60).code is CODE.UNAVAILABLE  # type: ignore[union-attr]
+
+
+def test_a_function_that_nobody_waits_for_keeps_its_place(serve: Serve, connect: Connect, gate: Gate) -> None:
+    client = connect(serve({"gate": gate, "scale": Scale()}, limits=Limits(in_flight=1)))
+    for name in ("gate", "scale"):
+        with pytest.raises(CallError) as caught:
+            client.call(name, 1.0, timeout=0.2) if name == "scale" else client.call(name, timeout=0.2)
+        assert caught.value.code is CODE.DEADLINE_EXCEEDED
+    gate.open.set()
+    assert float(client.call("scale", 1.0)) == 3.0
+
+
+def test_a_stream_that_is_given_up_in_the_middle_of_a_step_is_closed_after_it(
+    serve: Serve, connect: Connect, gate: Gate
+) -> None:
+    def steps() -> Iterator[int]:
+        try:
+            yield 1
+            gate.entered.release()
+            assert gate.open.wait(60)
+            yield 2
+        finally:
+            gate.closed.set()
+
+    words = connect(serve({"steps": steps})).stream("steps")
+    assert next(words) == 1
+    assert gate.entered.acquire(timeout=60)
+    words.close()  # type: ignore[attr-defined]
+    gate.open.set()
+    assert gate.closed.wait(60)
+
+
 # ---- limits
 
 
@@ -345,6 +387,11 @@ def test_certificates_of_the_same_authority_may_call(serve: Serve, connect: Conn
 def test_beyond_this_host_callers_must_be_known() -> None:
     with pytest.raises(ValueError, match=r"whoever reaches 0\.0\.0\.0 could call"):
         farcall.serve({"scale": Scale()}, host="0.0.0.0")
+
+
+def test_no_token_is_not_an_empty_one() -> None:
+    with pytest.raises(ValueError, match="tokens is empty"):
+        farcall.serve({"scale": Scale()}, tokens="")
 
 
 def test_a_taken_port(serve: Serve) -> None:
