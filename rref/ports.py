@@ -10,7 +10,7 @@ from rpc.agent.caller import Caller
 from rpc.agent.calls import CallTable
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.request_runner import RequestRunner
-from rpc.agent.tape import Recording
+from rpc.agent.tape import Observation, Recording
 from rpc.group.connections import Connections
 from rpc.group.control import Control
 from rpc.group.membership import Membership, WorkerReference
@@ -81,7 +81,7 @@ class Serving(_Common, Protocol):
         self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
     ) -> None: ...
 
-    def recording_of(self, header: dict[str, Any], source: Peer, /) -> Recording | None: ...
+    def recording_of(self, header: dict[str, Any], source: Peer, /) -> Recording | Observation | None: ...
 
     @property
     def something_ended(self) -> Callable[[], object]: ...

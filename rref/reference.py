@@ -335,6 +335,10 @@ class RRef(Generic[T]):
             self._check_open("_get_future")
         return creation.future_of_end()
 
+    def _get_profiling_future(self) -> torch.futures.Future[Any]:
+        """As ``_get_future``: what a profile shows of a creation is there when that has ended."""
+        return self._get_future()
+
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Begin a backward at the object, a tensor of one element, on its owner.
 

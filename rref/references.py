@@ -162,7 +162,7 @@ class References:
         self.steps.do(self._protocol.create, peer.incarnation, rref, fork)
         payload.header.update(target)
         name_creation(payload, rref, fork)
-        creation = agent.calls.open(peer, what, timeout, Creation)
+        creation = agent.calls.open(peer, what, timeout, Creation, payload.header, "remote")
         creation.begin(self, rref, fork)
         try:
             agent.caller.transmit(creation, CREATE, payload)

@@ -12,6 +12,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from rpc.agent.request_runner import LATER, Request
+from rpc.agent.tape import Observation, Recording
 from rpc.errors import ProtocolError, RRefError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Task
@@ -164,8 +165,8 @@ class Server:
             self._references.finished(rref)
             if error is not None:
                 agent.fail(peer, frame.call_id, error)
-            elif peer.is_self:
-                agent.reply(peer, frame.call_id, None)
+            elif peer.is_self or isinstance(request.recording, Observation):
+                agent.reply(peer, frame.call_id, None, None, _without_tensors(request.recording))
             else:
                 self._delayed.add(peer, frame.call_id)
                 # Only a thread with nothing else to do stands by: who completes a future may go on with code
@@ -257,6 +258,11 @@ class Server:
             self._agent.runner.run(request, lambda request: self._load(request, value))
 
         return self._accept_on_object(request, _target(frame), run)
+
+
+def _without_tensors(recording: Recording | Observation | None) -> Observation | None:
+    """In what the answer to a creation is noted, which carries no value."""
+    return recording if isinstance(recording, Observation) else None
 
 
 def _target(frame: Frame) -> RRefId:

@@ -39,6 +39,7 @@ _FACADES: Final = {
     _RPC + ".internal": "farcall.compat.torch_rpc.internal",
     _RPC + ".options": "rpc.options",
     _RPC + ".rref_proxy": "rref.proxy",
+    _RPC + ".server_process_global_profiler": "farcall.compat.torch_rpc.server_process_global_profiler",
     "torch._C._distributed_rpc": "farcall.compat.torch_rpc.extension",
     "torch._C._distributed_autograd": "farcall.compat.torch_autograd",
     "torch.distributed.autograd": "farcall.compat.torch_autograd",

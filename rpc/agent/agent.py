@@ -27,7 +27,7 @@ from rpc.agent.gather import Gathering
 from rpc.agent.hooks import Hooks
 from rpc.agent.request_runner import RequestRunner, running
 from rpc.agent.standstill import Standstill
-from rpc.agent.tape import Recording, Tape
+from rpc.agent.tape import Observation, Recording, Tape
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.shared_memory.exchange import SharedMemory
 from rpc.bulk.striping import Striping
@@ -80,6 +80,7 @@ class Agent:
     Attributes:
         extensions: what stands on this agent, by name: each part's own object, where its code finds it again.
         tape: notes what tensors calls carry.
+        observer: a key of the header, and what observes a request that has it.
     """
 
     info: WorkerInfo
@@ -104,6 +105,7 @@ class Agent:
         self.serializer = Serializer(safe=options.deserialization == "safe")
         self.extensions: dict[str, Any] = {}
         self.tape: Tape | None = None
+        self.observer: tuple[str, Callable[[Any, Recording | None], Observation]] | None = None
         self.closed = False
         self._process = ProcessTuning(options.switch_interval, options.kept_memory_bytes)
         self.events = Events()
@@ -326,13 +328,18 @@ class Agent:
             raise ValueError(f"message kind {kind} is reserved")
         self.dispatcher.on(kind, handler, any_thread=any_thread, followed=followed)
 
-    def recording_of(self, header: dict[str, Any], source: Peer, *, answer: bool = False) -> Recording | None:
+    def recording_of(
+        self, header: dict[str, Any], source: Peer, *, answer: bool = False
+    ) -> Recording | Observation | None:
         """What a request with this header, or an answer, is noted in."""
-        tape = self.tape
-        if tape is None or tape.key not in header:
-            return None
-        follow = tape.answered if answer else tape.received
-        return follow(header[tape.key], source)
+        tape, observer = self.tape, self.observer
+        recording: Recording | None = None
+        if tape is not None and tape.key in header:
+            follow = tape.answered if answer else tape.received
+            recording = follow(header[tape.key], source)
+        if observer is None or answer or observer[0] not in header:
+            return recording
+        return observer[1](header[observer[0]], recording)
 
     # ---- the end
 

@@ -97,7 +97,7 @@ class Caller:
 
         That a worker is gone is the call's outcome.
         """
-        call = self._begin(peer, payload, timeout, what)
+        call = self._begin(peer, payload, timeout, what, "async")
         call.coalesced = coalesce
         self.transmit(call, kind, payload)
         return call
@@ -105,7 +105,7 @@ class Caller:
     @protected
     def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
         """As ``request``, but wait for the answer, and return its value or raise."""
-        call = self._begin(peer, payload, timeout, what)
+        call = self._begin(peer, payload, timeout, what, "sync")
         reader = peer.reader
         if reader is not None and len(payload.buffers) <= 1:  # to send much takes long, and the loop reads
             call.claimed = reader.claim()  # now: once the call is sent, the reply may come at once
@@ -117,17 +117,17 @@ class Caller:
                 call.release()
         return call.result()
 
-    def _begin(self, peer: Peer, payload: Payload, timeout: float, what: object) -> PendingCall:
+    def _begin(self, peer: Peer, payload: Payload, timeout: float, what: object, how: str) -> PendingCall:
         """Enter a call into the table."""
         agent = self._agent
         if timeout is UNSET_TIMEOUT:
-            return agent.calls.open(peer, what, agent.rpc_timeout)
+            return agent.calls.open(peer, what, agent.rpc_timeout, header=payload.header, how=how)
         try:
             timeout = self.effective_timeout(timeout)
         except BaseException:
             agent.serializer.take_back(payload.header, peer)
             raise
-        return agent.calls.open(peer, what, timeout)
+        return agent.calls.open(peer, what, timeout, header=payload.header, how=how)
 
     def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
         """Send the message of a call that is in the table; see ``request``."""

@@ -210,22 +210,49 @@ class CallTable:
         return len(self._pending) + len(self._given_up)
 
     @overload
-    def open(self, peer: Peer, what: object, timeout: float) -> PendingCall: ...
+    def open(
+        self,
+        peer: Peer,
+        what: object,
+        timeout: float,
+        *,
+        header: dict[str, Any] | None = None,
+        how: str = "async",
+    ) -> PendingCall: ...
 
     @overload
-    def open(self, peer: Peer, what: object, timeout: float, kind: type[C]) -> C: ...
+    def open(
+        self,
+        peer: Peer,
+        what: object,
+        timeout: float,
+        kind: type[C],
+        header: dict[str, Any] | None = None,
+        how: str = "async",
+    ) -> C: ...
 
     def open(
-        self, peer: Peer, what: object, timeout: float, kind: type[PendingCall] = PendingCall
+        self,
+        peer: Peer,
+        what: object,
+        timeout: float,
+        kind: type[PendingCall] = PendingCall,
+        header: dict[str, Any] | None = None,
+        how: str = "async",
     ) -> PendingCall:
-        """Enter a call of a kind, so that its reply will be found."""
+        """Enter a call of a kind, so that its reply will be found.
+
+        Args:
+            header: of the message that will be sent; who listens to ``CallBegun`` may add to it.
+            how: see ``CallBegun``.
+        """
         call_id = next(self._ids)
         call = kind(self._owner, call_id, peer, what, timeout)
         events = self._events
         if events.call_begun or events.call_ended:
             call.began = monotonic()
             call.when_ended = self.ended
-            events.tell(events.call_begun, CallBegun(call_id, peer.name, call.asked))
+            events.tell(events.call_begun, CallBegun(call_id, peer.name, call.asked, what, how, header))
         self._pending[call_id] = call
         self.opened = call_id
         return call
@@ -247,7 +274,10 @@ class CallTable:
         if call.when_ended is not None:
             call.when_ended = None
             error = outcome if isinstance(outcome, BaseException) else None
-            ended = CallEnded(call.call_id, call.peer.name, call.asked, monotonic() - call.began, error)
+            header = outcome.header if isinstance(outcome, Frame) else None
+            ended = CallEnded(
+                call.call_id, call.peer.name, call.asked, monotonic() - call.began, error, header
+            )
             self._events.tell(self._events.call_ended, ended)
 
     def find(self, call_id: int) -> PendingCall | None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rpc.agent.calls import CallTable
 from rpc.agent.departure import Activity
-from rpc.agent.tape import Recording, Tape
+from rpc.agent.tape import Observation, Recording, Tape
 from rpc.bulk.striping import Striping
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
@@ -32,7 +32,7 @@ class _Common(Protocol):
 
     def recording_of(
         self, header: dict[str, Any], source: Peer, /, *, answer: bool = False
-    ) -> Recording | None:
+    ) -> Recording | Observation | None:
         """What a request with this header, or an answer, is noted in."""
 
     def send(

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from rpc.agent.ports import Running
-from rpc.agent.tape import Recording, note
+from rpc.agent.tape import Observation, Recording, note
 from rpc.errors import NotInitializedError, RpcError, WorkerLostError, with_article
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
@@ -48,7 +48,7 @@ class Request:
         self.peer = peer
         self.frame = frame
         self.arrivals = arrivals
-        self.recording: Recording | None = None
+        self.recording: Recording | Observation | None = None
 
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -71,13 +71,18 @@ _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes
 
 
 class RequestRunner:
-    """Runs requests, on executor threads, and answers them, from any."""
+    """Runs requests, on executor threads, and answers them, from any.
+
+    Attributes:
+        observe: where somebody observes all requests, makes their observations; mostly None.
+    """
 
     def __init__(self, agent: Running) -> None:
         self._agent = agent
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
         self._stopped = False
+        self.observe: Callable[[Recording | Observation | None], Observation] | None = None
 
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
         """Run a request and answer it; ``load`` reads it, where it is not a plain call."""
@@ -126,6 +131,8 @@ class RequestRunner:
             recording = request.recording = agent.recording_of(header, peer)
             if recording is not None:
                 connect = recording.connect
+        if self.observe is not None:
+            request.recording = self.observe(request.recording)
         load = agent.serializer.codecs[codec].load_call
         return load(header, buffers, request.arrivals, peer, connect=connect)
 
@@ -236,7 +243,7 @@ class RequestRunner:
         call_id: int,
         value: Any,
         of: object = None,
-        recording: Recording | None = None,
+        recording: Recording | Observation | None = None,
         codec: int = PICKLE,
     ) -> None:
         """Answer a request with the value of ``of``, a function or a text; if it cannot be sent, with that
@@ -250,9 +257,18 @@ class RequestRunner:
             self.answer(peer, Kind.REPLY, call_id, payload)
 
     def dump_reply(
-        self, peer: Peer, value: Any, of: object, recording: Recording | None, codec: int = PICKLE
+        self,
+        peer: Peer,
+        value: Any,
+        of: object,
+        recording: Recording | Observation | None,
+        codec: int = PICKLE,
     ) -> Payload:
         """Serialize the value with which a request is answered; arguments are as for ``reply``."""
+        if isinstance(recording, Observation):
+            payload = self.dump_reply(peer, value, of, recording.inner, codec)
+            recording.tell(payload.header)
+            return payload
         serializer = self._agent.serializer.codecs[codec]
         tape = self._agent.tape
         if tape is None or recording is None:

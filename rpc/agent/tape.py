@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rpc.group.peer import Peer
+from rpc.serialization.payload import Connect
 
-__all__ = ["Recording", "Tape", "note"]
+__all__ = ["Observation", "Recording", "Tape", "note"]
 
 
 class Recording(Protocol):
@@ -34,6 +35,34 @@ class Recording(Protocol):
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+class Observation:
+    """Round one request that is observed, as by a profiler, and round what it is noted in.
+
+    Args:
+        inner: the recording that the request has besides, if any.
+    """
+
+    inner: Recording | None
+
+    def __init__(self, inner: Recording | None) -> None:
+        self.inner = inner
+
+    @property
+    def connect(self) -> Connect | None:
+        return None if self.inner is None else self.inner.connect
+
+    def __enter__(self) -> None:
+        if self.inner is not None:
+            self.inner.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self.inner is not None:
+            self.inner.__exit__()
+
+    def tell(self, header: dict[str, Any]) -> None:
+        """Add what was observed to the header of the answer, which is no failure."""
 
 
 class Tape(Protocol):

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 EXTENSIONS: Final = "farcall.extensions"
 
 _OURS: Final = (
+    EntryPoint("profiling", "rpc.profiling.installation:install", EXTENSIONS),
     EntryPoint("rref", "rref.installation:install", EXTENSIONS),
     EntryPoint("dist_autograd", "dist_autograd.installation:install", EXTENSIONS),
     EntryPoint("spmd", "spmd.collectives.store:install", EXTENSIONS),

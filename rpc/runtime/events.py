@@ -53,6 +53,9 @@ class CallBegun:
     call_id: int  # names it among those of this worker; the callee's events have it, too
     to: str  # the callee's name
     what: str  # what is called or asked, by name
+    asked: object = None  # the same as the call has it: the function, or a text
+    how: str = "async"  # "sync" if a thread waits for it, "remote" if its value stays at the callee
+    header: dict[str, Any] | None = None  # travels with it; a handler may add what msgpack can encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class CallEnded:
     what: str
     seconds: float  # since it began
     error: BaseException | None  # why there is no answer; None if there is one, also if that is an exception
+    header: dict[str, Any] | None = None  # what came with the answer
 
 
 @dataclass(frozen=True, slots=True)

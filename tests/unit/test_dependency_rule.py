@@ -44,6 +44,7 @@ ROOMS = (
     {"group"},
     {"bulk"},
     {"agent"},
+    {"profiling"},
     {"rendezvous"},
     {"lifecycle"},
     {"api", "testing"},

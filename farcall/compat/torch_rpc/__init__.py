@@ -6,11 +6,12 @@ Nothing is done here: see ``rpc`` and ``rref``. What has no counterpart is absen
 from __future__ import annotations
 
 import rpc as _rpc
-from farcall.compat.torch_rpc import api, constants, internal
+from farcall.compat.torch_rpc import api, constants, internal, server_process_global_profiler
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 from rpc import functions, options
 from rpc.agent.agent import Agent
 from rpc.lifecycle import backend_registry
+from rpc.profiling.server import ServerProfile
 from rref import proxy as rref_proxy
 
 __all__ = [
@@ -51,6 +52,7 @@ construct_rpc_backend_options = backend_registry.construct_rpc_backend_options
 init_backend = backend_registry.init_backend
 register_backend = backend_registry.register_backend
 
+_server_process_global_profile = ServerProfile
 _get_current_rpc_agent = api._get_current_rpc_agent
 _get_debug_info = api._get_debug_info
 _init_rpc_backend = api._init_rpc_backend
@@ -63,7 +65,10 @@ _DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
 _DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
 _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 
-_SUBMODULES = (api, backend_registry, constants, functions, internal, options, rref_proxy)
+_SUBMODULES = (
+    *(api, backend_registry, constants, functions, internal, options, rref_proxy),
+    server_process_global_profiler,
+)
 
 
 def is_available() -> bool:

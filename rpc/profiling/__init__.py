@@ -1,0 +1,1 @@
+"""PyTorch's profilers see calls, and what their callees do."""

@@ -1,0 +1,234 @@
+"""What a profile gathers of calls: at the caller each call's time, from the callee what ran there.
+
+A call that is made while a profiler records on its thread carries the profiler's settings in its header. The
+callee runs the function under PyTorch's legacy profiler, which is a matter of one thread, and adds what it
+saw to the header of its answer. Both ends gather calls in a ``Gathered``: those that the callee makes itself
+come back with its operators, so that a profile shows a tree of calls of any depth. What an ``async def``
+callee computes is not seen, since coroutines take turns on one thread; the calls that it makes are.
+
+Times are microseconds of the wall clock. A callee's clock may differ: its events are moved into the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from time import time_ns
+from typing import Any, Final
+
+import torch
+from torch.autograd import DeviceType, profiler_legacy  # type: ignore[attr-defined]
+from torch.autograd.profiler import record_function
+from torch.autograd.profiler_util import FunctionEvent
+
+from rpc.agent.tape import Observation, Recording
+
+__all__ = ["KEY", "Gathered", "ProfiledRequest", "Settings", "Span", "gathering"]
+
+logger = logging.getLogger(__name__)
+
+KEY: Final = "profile"
+"""The header's key."""
+
+REMOTE: Final = "#remote_op: "
+
+_FIELDS: Final = (
+    *("name", "thread", "start", "end", "fwd_thread", "input_shapes", "stack", "scope"),
+    *("cpu_memory_usage", "is_async", "is_remote", "sequence_nr", "node_id", "flops"),
+)
+Settings = tuple[bool, bool, bool, bool]
+"""What a profile records: shapes, memory, flops, stacks."""
+
+Event = list[Any]
+"""One event as it travels: the values of ``_FIELDS``."""
+
+# PyTorch's own, whatever stands in their place later.
+_parse = profiler_legacy._parse_legacy_records
+
+
+@dataclass(eq=False)
+class Span:
+    """One call, as its caller sees it."""
+
+    key: str
+    how: str
+    callee: int
+    start: float
+    end: float | None = None
+    answer: str | None = None
+
+
+@dataclass(eq=False)
+class Gathered:
+    """The calls of one profile, or of one request that is profiled. From any thread."""
+
+    settings: Settings
+    """Of the profile."""
+    me: int
+    spans: list[Span] = field(default_factory=list)
+
+    def begin(self, key: str, how: str, callee: int) -> Span:
+        """A call begins on this thread; its place among the thread's other events is noted."""
+        span = Span(key, how, callee, time_ns() / 1000)
+        with record_function(key):
+            pass
+        self.spans.append(span)
+        return span
+
+    def merged(self, events: Sequence[FunctionEvent], began: float) -> list[FunctionEvent]:
+        """The events that a profiler has parsed, with the calls among them.
+
+        Args:
+            began: when the profiler began, by the wall clock; its events count from then.
+        """
+        named: dict[str, list[FunctionEvent]] = {}
+        keys = {span.key for span in self.spans}
+        for event in events:
+            if event.node_id == -1:
+                event.node_id = self.me
+            if event.name in keys:
+                named.setdefault(event.name, []).append(event)
+        for found in named.values():
+            found.sort(key=lambda event: event.time_range.start)
+        added: list[FunctionEvent] = []
+        unfinished: set[int] = set()
+        for span in sorted(self.spans, key=lambda span: span.start):
+            places = named.get(span.key)
+            if not places:
+                continue  # its thread is one of which the profiler sees nothing
+            event = places.pop(0)
+            if span.end is None:
+                unfinished.add(id(event))
+                continue
+            event.time_range.end = max(event.time_range.end, span.end - began)
+            event.is_async = span.how != "sync"
+            added += [_event(each) for each in self._remote(span, began)]
+        merged = [event for event in events if id(event) not in unfinished] + added
+        merged.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
+        return merged
+
+    def _remote(self, span: Span, began: float) -> list[Event]:
+        """What the callee has told of a call."""
+        if span.answer is None or span.end is None:
+            return []
+        try:
+            start, end, told = json.loads(span.answer)
+            shift = min(max(start, span.start), max(span.start, span.end - (end - start))) - start - began
+            prefix = span.key + REMOTE
+            moved = []
+            for each in told:
+                event = dict(zip(_FIELDS, each, strict=True))
+                event |= {"name": prefix + str(event["name"]), "is_remote": True}
+                event |= {"start": event["start"] + shift, "end": event["end"] + shift}
+                moved.append([event[name] for name in _FIELDS])
+        except (TypeError, ValueError, KeyError):
+            logger.warning("worker %d has sent a malformed profile of %s", span.callee, span.key)
+            return []
+        return moved
+
+
+gathering: ContextVar[Gathered | None] = ContextVar("farcall-profile", default=None)
+"""Where calls made now, in this context, are gathered; None if no profiler records."""
+
+_numbers = itertools.count(1 << 40)
+"""Ids of events that PyTorch's profiler has not seen."""
+
+
+def _event(values: Event) -> FunctionEvent:
+    event = dict(zip(_FIELDS, values, strict=True))
+    start, end = event.pop("start"), event.pop("end")
+    name = event["name"]
+    made: FunctionEvent = FunctionEvent(  # type: ignore[no-untyped-call]
+        id=next(_numbers),
+        trace_name=name,
+        start_us=start,
+        end_us=end,
+        device_type=DeviceType.CPU,
+        is_legacy=True,
+        **event,
+    )
+    return made
+
+
+def _start_us(record: Any) -> float:
+    """When a record was made, by the wall clock."""
+    return float(record.start_us())
+
+
+def _values(event: FunctionEvent, began: float) -> Event:
+    """An event as it travels, with times of the wall clock."""
+    times = {"start": event.time_range.start + began, "end": event.time_range.end + began}
+    return [times[name] if name in times else getattr(event, name) for name in _FIELDS]
+
+
+class ProfiledRequest(Observation):
+    """Runs one request under the legacy profiler of its thread.
+
+    Args:
+        inner: what the request is noted in besides.
+        gathered: where the calls go that it makes.
+        tells: whether the caller wants to know.
+        watchers: who else gets its operators, as a list, when the function has ended.
+    """
+
+    def __init__(
+        self,
+        inner: Recording | None,
+        gathered: Gathered,
+        *,
+        tells: bool,
+        watchers: Sequence[list[list[FunctionEvent]]] = (),
+    ) -> None:
+        super().__init__(inner)
+        self.gathered = gathered
+        self.tells = tells
+        self.watchers = watchers
+        self.began = self.ended = 0.0
+        self._events: list[FunctionEvent] = []
+        self._profiles = False
+        self._token: Token[Gathered | None] | None = None
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._token = gathering.set(self.gathered)
+        in_coroutine = asyncio._get_running_loop() is not None
+        self._profiles = not in_coroutine and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        if not self.began:
+            self.began = time_ns() / 1000
+        if self._profiles:
+            shapes, memory, flops, stack = self.gathered.settings
+            profile = profiler_legacy.profile(  # type: ignore[no-untyped-call]
+                record_shapes=shapes, profile_memory=memory, with_flops=flops, with_stack=stack
+            )
+            torch.autograd._enable_profiler_legacy(profile.config())  # type: ignore[attr-defined, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._profiles:
+                records = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+                self.began = next(
+                    _start_us(record)
+                    for each in records
+                    for record in each
+                    if record.name() == "__start_profile"
+                )
+                self._events = _parse(records)  # type: ignore[no-untyped-call]
+                for watcher in self.watchers:
+                    watcher.append(_parse(records))  # type: ignore[no-untyped-call]
+        finally:
+            self.ended = time_ns() / 1000
+            if self._token is not None:
+                gathering.reset(self._token)
+            super().__exit__(*error)
+
+    def tell(self, header: dict[str, Any]) -> None:
+        if not self.tells or not self.began:
+            return
+        events = self.gathered.merged(self._events, self.began)
+        end = max([self.ended, *(event.time_range.end + self.began for event in events)])
+        header[KEY] = json.dumps([self.began, end, [_values(event, self.began) for event in events]])

@@ -1,0 +1,275 @@
+"""Has PyTorch's profilers show calls while an agent runs.
+
+While this process has an agent, six functions of PyTorch's profilers have ours around them: those that begin
+and end a profile, and those that make events of what was recorded. They say who gathers calls on a thread,
+and merge these into the events. Agents are listened to only while a profile is open, or a request runs that
+is profiled, so calls cost nothing more else. What a callee's ``then`` callback calls after its function has
+returned may be missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+from torch.autograd import profiler, profiler_legacy
+from torch.autograd.profiler_util import FunctionEvent
+
+from rpc.agent.agent import Agent
+from rpc.agent.tape import Observation, Recording
+from rpc.profiling.calls import KEY, Gathered, ProfiledRequest, Settings, Span, gathering
+from rpc.runtime.current import current_agent
+from rpc.runtime.events import CallBegun, CallEnded
+
+__all__ = ["CallProfiler", "call_profiler", "install", "settings_of"]
+
+EXTENSION: Final = "profiling"
+
+
+class CallProfiler:
+    """Gathers the calls of one agent while profilers record. From any thread.
+
+    Args:
+        agent: before it joins a group.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._open = 0
+        self._subscriptions: ExitStack | None = None
+        self._spans: dict[int, Span] = {}
+        self._watchers: tuple[tuple[list[list[FunctionEvent]], Settings], ...] = ()
+        agent.observer = (KEY, self._requested)
+
+    @property
+    def worker_id(self) -> int:
+        """Of this worker: as events have it as ``node_id``."""
+        return self._agent.info.id
+
+    # ---- profiles of this process
+
+    def begin(self, settings: Settings) -> Gathered:
+        """A profiler begins on this thread, which has such settings."""
+        self.listen()
+        gathered = Gathered(settings, self._agent.info.id)
+        gathering.set(gathered)
+        return gathered
+
+    def end(self) -> None:
+        """One that has begun is over."""
+        gathering.set(None)
+        self.stop_listening()
+
+    def listen(self) -> None:
+        """Listen to the agent's calls; ends with ``stop_listening``."""
+        with self._lock:
+            self._open += 1
+            if self._subscriptions is None:
+                self._subscriptions = stack = ExitStack()
+                stack.enter_context(self._agent.events.listen(CallBegun, self._call_begun))
+                stack.enter_context(self._agent.events.listen(CallEnded, self._call_ended))
+
+    def stop_listening(self) -> None:
+        """One that listens is done; calls that it has begun are waited for."""
+        with self._lock:
+            self._open -= 1
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self._open and not self._spans and self._subscriptions is not None:
+            self._subscriptions.close()
+            self._subscriptions = None
+
+    def _call_begun(self, call: CallBegun) -> None:
+        gathered, header = gathering.get(), call.header
+        if gathered is None or header is None:
+            return
+        how = call.how
+        if "method" in header:
+            name = str(header["method"])
+        elif "type" in header and isinstance(call.asked, str):
+            name, how = "_rref_typeof_on_owner", "async"
+        elif isinstance(call.asked, str):
+            return  # between agents
+        else:
+            name = _name(call.asked)
+        callee = self._agent.get_worker_info(call.to).id
+        key = f"rpc_{how}#{name}({self._agent.info.name} -> {call.to})"
+        self._spans[call.call_id] = gathered.begin(key, how, callee)
+        header[KEY] = list(gathered.settings)
+
+    def _call_ended(self, call: CallEnded) -> None:
+        span = self._spans.pop(call.call_id, None)
+        if span is not None:
+            span.end = span.start + call.seconds * 1e6
+            told = None if call.header is None else call.header.get(KEY)
+            span.answer = told if isinstance(told, str) else None
+            if not self._open:
+                with self._lock:
+                    self._close_if_idle()
+
+    # ---- requests of others
+
+    def _requested(self, value: Any, inner: Recording | None) -> Observation:
+        shapes, memory, flops, stack = (bool(value[at]) for at in range(4))
+        return _Request(self, inner, (shapes, memory, flops, stack), tells=True)
+
+    def watch(self, events: list[list[FunctionEvent]], settings: Settings) -> None:
+        """Have the operators of each request from now on added to ``events``, a list for each."""
+        with self._lock:
+            self._watchers = (*self._watchers, (events, settings))
+            self._agent.runner.observe = self._watched
+
+    def unwatch(self, events: list[list[FunctionEvent]]) -> None:
+        """End ``watch``."""
+        with self._lock:
+            self._watchers = tuple(each for each in self._watchers if each[0] is not events)
+            if not self._watchers:
+                self._agent.runner.observe = None
+
+    def _watched(self, recording: Recording | Observation | None) -> Observation:
+        watchers = self._watchers
+        if isinstance(recording, ProfiledRequest):
+            recording.watchers = [events for events, _ in watchers]
+            return recording
+        assert not isinstance(recording, Observation)
+        settings = (
+            any(wanted[0] for _, wanted in watchers),
+            any(wanted[1] for _, wanted in watchers),
+            any(wanted[2] for _, wanted in watchers),
+            any(wanted[3] for _, wanted in watchers),
+        )
+        observed = _Request(self, recording, settings, tells=False)
+        observed.watchers = [events for events, _ in watchers]
+        return observed
+
+
+class _Request(ProfiledRequest):
+    """A request that is profiled: while its function runs, calls are listened to."""
+
+    def __init__(
+        self,
+        calls: CallProfiler,
+        inner: Recording | None,
+        settings: Settings,
+        *,
+        tells: bool,
+    ) -> None:
+        super().__init__(inner, Gathered(settings, calls.worker_id), tells=tells)
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        self._calls.listen()
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._calls.stop_listening()
+
+
+def _name(function: Any) -> str:
+    """What PyTorch calls a function in a profile: of an operator its name there."""
+    if isinstance(function, torch.jit.ScriptFunction):
+        return str(torch._jit_internal._qualified_name(function))
+    builtin = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+    named = builtin or getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(named)
+
+
+_places: Final[list[tuple[Any, str, Any]]] = []
+"""What PyTorch has where ours is now."""
+_current: list[CallProfiler] = []
+
+
+def call_profiler() -> CallProfiler:
+    """Of the current agent."""
+    found: CallProfiler = current_agent().extensions[EXTENSION]
+    return found
+
+
+def settings_of(profile: Any) -> Settings:
+    """What one of PyTorch's profiles is to record."""
+    return (
+        bool(profile.record_shapes),
+        bool(profile.profile_memory),
+        bool(profile.with_flops),
+        bool(profile.with_stack),
+    )
+
+
+def _put(where: Any, name: str, make: Callable[[Any], Any]) -> None:
+    theirs = getattr(where, name)
+    _places.append((where, name, theirs))
+    setattr(where, name, functools.wraps(theirs)(make(theirs)))
+
+
+def _start(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
+    def start(profile: Any) -> None:
+        theirs(profile)
+        if _current:
+            profile._farcall = _current[-1], _current[-1].begin(settings_of(profile))
+            profile._farcall_open = True
+
+    return start
+
+
+def _exit(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(profile: Any, *error: object) -> Any:
+        try:
+            return theirs(profile, *error)
+        finally:
+            found = getattr(profile, "_farcall", None)
+            if found is not None and profile._farcall_open:
+                profile._farcall_open = False
+                found[0].end()
+
+    return leave
+
+
+def _parse_kineto(theirs: Callable[..., list[FunctionEvent]]) -> Callable[..., list[FunctionEvent]]:
+    def parse(profile: Any, result: Any, *args: Any, **kwargs: Any) -> list[FunctionEvent]:
+        events = theirs(profile, result, *args, **kwargs)
+        found = getattr(profile, "_farcall", None)
+        return events if found is None else found[1].merged(events, result.trace_start_ns() / 1000)
+
+    return parse
+
+
+def _parse_legacy(theirs: Callable[..., list[FunctionEvent]]) -> Callable[..., list[FunctionEvent]]:
+    def parse(records: Any) -> list[FunctionEvent]:
+        events = theirs(records)
+        gathered = gathering.get()
+        if gathered is None:
+            return events
+        began = [r.start_us() for each in records for r in each if r.name() == "__start_profile"]
+        return gathered.merged(events, began[0])
+
+    return parse
+
+
+def install(agent: Agent) -> None:
+    """Have profilers of this process show the calls of an agent that has not joined its group yet."""
+    calls = agent.extensions[EXTENSION] = CallProfiler(agent)
+    if not _places:
+        _put(profiler.profile, "_start_trace", _start)
+        _put(profiler.profile, "__exit__", _exit)
+        _put(profiler.profile, "_parse_kineto_results", _parse_kineto)
+        _put(profiler_legacy.profile, "_start_trace", _start)
+        _put(profiler_legacy.profile, "__exit__", _exit)
+        _put(profiler_legacy, "_parse_legacy_records", _parse_legacy)
+    _current.append(calls)
+
+    def closed() -> None:
+        _current.remove(calls)
+        if not _current:
+            while _places:
+                setattr(*_places.pop())
+
+    agent.on_closed(closed)

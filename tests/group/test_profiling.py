@@ -1,0 +1,117 @@
+"""PyTorch's profilers show calls, what callees do, and nothing of calls that they do not see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import profiler, profiler_legacy
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import rpc
+from rpc.profiling.installation import call_profiler
+from rpc.profiling.server import ServerProfile
+from rpc.runtime.current import current_agent
+from tests.support.serving import in_worker0
+
+PROFILERS = (torch.profiler.profile, profiler.profile, profiler_legacy.profile)
+
+
+class Model:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x)
+
+
+def double_there(x: torch.Tensor, to: str) -> Any:
+    return rpc.rpc_async(to, torch.mul, args=(x, 2)).wait()
+
+
+def fail() -> None:
+    raise LookupError("as it is told")
+
+
+def events_of(profile: Any) -> list[Any]:
+    return list(profile.function_events if hasattr(profile, "function_events") else profile.events())
+
+
+def is_listening() -> bool:
+    return bool(current_agent().events.call_begun)
+
+
+@pytest.mark.parametrize("make", PROFILERS)
+@in_worker0(world_size=3)
+def test_a_profile_shows_calls_of_any_depth(make: Any) -> None:
+    with make(record_shapes=True) as profile:
+        rpc.rpc_sync("worker1", double_there, args=(torch.ones(3), "worker2"))
+    events = {event.name: event for event in events_of(profile)}
+    call = "rpc_sync#double_there(worker0 -> worker1)"
+    inner = call + "#remote_op: rpc_async#aten::mul(worker1 -> worker2)"
+    operator = inner + "#remote_op: aten::mul"
+    assert [events[name].node_id for name in (call, inner, operator)] == [0, 1, 2]
+    assert [events[name].is_remote for name in (call, inner, operator)] == [False, True, True]
+    assert events[operator].input_shapes[0] == [3]
+    outer, nested = events[call].time_range, events[operator].time_range
+    assert outer.start <= nested.start <= nested.end <= outer.end
+    assert call in profile.key_averages().table(max_name_column_width=200)
+    assert not is_listening()
+
+
+@in_worker0()
+def test_references_are_shown_by_their_methods() -> None:
+    with torch.profiler.profile() as profile:
+        model: rpc.RRef[Model] = rpc.remote("worker1", Model)
+        model.rpc_sync().forward(torch.ones(2))
+        model._get_profiling_future().wait()
+    names = [event.name for event in events_of(profile)]
+    assert "rpc_remote#Model(worker0 -> worker1)" in names
+    assert "rpc_sync#forward(worker0 -> worker1)#remote_op: aten::relu" in names
+
+
+@in_worker0()
+def test_a_call_that_fails_or_is_not_answered_in_time_is_shown_and_forgotten() -> None:
+    with torch.profiler.profile() as profile:
+        with pytest.raises(LookupError):
+            rpc.rpc_sync("worker1", fail)
+        under_way = rpc.rpc_async("worker1", torch.ones, args=(1,))
+    under_way.wait()
+    assert "rpc_sync#fail(worker0 -> worker1)" in [event.name for event in events_of(profile)]
+    rpc.rpc_sync("worker1", fail_quietly)
+    assert not is_listening()
+    assert not call_profiler()._spans
+
+
+def fail_quietly() -> bool:
+    return is_listening()
+
+
+@in_worker0()
+def test_nobody_listens_but_while_a_profile_is_open() -> None:
+    assert not is_listening()
+    with torch.profiler.profile():
+        assert is_listening()
+    assert not is_listening()
+    assert not rpc.rpc_sync("worker1", fail_quietly)
+
+
+@in_worker0()
+def test_a_server_profile_sees_all_requests_and_ends() -> None:
+    profile: rpc.RRef[ServerProfile] = rpc.remote("worker1", ServerProfile)
+    profile.rpc_sync().__enter__()
+    rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+    profile.rpc_sync().__exit__(None, None, None)
+    rpc.rpc_sync("worker1", torch.mul, args=(torch.ones(2), 1))
+    names = [event.key for event in profile.rpc_sync().key_averages()]
+    assert "aten::add" in names
+    assert "aten::mul" not in names
+
+
+def test_pytorchs_profilers_are_its_own_again_after_shutdown() -> None:
+    places = (profiler.profile, "_start_trace"), (profiler_legacy, "_parse_legacy_records")
+    theirs = [getattr(*place) for place in places]
+    rpc.init_with_store(None, HashStore(), "alone", 0, 1)
+    try:
+        assert [getattr(*place) for place in places] != theirs
+    finally:
+        rpc.shutdown()
+    assert [getattr(*place) for place in places] == theirs
