@@ -23,15 +23,16 @@ import torch
 
 from rpc.agent.agent import Agent
 from rpc.device_maps import check_device_maps
-from rpc.errors import WorkerLostError
+from rpc.errors import GroupMismatchError, RpcTimeoutError, WorkerLostError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import UNSET_TIMEOUT, AgentOptions, parse_listen
 from rpc.rendezvous.address import host_identity, is_loopback, listen_address
 from rpc.rendezvous.arrivals import Group
-from rpc.rendezvous.dynamic import join_dynamic
+from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.init_method import job_key, resolve_group
+from rpc.rendezvous.keeping import Keeper
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
@@ -116,10 +117,11 @@ def _start(
             extension.load()(agent)
         agent.serializer.allow_function(_noop)
         group: Group
+        keeper: Keeper | None = None
         timeout, job = options.rendezvous_timeout, job_key(os.environ)
         if world_size is None:
             group = joined = join_dynamic(store, draft, timeout, job=job)
-            agent.on_close(joined.leave)
+            keeper = _keeper(agent, joined, timeout)
         else:
             group = join_static(store, draft, world_size, timeout, job=job)
         check_device_maps(
@@ -140,8 +142,9 @@ def _start(
             len(group.members),
             ", ".join(agent.addresses),
         )
-        if not group.static:
+        if keeper is not None:
             _introduce(agent, group.others)
+            keeper.start()
     except BaseException:
         clear_current_agent(agent)
         agent.close("it could not join its group")
@@ -149,13 +152,57 @@ def _start(
     return agent
 
 
+def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
+    """Has later joiners find this worker, and takes care of the store."""
+
+    def roster() -> list[Member]:
+        return agent.view.present()  # which is there once the agent has joined
+
+    keeper = Keeper(joined, timeout, roster, lambda found: _meet(agent, found))
+    agent.on_gone(lambda peer, _: keeper.worker_gone(peer.incarnation))
+    agent.on_close(keeper.leave)
+    agent.on_forked(keeper.abandon_after_fork)
+    return keeper
+
+
+def _meet(agent: Agent, members: Sequence[Member]) -> None:
+    """Connect to those members found in a dynamic group's log that this worker does not know."""
+
+    def admit() -> list[Member]:
+        found = []
+        for member in members:
+            try:
+                if agent.view.join(member):
+                    agent.peers.ensure(member)
+                    found.append(member)
+            except WorkerLostError:
+                pass  # it is still in the log
+            except GroupMismatchError as error:
+                logger.warning("worker '%s' cannot be let in: %s", member.name, error)
+        return found
+
+    try:
+        _introduce(agent, agent.on_loop(admit))
+    except RuntimeError:
+        if not agent.closed:
+            raise
+
+
 def _introduce(agent: Agent, members: Sequence[Member]) -> None:
-    """Connect to the members of a dynamic group, so that they know this worker; who is gone is left out."""
+    """Connect to members of a dynamic group, so that they know this worker; who is gone is left out."""
+    calls = []
     for member in members:
         try:
-            agent.caller.call(member.name, _noop, (), {}, UNSET_TIMEOUT).result()
+            calls.append(agent.caller.call(member.name, _noop, (), {}, UNSET_TIMEOUT))
         except WorkerLostError as error:
             logger.info("left out of the group: %s", error)
+    for call in calls:
+        try:
+            call.result()
+        except WorkerLostError as error:
+            logger.info("left out of the group: %s", error)
+        except RpcTimeoutError as error:
+            logger.warning("a worker does not answer: %s", error)
 
 
 def _noop() -> None:

@@ -1,5 +1,9 @@
 """Dynamic groups: workers join and leave at any time.
 
+All workers that meet at one place for one job are one group, so its key is the job's name: no worker can
+found a second group beside it, whatever has become of the store. ``keeping`` has what members do for those
+who come later.
+
 A joiner appends its arrival to the log, reads what is before it, and then decides about itself: it becomes a
 member, unless a living member has its name or rank. Since each waits until all earlier arrivals are
 decided, of two that join at once the later knows the earlier, and it is the later that connects and
@@ -11,8 +15,8 @@ wait for it: it is gone. Should its process be only slow, it finds that out and 
 
 from __future__ import annotations
 
-import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
@@ -29,15 +33,7 @@ from rpc.rendezvous.arrivals import (
     foreign,
     mixed,
 )
-from rpc.rendezvous.store import (
-    Abandoned,
-    Backoff,
-    Log,
-    SharedStore,
-    StoreLost,
-    Waiting,
-    run_with_deadline,
-)
+from rpc.rendezvous.store import Abandoned, Backoff, Log, SharedStore, Waiting
 
 _GONE = Verdict(Kind.GONE)
 
@@ -48,14 +44,6 @@ class DynamicGroup(Group):
 
     store: SharedStore  # under the job's prefix
     place: int  # this worker's in the log
-
-    def leave(self, timeout: float = 2.0) -> bool:
-        """Have later joiners not look for this worker; returns whether the store took it in time."""
-        try:
-            run_with_deadline(lambda _: Log(self.store).remove(self.place), timeout, "the store")
-        except (RendezvousError, StoreLost):
-            return False
-        return True
 
 
 def join_dynamic(
@@ -68,7 +56,7 @@ def join_dynamic(
     pace: Pace = DEFAULT_PACE,
 ) -> DynamicGroup:
     """Join a dynamic group, or found it; arguments as for ``join_static``. With id -1, ``me`` gets the
-    smallest free one. The store must outlive this worker if others are to join later.
+    smallest free one.
 
     Raises:
         GroupMismatchError: a living member has this worker's name or rank, or a static group lives in this
@@ -77,7 +65,7 @@ def join_dynamic(
     """
 
     def join(waiting: Waiting) -> DynamicGroup:
-        joining = _Joining(store.under(f"farcall/{job}"), Arrival.of(me, 0), waiting, tell, pace)
+        joining = Joining(store.under(f"farcall/{job}"), Arrival.of(me, 0), waiting, tell, pace)
         while (group := joining.attempt(job)) is None:
             pass
         return group
@@ -86,8 +74,8 @@ def join_dynamic(
 
 
 @dataclass(frozen=True)
-class _Joining:
-    """One worker's way into the group. Lives on the helper thread."""
+class Joining:
+    """One worker's way into the group, or back into its log. Lives on the helper thread."""
 
     store: SharedStore
     arrival: Arrival
@@ -113,13 +101,44 @@ class _Joining:
         log.trim()
         me = replace(me, info=WorkerInfo(me.name, own_id))
         group = tuple(sorted([*members, me], key=lambda member: member.id))
-        name = self.store.swap("dynamic", b"", secrets.token_hex(8).encode()).decode()
-        return DynamicGroup(me, group, f"{job}/dynamic-{name}", False, self.store, place)
+        return DynamicGroup(me, group, f"{job}/dynamic", False, self.store, place)
+
+    def come_back(self, log: Log, roster: Iterable[Member]) -> list[Member]:
+        """Have a log in which they are missing, after the store was lost, show members of the group, me among
+        them. Returns all members in it; of any two members who do this, the later one finds the other.
+
+        Raises:
+            GroupMismatchError: a static group has come to meet there, or workers with another token have.
+        """
+        known = {member.incarnation for member in self._members(log)}
+        for member in roster:
+            if member.incarnation not in known:
+                told = f"as '{self.arrival.member.name}' has told, {self.arrival.process}"
+                index = log.append(Arrival(0, member, 0, told))
+                log.decide(index, Verdict(Kind.MEMBER, str(member.id)))
+        return self._members(log)
+
+    def _members(self, log: Log) -> list[Member]:
+        """All that are in the log now, each once."""
+        found: dict[int, Member] = {}
+        for entry in log.read():
+            if entry.foreign is not None and self.tell(entry.foreign.member) is not False:
+                raise GroupMismatchError(foreign(entry.foreign))
+            member = self._decided(log, entry).member()
+            if member is not None:
+                found[member.incarnation] = member
+        self._check_alone(log)
+        return list(found.values())
+
+    def _check_alone(self, log: Log) -> None:
+        alive = [member.name for member in log.last_group() if self.tell(member)]
+        if alive:
+            raise GroupMismatchError(mixed("a static group", alive))
 
     def _members_before(self, log: Log, place: int) -> list[Member]:
         """The members that arrived before. A dead one in our place is removed; a living one raises."""
         me = self.arrival.member
-        members: list[Member] = []
+        members: dict[int, Member] = {}
         for entry in log.before(place):
             if entry.foreign is not None:
                 if self.tell(entry.foreign.member) is not False:
@@ -142,11 +161,9 @@ class _Joining:
                     )
                 log.remove(entry.index)
             else:
-                members.append(member)
-        alive = [member.name for member in log.last_group() if self.tell(member)]
-        if alive:
-            raise GroupMismatchError(mixed("a static group", alive))
-        return members
+                members[member.incarnation] = member
+        self._check_alone(log)
+        return list(members.values())
 
     def _decided(self, log: Log, entry: Entry) -> Entry:
         """Wait until an arrival has a verdict; give it one, if its process does not."""

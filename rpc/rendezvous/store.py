@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 import weakref
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 import msgpack
-from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rpc.errors import RendezvousError, RendezvousTimeoutError
 from rpc.group.authentication import ForeignRecordError, Seal
@@ -38,6 +39,9 @@ _GRACE_SECONDS: Final = 2.0
 """How long past the deadline the helper may take to say what was missing."""
 
 _SLICE_SECONDS: Final = 0.2
+
+_LINE_SECONDS: Final = 2.0
+"""How long a TCP store may take to accept a connection."""
 
 
 class Abandoned(Exception):
@@ -159,6 +163,7 @@ class SharedStore:
 
     def __post_init__(self) -> None:
         self._file = _FileIdentity.of(self.store)
+        self._line: _Line | None = None
 
     def under(self, prefix: str) -> SharedStore:
         """The same store with all keys under a prefix."""
@@ -191,13 +196,38 @@ class SharedStore:
                         f"passed as an object, so that it cannot be opened again; is the process that serves "
                         f"it gone?"
                     ) from lost
-                self.store = self.opener(waiting)
-                self._file = _FileIdentity.of(self.store)
+                self.reopen(waiting)
                 if not backoff.pause():
                     raise RendezvousTimeoutError(
                         f"{self.description} was opened again each time that it failed, until "
                         f"{waiting.timeout:g} s were over. The last time it said: {lost}"
                     ) from lost
+
+    def reopen(self, waiting: Waiting) -> None:
+        """Open it again, after it was lost. Only where it is known how."""
+        assert self.opener is not None
+        self.forget_line()
+        self.store = self.opener(waiting)
+        self._file = _FileIdentity.of(self.store)
+
+    def seems_lost(self) -> bool:
+        """Whether its server or its file is gone, as far as can be told without asking it: of TCP and file
+        stores. The first time this begins to watch; ``forget_line`` ends that.
+        """
+        try:
+            if self._file is not None:
+                self._file.check()
+            elif self._line is None:
+                self._line = _Line.to(self.store)
+        except (OSError, StoreLost):
+            return True
+        return self._line is not None and self._line.broken
+
+    def forget_line(self) -> None:
+        """Do not watch any longer."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; returns the sum."""
@@ -272,6 +302,33 @@ class _FileIdentity:
             raise StoreLost(f"{self._path} was replaced by another file")
 
 
+class _Line:
+    """A connection to a TCP store on which nothing is said; it breaks when the server's process ends."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = socket.create_connection((host, port), _LINE_SECONDS)
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    @classmethod
+    def to(cls, store: Store) -> _Line | None:
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return cls(store.host, store.port) if isinstance(store, TCPStore) else None
+
+    @property
+    def broken(self) -> bool:
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 def first_line(error: BaseException) -> str:
     """What an error of PyTorch's says, without the C++ stack below it."""
     text = str(error).strip()
@@ -283,9 +340,13 @@ class Log:
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
-        self._next = self._first = 1
+        self._next = 1
+        self._unread: tuple[int, ...] = ()  # before ``_next``
+        self._passed_over = 0
         with contextlib.suppress(ForeignRecordError):
-            self._next = self._first = int(store.get("first") or 1)
+            unsettled = store.get("unsettled")
+            if unsettled is not None:
+                self._next, self._unread = _unpack_unsettled(unsettled)
         self._open: dict[int, Entry] = {}
 
     def append(self, arrival: Arrival) -> int:
@@ -300,24 +361,25 @@ class Log:
         """
         end = self._store.counter("arrivals") + 1
         unwritten = [entry.index for entry in self._open.values() if entry.arrival is None]
-        for index in (*unwritten, *range(self._next, end)):
+        for index in (*unwritten, *self._unread, *range(self._next, end)):
             self.entry(index)
-        self._next = max(self._next, end)
+        self._unread, self._next = (), max(self._next, end)
         return [self._open[index] for index in sorted(self._open)]
 
     def before(self, place: int) -> Iterator[Entry]:
         """As ``read``, up to a place; each entry as it is when its turn comes."""
-        for index in range(self._first, place):
+        for index in (*self._unread, *range(self._next, place)):
             entry = self.entry(index)
             if not entry.settled:
                 yield entry
-        self._next = place
+        self._unread, self._next = (), place
 
     def entry(self, index: int) -> Entry:
         """What there is at a place now."""
         known = self._open.pop(index, None)
         entry = Entry(index, known.arrival if known else None, self.verdict(index))
         if entry.settled:
+            self._passed_over += 1
             return entry
         if entry.arrival is None:
             try:
@@ -347,20 +409,33 @@ class Log:
         except ForeignRecordError as error:
             found = Verdict.claimed(error.claimed)
         if found.kind is not Kind.MEMBER:
-            self._open.pop(index, None)
+            self._close(index)
         return found
 
     def remove(self, index: int) -> None:
         """The member of a dynamic group is gone."""
         self._store.set(f"arrival/{index}/verdict", Verdict(Kind.GONE).pack())
-        self._open.pop(index, None)
+        self._close(index)
+
+    def _close(self, index: int) -> None:
+        if self._open.pop(index, None) is not None:
+            self._passed_over += 1
+
+    def places(self, incarnation: int) -> list[int]:
+        """Where a worker has arrived, of the entries read."""
+        return [
+            entry.index
+            for entry in self._open.values()
+            if entry.arrival is not None and entry.arrival.member.incarnation == incarnation
+        ]
 
     def trim(self) -> None:
-        """Have later readers begin after the settled entries that this one has read."""
-        first = min(self._open, default=self._next)
-        if first > self._first:
-            self._first = first
-            self._store.set("first", str(first).encode())
+        """Have later readers pass over the settled entries that this one has read. (Of two who trim at once
+        the last counts, which at worst costs readers time: what is settled stays settled.)
+        """
+        if self._passed_over and not self._unread:
+            self._passed_over = 0
+            self._store.set("unsettled", msgpack.packb([self._next, sorted(self._open)]))
 
     def form(self, incarnation: int, members: tuple[Member, ...]) -> str:
         """Publish a static group; returns the text that names it."""
@@ -381,3 +456,9 @@ class Log:
             return self.members(key.decode()) if key else ()
         except ForeignRecordError:
             return ()
+
+
+def _unpack_unsettled(packed: bytes) -> tuple[int, tuple[int, ...]]:
+    """From where on entries are to be read, and which before."""
+    following, unsettled = msgpack.unpackb(packed)
+    return int(following), tuple(map(int, unsettled))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import rpc
 from rpc.errors import RRefError, WorkerLostError
-from tests.support.orders import add_follower, ask, dismiss, start_followers
+from tests.support.orders import add_follower, ask, dismiss, follow_orders, start_followers
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers
 
@@ -98,6 +99,29 @@ def test_a_killed_worker_is_gone_and_others_can_still_join(run_workers: RunWorke
     joined = add(workers)
     assert ask(joined, present) == [("worker0", 0), ("worker2", 2), ("worker3", 3)]
     assert ask(workers[2], call_all) == ["worker0", "worker2", "worker3"]
+    dismiss(workers)
+
+
+def call_store_of_first(worker: Worker, port: int) -> None:
+    follow_orders(worker, dynamic=True, init_method=f"tcp://127.0.0.1:{port}")
+
+
+def test_the_group_outlives_the_first_worker_that_serves_the_store(run_workers: RunWorkers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    workers = run_workers.start(call_store_of_first, 1, args=(port,))
+    workers[0].wait_for("ready")
+    for _ in range(2):
+        workers.add(call_store_of_first, args=(port,)).wait_for("ready")
+    workers[0].kill()
+    workers[0].result()
+    newcomer = workers.add(call_store_of_first, args=(port,))
+    newcomer.wait_for("ready")
+    back = workers.add(call_store_of_first, args=(port,), name="worker0", rank=0)
+    back.wait_for("ready")
+    names = ["worker0", "worker1", "worker2", "worker3"]
+    for worker in list(workers)[1:]:
+        assert ask(worker, call_all) == names
     dismiss(workers)
 
 

@@ -6,8 +6,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from rpc.errors import GroupMismatchError, RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, Kind, Pace, Verdict
-from rpc.rendezvous.dynamic import join_dynamic
+from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.init_method import open_store
+from rpc.rendezvous.keeping import Keeper
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import Log, SharedStore
 from tests.unit.rpc.rendezvous.conftest import Connect, StartWorker, Workers, in_thread, results
@@ -15,6 +16,10 @@ from tests.unit.rpc.rendezvous.conftest import Connect, StartWorker, Workers, in
 
 def _names(members: tuple[Member, ...]) -> set[str]:
     return {member.name for member in members}
+
+
+def keep(group: DynamicGroup) -> Keeper:
+    return Keeper(group, 5, lambda: list(group.members), list)
 
 
 def test_of_workers_that_join_at_once_each_pair_is_known_to_one(connect: Connect, workers: Workers) -> None:
@@ -29,7 +34,7 @@ def test_worker_that_left_is_not_known_to_later_ones(connect: Connect, workers: 
     one, two, three = workers(3)
     first = join_dynamic(connect(), one.member, 5)
     join_dynamic(connect(), two.member, 5)
-    assert first.leave()
+    assert keep(first).leave()
     assert _names(join_dynamic(connect(), three.member, 5).others) == {"worker1"}
 
 
@@ -137,4 +142,4 @@ def test_leaving_a_store_that_is_gone_does_no_harm(workers: Workers) -> None:
     store = Closing()
     group = join_dynamic(open_store(store, 0, None, timeout=5), workers(1)[0].member, 5)
     store.closed = True
-    assert not group.leave()
+    assert not keep(group).leave()

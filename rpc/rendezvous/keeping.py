@@ -1,0 +1,207 @@
+"""What members of a dynamic group do for those who come later: the group outlives its store.
+
+Each member watches the store. When it is gone, with the process that served it, a member on that host serves
+another at the same address; the others connect to it as soon as they can, and all see to it that the log of
+arrivals shows the members again. Who reads the log after that finds them, so a newcomer, a restarted first
+worker among them, joins the group that is there. Should it have come before any of them, they find it in the
+log, and connect to it. Calls between members need no store.
+
+Of a member that has died, the one with the smallest id takes the entries out, if the death is certain.
+
+Theory: *of any two workers that live, one finds the other.* A joiner reads all entries before its own, a
+member that comes back reads all entries after its own was written. So for two of them, whichever entry was
+written first, the other one's reader sees it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from rpc.errors import RendezvousError
+from rpc.group.workers import Member
+from rpc.rendezvous.address import Probe, probe
+from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Pace
+from rpc.rendezvous.dynamic import DynamicGroup, Joining
+from rpc.rendezvous.store import Abandoned, Log, StoreLost, Waiting
+
+__all__ = ["Keeper"]
+
+logger = logging.getLogger(__name__)
+
+_QUICK_SECONDS: Final = 0.01
+_SLOW_SECONDS: Final = 1.0
+"""How often the store is looked at: at first after a member was lost, which may have served it; and later."""
+
+_LOOKS_AT_THE_DEAD: Final = 3
+"""A process's connections end before its listeners: so often a lost member may still seem to live."""
+
+
+class Keeper:
+    """Keeps one member of a dynamic group where newcomers find it, on a thread of its own.
+
+    Args:
+        group: as this worker has joined it; its store is the keeper's from now on.
+        timeout: seconds to wait at a time for somebody to serve a lost store again.
+        roster: returns the members that this worker knows, itself among them; called on the keeper's thread.
+        meet: told of members that this worker may not know; likewise.
+        tell: tells whether a member lives.
+        pace: how patient to be with joiners that do not finish.
+    """
+
+    def __init__(
+        self,
+        group: DynamicGroup,
+        timeout: float,
+        roster: Callable[[], Sequence[Member]],
+        meet: Callable[[Sequence[Member]], object],
+        *,
+        tell: Probe = probe,
+        pace: Pace = DEFAULT_PACE,
+    ) -> None:
+        self._me = group.me
+        self._store = group.store
+        self._timeout = timeout
+        self._roster = roster
+        self._meet = meet
+        self._tell = tell
+        self._pace = pace
+        self._places = {group.place}
+        self._lost = False
+        self._dead: dict[int, int] = {}
+        self._orders: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._waiting = Waiting(timeout)
+        self._leaving = False
+        self._left = threading.Event()
+        self._has_left = False
+        self._thread = threading.Thread(target=self._run, name="farcall-keeper", daemon=True)
+        store = self._store
+        atexit.register(lambda: store)  # which this process may serve, and others need until it ends
+
+    def start(self) -> None:
+        """This worker takes part in the group."""
+        self._thread.start()
+
+    def worker_gone(self, incarnation: int) -> None:
+        """A member is gone, and may be dead. From any thread; never blocks."""
+        self._orders.put(incarnation)
+
+    def leave(self, timeout: float = 2.0) -> bool:
+        """Have later joiners not look for this worker, and end; returns whether the store took it in time."""
+        self._leaving = True
+        self._waiting.abandon()
+        self._orders.put(None)
+        if self._thread.ident is None:
+            self._thread.start()
+        return self._left.wait(timeout) and self._has_left
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: let go of what is the parent's."""
+        self._store.forget_line()
+
+    def _run(self) -> None:
+        pause, complaint = _SLOW_SECONDS, ""
+        while not self._leaving:
+            try:
+                self._look()
+                complaint = ""
+            except StoreLost:
+                self._note_loss()
+            except Abandoned:
+                break
+            except RendezvousError as error:
+                if str(error) != complaint:
+                    complaint = str(error)
+                    logger.warning("newcomers cannot join the group of '%s': %s", self._me.name, error)
+            except Exception:
+                logger.exception("the keeper of worker '%s' failed", self._me.name)
+            pause = _QUICK_SECONDS if self._wait(pause) or self._dead else min(2 * pause, _SLOW_SECONDS)
+        try:
+            if not self._lost:
+                log = Log(self._store)
+                for place in self._places:
+                    log.remove(place)
+                self._has_left = True
+        except StoreLost:
+            pass
+        finally:
+            self._store.forget_line()
+            self._left.set()
+
+    def _wait(self, seconds: float) -> bool:
+        """Returns whether a member was lost meanwhile."""
+        try:
+            incarnation = self._orders.get(timeout=seconds)
+        except queue.Empty:
+            return False
+        if incarnation is not None:
+            self._dead[incarnation] = _LOOKS_AT_THE_DEAD
+        return True
+
+    def _look(self) -> None:
+        if self._lost or self._store.seems_lost():
+            self._come_back()
+        elif self._dead:
+            self._strike_out()
+
+    def _come_back(self) -> None:
+        self._note_loss()
+        description, name = self._store.description, self._me.name
+        if self._store.opener is None:
+            self._store.forget_line()
+            self._leaving = True
+            logger.warning(
+                "%s is lost. The group of '%s' goes on, and nobody can join it any more: the store was "
+                "passed as an object, so that it cannot be opened again.",
+                description,
+                name,
+            )
+            return
+        self._waiting = Waiting(self._timeout)
+        if self._leaving:
+            raise Abandoned
+        self._store.reopen(self._waiting)
+        log = Log(self._store)
+        # The first one speaks for all that it knows: others may be slow, and their names are theirs.
+        first = self._store.add("kept", 1) == 1
+        whom = self._roster() if first else [self._me]
+        joining = Joining(self._store, Arrival.of(self._me, 0), self._waiting, self._tell, self._pace)
+        found = joining.come_back(log, whom)
+        self._places = set(log.places(self._me.incarnation))
+        self._lost = False
+        logger.info("newcomers find the group of '%s' at %s again", name, description)
+        self._meet(found)
+
+    def _note_loss(self) -> None:
+        if not self._lost:
+            self._lost = True
+            logger.info(
+                "%s is gone; the group of '%s' goes on, and newcomers wait until a member serves it again",
+                self._store.description,
+                self._me.name,
+            )
+
+    def _strike_out(self) -> None:
+        """Take the dead out of the log, if that is up to this worker."""
+        here = [member.id for member in self._roster()]
+        if min(here) != self._me.id:
+            self._dead.clear()
+            return
+        log = Log(self._store)
+        entries = {
+            each.arrival.member.incarnation: each.arrival.member for each in log.read() if each.arrival
+        }
+        for incarnation, looks in list(self._dead.items()):
+            alive = incarnation in entries and self._tell(entries[incarnation]) is not False
+            if alive and looks > 1:
+                self._dead[incarnation] = looks - 1
+                continue
+            del self._dead[incarnation]
+            if not alive:
+                for place in log.places(incarnation):
+                    log.remove(place)
+        log.trim()
