@@ -25,18 +25,10 @@ _PROFILER_TESTS = (
 _LATE_CREATION = "expects an object whose creation timed out to be made for nobody; here it is freed"
 
 CANNOT_HOLD: Final[dict[str, str]] = {
-<<<<<<< HEAD
     "test_udf_remote_message_delay_timeout": _LATE_CREATION,
     "test_remote_message_builtin_delay_timeout": _LATE_CREATION,
     "test_remote_message_script_delay_timeout": _LATE_CREATION,
-    **dict.fromkeys(_PROFILER_TESTS, _REMOTE_PROFILER),
-    "test_rref_type_blocking": "expects PyTorch's profiler to record an RPC of PyTorch's own, "
-    "`_rref_typeof_on_owner`",
-    "test_rref_type_non_blocking": "expects PyTorch's profiler to record an RPC of PyTorch's own, "
-    "`_rref_typeof_on_owner`",
-=======
     **dict.fromkeys(_PROFILER_TESTS, _SHOWS_CALLS),
->>>>>>> side/profiler
     "test_backward_unused_send_function": "expects backward to hang for ever where a result is unused; "
     "farcall's does not",
     "test_post_hooks": "expects hooks on the node that accumulates into .grad; that node does not run, "
