@@ -39,6 +39,14 @@ CANNOT_HOLD: Final[dict[str, str]] = {
     "test_disable_gil_profiling": "expects PyTorch's measurement of waiting for the GIL; farcall makes none",
     "test_rref_timeout": "expects the owner to keep what a timed-out remote() made until the caller "
     "drops its reference; farcall's owner frees it at once, since the reference is of no use any more",
+    **dict.fromkeys(
+        (
+            "test_remote_message_builtin_delay_timeout",
+            "test_remote_message_script_delay_timeout",
+            "test_udf_remote_message_delay_timeout",
+        ),
+        "expects the owner to keep what timed-out remote() calls made, as test_rref_timeout does",
+    ),
     "test_dynamic_and_static_init_rpc_together": "expects a dynamic worker to be refused by a static "
     "group whose processes are just ending; farcall asks whether they live, so it depends on who is quicker",
     **dict.fromkeys(
