@@ -40,6 +40,7 @@ from rpc.lifecycle.backend_registry import (
 )
 from rpc.lifecycle.local_processes import LocalGroup, local_group, spawn
 from rpc.lifecycle.startup import init_rpc, init_with_store
+from rpc.lifecycle.worker_watch import on_worker_joined, on_worker_lost
 from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions, TlsOptions
 from rpc.runtime import events
 from rpc.runtime.current import is_initialized
@@ -79,6 +80,8 @@ __all__ = [
     "init_with_store",
     "is_initialized",
     "local_group",
+    "on_worker_joined",
+    "on_worker_lost",
     "register_backend",
     "remote",
     "rpc_async",

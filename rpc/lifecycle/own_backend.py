@@ -27,6 +27,7 @@ from rpc.errors import GroupMismatchError, RpcTimeoutError, WorkerLostError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo
+from rpc.lifecycle.worker_watch import watch
 from rpc.options import UNSET_TIMEOUT, AgentOptions, parse_listen
 from rpc.rendezvous.address import host_identity, is_loopback, listen_address
 from rpc.rendezvous.arrivals import Group
@@ -132,6 +133,7 @@ def _start(
             [member.name for member in group.members] if group.static else None,
         )
         if current:
+            watch(agent)
             set_current_agent(agent)  # calls of others may arrive as soon as it has joined
         agent.join(group.me, group.members, group.key, static=group.static)
         logger.debug(

@@ -125,6 +125,29 @@ def test_the_group_outlives_the_first_worker_that_serves_the_store(run_workers: 
     dismiss(workers)
 
 
+def watch_others(worker: Worker) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("a callback's own error")
+
+    with rpc.on_worker_joined(fail), rpc.on_worker_lost(fail):
+        rpc.on_worker_joined(lambda each: worker.report("came", (each.name, rpc.rpc_sync(each, int))))
+        rpc.on_worker_lost(lambda each, reason: worker.report("went", (each.name, reason)))
+        follow_orders(worker, dynamic=True)
+
+
+def test_the_program_is_told_who_comes_and_who_is_lost(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(watch_others, 1)
+    workers[0].wait_for("ready")
+    for _ in range(2):
+        other = add(workers, name="other", rank=1)
+        assert workers[0].wait_for("came") == ("other", 0)
+        other.kill()
+        other.result()
+        name, reason = workers[0].wait_for("went")
+        assert (name, bool(reason)) == ("other", True)
+    dismiss(workers)
+
+
 kept: list[rpc.RRef[Tracked]] = []
 
 

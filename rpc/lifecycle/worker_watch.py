@@ -1,0 +1,108 @@
+"""Telling the program who comes and who is lost: ``rpc.on_worker_joined`` and ``rpc.on_worker_lost``.
+
+Callbacks run on a thread of their own, ``farcall-watch``, one at a time: events in the order in which this
+worker noticed them, for each the callbacks in the order in which they were registered. So they may block and
+make calls; what they raise is logged. Nothing is told of this worker itself, nor after ``shutdown``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final
+
+from rpc.agent.agent import Agent
+from rpc.group.peer import Peer
+from rpc.group.workers import WorkerInfo
+
+__all__ = ["on_worker_joined", "on_worker_lost", "watch"]
+
+logger = logging.getLogger(__name__)
+
+_joined: Final[list[Callable[..., object]]] = []
+_lost: Final[list[Callable[..., object]]] = []
+
+
+def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> ExitStack:
+    """Have ``callback(worker)`` called for each other worker that becomes known from now on.
+
+    What is registered before ``init_rpc`` hears of all; after it, only of those who come later
+    (``get_worker_infos`` has the others). It stays registered for later groups of this process.
+
+    Args:
+        callback: called on a thread of its own, one at a time; it may make calls. What it raises is logged.
+
+    Returns:
+        What ends it: ``close()`` it, or use it in a ``with`` statement.
+
+    Example::
+
+        rpc.on_worker_joined(lambda worker: print(worker.name, "is here"))
+    """
+    return _register(_joined, callback)
+
+
+def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> ExitStack:
+    """Have ``callback(worker, reason)`` called for each other worker that is gone for good from now on: it
+    left, died or was cut off, as ``reason`` says. A worker that comes back under its name has joined anew.
+
+    Arguments and value as for ``on_worker_joined``.
+
+    Example::
+
+        rpc.on_worker_lost(lambda worker, reason: print(worker.name, "is gone:", reason))
+    """
+    return _register(_lost, callback)
+
+
+def _register(callbacks: list[Callable[..., object]], callback: Callable[..., object]) -> ExitStack:
+    if not callable(callback):
+        raise TypeError(f"callback must be callable, not {callback!r}")
+
+    def called(*told: Any) -> None:  # an object of its own, so that one callback may be registered twice
+        callback(*told)
+
+    def end() -> None:
+        if called in callbacks:
+            callbacks.remove(called)
+
+    callbacks.append(called)
+    subscription = ExitStack()
+    subscription.callback(end)
+    return subscription
+
+
+def watch(agent: Agent) -> None:
+    """Tell of the workers of an agent that has not joined its group yet."""
+    told: queue.SimpleQueue[tuple[list[Callable[..., object]], tuple[Any, ...]] | None] = queue.SimpleQueue()
+    thread = threading.Thread(target=_tell, args=(agent, told), name="farcall-watch", daemon=True)
+
+    def note(callbacks: list[Callable[..., object]], *what: Any) -> None:
+        now = list(callbacks)
+        if now:
+            told.put((now, what))
+            if thread.ident is None:
+                thread.start()
+
+    def joined(peer: Peer) -> None:
+        if not peer.is_self:
+            note(_joined, peer.member.info)
+
+    agent.on_joined(joined)
+    agent.on_gone(lambda peer, reason: note(_lost, peer.member.info, reason))
+    agent.on_close(lambda: told.put(None))
+
+
+def _tell(
+    agent: Agent, told: queue.SimpleQueue[tuple[list[Callable[..., object]], tuple[Any, ...]] | None]
+) -> None:
+    while (what := told.get()) is not None and not agent.closed:
+        callbacks, arguments = what
+        for callback in callbacks:
+            try:
+                callback(*arguments)
+            except Exception:
+                logger.exception("a callback for workers that come and go failed")
