@@ -69,8 +69,10 @@ is slow: how many may come at a time is for the transports to limit.
 
 _SLOW_SECONDS: Final = 1.0
 
-_PAUSE_SECONDS: Final = 0.2
-"""Between attempts to connect."""
+_PAUSES: Final = (0.002, 0.004, 0.008, 0.016, 0.2)
+"""Seconds between attempts to connect, the last for all others. Of a process that is just dying, connections
+may end before its address refuses.
+"""
 
 _REDIAL_SECONDS: Final = 3.0
 """How long an address may take that has answered before, so that a link which comes back is found soon."""
@@ -273,7 +275,9 @@ class Connections:
             within = f" for {self.reconnect_seconds:g} s" if self.reconnect_seconds else ""
             self.lose(peer, f"{why}{reason}{within}")
         elif peer.step(Event.BREAK):
-            self.loop.call_later(_PAUSE_SECONDS, self.connect, peer)
+            pause = _PAUSES[min(peer.failures, len(_PAUSES) - 1)]
+            peer.failures += 1
+            self.loop.call_later(pause, self.connect, peer)
 
     def broke(self, peer: Peer, reason: str, *, connect: bool = True) -> None:
         """An established connection is closed, and its worker may live."""

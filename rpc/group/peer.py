@@ -75,6 +75,8 @@ class Peer:
         self.broken: str | None = None
         """Why the last connection broke, or no attempt has succeeded, while there is none."""
         self.broken_since = 0.0
+        self.failures = 0
+        """How many attempts have failed since."""
         self.process: int | None = None
         """Of a worker on this host, once there was a connection."""
         self.dialled = False
@@ -245,7 +247,7 @@ class Peer:
         with self._lock:
             again = self.session.resume(received, self._unsent) if number > 1 else []
             self.session.connections = number
-            self._unsent, self._last_connection, self.broken = [], None, None
+            self._unsent, self._last_connection, self.broken, self.failures = [], None, None, 0
             if not self.is_self:
                 connection.carry(self.session)
             for frame in again:

@@ -19,7 +19,10 @@ import torch
 
 import rpc
 from rpc.errors import WorkerLostError
+from rpc.group.connection_state import State
+from rpc.runtime.current import current_agent
 from tests.support.serving import wait_at_gate
+from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
 STOPPED = (
@@ -118,3 +121,30 @@ def test_who_holds_its_interpreter_is_not_lost(
     run_workers: RunWorkers, hold: Callable[[float], str], lost_after: float, said: str
 ) -> None:
     assert run_workers(call_who_holds_the_interpreter, 2, args=(hold, lost_after)) == [said, None]
+
+
+def first_contact(worker: Worker) -> None:
+    with worker.group(rpc_timeout=0):
+        if worker.rank:
+            worker.report("joined")
+            worker.wait_for("leave")
+            return
+        worker.wait_for("call")
+        future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(1), 1))
+        peer = current_agent().peer("worker1")
+        until(lambda: peer.state is State.HANDSHAKING)
+        worker.report("calling")
+        assert future.wait() == 2
+
+
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(25.0, marks=pytest.mark.nightly)])
+def test_the_first_contact_may_find_a_stopped_worker(run_workers: RunWorkers, seconds: float) -> None:
+    workers = run_workers.start(first_contact, 2)
+    workers[1].wait_for("joined")
+    workers[1].stop()
+    workers[0].tell("call")
+    workers[0].wait_for("calling")
+    time.sleep(seconds)  # how long it is stopped is what is tested
+    workers[1].resume()
+    workers[1].tell("leave")
+    workers.results()

@@ -1,0 +1,63 @@
+"""Sessions: over any number of broken connections, what one end sends the other takes in once, in order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rpc.errors import ProtocolError
+from rpc.transport.session import Session
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_whatever_breaks_each_message_is_taken_in_once_and_in_order(seed: int) -> None:
+    dice = random.Random(seed)
+    session, queue, wire, taken = Session(), list[bytes](), list[bytes](), list[bytes]()
+    made = 0
+    for _ in range(500):
+        match dice.randrange(5):
+            case 0:
+                queue.append(b"%d" % made)
+                made += 1
+            case 1 if queue:
+                session.sent.append(queue[0])
+                wire.append(queue.pop(0))
+            case 2 if wire:
+                taken.append(wire.pop(0))
+            case 3:
+                session.acknowledged(dice.randint(0, len(taken)))
+            case 4 if dice.random() < 0.1:  # the connection breaks, with all that is on its way
+                wire.clear()
+                queue = session.resume(len(taken), queue)
+    taken += session.resume(len(taken), queue)
+    assert taken == [b"%d" % number for number in range(made)]
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_who_cannot_have_taken_in_so_many_is_found_out(count: int) -> None:
+    session = Session()
+    session.sent += [b"1", b"2", b"3"]
+    session.acknowledged(1)
+    with pytest.raises(ProtocolError, match="it has taken in"):
+        session.resume(count, [])
+
+
+def test_an_acknowledgement_may_come_before_its_writer_has_noted_the_message() -> None:
+    session = Session()
+    session.sent.append(b"1")
+    session.acknowledged(2)
+    session.sent.append(b"2")
+    session.acknowledged(2)
+    assert session.resume(2, [b"3"]) == [b"3"]
+
+
+def test_large_messages_are_lost_that_began_on_an_earlier_connection_and_have_not_arrived() -> None:
+    session = Session()
+    session.connections = 1
+    arrived, _ = session.begin_large(b"a"), session.begin_large(b"b")
+    session.large.pop(arrived)
+    session.connections = 2
+    session.begin_large(b"c")
+    assert session.take_lost() == [b"b"]
+    assert session.take_lost() == []
