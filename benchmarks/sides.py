@@ -63,6 +63,7 @@ class Side:
         """Import its module: in a worker, since only one of the sides can be in a process."""
         if self.folder is not None:
             sys.path.insert(0, str(self.folder))
+            sys.modules.pop("farcall_guard", None)  # PyTorch's entry points may have imported another tree's
             os.environ["PYTHONPATH"] = os.pathsep.join((str(self.folder), os.environ.get("PYTHONPATH", "")))
         module = importlib.import_module(self.module)
         if self.folder is not None and not Path(module.__file__ or "").is_relative_to(self.folder):
