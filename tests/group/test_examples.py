@@ -176,6 +176,10 @@ BY_ONE_DRIVER = {
         r"^language, both +loss \d",
     ),
     "fsdp": (["--steps", "8", "--every", "3"], r"^resumed at +step [14], with 2 workers"),
+    "elastic": (
+        ["--steps", "1200", "--kill-every", "300"],
+        r"^trainers +5 were started, 2 of which replaced",
+    ),
     "serve": (["--rounds", "1", "--clients", "4", "--width", "256"], r"^accuracy +0\.9\d\d of 449 images"),
 }
 """Arguments with which those succeed soon that start workers for one program, and a line that they print.
@@ -187,7 +191,11 @@ That which is killed may have been at its last checkpoint just then, and goes on
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "name", ["serve", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("spmd_training", "fsdp"))]
+    "name",
+    [
+        "serve",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("elastic", "spmd_training", "fsdp")),
+    ],
 )
 def test_one_program_on_many_workers_computes_what_it_does_alone(name: str, tmp_path: Path) -> None:
     arguments, shows = BY_ONE_DRIVER[name]

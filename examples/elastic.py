@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""Training that goes on while trainers are killed and replaced, by one command::
+
+    python examples/elastic.py
+
+How it works. The process that you start is the server. It owns a classifier of handwritten digits, and the
+group, which is dynamic: workers come and go. It starts trainers, each a process, which join the group and
+send it gradients (asynchronous SGD, as in `parameter_server.py`). Now and then one of them is killed, as
+`kill -9` does it. The server is told who joins and who is lost, marked (1) below: it starts another in
+place of who is lost, under the same name, and sets to work who has joined. Nothing is trained again: the
+server has the weights.
+
+It ends after so many steps, and says how many trainers that took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import queue
+import sys
+import tempfile
+import threading
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import rpc
+from command_line import example_parser, positive, rate
+from digits import Images, load_images
+from example_run import Miss
+from live_progress import live_progress, print_figures
+
+TARGET = 0.93
+LOST_SECONDS = 30.0
+
+
+class Server:
+    """Owns the weights, and takes a step with each gradient that comes."""
+
+    def __init__(self, learning_rate: float) -> None:
+        self._model = make_model()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), learning_rate, momentum=0.8)
+        self._lock = threading.Lock()
+        self.steps: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.enough = False
+
+    def update(self, trainer: str, gradients: list[Tensor] | None) -> list[Tensor]:
+        """Take a step, and answer with the new weights; with none when training is over."""
+        with self._lock:
+            if self.enough:
+                return []
+            if gradients is not None:
+                for parameter, gradient in zip(self._model.parameters(), gradients, strict=True):
+                    parameter.grad = gradient
+                self._optimizer.step()
+                self.steps.put(trainer)
+            return [parameter.detach().clone() for parameter in self._model.parameters()]
+
+    def accuracy(self, images: Images) -> float:
+        """The share of images whose digit the model names."""
+        with self._lock, torch.no_grad():
+            right = self._model(images.pixels).argmax(1) == images.labels
+        return float(right.float().mean())
+
+
+def make_model() -> nn.Module:
+    """64 pixels in, one score for each of the ten digits out."""
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+class Trainer:
+    """Computes gradients on all images, in an order of its own."""
+
+    def __init__(self, server: rpc.RRef[Server], seed: int) -> None:
+        self._server = server
+        self._images = load_images()[0]
+        self._random = torch.Generator().manual_seed(seed)
+        self._model = make_model()
+
+    def train(self, batch: int) -> None:
+        """Compute gradients and have the server use them, until it has had enough."""
+        name = rpc.get_worker_info().name
+        weights = self._server.rpc_sync().update(name, None)
+        while weights:
+            with torch.no_grad():
+                for parameter, value in zip(self._model.parameters(), weights, strict=True):
+                    parameter.copy_(value)
+            chosen = self._images[torch.randint(len(self._images), (batch,), generator=self._random)]
+            loss = nn.functional.cross_entropy(self._model(chosen.pixels), chosen.labels)
+            gradients = list(torch.autograd.grad(loss, list(self._model.parameters())))
+            weights = self._server.rpc_sync().update(name, gradients)
+
+
+def be_a_trainer(name: str, meeting: str) -> None:
+    """What a trainer's process does: it joins the group that is there, and does what it is asked to."""
+    torch.set_num_threads(1)
+    rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(init_method=meeting, dynamic=True))
+    finished.wait()
+    rpc.shutdown()
+
+
+finished = threading.Event()
+
+
+def finish() -> None:
+    """Called at each trainer: let its process end."""
+    finished.set()
+
+
+class Crew:
+    """Keeps trainers at work: starts them, and others in place of those that are lost."""
+
+    def __init__(self, server: Server, meeting: str, options: argparse.Namespace) -> None:
+        self._server = rpc.RRef(server)
+        self._meeting = meeting
+        self._options = options
+        self._processes: dict[str, BaseProcess] = {}
+        self.started = 0
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def start(self, name: str) -> None:
+        """Start a process, which will join by itself."""
+        context = multiprocessing.get_context("spawn")
+        self._processes[name] = context.Process(target=be_a_trainer, args=(name, self._meeting), daemon=True)
+        self._processes[name].start()
+        self.started += 1
+
+    def set_to_work(self, worker: rpc.WorkerInfo) -> None:
+        """(1) Called when a worker has joined."""
+        trainer = rpc.remote(worker, Trainer, args=(self._server, self.started))
+        trainer.rpc_async(timeout=0).train(self._options.batch)
+
+    def replace(self, worker: rpc.WorkerInfo, reason: str) -> None:
+        """(1) Called when a worker is lost."""
+        self.lost.put(f"{worker.name}: {reason}")
+        self.start(worker.name)
+
+    def kill(self, number: int) -> None:
+        """What the cloud does to a preemptible machine."""
+        self._processes[f"trainer{number}"].kill()
+
+    def dismiss(self) -> None:
+        """Let all end."""
+        for worker in rpc.get_worker_infos():
+            if worker != rpc.get_worker_info():
+                rpc.rpc_async(worker, finish)
+        for process in self._processes.values():
+            process.join(LOST_SECONDS)
+
+
+def direct(options: argparse.Namespace, meeting: str) -> None:
+    """The server's part, in the process that was started."""
+    torch.manual_seed(options.seed)
+    rpc.init_rpc("server", rpc_backend_options=rpc.AgentOptions(init_method=meeting, dynamic=True))
+    _, held_out = load_images()
+    server = Server(options.learning_rate)
+    crew = Crew(server, meeting, options)
+    with rpc.on_worker_joined(crew.set_to_work), rpc.on_worker_lost(crew.replace):
+        for number in range(options.trainers):
+            crew.start(f"trainer{number}")
+        with live_progress("steps", options.steps, plain=options.plain) as progress:
+            for step in range(options.steps):
+                trainer = server.steps.get(timeout=LOST_SECONDS)
+                progress.advance(f"{trainer}, {crew.lost.qsize()} lost")
+                if step % options.kill_every == options.kill_every - 1 and step < options.steps * 3 // 4:
+                    crew.kill(step // options.kill_every % options.trainers)
+        server.enough = True
+    accuracy = server.accuracy(held_out)
+    crew.dismiss()
+    rpc.shutdown()
+    lost = [crew.lost.get() for _ in range(crew.lost.qsize())]
+    print_figures(
+        {
+            "accuracy": f"{accuracy:.3f} on {len(held_out)} images held out",
+            "trainers": f"{crew.started} were started, {len(lost)} of which replaced others that were killed",
+            "the first": lost[0] if lost else "none was lost",
+        }
+    )
+    if accuracy < TARGET:
+        raise Miss(f"The accuracy is {accuracy:.3f}; it should be {TARGET} at least.")
+
+
+def main() -> None:
+    """The command."""
+    parser = example_parser(__doc__)
+    parser.add_argument("--trainers", type=positive, default=3, help="at work at a time (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=3000, help="in all (%(default)s)")
+    parser.add_argument("--kill-every", type=positive, default=600, help="steps (%(default)s)")
+    parser.add_argument("--batch", type=positive, default=32, help="images per step (%(default)s)")
+    parser.add_argument("--learning-rate", type=rate, default=0.02, help="of SGD (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="for the first weights (%(default)s)")
+    parser.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="farcall-elastic-") as folder:
+        try:
+            direct(options, (Path(folder) / "meeting").as_uri())
+        except queue.Empty:
+            sys.exit(f"no trainer has done a step for {LOST_SECONDS:g} s")
+        except (Miss, RuntimeError) as error:
+            sys.exit(str(error))
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
