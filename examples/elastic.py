@@ -138,9 +138,9 @@ class Crew:
         self.lost.put(f"{worker.name}: {reason}")
         self.start(worker.name)
 
-    def kill(self, number: int) -> None:
+    def kill(self, name: str) -> None:
         """What the cloud does to a preemptible machine."""
-        self._processes[f"trainer{number}"].kill()
+        self._processes[name].kill()
 
     def dismiss(self) -> None:
         """Let all end."""
@@ -166,7 +166,7 @@ def direct(options: argparse.Namespace, meeting: str) -> None:
                 trainer = server.steps.get(timeout=LOST_SECONDS)
                 progress.advance(f"{trainer}, {crew.lost.qsize()} lost")
                 if step % options.kill_every == options.kill_every - 1 and step < options.steps * 3 // 4:
-                    crew.kill(step // options.kill_every % options.trainers)
+                    crew.kill(trainer)
         server.enough = True
     accuracy = server.accuracy(held_out)
     crew.dismiss()

@@ -178,7 +178,7 @@ BY_ONE_DRIVER = {
     "fsdp": (["--steps", "8", "--every", "3"], r"^resumed at +step [14], with 2 workers"),
     "elastic": (
         ["--steps", "1200", "--kill-every", "300"],
-        r"^trainers +5 were started, 2 of which replaced",
+        r"^trainers +6 were started, 3 of which replaced",
     ),
     "serve": (["--rounds", "1", "--clients", "4", "--width", "256"], r"^accuracy +0\.9\d\d of 449 images"),
 }
