@@ -263,11 +263,11 @@ class Striping:
         lanes = self._lanes.get(peer)
         if lanes is not None and not lanes.leaving and lanes.left is None:
             self._loop.call_later(
-                _GRACE_SECONDS, self._break, peer, f"a lane of its connection was lost: {reason}"
+                _GRACE_SECONDS, self._break, peer, lanes, f"a lane of its connection was lost: {reason}"
             )
 
-    def _break(self, peer: Peer, reason: str) -> None:
-        if self._lanes.get(peer) is not None and peer.connection is not None:
+    def _break(self, peer: Peer, lanes: _Lanes, reason: str) -> None:
+        if self._lanes.get(peer) is lanes and peer.connection is not None:  # not one made since
             peer.connection.close(reason)
 
     # ---- the end

@@ -129,6 +129,7 @@ def send_large_while_cut(worker: Worker, stripes: int) -> None:
                 else:
                     arrived += 1
                     assert echoed.equal(2 * tensor)  # none is torn
+        rpc.rpc_sync("worker1", int)  # when this is answered they are connected again
         assert rpc.rpc_sync("worker1", total, args=(tensor,)) == 1 << 20
         worker.report("done", (arrived, lost))
 

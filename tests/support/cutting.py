@@ -12,15 +12,18 @@ from tests.support.streams import SOON
 
 
 def cut(worker: str) -> None:
-    """Close this worker's connection to another, with all that it has received and not read."""
+    """Close this worker's connection to another, with all that it has received and not read. Returns then."""
     agent = current_agent()
+    closed = threading.Event()
 
     def close() -> None:
         connection = agent.peer(worker).connection
         if connection is not None:
             connection.close("the test has cut it")
+        closed.set()
 
     agent.on_loop(close)
+    assert closed.wait(SOON)
 
 
 @contextmanager
