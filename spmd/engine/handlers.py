@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from spmd.engine.aliases import Alias, Value, as_strided_steps, read, write
+from spmd.engine.aliases import Alias, Value, as_strided_steps, read, refuse_repeated, write
 from spmd.engine.current import NAME, engine
 from spmd.engine.logical_tensor import LogicalTensor, fetched, parameter_of, wrap
 from spmd.engine.metas import Spec, infer, spec_of
@@ -78,6 +78,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return target.copy_(fetched(source._alias))
     recorder = engine().recorder
     alias = target._alias
+    refuse_repeated(alias)
     shape, dtype = alias.spec.shape, alias.spec.dtype
     with recorder.lock:
         if isinstance(source, LogicalTensor):
