@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -184,7 +185,10 @@ def _batches(name: str, sizes: Sizes) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    cut = [each for each in model.parameters() if isinstance(each, DTensor)]
+    rest = [each for each in model.parameters() if not isinstance(each, DTensor)]
+    groups = [{"params": each} for each in (cut, rest) if each]  # lists of both kinds are refused
+    return torch.optim.AdamW(groups, lr=1e-4, foreach=True)
 
 
 def _trained(
