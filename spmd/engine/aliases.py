@@ -3,11 +3,13 @@
 Tensors that share memory, as the user sees it, are *aliases* of one base. The base has a value, and a
 version that counts its changes; a view knows the operation by which it is had from its parent. A view is
 computed when it is read, and again when the base has changed since. A write to a view makes a new value of
-its parent, and so on up to the base.
+its parent, and so on up to the base; parents that show an element several times (``expand``, ``unfold``) are
+passed over, since each of these places would have to change.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -18,7 +20,7 @@ from spmd.engine.metas import Spec
 from spmd.engine.operation import Operation
 from spmd.engine.program import Layout
 
-__all__ = ["Alias", "Records", "Value", "read", "steps_of_view", "write"]
+__all__ = ["Alias", "Records", "Value", "read", "refuse_repeated", "steps_of_view", "write"]
 
 aten: Final = torch.ops.aten
 
@@ -131,22 +133,64 @@ def write(recorder: Records, alias: Alias, new: Value) -> None:
         _show(alias, new)
         alias.version += 1
         return
+    steps = _steps_from(parent, alias)
+    source = alias
+    for _ in steps:
+        assert source.parent is not None
+        source = source.parent
+    if len(steps) == 1 and not _repeats(alias.spec):
+        ((operation, args),) = steps
+        changed = _with_written(recorder, source, operation.overload, args, new)
+    else:
+        changed = _scattered_by_index(recorder, source, steps, new)
+    write(recorder, source, changed)
+    if not _repeats(alias.spec):
+        _show(alias, new)
+
+
+def _steps_from(parent: Alias, alias: Alias) -> list[Step]:
+    """The views between an alias and the nearest of what it is a view of where an element has one place."""
     assert alias.step is not None
-    operation, args = alias.step
-    write(recorder, parent, _with_written(recorder, parent, operation.overload, args, new, alias.spec))
-    _show(alias, new)
+    steps = [alias.step]
+    while parent.parent is not None and _may_overlap(parent.spec):
+        assert parent.step is not None
+        steps.insert(0, parent.step)
+        parent = parent.parent
+    return steps
+
+
+def _repeats(spec: Spec) -> bool:
+    """Whether a tensor shows elements several times along one of its dimensions, as by ``expand``."""
+    return any(step == 0 and size > 1 for size, step in zip(spec.shape, spec.stride, strict=True))
+
+
+def refuse_repeated(alias: Alias) -> None:
+    """Raise the error of one device where a tensor that shows elements several times is to be changed."""
+    if alias.parent is not None and _repeats(alias.spec):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+            "location. Please clone() the tensor before performing the operation."
+        )
+
+
+def _may_overlap(spec: Spec) -> bool:
+    """Whether two of a tensor's elements may be one in memory. It may say so where they are not."""
+    reach = 0
+    for step, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return True
+            reach += step * (size - 1)
+    return False
 
 
 def _with_written(
-    recorder: Records, parent: Alias, operator: Any, args: tuple[Any, ...], new: Value, spec: Spec
+    recorder: Records, parent: Alias, operator: Any, args: tuple[Any, ...], new: Value
 ) -> Value:
     """What a parent is when a view of it has become ``new``."""
-    shape = parent.spec.shape
     inverse = _INVERSES.get(operator)
-    if operator in _RESHAPES or (
-        operator is aten.expand.default and spec.shape != shape and _same_size(spec, parent.spec)
-    ):
-        result = recorder.record(aten.view.default, (Alias(new, new.spec.dense()), list(shape)))
+    if operator in _RESHAPES:
+        result = recorder.record(aten.view.default, (Alias(new, new.spec.dense()), list(parent.spec.shape)))
     elif operator in _SCATTERS:
         read(recorder, parent)
         result = recorder.record(_SCATTERS[operator], (parent, Alias(new, new.spec), *args))
@@ -154,31 +198,40 @@ def _with_written(
         inverse_operator, inverse_args = inverse(parent.spec, args)
         result = recorder.record(inverse_operator, (Alias(new, new.spec), *inverse_args))
     else:
-        result = _scattered_by_index(recorder, parent, operator, args, new)
+        return _scattered_by_index(recorder, parent, [(Operation.of(operator), args)], new)
     value: Value = result[0].value
     return value
 
 
-def _same_size(one: Spec, other: Spec) -> bool:
-    return one.nbytes == other.nbytes
+def _scattered_by_index(recorder: Records, source: Alias, steps: Sequence[Step], new: Value) -> Value:
+    """For views of any kind: the same views of the elements' numbers say which are to be replaced.
 
-
-def _scattered_by_index(
-    recorder: Records, parent: Alias, operator: Any, args: tuple[Any, ...], new: Value
-) -> Sequence[Any]:
-    """For views of any kind: the same view of the elements' numbers says which are to be replaced."""
-    count = 1
-    for size in parent.spec.shape:
-        count *= size
-    read(recorder, parent)
-    (numbers,) = recorder.record(aten.arange.default, (count,), {"dtype": torch.int64})
-    (numbers,) = recorder.record(aten.view.default, (numbers, list(parent.spec.shape)))
-    (seen,) = recorder.record(operator, (numbers, *args))
+    Raises:
+        NotImplementedError: the views make other elements of these.
+    """
+    shape = list(source.spec.shape)
+    read(recorder, source)
+    (numbers,) = recorder.record(aten.arange.default, (math.prod(shape),), {"dtype": torch.int64})
+    (seen,) = recorder.record(aten.view.default, (numbers, shape))
+    written = Alias(new, new.spec)
+    for operation, args in steps:
+        operator = operation.overload
+        if operator in _BY_ELEMENT:
+            (written,) = recorder.record(operator, (written,))
+        elif operator in _RETYPED:
+            raise NotImplementedError(
+                f"a write through {operation.name} of a view that shows elements several times is not done "
+                "on spmd:0: write to a clone() of the view"
+            )
+        else:
+            (seen,) = recorder.record(operator, (_dense(seen), *args))
     (seen,) = recorder.record(aten.view.default, (_dense(seen), [-1]))
-    (flat_new,) = recorder.record(aten.view.default, (Alias(new, new.spec.dense()), [-1]))
-    (flat,) = recorder.record(aten.view.default, (_dense(parent), [-1]))
+    (flat_new,) = recorder.record(aten.view.default, (_dense(written), [-1]))
+    (flat,) = recorder.record(aten.view.default, (_dense(source), [-1]))
     (changed,) = recorder.record(aten.scatter.src, (flat, 0, seen, flat_new))
-    return recorder.record(aten.view.default, (changed, list(parent.spec.shape)))
+    (changed,) = recorder.record(aten.view.default, (changed, shape))
+    value: Value = changed.value
+    return value
 
 
 def _dense(alias: Alias) -> Alias:
@@ -193,6 +246,7 @@ def _dense(alias: Alias) -> Alias:
 _RESHAPES: Final = {
     aten.view.default,
     aten._reshape_alias.default,
+    aten.expand.default,  # where no element is repeated
     aten.unsqueeze.default,
     aten.squeeze.default,
     aten.squeeze.dim,
@@ -218,13 +272,17 @@ _INVERSES: Final[dict[Any, Inverse]] = {
     aten.transpose.int: lambda _, args: (aten.transpose.int, args),
     aten.t.default: lambda _, args: (aten.t.default, args),
     aten.permute.default: _permuted_back,
-    aten.expand.default: lambda parent, args: (aten.expand.default, (list(parent.shape),)),
     aten.view.dtype: lambda parent, _: (aten.view.dtype, (parent.dtype,)),
     aten.view_as_real.default: lambda *_: (aten.view_as_complex.default, ()),
     aten.view_as_complex.default: lambda *_: (aten.view_as_real.default, ()),
     aten._conj_physical.default: lambda *_: (aten._conj_physical.default, ()),
     aten.neg.default: lambda *_: (aten.neg.default, ()),
 }
+
+_BY_ELEMENT: Final = {aten._conj_physical.default, aten.neg.default}
+"""They are their own inverses, and it does not matter whether they come before or after another view."""
+
+_RETYPED: Final = {aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default}
 
 _AS: Final = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 """Views that are bits of a tensor on one device, and operations here."""

@@ -43,8 +43,10 @@ def set_up() -> torch.device:
             operator = getattr(getattr(aten, packet), overload or "default", None)
             if operator is not None and _makes_from_nothing(operator):
                 _library.impl(name.removeprefix("aten::"), _kernel(operator), "PrivateUse1")
-    for name in ("_copy_from", "_fused_sdp_choice"):
-        _library.impl(name, HANDLERS[getattr(aten, name).default], "PrivateUse1")
+    _library.impl("_copy_from", HANDLERS[aten._copy_from.default], "PrivateUse1")
+    # what it is composed of is chosen above autograd, and for devices of others always the same
+    attention = aten.scaled_dot_product_attention.default
+    _library.impl("scaled_dot_product_attention", HANDLERS[attention], "AutogradPrivateUse1")
     autocast.install(_library)
     _let_optimizers_take_lists()
     return DEVICE

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import increment_version
 
 from spmd.engine import operators
-from spmd.engine.aliases import Alias, steps_of_view, write
+from spmd.engine.aliases import Alias, refuse_repeated, steps_of_view, write
 from spmd.engine.current import engine
 from spmd.engine.handlers import HANDLERS
 from spmd.engine.logical_tensor import LogicalTensor, fetched, show_instead, uploaded, wrap
@@ -133,6 +133,8 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
     others = results[: len(results) - len(targets)]
     for target, result in zip(targets, results[len(others) :], strict=True):
         alias = target._alias
+        if operation.name not in _FILLS:
+            refuse_repeated(alias)
         if result.spec.shape != alias.spec.shape:
             raise RuntimeError(
                 f"the result has shape {list(result.spec.shape)}, and cannot be written into a tensor of "
@@ -146,6 +148,10 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
         return None
     every = [*(wrap(each) for each in others), *returned]
     return every[0] if len(every) == 1 else tuple(every)
+
+
+_FILLS: Final = ("aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_")
+"""They change also what ``expand`` has made."""
 
 
 def _on_driver(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from spmd.engine.aliases import Alias, Value, as_strided_steps, read, write
+from spmd.engine.aliases import Alias, Value, as_strided_steps, read, refuse_repeated, write
 from spmd.engine.current import NAME, engine
 from spmd.engine.logical_tensor import LogicalTensor, fetched, parameter_of, wrap
 from spmd.engine.metas import Spec, infer, spec_of
@@ -78,6 +79,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return target.copy_(fetched(source._alias))
     recorder = engine().recorder
     alias = target._alias
+    refuse_repeated(alias)
     shape, dtype = alias.spec.shape, alias.spec.dtype
     with recorder.lock:
         if isinstance(source, LogicalTensor):
@@ -187,6 +189,56 @@ def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
     return False
 
 
-@_handles(aten._fused_sdp_choice.default)
-def _fused_sdp_choice(*args: Any, **kwargs: Any) -> int:
-    return 0  # composed of matrix products
+@_handles(aten.scaled_dot_product_attention.default)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """The CPU's fused operator where the CPU would choose it; else PyTorch's products and softmax."""
+    fused = dropout_p == 0.0 and _attends(query, key, value, enable_gqa=enable_gqa)
+    if fused and attn_mask is not None:
+        fused = _masks(attn_mask, query, key)
+        if fused and attn_mask.dtype == torch.bool:
+            kept = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = kept.masked_fill_(attn_mask.logical_not(), -math.inf)
+    if fused:
+        fused_operator = aten._scaled_dot_product_flash_attention_for_cpu.default
+        return fused_operator(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return aten.scaled_dot_product_attention.default.decompose(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _attends(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
+    """Whether the fused operator takes these: ``(batch, heads, length, width)``, of one width and dtype."""
+    every = (query, key, value)
+    if any(each.dim() != 4 or each.dtype != query.dtype or each.stride(-1) != 1 for each in every):
+        return False
+    flash_enabled: Any = torch.backends.cuda.flash_sdp_enabled  # which is of the CPU's operator, too
+    heads = key.shape[1]
+    return (
+        flash_enabled()
+        and query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        and len({(each.shape[0], each.shape[3]) for each in every}) == 1
+        and key.shape[:3] == value.shape[:3]
+        and (query.shape[1] == heads or (enable_gqa and heads > 0 and query.shape[1] % heads == 0))
+        and 0 not in (query.shape[2], key.shape[2])
+    )
+
+
+def _masks(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether the fused operator takes this mask: ``(length, length)`` or with batch and heads, or ones."""
+    wanted = (*query.shape[:-1], key.shape[-2])[-mask.dim() :]
+    return (
+        mask.dim() in (2, 4)
+        and mask.dtype in (torch.bool, query.dtype)
+        and not mask.requires_grad
+        and all(size in (1, full) for size, full in zip(mask.shape, wanted, strict=True))
+    )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from spmd.engine.program import Meta
+from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call, Row, placement_rule
 
 __all__: list[str] = []
 
-
-@placement_rule(
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+_OPERATORS: Final = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
+
+
+@placement_rule(*_OPERATORS)
 def _rows(call: Call) -> list[Row]:
     """Of ``(batch, heads, length, width)``."""
     backward = call.op.name().endswith("backward")
@@ -29,3 +36,16 @@ def _rows(call: Call) -> list[Row]:
         shards = (Shard(dim),)
         rows.append(Row(shards * len(tensors) + masks, shards * (3 if backward else 2)))
     return rows
+
+
+@local_rule(*_OPERATORS)
+def _dense_rows(site: Site) -> Local:
+    """The kernel reads a row's numbers one after the other, whatever strides it is given."""
+
+    def dense(each: Any) -> Any:
+        return each.contiguous() if isinstance(each, Tensor) and each.stride(-1) != 1 else each
+
+    def attend(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        return site.call.op(*map(dense, args), attn_mask=attn_mask, **kwargs)
+
+    return site.runs(attend)

@@ -150,6 +150,46 @@ def test_gradients_through_random_views_and_writes_are_those_of_the_cpu(program:
     assert _same(found, _outcome(program, torch.device("cpu"), keep_gradients=True))
 
 
+OVERLAPPING: Final[dict[str, View]] = {
+    "expand": lambda x, a, b: x.expand(2, *x.shape)[0],
+    "expand twice": lambda x, a, b: x.expand(2, 3, *x.shape)[1, 0],
+    "expand in the middle": lambda x, a, b: x.unsqueeze(1).expand(-1, 2, -1, -1)[:, 1, ::2],
+    "expand, moved and sliced": lambda x, a, b: x.expand(3, *x.shape).transpose(0, 1)[:, 2:],
+    "expand, its diagonal": lambda x, a, b: x.expand(2, *x.shape).diagonal(0, 0, 1),
+    "transpose before": lambda x, a, b: x.transpose(0, 2).expand(2, 4, 3, 2)[1].flatten(1),
+    "unfold": lambda x, a, b: x.unfold(2, 2, 1)[:, :, 1],
+    "negative bit": lambda x, a, b: torch._neg_view(x.expand(2, *x.shape))[0],
+}
+
+
+@pytest.mark.parametrize("view", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_a_write_to_a_part_of_a_view_that_repeats_elements_changes_them(view: View) -> None:
+    def written(where: torch.device) -> list[Tensor]:
+        leaf = torch.arange(24.0).reshape(2, 3, 4).to(where).requires_grad_()
+        x = leaf * 1
+        repeated = x.expand(2, *x.shape)
+        part = view(x, 0, 0)
+        part.mul_(3)
+        torch.autograd.backward((x * repeated).sum())
+        assert leaf.grad is not None
+        return [each.detach().cpu() for each in (x, repeated, part, leaf.grad)]
+
+    assert _same(written(current.DEVICE), written(torch.device("cpu")))
+
+
+def test_a_write_to_all_of_a_view_that_repeats_elements_is_refused_unless_it_fills() -> None:
+    x = torch.arange(3.0).to(current.DEVICE)
+    repeated = x.expand(2, 3)
+    writes: list[Callable[[], Tensor]] = [lambda: repeated.add_(1), lambda: repeated.copy_(torch.ones(2, 3))]
+    for write in writes:
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            write()
+    assert torch.equal(x.cpu(), torch.arange(3.0))
+    repeated.fill_(5)
+    assert torch.equal(x.cpu(), torch.full((3,), 5.0))
+    assert torch.equal(repeated.cpu(), torch.full((2, 3), 5.0))
+
+
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     order=st.randoms(use_true_random=False),

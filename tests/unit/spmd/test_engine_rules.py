@@ -131,6 +131,10 @@ def products(rows: int) -> Iterator[Case]:
     yield case(attention.default, q, k, v, attn_mask=r(rows, 1, 6, 6))
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     yield case(backward, grad, q, k, v, out, logsumexp, 0.0, True)
+    few_k, few_v = k[:, :2], v[:, :2]  # each of their heads serves two
+    out, logsumexp = attention.default(q, few_k, few_v)
+    yield case(attention.default, q, few_k, few_v)
+    yield case(backward, grad, q, few_k, few_v, out, logsumexp, 0.0, False)
 
 
 def losses(rows: int) -> Iterator[Case]:

@@ -1,0 +1,249 @@
+"""The two sides of ``benchmarks.spmd``: a driver with its workers, and the ranks of programs written by hand.
+
+Each is a set of processes that do what they are told over pipes, one side at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+import rpc
+import spmd
+from benchmarks import spmd_counting as counting
+from benchmarks.spmd_cases import Sizes, Step, by_hand, on_device
+from spmd.engine.current import engine
+from spmd.engine.recorder import Recording
+from spmd.engine.start import worker_names
+
+__all__ = ["BACKENDS", "ByHand", "OnDevice", "Side"]
+
+BACKENDS: Final = ("farcall", "gloo")
+_PATIENCE: Final = 600.0
+
+
+class Side:
+    """Processes that do what they are told.
+
+    Args:
+        body: runs in each: ``body(connection, rank, *arguments)``.
+        count: how many there are.
+    """
+
+    def __init__(self, body: Any, count: int, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(count)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=body, args=(theirs, rank, *arguments))
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def ask(self, *command: Any) -> Any:
+        """Have all do something; what the first says.
+
+        Raises:
+            SystemExit: one has failed.
+        """
+        for pipe in self._pipes:
+            pipe.send(command)
+        answers = []
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            wait([pipe, process.sentinel], _PATIENCE)
+            if not pipe.poll():
+                raise SystemExit(f"a process does not answer to {command[0]}, or has died")
+            failed, answer = pipe.recv()
+            if failed:
+                raise SystemExit(answer)
+            answers.append(answer)
+        return answers[0]
+
+    def end(self) -> None:
+        """Let them leave."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(30.0)
+            if process.is_alive():
+                process.kill()
+
+
+def _told(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:  # the parent has failed
+        return None
+
+
+def _obey(connection: Connection, does: Any) -> None:
+    while (command := _told(connection)) is not None:
+        name, *arguments = command
+        try:
+            connection.send((False, getattr(does, name)(*arguments)))
+        except Exception:
+            connection.send((True, traceback.format_exc()))
+
+
+class _Runs:
+    """Steps that were made, by case and backend."""
+
+    def __init__(self) -> None:
+        self._steps: dict[Any, Step] = {}
+
+    def forget(self) -> None:
+        """Free all models."""
+        self._steps.clear()
+
+    def _run(self, step: Step, count: int) -> float:
+        loss = torch.zeros(())
+        for _ in range(count):
+            loss = step()
+        return loss.item()
+
+
+# ---- ours
+
+
+def OnDevice(workers: int, threads: int) -> Side:  # noqa: N802
+    """A driver, and its workers."""
+    return Side(_drive, 1, workers, threads)
+
+
+def _drive(connection: Connection, rank: int, workers: int, threads: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    spmd.use_spmd(workers=workers)
+    _obey(connection, _Driver(workers))
+    spmd.shutdown()
+
+
+class _Driver(_Runs):
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self._workers = workers
+        self._operations: list[int] = [0]
+
+    def make(self, case: str, sizes: Sizes) -> float:
+        """Make a model; the loss of the third step."""
+        step = self._steps[case] = on_device(case, self._workers, sizes)
+        return self._run(step, 3)
+
+    def run(self, case: str, count: int) -> float:
+        """Seconds for each of so many steps."""
+        spmd.sync()
+        begin = time.perf_counter()
+        self._run(self._steps[case], count)
+        return (time.perf_counter() - begin) / count
+
+    def recorded(self, case: str, count: int) -> tuple[float, float]:
+        """Seconds that the driver records, of each of so many steps, and of each operation; workers wait."""
+        recorder = engine().recorder
+        run, recorder._run = recorder._run, self._counting(recorder._run)
+        taken = 0.0
+        try:
+            for _ in range(count):
+                spmd.sync()
+                self._operations.append(0)
+                begin = time.process_time()
+                self._steps[case]()
+                recorder.flush()
+                taken += time.process_time() - begin
+        finally:
+            recorder._run = run
+        return taken / count, taken / sum(self._operations[-count:])
+
+    def _counting(self, run: Callable[[Recording], None]) -> Callable[[Recording], None]:
+        def counted(recording: Recording) -> None:
+            self._operations[-1] += len(recording.operations)
+            run(recording)
+
+        return counted
+
+    def sent(self, case: str, count: int) -> float:
+        """Bytes that a worker sends in each of so many steps; of that which sends the most."""
+        self._on_workers(counting.count_sent)
+        spmd.sync()
+        self._on_workers(counting.sent)
+        self._run(self._steps[case], count)
+        return max(self._on_workers(counting.sent)) / count
+
+    def grows(self, case: str, count: int) -> float:
+        """Bytes by which a worker's memory grows at most in so many steps."""
+        spmd.sync()
+        before = self._on_workers(counting.resident)
+        self._run(self._steps[case], count)
+        after = self._on_workers(counting.highest)
+        return max(one - other for one, other in zip(after, before, strict=True))
+
+    def _on_workers(self, function: Any) -> list[float]:
+        return [rpc.rpc_sync(name, function) for name in worker_names()]
+
+
+# ---- by hand
+
+
+def ByHand(size: int, threads: int) -> Side:  # noqa: N802
+    """Ranks of a process group, on our backend and on gloo."""
+    folder = tempfile.mkdtemp(prefix="farcall-bench-")
+    return Side(_be_rank, size, size, threads, str(Path(folder) / "store"))
+
+
+def _be_rank(connection: Connection, rank: int, size: int, threads: int, store: str) -> None:
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")  # of names that PyTorch has new ones for
+    dist.init_process_group("farcall", init_method=f"file://{store}", rank=rank, world_size=size)
+    _obey(connection, _Rank())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _Rank(_Runs):
+    def __init__(self) -> None:
+        super().__init__()
+        self._groups: dict[str, Any] = {
+            "farcall": dist.group.WORLD,
+            "gloo": dist.new_group(backend="gloo"),
+        }
+
+    def make(self, case: str, backend: str, sizes: Sizes) -> float:
+        """Make a model; the loss of the third step."""
+        step = self._steps[case, backend] = by_hand(case, self._groups[backend], sizes)
+        loss = torch.tensor(self._run(step, 3))
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
+
+    def run(self, case: str, backend: str, count: int) -> float:
+        """Seconds for each of so many steps."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self._run(self._steps[case, backend], count)
+        dist.barrier()
+        return (time.perf_counter() - begin) / count
+
+    def sent(self, case: str, backend: str, count: int) -> float:
+        """Bytes that a rank sends in each of so many steps."""
+        counting.count_sent()
+        dist.barrier()
+        counting.sent()
+        self._run(self._steps[case, backend], count)
+        return counting.sent() / count
+
+    def grows(self, case: str, backend: str, count: int) -> float:
+        """Bytes by which a rank's memory grows at most in so many steps."""
+        dist.barrier()
+        before = counting.resident()
+        self._run(self._steps[case, backend], count)
+        return counting.highest() - before
