@@ -250,6 +250,7 @@ class Server:
 
     def _invocation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         request = Request(peer, frame, self._agent.serializer.adopt(frame.header, peer))
+        self._agent.runner.cancellable[peer, frame.call_id] = request
 
         def run(value: Value) -> None:
             if value.error is not None:

@@ -25,6 +25,7 @@ from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Completions
 from rpc.agent.gather import Gathering
 from rpc.agent.hooks import Hooks
+from rpc.agent.ports import CANCEL
 from rpc.agent.request_runner import RequestRunner, running
 from rpc.agent.standstill import Standstill
 from rpc.agent.tape import Observation, Recording, Tape
@@ -149,7 +150,7 @@ class Agent:
         self.calls = CallTable(self.caller, self.loop, self.events)
         self.runner = runner = RequestRunner(self)
         self.reply, self.answer, self.fail = runner.reply, runner.answer, runner.fail
-        self.dispatcher = dispatcher = Dispatcher(self, runner.run)
+        self.dispatcher = dispatcher = Dispatcher(self, runner.run, runner.cancellable)
         self.send, self.followed = dispatcher.send, dispatcher.followed
         self.frames_received, self.take_inline = dispatcher.frames_received, dispatcher.take_inline
 
@@ -201,6 +202,7 @@ class Agent:
             (Kind.SHUTDOWN, self.departure.received),
         ):
             self.dispatcher.on(kind, handler)
+        self.control.on(CANCEL, runner.cancel)
         self.dispatcher.unwrap(Kind.IN_SEGMENT, self.shared_memory.unwrap)
         self.dispatcher.on(Kind.ALIVE, self.heartbeat.received, any_thread=True)
         self.dispatcher.on(Kind.ARRIVED, self.heartbeat.arrived, any_thread=True)
@@ -302,6 +304,8 @@ class Agent:
         counts |= {
             "thread_pool_size": self.options.num_worker_threads,
             "pending_calls": len(self.calls),
+            "given_up_calls": self.calls.unanswered() - len(self.calls),
+            "cancellable_requests": len(self.runner.cancellable),
             "postponed_requests": self.postponed.value,
             "unacknowledged_control_messages": self.control.unacknowledged(),
             "bulk_tags": self.bulk.tags,

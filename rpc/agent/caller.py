@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.ports import Calling
+from rpc.agent.ports import CANCEL, Calling
 from rpc.agent.tape import note
 from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
@@ -219,3 +219,11 @@ class Caller:
         error = self._agent.calls.expire(call)
         self._agent.something_ended()  # if its callee is gone, or its answer has just come
         return error
+
+    def cancel(self, call: PendingCall) -> bool:
+        if call.keeps_place or not self._agent.calls.give_up(call):
+            return False
+        self._agent.control.post(call.peer, CANCEL, call.call_id)
+        call.settle(call.cancelled_error())
+        self._agent.something_ended()
+        return True

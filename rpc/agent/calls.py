@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, Protocol, TypeVar, overload
@@ -42,6 +43,9 @@ class CallOwner(Protocol):
     def expire(self, call: PendingCall) -> BaseException | None:
         """Give a call up because its time is over; None if its reply has just arrived."""
 
+    def cancel(self, call: PendingCall) -> bool:
+        """End a call that nobody wants any more, and tell its callee; false if it has ended."""
+
 
 class PendingCall(Awaited):
     """One call under way. ``settle`` is called once, by whoever reads its reply or gives it up.
@@ -62,7 +66,7 @@ class PendingCall(Awaited):
     """
 
     keeps_place = False
-    """Whether a call stays in the table of calls when its time is over."""
+    """Whether a call stays in the table of calls when its time is over; it cannot be cancelled then."""
 
     # What most calls never set; a call is made for every message, so its making is kept short.
     arrivals: Any = None
@@ -105,6 +109,10 @@ class PendingCall(Awaited):
     def lost_error(self) -> WorkerLostError:
         """The error of this call when its callee is gone."""
         return self.peer.lost_error(f"{self.asked} was not answered")
+
+    def cancelled_error(self) -> CancelledError:
+        """The error of this call when its caller has cancelled it."""
+        return CancelledError(f"{self.asked} on worker '{self.peer.name}' was cancelled by its caller")
 
     def expired(self) -> bool:
         """The time is over: settle the call, and return what ``settle`` does."""
@@ -198,7 +206,8 @@ class CallTable:
         self._loop = loop
         self._pending: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
-        self._given_up: dict[int, Peer] = {}
+        self._given_up: dict[int, tuple[Peer, Any]] = {}
+        """To whom they went, and what must stay until they are answered."""
         self._alarm_at = INFINITE
         self._timer: asyncio.TimerHandle | None = None
 
@@ -303,7 +312,7 @@ class CallTable:
 
         Until the callee has answered it, or is gone, it still counts as under way.
         """
-        self._given_up[call.call_id] = call.peer
+        self._given_up[call.call_id] = call.peer, call.holds
         if self.take(call.call_id) is None:
             self._given_up.pop(call.call_id, None)
             return False
@@ -313,11 +322,12 @@ class CallTable:
 
     def peers(self) -> set[Peer]:
         """All workers that have a call to answer."""
-        return {call.peer for call in self.waiting()} | set(self._given_up.copy().values())
+        given_up = {peer for peer, _ in self._given_up.copy().values()}
+        return {call.peer for call in self.waiting()} | given_up
 
     def take_all(self, peer: Peer) -> list[PendingCall]:
         """Remove all calls to one worker that is gone."""
-        for call_id in [call_id for call_id, to in self._given_up.copy().items() if to is peer]:
+        for call_id in [call_id for call_id, (to, _) in self._given_up.copy().items() if to is peer]:
             self._given_up.pop(call_id, None)
         mine = [call.call_id for call in self.waiting() if call.peer is peer]
         return [call for call in map(self.take, mine) if call is not None]

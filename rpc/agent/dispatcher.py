@@ -50,6 +50,7 @@ class Dispatcher:
     Args:
         agent: see ``Dispatching``.
         run: runs a request, on an executor thread.
+        cancellable: where calls are entered, before they run.
 
     Attributes:
         followed: kinds of frames behind which another most likely comes at once.
@@ -57,7 +58,12 @@ class Dispatcher:
             counted late.
     """
 
-    def __init__(self, agent: Dispatching, run: Callable[[Request], None]) -> None:
+    def __init__(
+        self,
+        agent: Dispatching,
+        run: Callable[[Request], None],
+        cancellable: dict[tuple[Peer, int], Request],
+    ) -> None:
         self.followed: set[int] = set()
         self.requests_begun = 0
         self._agent = agent
@@ -65,6 +71,7 @@ class Dispatcher:
         self._activity = agent.activity
         self._brings_nothing = agent.serializer.brings_nothing
         self._run = run
+        self._cancellable = cancellable
         self._handlers: dict[int, KindHandler] = {}
         self._any_thread: set[int] = set(_OWN_KINDS)
         self._lost_handlers: dict[int, Callable[[Peer, int], object]] = {}
@@ -208,7 +215,8 @@ class Dispatcher:
             events.tell(events.message_received, MessageReceived(peer.name, kind, size))
         if kind == Kind.CALL:
             peer.received += 1
-            self.accept(Request(peer, frame, arrivals), self._run, tasks)
+            request = self._cancellable[peer, frame[1]] = Request(peer, frame, arrivals)
+            self.accept(request, self._run, tasks)
         elif kind == Kind.REPLY or kind == Kind.FAILURE:
             peer.received += 1
             call = self._agent.calls.answered(frame[1], peer)

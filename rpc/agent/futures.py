@@ -151,6 +151,34 @@ class Future(torch.futures.Future[T]):
         """As ``wait``, under the name that ``concurrent.futures`` has."""
         return self.wait(timeout)
 
+    @protected
+    def cancel(self) -> bool:
+        """Give the call up, and tell its callee. Does not wait.
+
+        An ``async def`` there is cancelled: ``asyncio.CancelledError`` is raised where it awaits. A call that
+        has not begun is dropped. A function that runs already goes on, as one cannot stop a thread, and its
+        value is dropped.
+
+        Whoever waits for the future, also by ``await``, gets ``concurrent.futures.CancelledError``, at once.
+        Callbacks run on the thread that cancels.
+
+        Returns:
+            True if the call was cancelled. False if it had ended before, and for a future that is no call's,
+            such as that of ``then``.
+
+        Example::
+
+            future = rpc.rpc_async("worker1", search, args=(query,))
+            if not future.cancel():
+                print(future.result())
+        """
+        call = self._call
+        if call is None or not call.owner.cancel(call):
+            return False
+        self.complete()
+        _raise_interruption()
+        return True
+
     def __repr__(self) -> str:
         call = self._call
         if call is not None and not _is_done(self):
@@ -167,16 +195,14 @@ class Future(torch.futures.Future[T]):
             if call.done():
                 call.owner.complete_soon(self)
             raise
-        interruption, _thread_state.interruption = _thread_state.interruption, None
-        if interruption is not None:
-            raise interruption
+        _raise_interruption()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what ``callback`` returns, given this future once it is completed.
 
-        The callback runs on the thread that completes the future: a waiting one or an executor's, never
-        the agent's loop, so it may make blocking calls. It sees the context variables of the thread that
-        calls ``then``; calls that it makes belong to the same distributed autograd context.
+        The callback runs on the thread that completes the future: one that waits, or cancels, or an
+        executor's, never the agent's loop, so it may make blocking calls. It sees the context variables of
+        the thread that calls ``then``; calls that it makes belong to the same distributed autograd context.
         """
         if not callable(callback):
             super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
@@ -239,6 +265,12 @@ class _Continuation:
     @interruptible
     def _run(self) -> Any:
         return self._context.run(self._callback, self._source)
+
+
+def _raise_interruption() -> None:
+    interruption, _thread_state.interruption = _thread_state.interruption, None
+    if interruption is not None:
+        raise interruption
 
 
 @protected

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from rpc.agent.calls import CallTable
 from rpc.agent.departure import Activity
 from rpc.agent.tape import Observation, Recording, Tape
 from rpc.bulk.striping import Striping
+from rpc.group.control import Control
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
@@ -20,7 +21,10 @@ from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import LargeFrame
 
-__all__ = ["Calling", "Dispatching", "Running"]
+__all__ = ["CANCEL", "Calling", "Dispatching", "Running"]
+
+CANCEL: Final = "cancel"
+"""Topic of control messages: the id of a call that its caller gives up."""
 
 
 class _Common(Protocol):
@@ -54,6 +58,7 @@ class Calling(_Common, Protocol):
     rpc_timeout: float
     tape: Tape | None
     calls: CallTable
+    control: Control
 
     def peer(self, callee: WorkerReference, /) -> Peer:
         """The peer that a callee names."""

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import CoroutineType
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ import torch
 
 from rpc.agent.ports import Running
 from rpc.agent.tape import Observation, Recording, note
-from rpc.errors import NotInitializedError, RpcError, WorkerLostError, with_article
+from rpc.errors import NotInitializedError, ProtocolError, RpcError, WorkerLostError, with_article
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
 from rpc.runtime.events import RequestEnded
@@ -39,16 +39,27 @@ logger = logging.getLogger(__name__)
 class Request:
     """A call that has arrived: who asks, what, and what travelled beside the pickle.
 
-    ``recording`` is what it is noted in, once it is loaded.
+    ``recording`` is what it is noted in, once it is loaded; ``task`` runs its coroutine, if it has one.
+    ``cancelled``: its caller wants no value any more.
     """
 
-    __slots__ = ("arrivals", "frame", "peer", "recording")
+    __slots__ = ("arrivals", "cancelled", "frame", "peer", "recording", "task")
 
     def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
         self.peer = peer
         self.frame = frame
         self.arrivals = arrivals
         self.recording: Recording | Observation | None = None
+        self.cancelled = False
+        self.task: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        """Have it not begin, or cancel its coroutine; what runs on a thread goes on. From any thread."""
+        self.cancelled = True  # first: a coroutine that begins now says what its task is, then looks here
+        task = self.task
+        if task is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -74,6 +85,7 @@ class RequestRunner:
     """Runs requests, on executor threads, and answers them, from any.
 
     Attributes:
+        cancellable: requests that may be cancelled, until they are answered, by who asked and the call's id.
         observe: where somebody observes all requests, makes their observations; mostly None.
     """
 
@@ -82,17 +94,25 @@ class RequestRunner:
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
         self._stopped = False
+        self.cancellable: dict[tuple[Peer, int], Request] = {}
         self.observe: Callable[[Recording | Observation | None], Observation] | None = None
 
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
         """Run a request and answer it; ``load`` reads it, where it is not a plain call."""
         try:
+            if request.cancelled:
+                raise asyncio.CancelledError
             function, args, kwargs = (load or self.load)(request)
             value = self.start(function, args, kwargs, request)
         except BaseException as error:
             self.fail(request.peer, request.frame.call_id, error)
             return
         if value is LATER:
+            request.frame.buffers.clear()
+            request.arrivals = None  # the arguments have what they need
+            return
+        if request.cancelled:  # by now
+            self.fail(request.peer, request.frame.call_id, asyncio.CancelledError())  # type: ignore[unreachable]
             return
         del args, kwargs
         # The memory that the arguments lie in goes back before the caller goes on, and may use it.
@@ -210,7 +230,11 @@ class RequestRunner:
 
     async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
         """Run an ``async def`` callee; what it returns is serialized on an executor thread."""
+        request.task = asyncio.current_task()
         try:
+            if request.cancelled:
+                coroutine.close()
+                raise asyncio.CancelledError
             with request.recording or nullcontext():
                 value = await coroutine
         except BaseException as error:
@@ -225,13 +249,14 @@ class RequestRunner:
     def replier(self, request: Request) -> Answer:
         """What answers a request later."""
         peer, call_id, codec = request.peer, request.frame.call_id, request.frame.codec
-        recording = request.recording
 
         def answer(value: Any, error: BaseException | None) -> None:
+            if error is None and request.cancelled:
+                error = asyncio.CancelledError()
             if error is not None:
                 self.fail(peer, call_id, error)
             else:
-                self.reply(peer, call_id, value, None, recording, codec)
+                self.reply(peer, call_id, value, None, request.recording, codec)
 
         return answer
 
@@ -282,7 +307,10 @@ class RequestRunner:
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
         """Answer a request with an exception."""
         text = text_of(error)
-        logger.warning(
+        request = self.cancellable.get((peer, call_id))
+        wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
+        logger.log(
+            logging.DEBUG if wanted else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s: %s",
             self._agent.info.name,
             _raised_in(error),
@@ -296,6 +324,7 @@ class RequestRunner:
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
         """Answer a request by a message made already."""
+        self.cancellable.pop((peer, call_id), None)
         events = self._agent.events
         try:
             self._agent.send(peer, kind, call_id, payload)
@@ -310,6 +339,14 @@ class RequestRunner:
                 logger.exception("could not even send a failure to worker '%s'", peer.name)
                 raise
             self.fail(peer, call_id, error)
+
+    def cancel(self, peer: Peer, call_id: object) -> None:
+        """A worker gives a call of its up, which may have been answered already."""
+        if type(call_id) is not int:
+            raise ProtocolError(f"asked to cancel the call {call_id!r:.60}, which is no number")
+        request = self.cancellable.get((peer, call_id))
+        if request is not None:
+            request.cancel()
 
     # ---- coroutines
 

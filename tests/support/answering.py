@@ -64,6 +64,9 @@ class Owner:
     def expire(self, call: PendingCall) -> BaseException | None:
         return call.timeout_error() if self.open.pop(call.call_id, None) else None
 
+    def cancel(self, call: PendingCall) -> bool:
+        return False
+
     def unwrap(self, peer: Peer, frame: Frame, taken: Sized) -> Frame:
         if not frame.buffers:
             raise ProtocolError("a malformed message")

@@ -61,6 +61,9 @@ class Agent:
     def complete_soon(self, *futures: Any) -> None:
         raise AssertionError("there are no futures here")
 
+    def cancel(self, call: PendingCall) -> bool:
+        return False
+
     def expire(self, call: PendingCall) -> BaseException | None:
         return call.timeout_error() if self.calls.give_up(call) else None
 
@@ -84,7 +87,7 @@ class End(Recorder):
         self.agent = Agent(loop)
         self.taken: list[int] = []
         self.meanwhile: Callable[[], object] = int
-        self.dispatcher = Dispatcher(self.agent, lambda request: None)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(self.agent, lambda request: None, {})  # type: ignore[arg-type]
         self.dispatcher.on(ON_LOOP, self._take_on_loop)
         self.dispatcher.on(ANYWHERE, self._take_anywhere, any_thread=True, followed=True)
         self.followed = self.dispatcher.followed

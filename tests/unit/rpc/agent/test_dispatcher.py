@@ -47,7 +47,7 @@ def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more() -> Non
     ran: list[Request] = []
     tasks: list[Task] = []
     request: Any = Request(None, None, {"rref": []})  # type: ignore[arg-type]
-    Dispatcher(agent, ran.append).accept(request, ran.append, tasks)  # type: ignore[arg-type]
+    Dispatcher(agent, ran.append, {}).accept(request, ran.append, tasks)  # type: ignore[arg-type]
     assert (ran, tasks, agent.postponed.value) == ([], [], 1)
     [confirm] = confirmations
     confirm()
