@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import ssl
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final, Protocol
@@ -81,6 +82,9 @@ _QUIET_SECONDS: Final = 0.0005
 
 _MAY_PASS: Final = frozenset(
     (
+        errno.ECONNABORTED,
+        errno.ENOBUFS,
+        errno.ENOMEM,
         errno.EHOSTUNREACH,
         errno.ENETUNREACH,
         errno.ENETDOWN,
@@ -246,7 +250,9 @@ class Connections:
                 may_live = True
             except Exception as error:  # unreachable, or an address that makes no sense
                 failures.append(f"{address}: {_why(error)}")
-                may_live |= isinstance(error, OSError) and error.errno in _MAY_PASS
+                may_live |= isinstance(error, OSError) and (
+                    error.errno in _MAY_PASS or isinstance(error, ssl.SSLEOFError)
+                )
         else:
             where = "; ".join(failures) or "any address known here"
             self._failed(peer, f"it cannot be reached at {where}", may_live=may_live)

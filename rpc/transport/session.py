@@ -69,18 +69,20 @@ class Session:
 
         Args:
             count: how many messages the receiver has taken in.
-            unsent: those that were not begun to be written.
+            unsent: those that were not begun to be written, as far as is known: what encrypts may have
+                written the first of several that it was given together, and tell of none.
 
         Raises:
             ProtocolError: the receiver cannot have taken in so many, or so few.
         """
+        self.sent.extend(unsent)
         if not self.first <= count <= self.first + len(self.sent):
             raise ProtocolError(
                 f"it has taken in {count} messages, of {self.first + len(self.sent)}, where it had said "
                 f"{self.first} before"
             )
         self.acknowledged(count)
-        again = [*self.sent, *unsent]
+        again = list(self.sent)
         self.sent.clear()
         return again
 
