@@ -7,13 +7,23 @@ Nothing that is received is executed or imported, and every size is checked befo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final, Protocol
 
 from farcall.v1 import value_pb2 as pb
 
-__all__ = ["ITEM_SIZES", "Malformed", "TensorCodec", "check_tensor", "dtype_name", "from_value", "to_value"]
+__all__ = [
+    "ITEM_SIZES",
+    "Malformed",
+    "TensorCodec",
+    "byte_count",
+    "check_tensor",
+    "dtype_name",
+    "dtype_number",
+    "from_value",
+    "to_value",
+]
 
 _PREFIX: Final = "DTYPE_"
 
@@ -27,6 +37,9 @@ ITEM_SIZES: Final = {
     "complex128": 16,
 }
 """Bytes of an element (of two, for ``float4_e2m1fn_x2``), by PyTorch's name of the dtype."""
+
+_DIMENSIONS: Final = 64
+"""At most: what NumPy takes. It also bounds the work of multiplying sizes, which strangers choose."""
 
 _INTEGERS: Final = range(-(1 << 63), 1 << 63)
 
@@ -62,6 +75,26 @@ def dtype_number(name: str) -> pb.DType:
     return number
 
 
+def byte_count(name: str, shape: Sequence[int]) -> int:
+    """How many bytes the elements of a tensor have.
+
+    Args:
+        name: PyTorch's, of its dtype.
+        shape: as it was received.
+
+    Raises:
+        Malformed: no tensor has this shape.
+    """
+    if len(shape) > _DIMENSIONS:
+        raise Malformed(f"a tensor has {len(shape)} dimensions; there may be {_DIMENSIONS}")
+    if any(size < 0 for size in shape):
+        raise Malformed(f"a tensor's shape is {list(shape)}; sizes are 0 or more")
+    count = prod(shape) * ITEM_SIZES[name]
+    if not count and prod(max(size, 1) for size in shape) * ITEM_SIZES[name] not in _INTEGERS:
+        raise Malformed(f"a tensor's shape is {list(shape)}; this is more than 64 bits can count")
+    return count
+
+
 def check_tensor(message: pb.Tensor) -> str:
     """Check that a tensor's bytes fit its dtype and shape.
 
@@ -72,9 +105,7 @@ def check_tensor(message: pb.Tensor) -> str:
         Malformed: they do not.
     """
     name = dtype_name(message.dtype)
-    if any(size < 0 for size in message.shape):
-        raise Malformed(f"a tensor's shape is {list(message.shape)}; sizes are 0 or more")
-    expected = prod(message.shape) * ITEM_SIZES[name]
+    expected = byte_count(name, message.shape)
     if len(message.data) != expected:
         raise Malformed(
             f"a tensor {name}{list(message.shape)} has {expected} bytes, but {len(message.data)} came"

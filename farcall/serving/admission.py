@@ -50,6 +50,19 @@ class Admission:
         """Calls that run or wait."""
         return self._callers.total()
 
+    def check_together(self, count: int) -> None:
+        """Check the number of calls in one message, before anything is made of them.
+
+        Raises:
+            Refused: they would be too many if there were no others.
+        """
+        most = self._limits.in_flight + self._limits.queue
+        if count > most:
+            raise Refused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{count} calls in one message; this server takes {most} at once, so send fewer in each",
+            )
+
     @contextmanager
     def admit(self, caller: str) -> Iterator[None]:
         """Take a call, for as long as the context lasts.

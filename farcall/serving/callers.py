@@ -43,7 +43,8 @@ class Callers:
         if self._certificates:
             names = context.auth_context().get("x509_common_name")
             if names:
-                return str(names[0].decode(errors="replace"))
+                name: str = names[0].decode(errors="replace")
+                return name if name.isprintable() else repr(name)  # it is a line of a log
         peer: str = context.peer()
         return peer.rpartition(":")[0]
 

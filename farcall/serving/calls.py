@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from farcall.serving.callers import Callers
-from farcall.serving.errors import details_of, status_of
+from farcall.serving.errors import details_of, status_of, text_of
 from farcall.serving.host import Host
 from farcall.values import Malformed
 
@@ -68,6 +68,23 @@ class Calls:
         self._host = host
         self._callers = callers
         self.tracebacks = tracebacks
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def all_answered(self) -> None:
+        """Wait until every call that has come is answered, to the last byte."""
+        await self._idle.wait()
+
+    def _comes(self, context: Any) -> None:
+        self._under_way += 1
+        self._idle.clear()
+        context.add_done_callback(self._goes)
+
+    def _goes(self, _: Any) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._idle.set()
 
     def unary(self, answer: Callable[[bytes, Caller], Awaitable[Message]]) -> Any:
         """A handler of a method with one answer."""
@@ -95,6 +112,7 @@ class Calls:
 
     @asynccontextmanager
     async def _noted(self, context: Any) -> AsyncIterator[Caller]:
+        self._comes(context)
         remaining: float | None = context.time_remaining()
         caller = Caller(self._callers.name(context), remaining)
         begun = perf_counter()
@@ -105,7 +123,7 @@ class Calls:
             code = grpc.StatusCode.CANCELLED
             raise
         except Exception as error:
-            code, text = status_of(error), f"{type(error).__qualname__}: {str(error)[:200]!r}"
+            code, text = status_of(error), f"{type(error).__qualname__}: {text_of(error)[:200]!r}"
             details = details_of(error, tracebacks=self.tracebacks)
             await context.abort(
                 code, details.message, trailing_metadata=((_DETAILS, details.SerializeToString()),)

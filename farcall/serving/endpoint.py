@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rpc
-from farcall.serving.errors import BadArguments
+from farcall.serving.errors import BadArguments, contained
 from farcall.serving.slots import Slots
 from farcall.serving.tensors import DTYPES
 from rref import RemoteModule, RRef
@@ -174,7 +174,8 @@ class Endpoint:
                 return await _run_at_owner(call, args, kwargs, seconds)
         if _is(inspect.iscoroutinefunction, call):
             async with slots:
-                return await call(*args, **kwargs)
+                with contained():
+                    return await call(*args, **kwargs)
         return await slots.in_thread(_called, call, args, kwargs)
 
     async def stream(
@@ -184,7 +185,7 @@ class Endpoint:
         if _is(inspect.isasyncgenfunction, self.call):
             results = self.call(*args, **kwargs)
             try:
-                async for each in results:
+                while (each := await _next(results)) is not _END:
                     yield each
             finally:
                 await results.aclose()
@@ -197,6 +198,11 @@ class Endpoint:
             except GeneratorExit:
                 await slots.in_thread(generator.close)
                 raise
+
+
+async def _next(results: AsyncIterator[Any]) -> Any:
+    with contained():
+        return await anext(results, _END)
 
 
 def _is(question: Callable[[Any], bool], call: object) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -15,16 +18,18 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from farcall.values import Malformed
 from rpc.errors import RpcTimeoutError, WorkerLostError
 
-__all__ = ["BadArguments", "Refused", "Unknown", "details_of", "status_of"]
+__all__ = ["BadArguments", "Ended", "Refused", "Unknown", "contained", "details_of", "status_of", "text_of"]
 
 DOMAIN: Final = "farcall"
 """Of the reasons in ``google.rpc.ErrorInfo``."""
 
 _OURS: Final = (str(Path(__file__).parent), str(Path(concurrent.futures.__file__).parent))
 
-_LONGEST_TEXT: Final = 2000
-_LONGEST_TRACEBACK: Final = 4000
-"""Characters; gRPC sends both as headers, of which its clients take some 8 KiB."""
+_LONGEST_NAME: Final = 200
+_LONGEST_TEXT: Final = 1500
+_LONGEST_TRACEBACK: Final = 3000
+"""Bytes, as ``_cut`` counts them. All are sent in headers, the text twice, some of it as base64; clients take
+8 KiB of headers."""
 
 
 class BadArguments(TypeError):
@@ -41,6 +46,37 @@ class Refused(Exception):
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
         self.code = code
+
+
+class Ended(Exception):
+    """What is served tried to end the process or the task that it ran in."""
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Let nothing but an ``Exception`` out of what is served.
+
+    ``SystemExit`` would end the server's loop. ``CancelledError`` and ``StopIteration`` mean something to
+    asyncio, so that nobody would be answered; a task that is cancelled is cancelled as ever.
+
+    Raises:
+        Ended: one of these was raised.
+    """
+    try:
+        yield
+    except (asyncio.CancelledError, KeyboardInterrupt, StopIteration, SystemExit) as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
+        raise Ended(f"what is served raised {type(error).__name__}: {text_of(error)}") from error
+
+
+def _is_cancelled() -> bool:
+    """Whether this runs in a task that somebody has cancelled."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return False  # this is a thread without a loop
+    return task is not None and task.cancelling() > 0
 
 
 _CODES: Final[tuple[tuple[type[BaseException], grpc.StatusCode], ...]] = (
@@ -65,14 +101,14 @@ def status_of(error: BaseException) -> grpc.StatusCode:
 def details_of(error: BaseException, *, tracebacks: bool) -> status_pb2.Status:
     """An error for a client: its type, its text and, if asked for, where it was raised."""
     kind = type(error)
-    text = _cut(str(error), _LONGEST_TEXT)
+    text = _cut(text_of(error), _LONGEST_TEXT)
     own = kind.__module__.split(".")[0] == DOMAIN
     name = (
         kind.__qualname__
         if own or kind.__module__ == "builtins"
         else f"{kind.__module__}.{kind.__qualname__}"
     )
-    details = [error_details_pb2.ErrorInfo(reason=name, domain=DOMAIN)]
+    details = [error_details_pb2.ErrorInfo(reason=_cut(name, _LONGEST_NAME), domain=DOMAIN)]
     if tracebacks and not own:
         lines = "".join(traceback.format_exception(kind, error, _beyond_the_server(error.__traceback__)))
         details.append(error_details_pb2.DebugInfo(detail=_cut(lines, _LONGEST_TRACEBACK)))
@@ -92,6 +128,24 @@ def _beyond_the_server(trace: TracebackType | None) -> TracebackType | None:
     return begin or trace
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says; its ``__str__`` is the user's, and may fail."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"(its text cannot be made: {type(other).__qualname__})"
+
+
 def _cut(text: str, longest: int) -> str:
-    """The end of a text that is too long: where a traceback says what was raised."""
-    return text if len(text) <= longest else f"...{text[-longest:]}"
+    """The end of a text that is too long: where a traceback says what was raised.
+
+    gRPC writes three bytes for each byte of UTF-8 that is not printable ASCII, and so they are counted.
+    """
+    end = text[-longest:].encode(errors="replace").decode()
+    size = 0
+    for place in range(len(end) - 1, -1, -1):
+        each = end[place]
+        size += 1 if " " <= each <= "~" and each != "%" else 3 * len(each.encode())
+        if size > longest:
+            return f"...{end[place + 1 :]}"
+    return end if len(end) == len(text) else f"...{end}"

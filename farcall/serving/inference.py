@@ -23,7 +23,7 @@ from farcall.serving.errors import Unknown
 from farcall.serving.host import Host
 from farcall.serving.tensors import TorchTensors
 from farcall.v1 import value_pb2
-from farcall.values import ITEM_SIZES, Malformed, dtype_name, dtype_number
+from farcall.values import Malformed, byte_count, dtype_name, dtype_number
 
 __all__ = ["handlers"]
 
@@ -143,6 +143,10 @@ def _input(message: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) ->
         raise Malformed(f"input {message.name!r} has the datatype {datatype!r}, which is not known here")
     if any(size < 0 for size in shape):
         raise Malformed(f"input {message.name!r} has the shape {shape}; sizes are 0 or more")
+    try:
+        size = byte_count(_DTYPES.get(datatype, "uint8"), shape)
+    except Malformed as error:
+        raise Malformed(f"input {message.name!r}: {error}") from None
     if raw is None:
         if datatype not in _CONTENTS:
             raise Malformed(f"input {message.name!r} is {datatype}, whose contents must be raw")
@@ -151,7 +155,7 @@ def _input(message: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) ->
         elements = list(_strings(message.name, raw))
     else:
         name = _DTYPES[datatype]
-        _fits(message.name, f"{datatype}{shape}", prod(shape) * ITEM_SIZES[name], len(raw), "bytes")
+        _fits(message.name, f"{datatype}{shape}", size, len(raw), "bytes")
         return _TENSORS.decode(value_pb2.Tensor(dtype=dtype_number(name), shape=shape, data=raw))
     _fits(message.name, f"{datatype}{shape}", prod(shape), len(elements), "elements")
     if datatype == _BYTES:

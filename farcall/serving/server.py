@@ -30,6 +30,10 @@ _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 _NO_END: Final = 1e9
 """Seconds; gRPC takes none to be 0."""
 
+_PARTING: Final = 1.0
+"""Seconds for calls that came as the server was stopped to hear so. Streams without an end, such as those of
+who watches its health, are cut off then."""
+
 _STREAMS: Final = 1000
 """Calls that one connection may have under way."""
 
@@ -211,7 +215,12 @@ class Server:
         grace = await asyncio.wrap_future(self._grace)
         served.admission.draining = True
         await probes.enter_graceful_shutdown()
-        await server.stop(_NO_END if grace is None else grace)
+        stopping = asyncio.create_task(server.stop(_NO_END if grace is None else grace))
+        answered = asyncio.create_task(calls.all_answered())
+        await asyncio.wait((stopping, answered), return_when=asyncio.FIRST_COMPLETED)
+        answered.cancel()
+        await server.stop(_PARTING)
+        await stopping
         self._cut_off = served.slots.in_threads
 
 

@@ -74,6 +74,7 @@ class _Service:
 
     async def batch(self, request: bytes, caller: Caller) -> pb.BatchResponse:
         invocations = parse(pb.BatchRequest, request).calls
+        self._host.admission.check_together(len(invocations))
         names = {each.name for each in invocations}
         caller.served = names.pop() if len(names) == 1 else caller.served
         return pb.BatchResponse(

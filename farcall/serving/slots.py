@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
+from farcall.serving.errors import contained
+
 __all__ = ["Slots"]
 
 
@@ -47,7 +49,7 @@ class Slots:
         ``abandoned`` is called in that thread.
         """
         await self._free.acquire()
-        running = self._executor.submit(call, *args)
+        running = self._executor.submit(_contained, call, *args)
         self._in_threads += 1
         running.add_done_callback(self._ended)
         try:
@@ -68,3 +70,8 @@ class Slots:
     def close(self) -> None:
         """Let threads end; those that run a call are not waited for."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _contained(call: Callable[..., Any], *args: Any) -> Any:
+    with contained():
+        return call(*args)

@@ -426,7 +426,8 @@ class Recorder:
             for slot, wanted in entry.moves
             if not (metas[slot].layout.is_partial() or is_local(metas[slot].layout, wanted))
         )
-        entry.effect = operation.is_random
+        # What gives nothing is done for what it raises, such as the check of a factorization.
+        entry.effect = operation.is_random or not operation.overload._schema.returns
         entry.uninitialized = operation.is_uninitialized
         return entry
 

@@ -57,6 +57,20 @@ def test_a_failed_operation_is_raised_with_its_line_and_shapes() -> None:
 
 
 @in_worker0(3)
+def test_what_is_done_only_for_what_it_raises_is_done() -> None:
+    spmd.use_spmd()
+    for call in (torch.linalg.cholesky, torch.linalg.inv):
+        factor = call(there([[0.0, 0.0], [0.0, 0.0]]))
+        with pytest.raises(OperationError, match="could not be completed"):
+            factor.cpu()
+    torch._assert_async(there(0.0))
+    with pytest.raises(OperationError, match="Expected Tensor with single nonzero value"):
+        spmd.sync()
+    assert torch.linalg.cholesky(there([[4.0]])).tolist() == [[2.0]]
+    spmd.shutdown()
+
+
+@in_worker0(3)
 def test_a_worker_that_fails_alone_does_not_leave_the_others_waiting() -> None:
     spmd.use_spmd()
     ten = there([1.0, 2.0, 3.0, 4.0], ROWS)

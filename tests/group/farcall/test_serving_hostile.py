@@ -1,0 +1,154 @@
+"""What a server survives: functions that try to end it, errors that cannot be sent, messages made to hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import farcall
+from farcall import client as clients
+from farcall.client import ServedError
+from farcall.serving import Batching, Endpoint, Server
+from farcall.v1 import service_pb2, value_pb2
+
+CODE = grpc.StatusCode
+SECONDS = 60.0
+
+
+def leave(*_: Any) -> None:
+    sys.exit(3)
+
+
+def give_up(*_: Any) -> None:
+    raise asyncio.CancelledError
+
+
+def end(*_: Any) -> None:
+    raise StopIteration
+
+
+async def leave_async() -> None:
+    sys.exit(3)
+
+
+async def give_up_async() -> None:
+    raise asyncio.CancelledError
+
+
+def leave_amid() -> Iterator[int]:
+    yield 1
+    sys.exit(3)
+
+
+async def leave_amid_async() -> AsyncIterator[int]:
+    yield 1
+    sys.exit(3)
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+def fail(kind: str) -> None:
+    if kind == "silent":
+        raise Silent
+    raise ValueError({"wide": "\U0001f600" * 3000, "broken": "a\ud800b", "percent": "%" * 3000}[kind])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    functions = (leave, give_up, end, leave_async, give_up_async, leave_amid, leave_amid_async, fail)
+    joined = {
+        f"{each.__name__}_joined": Endpoint(each, batching=Batching(2, 0.0)) for each in (leave, give_up)
+    }
+    with farcall.serve({each.__name__: each for each in functions} | joined, tracebacks=True) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", ["leave", "give_up", "end", "leave_async", "give_up_async"])
+def test_what_is_served_cannot_end_the_server(server: Server, name: str) -> None:
+    with clients.connect(f"localhost:{server.port}") as client:
+        for _ in range(2):
+            with pytest.raises(ServedError, match="what is served raised") as caught:
+                client.call(name, timeout=SECONDS)
+            assert (caught.value.code, caught.value.type) == (CODE.INTERNAL, "Ended")
+
+
+@pytest.mark.parametrize("name", ["leave_joined", "give_up_joined"])
+def test_nor_in_a_batch(server: Server, name: str) -> None:
+    with clients.connect(f"localhost:{server.port}") as client:
+        for _ in range(2):
+            with pytest.raises(ServedError, match="what is served raised"):
+                client.call(name, torch.ones(1, 1).numpy(), timeout=SECONDS)
+
+
+@pytest.mark.parametrize("name", ["leave_amid", "leave_amid_async"])
+def test_nor_in_a_stream(server: Server, name: str) -> None:
+    with clients.connect(f"localhost:{server.port}") as client:
+        for _ in range(2):
+            results = client.stream(name, timeout=SECONDS)
+            assert next(results) == 1
+            with pytest.raises(ServedError, match="what is served raised SystemExit: 3"):
+                next(results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_", "text"),
+    [
+        ("wide", "ValueError", "...\U0001f600"),
+        ("percent", "ValueError", "...%%%"),
+        ("broken", "ValueError", "a?b"),
+        ("silent", f"{__name__}.Silent", "(its text cannot be made: LookupError)"),
+    ],
+)
+def test_an_error_arrives_whatever_its_text(server: Server, kind: str, type_: str, text: str) -> None:
+    with clients.connect(f"localhost:{server.port}") as client, pytest.raises(ServedError) as caught:
+        client.call("fail", kind, timeout=SECONDS)
+    assert (caught.value.code, caught.value.type) == (CODE.INTERNAL, type_)
+    assert caught.value.text.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ([1 << 62] * 100_000, "a tensor has 100000 dimensions; there may be 64"),
+        ([1 << 62, 1 << 62, 0], "this is more than 64 bits can count"),
+    ],
+)
+def test_a_shape_that_nobody_can_count(server: Server, shape: list[int], text: str) -> None:
+    request = service_pb2.CallRequest()
+    request.call.name = "fail"
+    tensor = request.call.args.add().tensor
+    tensor.dtype = value_pb2.DTYPE_BOOL
+    tensor.shape.extend(shape)
+    with grpc.insecure_channel(f"localhost:{server.port}") as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/farcall.v1.FarcallService/Call")(request.SerializeToString(), timeout=10)
+    assert caught.value.code() is CODE.INVALID_ARGUMENT
+    assert text in caught.value.details()
+
+
+def test_more_calls_in_a_message_than_a_server_takes(server: Server) -> None:
+    request = b"\x0a\x00" * 200_000  # as many empty calls
+    with grpc.insecure_channel(f"localhost:{server.port}") as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/farcall.v1.FarcallService/Batch")(request, timeout=SECONDS)
+    assert caught.value.code() is CODE.RESOURCE_EXHAUSTED
+    assert "200000 calls in one message" in caught.value.details()
+
+
+def test_who_watches_the_health_of_a_server_does_not_keep_it() -> None:
+    server = farcall.serve({"fail": fail})
+    with grpc.insecure_channel(f"localhost:{server.port}") as channel:
+        watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+        server.stop(30.0)
+        with pytest.raises(grpc.RpcError):
+            list(watched)
+    assert server.wait(0)
