@@ -1,7 +1,7 @@
 """Which layouts of a program's inputs cost least.
 
-Few combinations are all tried. Of many, descent begins at several plans (all whole, the batch cut, everything
-cut along its largest dimension, and what the caller gives), and changes one input at a time, then two, as long
+Few combinations are all tried. Of many, descent begins at several plans (all whole, the batch cut, all cut
+along their largest dimension, and what the caller gives), and changes one input at a time, then two, as long
 as that is cheaper. It ends after so many evaluations, and not after some time, so that it always finds the
 same.
 """
@@ -45,7 +45,7 @@ class Chosen:
 
 
 def candidates(meta: Meta, mesh: MeshKey) -> list[Layout]:
-    """How a tensor may lie: whole, or along each axis of the mesh cut along any dimension that is long enough.
+    """How a tensor may lie: whole, or cut along each axis of the mesh in any dimension that is long enough.
 
     Example::
 
