@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from spmd.engine.auto.cost import cost_of
+from spmd.engine.auto.cost import Costs, cost_of
 from spmd.engine.auto.search import candidates, choose_layouts
 from spmd.engine.program import REPLICATED, Layout, MeshKey, Program
 from tests.unit.spmd.recorded import Recorder, Value
@@ -96,15 +96,14 @@ def test_what_is_found_costs_no_more_than_plans_by_hand(name: str) -> None:
 
 
 def test_all_combinations_are_no_better_than_descent() -> None:
-    every = itertools.product(*(candidates(meta, MESH) for meta in MLP.inputs))
-    least = min(cost_of(MLP, plan, UPDATES).total for plan in every)
-    assert choose_layouts(MLP, MESH, updates=UPDATES).cost.total == least
     square = MeshKey((0, 1, 2, 3), (2, 2))  # too many to be all tried
-    every = itertools.product(*(candidates(meta, square) for meta in MLP.inputs))
-    least = min(cost_of(MLP, plan, UPDATES).total for plan in every)
-    found = choose_layouts(MLP, square, updates=UPDATES)
-    assert found.cost.total == least
-    assert found == choose_layouts(MLP, square, updates=UPDATES)
+    for mesh in (MESH, square):
+        costs = Costs(MLP, UPDATES)
+        every = itertools.product(*(map(costs.number, candidates(meta, mesh)) for meta in MLP.inputs))
+        least = min(costs.of(plan).total for plan in every)
+        found = choose_layouts(MLP, mesh, updates=UPDATES)
+        assert found.cost.total == least
+        assert found == choose_layouts(MLP, mesh, updates=UPDATES)
 
 
 def test_a_long_batch_is_cut_and_wide_weights_are() -> None:
