@@ -18,7 +18,7 @@ from spmd.engine.layouts import local_shape, plan
 from spmd.engine.operators import Propagated, propagate
 from spmd.engine.program import REDISTRIBUTE, REPLICATED, Instruction, Layout, Meta, Program, Ref, Scalar
 
-__all__ = ["Cost", "Costs", "cost_of"]
+__all__ = ["Cost", "Costs", "cost_of", "local_bytes"]
 
 _WIRE: Final = 4.0
 """A byte that is sent costs as much as so many bytes read or written."""
@@ -157,7 +157,9 @@ class Costs:
             return found, tuple(map(self.number, own)), 0
         metas = iter([self._meta(ref, number) for ref, number in zip(step.refs, found, strict=True)])
         args: Any = _filled(each.args, metas)
-        told = _propagated(each.operator, args, tuple((name, _filled(arg, metas)) for name, arg in each.kwargs))
+        told = _propagated(
+            each.operator, args, tuple((name, _filled(arg, metas)) for name, arg in each.kwargs)
+        )
         wanted, results = tuple(map(self.number, told.inputs)), tuple(map(self.number, told.results))
         values = [*step.refs, *range(first, first + len(results))]
         numbers = (*wanted, *results)
@@ -176,7 +178,7 @@ class Costs:
     def _local(self, value: int, number: int) -> int:
         key = (value, number)
         if key not in self._bytes:
-            self._bytes[key] = _local_bytes(self._meta(value, number))
+            self._bytes[key] = local_bytes(self._meta(value, number))
         return self._bytes[key]
 
 
@@ -215,7 +217,8 @@ def _propagated(operator: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, A
 
 
 @functools.lru_cache(1 << 16)
-def _local_bytes(meta: Meta) -> int:
+def local_bytes(meta: Meta) -> int:
+    """What the worker with the largest part holds of a value."""
     return math.prod(local_shape(meta, _first(meta.layout))) * meta.dtype.itemsize
 
 
@@ -227,7 +230,7 @@ def _first(layout: Layout) -> int:
 @functools.lru_cache(1 << 16)
 def _wire_bytes(meta: Meta, layout: Layout) -> float:
     rank = _first(layout if layout.mesh is not None else meta.layout)
-    size, total = float(_local_bytes(meta)), 0.0
+    size, total = float(local_bytes(meta)), 0.0
     for each in plan(meta.shape, meta.layout, layout, rank):
         count = each.mesh.shape[each.axis]
         share = (count - 1) / count

@@ -24,7 +24,7 @@ __all__ = ["Chosen", "candidates", "choose_layouts"]
 _ALL: Final = 512
 """So many combinations are all tried."""
 
-_WORK: Final = 1 << 20
+_WORK: Final = 1 << 19
 """So many instructions are looked at, at most, in all evaluations; some microseconds each."""
 
 _EVALUATIONS: Final = (32, 4000)
@@ -122,7 +122,10 @@ class _Search:
         self._updates, self._limit = updates, limit
         self._costs = Costs(program, updates)
         self._choices = [
-            [self._costs.number(each) for each in ([fixed[place]] if place in fixed else candidates(meta, mesh))]
+            [
+                self._costs.number(each)
+                for each in ([fixed[place]] if place in fixed else candidates(meta, mesh))
+            ]
             for place, meta in enumerate(program.inputs)
         ]
         self._known: dict[Plan, Cost] = {}
