@@ -182,7 +182,9 @@ class _Study:
     def run(self) -> None:
         """Choose, and lay out."""
         program = self._program
-        mesh = get_global_mesh() or get_1d_mesh()
+        mesh = get_global_mesh()
+        if mesh is None or mesh.size() != engine().workers:  # it may be of an earlier session
+            mesh = get_1d_mesh()
         key = MeshKey(tuple(map(int, mesh.device_ids)), tuple(mesh.mesh_shape))
         own = _taken_as_they_are(program) | self._marked
         own |= {place for place, meta in enumerate(program.inputs) if meta.layout.mesh is not None}
