@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         strict,
         sync,
     )
+    from spmd.sharding.auto import AutoPlan, auto_plan
     from spmd.sharding.distribute import distribute_module, distribute_tensor
     from spmd.sharding.hybrid_mesh import HybridMesh
     from spmd.sharding.loader import DeviceLoader
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from spmd.tensor_parallel import explain
 
 __all__ = [
+    "AutoPlan",
     "DeviceLoader",
     "HybridMesh",
     "Mesh",
@@ -63,6 +65,7 @@ __all__ = [
     "ShardingSpec",
     "ShardingType",
     "annotate_custom_sharding",
+    "auto_plan",
     "clear_sharding",
     "device",
     "disable_manual_sharding",
@@ -96,6 +99,7 @@ _PLACES: Final = {
         "spmd.engine.start",
     ),
     **dict.fromkeys(("distribute_module", "distribute_tensor"), "spmd.sharding.distribute"),
+    **dict.fromkeys(("AutoPlan", "auto_plan"), "spmd.sharding.auto"),
     "HybridMesh": "spmd.sharding.hybrid_mesh",
     "DeviceLoader": "spmd.sharding.loader",
     **dict.fromkeys(("disable_manual_sharding", "enable_manual_sharding"), "spmd.sharding.manual"),

@@ -96,6 +96,8 @@ class Records(Protocol):
 
     def moved(self, value: Value, layout: Layout, /) -> Value: ...
 
+    def changed(self, old: Value, new: Value, /) -> None: ...
+
 
 def read(recorder: Records, alias: Alias) -> Value:
     """Its value now."""
@@ -130,6 +132,7 @@ def write(recorder: Records, alias: Alias, new: Value) -> None:
         layout = old.spec.layout
         if layout is not new.spec.layout and not old.uninitialized and not layout.is_partial():
             new = recorder.moved(new, layout)
+        recorder.changed(old, new)
         _show(alias, new)
         alias.version += 1
         return

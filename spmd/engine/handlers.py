@@ -14,6 +14,7 @@ from spmd.engine.current import NAME, engine
 from spmd.engine.logical_tensor import LogicalTensor, fetched, parameter_of, wrap
 from spmd.engine.metas import Spec, infer, spec_of
 from spmd.engine.operation import Operation
+from spmd.engine.program import REPLICATED
 from spmd.engine.recorder import Recorder
 
 __all__ = ["HANDLERS", "Handler"]
@@ -93,7 +94,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             write(recorder, alias, new.value)
         else:
             data = torch.empty(shape, dtype=dtype, device="cpu").copy_(source.detach())
-            write(recorder, alias, Value(spec_of(data), data=data))
+            layout = recorder.cuts.get((shape, dtype), REPLICATED)
+            write(recorder, alias, Value(spec_of(data, layout), data=data))
     return target
 
 

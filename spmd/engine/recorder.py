@@ -39,7 +39,7 @@ from spmd.engine.program import (
 __all__ = ["Entry", "Recorder", "Recording"]
 
 LIMIT: Final = 1000
-"""Instructions after which workers begin, though nobody has asked for a value."""
+"""What ``limit`` is."""
 
 _FLOAT: Final = object()
 _INT: Final = object()
@@ -117,6 +117,9 @@ class Recorder:
     Attributes:
         strict: what would be noted for the report is an error.
         notes: how often, by entry and place, something was laid out otherwise.
+        limit: instructions after which workers begin, though nobody has asked for a value.
+        changes: if somebody wants to know: for values of the recording that writes replaced, by which ones.
+        cuts: where data from the CPU goes, by shape and dtype, if that is not every worker.
 
     Args:
         run: takes a recording over, when it is long enough or ``flush`` is called.
@@ -128,6 +131,9 @@ class Recorder:
         self._default_dtype = torch.get_default_dtype()
         self.recording = Recording(self._default_dtype)
         self.strict = False
+        self.limit = LIMIT
+        self.changes: dict[int, int] | None = None
+        self.cuts: dict[tuple[object, ...], Layout] = {}
         self.notes: Counter[tuple[Entry, CodeType | None, int]] = Counter()
         self._run = run
         self._tensor_type = tensor_type
@@ -270,7 +276,7 @@ class Recorder:
             key.append((kind, arg) if kind is float or kind is complex else arg)  # 1+0j equals True
 
     def _emit(self, entry: Entry, tensors: list[Alias], scalars: list[Any]) -> list[Any]:
-        if len(self.recording.operations) >= LIMIT:
+        if len(self.recording.operations) >= self.limit:
             self.flush()
         values: list[Any] = (
             self._laid_out(entry, tensors) if entry.moves else [each.value for each in tensors]
@@ -333,6 +339,11 @@ class Recorder:
             (result,) = self._emit(entry, [Alias(value, value.spec)], [])
             found = self._moved[(value.index, layout)] = result.value
         return found
+
+    def changed(self, old: Value, new: Value) -> None:
+        """A write has put a value in the place of another."""
+        if self.changes is not None and old.recording is new.recording is self.recording:
+            self.changes[old.index] = new.index
 
     def derived(self, name: str, value: Value, args: tuple[Any, ...], spec: Spec) -> Value:
         """What an instruction of our own makes of a value: ``args`` are those after it."""

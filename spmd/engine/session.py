@@ -109,7 +109,7 @@ class Session:
     """A recorder and the workers behind it.
 
     Attributes:
-        auto: shardings are to be chosen where the program says none.
+        planner: is shown each recording before it goes; what it gives is done once it has gone.
 
     Args:
         ports: the workers.
@@ -129,7 +129,7 @@ class Session:
         self._broken: Exception | None = None
         self._ending: OperationError | None = None
         self._generation = 0
-        self.auto = False
+        self.planner: Callable[[Recording], Callable[[], None] | None] | None = None
 
     @property
     def workers(self) -> int:
@@ -142,6 +142,7 @@ class Session:
         """Take a recording over."""
         if self._broken is not None:
             raise self._broken
+        then = None if self.planner is None else self.planner(recording)
         specs = tuple([value.spec for value in recording.inputs])
         uploads = [(place, value) for place, value in enumerate(recording.inputs) if value.remote is None]
         parts = [self._parts(value) for _, value in uploads]
@@ -179,6 +180,8 @@ class Session:
             tuple(recording.scalars),
             gone=gone,
         )
+        if then is not None:
+            then()
 
     def _has_gone(self, value: Value, number: int) -> None:
         """A value is, or will be, with the workers under this id."""

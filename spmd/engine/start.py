@@ -126,28 +126,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 _mode: _Mode | None = None
 
 
-def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) -> None:
-    """Begin SPMD mode: ``spmd.device()`` becomes one logical device, whose tensors are on many workers.
-
-    The workers are those of the RPC group, without this process, where ``rpc.init_rpc`` has been called; or,
-    under torchrun, all ranks but 0 (rank 0 goes on with the program, and for the others this call never
-    returns: they work until rank 0 ends the mode, and then exit); or else processes that are started on this
-    machine, and end with the mode.
-
-    Args:
-        workers: how many workers; of an RPC group also their names. Default: all of the group; on this
-            machine ``FARCALL_SPMD_WORKERS``, else one for each core.
-        auto: choose shardings where the program says none.
-
-    Raises:
-        AlreadyInSpmdModeError: it has been called.
-        SpmdError: there are not as many workers, or a worker has a process group of its own already.
-
-    Example::
-
-        spmd.use_spmd(workers=4)
-        model = model.to(spmd.device())
-    """
+def use_spmd(workers: int | Sequence[str] | None = None) -> Session:
+    """Begin SPMD mode: see :func:`spmd.sharding.mode.use_spmd`. The session that it has."""
     global _mode
     if _mode is not None:
         raise AlreadyInSpmdModeError(
@@ -163,10 +143,10 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
         _mode = _under_torchrun(workers)
     else:
         _mode = _on_this_machine(workers)
-    _mode.session.auto = auto
     set_engine(_mode.session)
     backend.refuse(_ALONE)
     atexit.register(shutdown)
+    return _mode.session
 
 
 def _members(workers: int | Sequence[str] | None) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,16 +9,36 @@ import torch
 from spmd.engine import start
 from spmd.engine.errors import SpmdError
 from spmd.engine.logical_tensor import LogicalTensor
+from spmd.sharding.auto import Planner
 from spmd.sharding.sharded_tensor import install
 
 __all__ = ["use_spmd"]
 
 
-@functools.wraps(start.use_spmd)
-def use_spmd(  # noqa: D103  it has that of the other one
-    workers: int | Sequence[str] | None = None, *, auto: bool = False
-) -> None:
-    start.use_spmd(workers, auto=auto)
+def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) -> None:
+    """Begin SPMD mode: ``spmd.device()`` becomes one logical device, whose tensors are on many workers.
+
+    The workers are those of the RPC group, without this process, where ``rpc.init_rpc`` has been called; or,
+    under torchrun, all ranks but 0 (rank 0 goes on with the program, and for the others this call never
+    returns: they work until rank 0 ends the mode, and then exit); or else processes that are started on this
+    machine, and end with the mode.
+
+    Args:
+        workers: how many workers; of an RPC group also their names. Default: all of the group; on this
+            machine ``FARCALL_SPMD_WORKERS``, else one for each core.
+        auto: choose shardings where the program says none, at the end of the first program that changes
+            parameters; see :mod:`spmd.sharding.auto`.
+
+    Raises:
+        AlreadyInSpmdModeError: it has been called.
+        SpmdError: there are not as many workers, or a worker has a process group of its own already.
+
+    Example::
+
+        spmd.use_spmd(workers=4)
+        model = model.to(spmd.device())
+    """
+    session = start.use_spmd(workers)
     install(LogicalTensor)
     try:
         torch.zeros((), device=start.device(), requires_grad=True).backward()  # type: ignore[no-untyped-call]
@@ -29,3 +48,5 @@ def use_spmd(  # noqa: D103  it has that of the other one
             "this process has computed gradients before use_spmd(), and PyTorch takes no new device after "
             "that: call use_spmd() before the first backward"
         ) from error
+    if auto:
+        session.planner = Planner(session)

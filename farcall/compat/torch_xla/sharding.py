@@ -7,8 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from farcall.compat.torch_xla import runtime as _runtime
+from farcall.compat.torch_xla.fsdp_utils import apply_xla_patch_to_nn_linear
+from spmd.engine import api as _engine
+from spmd.engine.parts import has_blocks
+from spmd.engine.program import Layout
 from spmd.sharding.distribute import distribute_module as xla_distribute_module
 from spmd.sharding.distribute import distribute_tensor as xla_distribute_tensor
 from spmd.sharding.distribute import mesh_of as convert_to_xla_mesh
@@ -34,11 +39,13 @@ __all__ = [
     "Mesh",
     "ShardingSpec",
     "ShardingType",
+    "XLAPatchedLinear",
     "XLAShard",
     "XLAShardedTensor",
     "_mark_manual_sharding",
     "annotate_custom_sharding",
     "apply_backward_optimization_barrier",
+    "apply_xla_patch_to_nn_linear",
     "clear_sharding",
     "convert_to_xla_mesh",
     "convert_to_xla_partition_spec",
@@ -49,6 +56,7 @@ __all__ = [
     "mark_sharding",
     "mark_sharding_with_gradients",
     "set_global_mesh",
+    "shard_as",
     "unwrap_sharded_tensor",
     "wrap_as_sharded_tensor",
     "wrap_if_sharded",
@@ -81,6 +89,38 @@ def apply_backward_optimization_barrier(m: nn.Module) -> None:
     """Nothing: gradients are not fused into one another here."""
 
 
+def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
+    """Lay tensors out alike, in place: each of ``b`` as that of ``a`` if this is cut, else the reverse.
+
+    Args:
+        a, b: tensors on the device, or trees of them with the same structure and shapes.
+
+    Returns:
+        Both. Gradients go through, and are laid out as they come.
+
+    Raises:
+        ValueError: their structures or shapes differ.
+    """
+    ones, structure = pytree.tree_flatten(a)
+    others, other_structure = pytree.tree_flatten(b)
+    shapes = [[tuple(each.shape) for each in leaves] for leaves in (ones, others)]
+    if structure != other_structure or shapes[0] != shapes[1]:
+        raise ValueError(
+            f"expected two trees of one structure and with the same shapes, got {shapes[0]} and {shapes[1]}"
+        )
+    for one, other in zip(ones, others, strict=True):
+        if (layout := _cut(one)) is not None:
+            _engine.constrain(other, layout)
+        elif (layout := _cut(other)) is not None:
+            _engine.constrain(one, layout)
+    return a, b
+
+
+def _cut(t: Tensor) -> Layout | None:
+    layout = _engine.value_layout(t)
+    return layout if layout.mesh is not None and has_blocks(layout) else None
+
+
 def wrap_as_sharded_tensor(t: Tensor) -> Tensor:
     """The tensor."""
     return t
@@ -92,3 +132,12 @@ unwrap_sharded_tensor: Callable[[Tensor], Tensor] = wrap_as_sharded_tensor
 def xla_patched_nn_linear_forward(m: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  theirs
     """What a linear layer computes."""
     return nn.functional.linear(input, m.weight, m.bias)
+
+
+class XLAPatchedLinear:
+    """A linear layer that keeps the dimensions of its input, as all do here."""
+
+    @staticmethod
+    def apply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  theirs
+        """What a linear layer computes."""
+        return nn.functional.linear(input, weight, bias)

@@ -24,7 +24,8 @@ EVERY_NAME = {
     "torch_xla.distributed.spmd": "Mesh HybridMesh ShardingType ShardingSpec XLAShardedTensor XLAShard "
     "mark_sharding mark_sharding_with_gradients annotate_custom_sharding clear_sharding wrap_if_sharded "
     "wrap_as_sharded_tensor set_global_mesh get_global_mesh get_1d_mesh enable_manual_sharding "
-    "disable_manual_sharding xla_distribute_tensor xla_distribute_module xla_sharding",
+    "disable_manual_sharding xla_distribute_tensor xla_distribute_module xla_sharding shard_as "
+    "XLAPatchedLinear apply_xla_patch_to_nn_linear",
     "torch_xla.distributed.spmd.debugging": "visualize_sharding visualize_tensor_sharding",
     "torch_xla.distributed.fsdp": "checkpoint_module",
     "torch_xla.distributed.fsdp.wrap": "always_wrap_policy lambda_auto_wrap_policy recursive_wrap "
@@ -109,6 +110,16 @@ def guide(worker: Worker) -> None:
         assert isinstance(marked, xs.XLAShardedTensor)
         assert torch_xla._XLAC._get_xla_sharding_spec(t) == "{devices=[2,1]0,1}"
         assert torch_xla._XLAC._get_xla_sharding_type(t) == xs.ShardingType.TILED
+        other = torch.randn(8, 4).to(xm.xla_device())
+        assert xs.shard_as(other, t)[0] is other
+        assert other.sharding_spec == "{devices=[2,1]0,1}"
+        with pytest.raises(ValueError, match="same shapes"):
+            xs.shard_as([t], [t.T])
+        weight = torch.randn(3, 4).to(xm.xla_device())
+        product = xs.XLAPatchedLinear.apply(t, weight)
+        torch.testing.assert_close(product.cpu(), t.cpu() @ weight.cpu().T)
+        linear = nn.Linear(4, 3)
+        assert xs.apply_xla_patch_to_nn_linear(linear) is linear
         attributes = [{"name": f"TPU:{number}", "coords": [1 - number, 0, 0]} for number in range(n)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch_xla.runtime.global_runtime_device_attributes", lambda: attributes)

@@ -1,0 +1,250 @@
+"""``use_spmd(auto=True)``: shardings chosen by cost, where the program says none.
+
+The first program in which parameters change, an optimizer's step, runs as it is recorded. Then layouts of its
+inputs are searched for, with the user's marks fixed, and the tensors that outlive it are laid out as they
+would be at the end of that program with these inputs. What is recorded later follows from where tensors are.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Final
+
+from spmd.engine.aliases import Alias
+from spmd.engine.auto.cost import local_bytes
+from spmd.engine.auto.search import Chosen, choose_layouts
+from spmd.engine.current import engine
+from spmd.engine.logical_tensor import LogicalTensor
+from spmd.engine.parts import has_blocks
+from spmd.engine.program import REDISTRIBUTE, Layout, MeshKey, Program, Ref
+from spmd.engine.recorder import LIMIT, Recording
+from spmd.engine.session import Session, build
+from spmd.sharding.marks import mark_of
+from spmd.sharding.mesh import get_1d_mesh, get_global_mesh
+from spmd.sharding.op_sharding import OpSharding
+
+__all__ = ["AutoPlan", "AutoPlanLine", "Planner", "auto_plan"]
+
+_LIMIT: Final = 20 * LIMIT
+"""Instructions that a first step may have, to be planned as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPlanLine:
+    """One input of the program.
+
+    Attributes:
+        shape: of the whole.
+        sharding: as ``t.sharding_spec`` says it.
+        kind: ``"changed"`` by the program, as parameters are; or ``"read"``.
+        fixed: it is where it was: the user has marked it, or it was cut already.
+        bytes_before, bytes_after: that the worker with the largest part holds of it.
+    """
+
+    shape: tuple[int, ...]
+    sharding: str
+    kind: str
+    fixed: bool
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPlan:
+    """What ``spmd.auto_plan()`` gives: which shardings were chosen. Printed, it is a table.
+
+    Attributes:
+        lines: one for each input with dimensions, in the order of first use.
+        sent_before, sent_after: bytes that a worker sends in the program by the model of cost, with inputs as
+            they were marked and whole otherwise, and as chosen.
+        held_before, held_after: bytes that it holds of all inputs.
+        evaluations: how many plans were looked at.
+    """
+
+    lines: tuple[AutoPlanLine, ...]
+    sent_before: float
+    sent_after: float
+    held_before: float
+    held_after: float
+    evaluations: int
+
+    def __str__(self) -> str:
+        rows = [
+            f"{list(each.shape)} {each.kind}: {each.sharding}{', as it was' if each.fixed else ''}, "
+            f"{each.bytes_before} to {each.bytes_after} bytes"
+            for each in self.lines
+        ]
+        totals = (
+            f"held by a worker: {self.held_before / 1e6:.3f} to {self.held_after / 1e6:.3f} MB; "
+            f"sent by a worker: {self.sent_before / 1e6:.3f} to {self.sent_after / 1e6:.3f} MB; "
+            f"{self.evaluations} plans looked at"
+        )
+        return "\n".join([*rows, totals])
+
+
+def auto_plan() -> AutoPlan | None:
+    """The shardings that ``use_spmd(auto=True)`` has chosen; None as long as it has chosen none.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+
+    Example::
+
+        print(spmd.auto_plan())
+    """
+    session = engine()
+    planner = session.planner if isinstance(session, Session) else None
+    return planner.plan if isinstance(planner, Planner) else None
+
+
+class Planner:
+    """Chooses layouts once for a session. Called by it with each recording, under the recorder's lock.
+
+    Attributes:
+        plan: what was chosen.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.plan: AutoPlan | None = None
+        self._recorder = session.recorder
+        with self._recorder.lock:
+            self._recorder.changes = {}
+            self._recorder.limit = _LIMIT
+
+    def __call__(self, recording: Recording) -> Callable[[], None] | None:
+        """What is to be done once a recording has run; None: nothing."""
+        changes = self._recorder.changes
+        if not changes:  # or no longer: there is a plan
+            return None
+        self._recorder.changes = {}
+        if len(recording.operations) >= self._recorder.limit:  # in the middle of an operation
+            return None
+        origins = _origins(changes)
+        aliases, tensors = _alive()
+        if not any(
+            each.requires_grad and each.is_leaf and _index(each._alias, recording) in origins
+            for each in tensors
+        ):
+            return None
+        self._recorder.changes, self._recorder.limit = None, LIMIT
+        return _Study(recording, origins, aliases, tensors, self._apply).run
+
+    def _apply(
+        self, plan: AutoPlan, layouts: list[tuple[Alias, Layout]], cuts: dict[tuple[object, ...], Layout]
+    ) -> None:
+        self.plan = plan
+        self._recorder.cuts = cuts
+        for alias, layout in layouts:
+            assert alias.value is not None
+            value = self._recorder.moved(alias.value, layout)
+            alias.value, alias.spec = value, alias.spec.laid_out(layout)
+
+
+class _Study:
+    """A recording, with what is known of its values before it runs."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        origins: dict[int, int],
+        aliases: list[Alias],
+        tensors: list[LogicalTensor],
+        apply: Callable[[AutoPlan, list[tuple[Alias, Layout]], dict[tuple[object, ...], Layout]], None],
+    ) -> None:
+        self._apply = apply
+        specs = [value.spec for value in recording.inputs]
+        self._uploads = {place for place, value in enumerate(recording.inputs) if value.data is not None}
+        alive = [
+            number for number, each in enumerate(recording.made) if each is not None and each() is not None
+        ]
+        self._program, _ = build(specs, (), recording.operations, alive, recording.default_dtype)
+        numbers = dict(zip(alive, self._program.outputs, strict=True))
+        numbers |= {-1 - place: place for place in range(len(specs))}
+        self._updates = {
+            -1 - origin: numbers[number]
+            for number, origin in origins.items()
+            if number in numbers and origin < 0
+        }
+        marked = {id(each._alias) for each in tensors if mark_of(each) is not None}
+        self._marked: set[int] = set()
+        self._live: list[tuple[Alias, int]] = []
+        for alias in aliases:
+            index = _index(alias, recording)
+            if index is None or index not in numbers:
+                continue
+            if id(alias) not in marked:
+                self._live.append((alias, numbers[index]))
+            elif (origin := origins.get(index, index)) < 0:
+                self._marked.add(-1 - origin)
+
+    def run(self) -> None:
+        """Choose, and lay out."""
+        program = self._program
+        mesh = get_global_mesh()
+        if mesh is None or mesh.size() != engine().workers:  # it may be of an earlier session
+            mesh = get_1d_mesh()
+        key = MeshKey(tuple(map(int, mesh.device_ids)), tuple(mesh.mesh_shape))
+        own = _taken_as_they_are(program) | self._marked
+        own |= {place for place, meta in enumerate(program.inputs) if meta.layout.mesh is not None}
+        fixed = {place: program.inputs[place].layout for place in own}
+        found = choose_layouts(program, key, fixed, self._updates)
+        layouts = list(found.values)
+        for place, number in self._updates.items():
+            layouts[number] = found.layouts[place]
+        cuts: dict[tuple[object, ...], Layout] = {}
+        for place in sorted(self._uploads - self._updates.keys() - own):
+            meta = program.inputs[place]
+            if meta.shape:
+                cuts.setdefault((meta.shape, meta.dtype), found.layouts[place])
+        live = [(alias, layouts[number]) for alias, number in self._live if has_blocks(layouts[number])]
+        self._apply(_plan_of(program, found, self._updates.keys(), own), live, cuts)
+
+
+def _plan_of(program: Program, found: Chosen, changed: Collection[int], own: set[int]) -> AutoPlan:
+    lines = []
+    for place, (meta, layout) in enumerate(zip(program.inputs, found.layouts, strict=True)):
+        if meta.shape:
+            sharding = OpSharding.of_layout(layout, len(meta.shape))
+            before, after = local_bytes(meta), local_bytes(replace(meta, layout=layout))
+            kind = "changed" if place in changed else "read"
+            lines.append(AutoPlanLine(meta.shape, str(sharding), kind, place in own, before, after))
+    whole, cost = found.whole, found.cost
+    return AutoPlan(tuple(lines), whole.wire, cost.wire, whole.held, cost.held, found.evaluations)
+
+
+def _taken_as_they_are(program: Program) -> set[int]:
+    """Inputs of our own instructions, which have no rules: where these expect them is part of the program."""
+    return {
+        arg.index
+        for each in program.instructions
+        if each.operator.startswith("spmd::") and each.operator != REDISTRIBUTE
+        for arg in each.args
+        if isinstance(arg, Ref) and arg.index < len(program.inputs)
+    }
+
+
+def _origins(changes: dict[int, int]) -> dict[int, int]:
+    """For each value that a change has made, the one before all changes."""
+    found: dict[int, int] = {}
+    for before, after in changes.items():  # in the order in which they came
+        found[after] = found.get(before, before)
+    return found
+
+
+def _index(alias: Alias, recording: Recording) -> int | None:
+    """The number of a tensor's value in a recording; None if it is not of it, or for a view."""
+    value = alias.value
+    if alias.base is not None or value is None or value.recording is not recording:
+        return None
+    return value.index
+
+
+def _alive() -> tuple[list[Alias], list[LogicalTensor]]:
+    """What all tensors show, and these. Nobody keeps lists of them: the garbage collector has some."""
+    objects = gc.get_objects()
+    return (
+        [each for each in objects if type(each) is Alias],
+        [each for each in objects if issubclass(type(each), LogicalTensor)],
+    )
