@@ -24,8 +24,9 @@ from rref.creation import Creation
 from rref.ports import Group
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Fence, ForkId, Free, Ref, RRefId, Send, parse_descriptor
-from rref.requests import CREATE, name_creation
+from rref.requests import CREATE, name_creation, turns_of_object
 from rref.steps import LEFT, Steps
+from rref.turns import Turns
 from rref.value import Value
 
 __all__ = ["References"]
@@ -157,10 +158,10 @@ class References:
         """
         agent = self.agent
         rref, fork = self._protocol.new_id(), self._protocol.new_id()
-        if peer.is_self:
-            self._values[rref] = Value()
-        self.steps.do(self._protocol.create, peer.incarnation, rref, fork)
         payload.header.update(target)
+        if peer.is_self:
+            self._values[rref] = Value(turns_of_object(payload.header))
+        self.steps.do(self._protocol.create, peer.incarnation, rref, fork)
         name_creation(payload, rref, fork)
         creation = agent.calls.open(peer, what, timeout, Creation, payload.header, "remote")
         creation.begin(self, rref, fork)
@@ -251,9 +252,9 @@ class References:
 
     # ---- objects
 
-    def arrived(self, rref: RRefId, fork: ForkId, peer: Peer) -> Value | None:
+    def arrived(self, rref: RRefId, fork: ForkId, peer: Peer, turns: Turns | None = None) -> Value | None:
         """A creation is here: where its object is to be put; None if it is not wanted."""
-        fresh = Value()
+        fresh = Value(turns)
         value: Value | None = self.steps.do(self._arrived, rref, fork, fresh, peer.incarnation)
         # If it turns out not to be wanted, it is run in vain.
         return self._values.setdefault(rref, fresh) if value is LEFT else value

@@ -25,6 +25,8 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
+    *,
+    concurrency: int | None = None,
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -33,6 +35,8 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
+    *,
+    concurrency: int | None = None,
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -41,6 +45,8 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
+    *,
+    concurrency: int | None = None,
 ) -> RRef[T]: ...
 @protected  # what travels beside the payload is sent, or taken back
 def remote(
@@ -49,16 +55,24 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
+    *,
+    concurrency: int | None = None,
 ) -> RRef[Any]:
     """Call ``func`` on another worker and return a reference to its value, which stays there.
 
     Returns at once. Arguments are as for ``rpc_sync``; with a class as ``func``, the reference is to a new
     object of it. Calls of its methods run side by side, each on a thread of its own, also those of one
-    caller: an object that cannot stand it takes a lock in its methods.
+    caller: an object that cannot stand it takes a lock in its methods, or is made with ``concurrency=1``.
 
     Args:
         timeout: seconds that making the object may take; if it takes longer, the reference becomes of no
             use, and ``to_here`` says so. 0 for none. Default: that of calls.
+        concurrency: how many methods of the object, called through references by whomever, run at a time, at
+            least 1; default: no limit. With 1, each begins when the one before has ended (an ``async def``:
+            when it has returned) and its value is on its way, in the order of each caller's calls. But
+            later ones may overtake one of more than 64 KiB and, at the caller's own worker, one that carries
+            references. A method that calls the object's methods through a reference, and waits, waits for
+            itself. ``to_here`` and ``local_value`` do not wait for a turn.
 
     Returns:
         An ``RRef``, whose owner is ``to``. If ``func`` raises, ``to_here`` does.
@@ -67,6 +81,7 @@ def remote(
         UnknownWorkerError: there is no such worker.
         SerializationError: an argument cannot be sent.
         NotInitializedError: there is no agent.
+        ValueError: ``concurrency`` is not a number from 1 on.
 
     Example::
 
@@ -79,5 +94,10 @@ def remote(
     peer = agent.peer(to)
     if not callable(func):
         raise not_callable(func)
+    if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
+        raise ValueError(
+            f"concurrency is how many methods may run at a time, at least 1, not {concurrency!r:.60}"
+        )
+    object_header = {} if concurrency is None else {"concurrency": concurrency}
     payload = agent.caller.dump_call(func, positional(args), keywords(kwargs), peer)
-    return shell.create(peer, {}, payload, timeout, func, RRef._of)
+    return shell.create(peer, object_header, payload, timeout, func, RRef._of)

@@ -15,6 +15,7 @@ from rpc.errors import ProtocolError
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 from rref.protocol.messages import ForkId, Peer, RRefId
+from rref.turns import Turns
 
 __all__ = [
     "CREATE",
@@ -26,6 +27,7 @@ __all__ = [
     "method_of_object",
     "name_creation",
     "object_id",
+    "turns_of_object",
 ]
 
 CREATE: Final = Kind.EXTENSION
@@ -47,6 +49,16 @@ def object_id(header: dict[str, Any]) -> RRefId | None:
     """The object that a request is for; none if it names none."""
     named = header.get("object")
     return None if named is None else _id(named)
+
+
+def turns_of_object(header: dict[str, Any]) -> Turns | None:
+    """Those of the object that a creation makes, if it says how many of its methods may run at a time."""
+    limit = header.get("concurrency")
+    if limit is None:
+        return None
+    if type(limit) is not int or limit < 1:
+        raise ProtocolError(f"a creation says that {limit!r:.60} methods of its object may run at a time")
+    return Turns(limit)
 
 
 def name_creation(payload: Payload, rref: RRefId, fork: ForkId) -> None:

@@ -6,6 +6,7 @@ there: the references that travelled with it confirmed, and the object that it i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -30,7 +31,9 @@ from rref.requests import (
     fetched_id,
     method_of_object,
     object_id,
+    turns_of_object,
 )
+from rref.turns import Turns
 from rref.value import Fetch, Value
 
 __all__ = ["Server"]
@@ -59,7 +62,7 @@ class Server:
         rref, fork, call = creation(frame, peer.incarnation)
         header = call.header
         request = Request(peer, call, self._agent.serializer.adopt(header, peer) if header else None)
-        value = self._references.arrived(rref, fork, peer)
+        value = self._references.arrived(rref, fork, peer, turns_of_object(header) if header else None)
         if value is None:
             refusal = self._agent.serializer.dump_exception(RRefError(_GIVEN_UP), self._agent.info.name)
             refusal.header["refused"] = _GIVEN_UP
@@ -97,6 +100,9 @@ class Server:
         """
         value = self._references.find(target)
         if value is not None:
+            if value.turns is not None and not quick:
+                self._accept_in_turn(request, value.turns, lambda _: run(value))
+                return None
             if value.is_ready or not self._accept_when_made(request, value, run, quick):
                 return self._accept(request, lambda _: run(value))
             return None
@@ -110,7 +116,9 @@ class Server:
 
         def known() -> None:
             value = self._references.value(target)
-            if value.when_ready(accept):
+            if value.turns is not None and not quick:
+                self._accept_in_turn(request, value.turns, run_and_release)
+            elif value.when_ready(accept):
                 accept()
 
         def accept() -> None:
@@ -119,6 +127,19 @@ class Server:
         if self._references.when_settled(ref, known):
             known()
         return None
+
+    def _accept_in_turn(self, request: Request, turns: Turns, run: Callable[[Request], None]) -> None:
+        """Run a request, which leaves when it is answered, when it is its turn."""
+        self._agent.dispatcher.count_request()
+        self._agent.postponed.begin()
+
+        def start() -> None:
+            try:
+                self._accept_later(request, run)
+            finally:
+                self._postponed_ended()
+
+        turns.enter(start)
 
     def _accept_when_made(
         self, request: Request, value: Value, run: Callable[[Value], None], quick: bool
@@ -162,6 +183,8 @@ class Server:
 
         def answer(content: Any, error: BaseException | None, *, at_end: bool = False) -> None:
             parked = value.set(content) if error is None else value.fail(error)
+            if on is not None and on.turns is not None:
+                on.turns.leave()
             self._references.finished(rref)
             if error is not None:
                 agent.fail(peer, frame.call_id, error)
@@ -253,12 +276,39 @@ class Server:
         self._agent.runner.cancellable[peer, frame.call_id] = request
 
         def run(value: Value) -> None:
+            if value.turns is not None:
+                self._run_in_turn(request, value, value.turns)
+                return
             if value.error is not None:
                 self._agent.fail(peer, frame.call_id, value.error)
                 return
             self._agent.runner.run(request, lambda request: self._load(request, value))
 
         return self._accept_on_object(request, _target(frame), run)
+
+    def _run_in_turn(self, request: Request, value: Value, turns: Turns) -> None:
+        """As ``RequestRunner.run``; the next one may begin once this one is answered."""
+        runner = self._agent.runner
+        reply = runner.replier(request)
+
+        def answer(content: Any, error: BaseException | None) -> None:
+            try:
+                reply(content, error)
+            finally:
+                turns.leave()
+
+        try:
+            if request.cancelled:
+                raise asyncio.CancelledError
+            value.get()  # or the error of making it
+            function, args, kwargs = self._load(request, value)
+            content = runner.start(function, args, kwargs, request, answer)
+        except BaseException as error:
+            trace = error.__traceback__
+            answer(None, error.with_traceback(trace and trace.tb_next))  # the log names whose frame is first
+        else:
+            if content is not LATER:
+                answer(content, None)
 
 
 def _without_tensors(recording: Recording | Observation | None) -> Observation | None:

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from rpc.errors import RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
+from rref.turns import Turns
 
 __all__ = ["Fetch", "Value"]
 
@@ -39,11 +40,15 @@ class Value:
     Who waits is told on the thread that sets it, and parked fetches are handed to that thread. No lock is
     taken: who is to wait is entered in a list first; if the state has changed by then, it is up to who takes
     the entry out again, the one or the other, to go on with it.
+
+    Args:
+        turns: those of requests that call a method of the object, if not all may run at once.
     """
 
-    __slots__ = ("_content", "_error", "_parked", "_ready", "_waiting")
+    __slots__ = ("_content", "_error", "_parked", "_ready", "_waiting", "turns")
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns | None = None) -> None:
+        self.turns = turns
         self._ready = False
         self._content: Any = None
         self._error: BaseException | None = None
@@ -82,6 +87,8 @@ class Value:
             return []
         self._content, self._error = content, error
         self._ready = True
+        if self.turns is not None:
+            self.turns.open()
         for callback in _taken(self._waiting):
             callback()
         return _taken(self._parked)

@@ -1,0 +1,142 @@
+"""``remote(..., concurrency=1)``: the methods of an object one at a time, in each caller's order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import rpc
+from tests.support.serving import WAIT_SECONDS, in_all, in_worker0, open_gate, wait_at_gate
+from tests.support.workers import Worker
+
+
+class Actor:
+    """Says what has called it, and fails if two are at it at once."""
+
+    def __init__(self, gate: str = "") -> None:
+        if gate:
+            wait_at_gate(gate)
+        self.calls: list[Any] = []
+        self.busy = threading.Lock()
+
+    def note(self, call: Any, *_: Any) -> int:
+        assert self.busy.acquire(blocking=False)
+        self.calls.append(call)
+        threading.Event().wait(0.001)  # others may try
+        self.busy.release()
+        return len(self.calls)
+
+    async def note_later(self, call: Any) -> int:
+        assert self.busy.acquire(blocking=False)
+        self.calls.append(call)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.busy.release()
+        return len(self.calls)
+
+    def fail(self, call: Any) -> None:
+        self.note(call)
+        raise LookupError(call)
+
+    def wait(self) -> None:
+        wait_at_gate("in a method")
+
+    def all(self) -> list[Any]:
+        return self.calls
+
+
+def mixed(rref: rpc.RRef[Actor], numbers: range) -> None:
+    """Calls of every kind, by no means all awaited before the next."""
+    futures: list[Any] = []
+    made: list[rpc.RRef[Any]] = []
+    for number in numbers:
+        kind = number % 5
+        if kind == 0:
+            futures.append(rref.rpc_async().note_later(number))
+        elif kind == 1:
+            made.append(rref.remote().note(number))
+        elif kind == 2:
+            futures.append(rref.rpc_async().fail(number).then(lambda _: None))
+        elif kind == 3:
+            made.append(rref.remote().note_later(number))
+        else:
+            own = rref.is_owner()  # to oneself, what carries a reference may be overtaken
+            futures.append(rref.rpc_async().note(number, None if own else rref))
+    for each in (*futures, *(rref.to_here for rref in made)):
+        each() if callable(each) else each.wait()
+
+
+@pytest.mark.parametrize("owner", ["worker0", "worker1"])
+@in_worker0()
+def test_methods_run_one_at_a_time_in_order(owner: str) -> None:
+    rref = rpc.remote(owner, Actor, args=("made",), concurrency=1)
+    caller = threading.Thread(target=mixed, args=(rref, range(60)))
+    caller.start()  # some come before the object is there
+    rpc.rpc_sync(owner, open_gate, args=("made",))
+    caller.join()
+    assert rref.rpc_sync().all() == list(range(60))
+
+
+_shared: list[rpc.RRef[Actor]] = []
+
+
+def share(rref: rpc.RRef[Actor]) -> None:
+    _shared.append(rref)
+
+
+@in_all(world_size=3)
+def test_each_callers_order_is_kept(worker: Worker) -> None:
+    if worker.rank == 0:
+        rref = rpc.remote("worker1", Actor, concurrency=1)
+        for other in ("worker1", "worker2"):
+            rpc.rpc_sync(other, share, args=(rref,))
+        share(rref)
+    rpc.barrier()
+    mixed(_shared[0], range(1000 * worker.rank, 1000 * worker.rank + 40))
+    rpc.barrier()
+    if worker.rank == 0:
+        calls = _shared[0].rpc_sync().all()
+        assert len(calls) == 3 * 40
+        for rank in range(3):
+            mine = [call for call in calls if call // 1000 == rank]
+            assert mine == sorted(mine)
+    _shared.clear()
+
+
+@in_worker0()
+def test_a_call_that_waits_for_its_turn_can_be_cancelled() -> None:
+    rref = rpc.remote("worker1", Actor, concurrency=1)
+    waiting = rref.rpc_async().wait()
+    futures = [rref.rpc_async().note(number) for number in range(4)]
+    assert futures[1].cancel()
+    assert futures[2].cancel()
+    rpc.rpc_sync("worker1", open_gate, args=("in a method",))
+    waiting.wait()
+    assert futures[3].wait() == 2
+    assert rref.rpc_sync().all() == [0, 3]
+
+
+@in_worker0()
+def test_as_many_as_said_run_at_a_time() -> None:
+    rref = rpc.remote("worker1", Actor, concurrency=2)
+    held = rref.rpc_async().wait()
+    assert rref.rpc_sync(timeout=WAIT_SECONDS).note(1) == 1  # beside it
+    rpc.rpc_sync("worker1", open_gate, args=("in a method",))
+    held.wait()
+
+
+@in_worker0()
+def test_an_object_that_was_not_made_answers_all() -> None:
+    rref: rpc.RRef[Any] = rpc.remote("worker1", int, args=("x",), concurrency=1)
+    futures = [rref.rpc_async().bit_length() for _ in range(3)]
+    for future in futures:
+        with pytest.raises(ValueError, match="'x'"):
+            future.wait()
+    wrong: Callable[..., Any] = rpc.remote
+    for concurrency in (0, -1, "1", True, 1.0):
+        with pytest.raises(ValueError, match="at least 1"):
+            wrong("worker1", list, concurrency=concurrency)
