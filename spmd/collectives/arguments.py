@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from operator import index
+from typing import Any, Final
 
 import torch
 
 from spmd.collectives.reductions import Reduction, reduction_of
 from spmd.collectives.signature import text_of
 
-__all__ = ["Arguments", "describe"]
+__all__ = ["Arguments", "describe", "seconds_of"]
 
 Tensors = Sequence[torch.Tensor]
+
+_TAGS: Final = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,13 @@ class Arguments:
     def check_tensors(
         self, what: str | bytes, tensors: Tensors, layout: torch.layout = torch.strided
     ) -> None:
-        """Raise unless all are on the CPU, and of this layout."""
+        """Raise unless all are on the CPU, of this layout, and not quantized."""
         for tensor in tensors:
+            if tensor.is_quantized:
+                raise TypeError(
+                    f"{_text(what)} at rank {self.rank}: expected tensors that are not quantized, got "
+                    f"{describe(tensor)}: pass its int_repr(), and its scale if the ranks' differ"
+                )
             if tensor.device.type != "cpu" or tensor.layout is not layout:
                 raise ValueError(
                     f"{_text(what)} at rank {self.rank}: process group '{self.group}' takes dense "
@@ -76,14 +85,42 @@ class Arguments:
                 f"ranks, got {len(tensors)}"
             )
 
+    def check_lengths(self, outputs: Tensors, inputs: Tensors, what: str) -> None:
+        """Raise unless there is one output for each input."""
+        if len(outputs) != len(inputs):
+            raise ValueError(
+                f"{what} at rank {self.rank}: expected one output for each input, got {len(outputs)} for "
+                f"{len(inputs)}"
+            )
+
+    def check_dtypes(self, tensors: Tensors, what: str) -> None:
+        """Raise unless all are of one dtype."""
+        first = tensors[0]
+        for tensor in tensors:
+            if tensor.dtype != first.dtype:
+                raise ValueError(
+                    f"{what} at rank {self.rank}: expected inputs and outputs of one dtype, got "
+                    f"{describe(first)} and {describe(tensor)}"
+                )
+
+    def check_tag(self, tag: Any, what: str) -> None:
+        """Raise unless this is a whole number of 64 bits."""
+        where = f"{what} at rank {self.rank}: expected a whole number of 64 bits for a tag, got {tag!r}"
+        try:
+            fits = index(tag) in _TAGS
+        except TypeError:
+            raise TypeError(where) from None
+        if not fits:
+            raise ValueError(where)
+
     def check_rank(self, rank: int, what: str) -> None:
         """Raise unless this is another rank of the group."""
         if not 0 <= rank < self.size or rank == self.rank:
             raise ValueError(f"rank {self.rank} cannot {what} rank {rank} in a group of {self.size}")
 
     def root(self, opts: Any, what: str) -> int:
-        """The root, as a rank of the group."""
-        root = int(opts.rootRank)
+        """The root, as a rank of the group; 0 without options, as in c10d."""
+        root = 0 if opts is None else int(opts.rootRank)
         if not 0 <= root < self.size:
             raise ValueError(f"{what} at rank {self.rank}: there is no rank {root} in a group of {self.size}")
         return root
@@ -98,6 +135,21 @@ class Arguments:
                 f"into {given} for {count} ranks"
             )
         return given
+
+
+def seconds_of(timeout: timedelta, where: str) -> float:
+    """A timeout's seconds, 0 or more.
+
+    Args:
+        where: begins the error's message.
+    """
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"{where}: expected a timedelta for a timeout, got {timeout!r}")
+    if timeout < timedelta(0):
+        raise ValueError(
+            f"{where}: expected a timeout of 0 s, which is none, or more, got {timeout.total_seconds():g} s"
+        )
+    return timeout.total_seconds()
 
 
 def _reduce_op(opts: Any) -> Any:

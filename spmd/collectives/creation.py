@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rpc.errors import InvalidOptionError
 from rpc.options import AgentOptions
 from spmd.collectives import resharding
+from spmd.collectives.arguments import seconds_of
 from spmd.collectives.group import Group
 from spmd.collectives.node import Node, find_node
 from spmd.collectives.process_group import FarcallProcessGroup
@@ -25,15 +26,16 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
 
     Raises:
         InvalidOptionError: ``pg_options`` are no ``AgentOptions``.
+        TypeError, ValueError: the timeout is no ``timedelta``, or less than 0.
         CollectiveTimeoutError, RendezvousTimeoutError: a rank has not come in time.
     """
     if agent_options is not None and not isinstance(agent_options, AgentOptions):
         raise InvalidOptionError(
             f"backend 'farcall' takes rpc.AgentOptions for pg_options, not {type(agent_options).__name__}"
         )
-    resharding.install()
-    timeout = options.timeout.total_seconds()
     size, rank = options.group_size, options.group_rank
+    timeout = seconds_of(options.timeout, f"forming process group '{options.group_id}' at rank {rank}")
+    resharding.install()
     ranks = list(options.global_ranks_in_group) or list(range(size))
     node = _world() if agent_options is None else None
     if node is None:

@@ -17,12 +17,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from spmd.collectives.algorithms import Algorithms
-from spmd.collectives.arguments import Arguments, describe
+from spmd.collectives.arguments import Arguments, describe, seconds_of
 from spmd.collectives.group import Group
 from spmd.collectives.memory import pieces
 from spmd.collectives.messages import ANY
 from spmd.collectives.monitored import monitored_barrier
-from spmd.collectives.signature import signature
+from spmd.collectives.signature import signature, text_of
 from spmd.collectives.work import GroupWork
 
 __all__ = ["FarcallProcessGroup"]
@@ -77,8 +77,12 @@ class FarcallProcessGroup(ProcessGroup):
         return [_CPU]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long each operation may take from now on."""
-        self.group.timeout = _seconds(timeout)
+        """How long each operation may take from now on; 0 for no limit.
+
+        Raises:
+            TypeError, ValueError: it is no ``timedelta``, or less than 0.
+        """
+        self.group.timeout = seconds_of(timeout, f"set_timeout at rank {self.getRank()}")
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -192,9 +196,10 @@ class FarcallProcessGroup(ProcessGroup):
 
         Raises:
             CollectiveTimeoutError: not all have come.
+            TypeError, ValueError: ``timeout`` is no ``timedelta``, or less than 0.
         """
-        given = _seconds(timeout)
-        seconds = self.group.timeout if given < 0 else max(given, 0.001)
+        given = self._limit(timeout, "monitored_barrier")
+        seconds = self.group.timeout if given is None else max(given, 0.001)
         monitored_barrier(self.group, seconds, wait_all_ranks)
 
     # ---- operations: to all, from all
@@ -206,6 +211,7 @@ class FarcallProcessGroup(ProcessGroup):
 
     def _all_gather(self, outputs: Tensors, mine: torch.Tensor, opts: Any) -> GroupWork:
         self._arguments.check_count(outputs, "all_gather", "output")
+        self._arguments.check_dtypes([mine, *outputs], "all_gather")
         field = signature("all_gather", mine.dtype)
         return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts, [mine])
 
@@ -222,6 +228,7 @@ class FarcallProcessGroup(ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         size = self.getSize()
+        self._arguments.check_lengths(outputs, inputs, "all_gather")
         for output, mine in zip(outputs, inputs, strict=True):
             if output.numel() != mine.numel() * size or output.dtype != mine.dtype:
                 raise ValueError(
@@ -245,12 +252,15 @@ class FarcallProcessGroup(ProcessGroup):
         return self._run(field, list(outputs), perform, opts, inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
-        by_input = list(zip(*outputs, strict=True)) if len(outputs) == self.getSize() else []
-        if len(by_input) != len(inputs):
+        lengths = [len(parts) for parts in outputs]
+        if lengths != [len(inputs)] * self.getSize():
             raise ValueError(
                 f"all_gather_coalesced at rank {self.getRank()}: there must be {self.getSize()} lists of "
-                f"{len(inputs)} outputs"
+                f"{len(inputs)} outputs, got lists of {lengths}"
             )
+        by_input = list(zip(*outputs, strict=True))
+        for parts, mine in zip(by_input, inputs, strict=True):
+            self._arguments.check_dtypes([mine, *parts], "all_gather_coalesced")
         shapes = _describe_all(inputs)
         field = signature("all_gather_coalesced", None, None, "", -1, shapes)
 
@@ -266,6 +276,7 @@ class FarcallProcessGroup(ProcessGroup):
         targets = list(self._arguments.one(outputs, "gather")) if is_root else []
         if is_root:
             self._arguments.check_count(targets, "gather", "output")
+        self._arguments.check_dtypes([mine, *targets], "gather")
         field = signature("gather", mine.dtype, None, "", root)
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
@@ -282,6 +293,7 @@ class FarcallProcessGroup(ProcessGroup):
         sources = list(self._arguments.one(inputs, "scatter")) if is_root else []
         if is_root:
             self._arguments.check_count(sources, "scatter", "input")
+        self._arguments.check_dtypes([output, *sources], "scatter")
         field = signature("scatter", output.dtype, None, "", root)
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
@@ -293,9 +305,11 @@ class FarcallProcessGroup(ProcessGroup):
         return self._run(field, [output], perform, opts, sources)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
+        output = self._arguments.one(outputs, "reduce_scatter")
         sources = list(self._arguments.one(inputs, "reduce_scatter"))
         self._arguments.check_count(sources, "reduce_scatter", "input")
-        return self._reduce_scatter("reduce_scatter", outputs, [sources], opts)
+        self._arguments.check_dtypes([output, *sources], "reduce_scatter")
+        return self._reduce_scatter("reduce_scatter", [output], [sources], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [mine], opts)
@@ -304,6 +318,7 @@ class FarcallProcessGroup(ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> GroupWork:
         size = self.getSize()
+        self._arguments.check_lengths(outputs, inputs, "reduce_scatter")
         for output, mine in zip(outputs, inputs, strict=True):
             if mine.numel() != output.numel() * size or output.dtype != mine.dtype:
                 raise ValueError(
@@ -350,6 +365,7 @@ class FarcallProcessGroup(ProcessGroup):
     ) -> GroupWork:
         takes = self._arguments.splits(output, output_sizes, "output")
         gives = self._arguments.splits(mine, input_sizes, "input")
+        self._arguments.check_dtypes([mine, output], "all_to_all_single")
         field = signature("all_to_all_single", mine.dtype)
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
@@ -362,6 +378,7 @@ class FarcallProcessGroup(ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         self._arguments.check_count(outputs, "all_to_all", "output")
         self._arguments.check_count(inputs, "all_to_all", "input")
+        self._arguments.check_dtypes([*inputs, *outputs], "all_to_all")
         field = signature("all_to_all", inputs[0].dtype)
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
@@ -377,6 +394,7 @@ class FarcallProcessGroup(ProcessGroup):
     def send(self, tensors: Tensors, to: int, tag: int) -> GroupWork:
         tensor = self._arguments.one(tensors, "send")
         self._arguments.check_rank(to, "send to")
+        self._arguments.check_tag(tag, "send")
         self._arguments.check_tensors("send", [tensor])
         return self.group.messages.send(tensor.contiguous(), to, tag, self.group.timeout)
 
@@ -388,6 +406,7 @@ class FarcallProcessGroup(ProcessGroup):
         return self._receive(self._arguments.one(tensors, "recv"), ANY, tag)
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> GroupWork:
+        self._arguments.check_tag(tag, "receive")
         self._arguments.check_tensors("receive", [tensor])
         self._arguments.check_writable("receive", [tensor])
         flat = _room(tensor)
@@ -411,11 +430,16 @@ class FarcallProcessGroup(ProcessGroup):
         self._arguments.check_tensors(field, inputs or ())
         self._arguments.check_writable(field, outputs)
         blocks = opts is not None and not opts.asyncOp
-        timeout = self._limit(getattr(opts, "timeout", _UNSET))
+        timeout = self._limit(getattr(opts, "timeout", _UNSET), field) or None
         return self.group.run(field, outputs, perform, blocks=blocks, timeout=timeout, inputs=inputs)
 
-    def _limit(self, timeout: timedelta) -> float | None:
-        return None if timeout <= timedelta(0) else timeout.total_seconds()
+    def _limit(self, timeout: timedelta, what: str | bytes) -> float | None:
+        """Seconds; None if it is c10d's sign that none was given."""
+        if timeout == _UNSET:
+            return None
+        return seconds_of(
+            timeout, f"{what if isinstance(what, str) else text_of(what)} at rank {self.getRank()}"
+        )
 
 
 def _describe_all(tensors: Tensors) -> str:
@@ -434,9 +458,3 @@ def _settle(flat: torch.Tensor, tensor: torch.Tensor) -> None:
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         with torch.inference_mode():  # it may be a leaf that requires gradients, or of that mode
             tensor.copy_(flat)
-
-
-def _seconds(timeout: timedelta) -> float:
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"expected a timedelta for a timeout, got {timeout!r}")
-    return timeout.total_seconds()

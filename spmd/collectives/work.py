@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Work as _Work
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import interruptible, protected
 from spmd.collectives import profiling
+from spmd.collectives.arguments import seconds_of
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
 from spmd.collectives.sequencer import Sequencer
 
@@ -142,9 +143,11 @@ class GroupWork(_Work):
         Raises:
             CollectiveTimeoutError: it has not ended so soon; it goes on.
             CollectiveError: it failed.
+            TypeError, ValueError: ``timeout`` is no ``timedelta``, or less than 0.
         """
+        seconds = 0.0 if timeout is _UNSET else seconds_of(timeout, self.what)
         if not self.done:
-            self._wait(timeout.total_seconds())
+            self._wait(seconds)
         if self.error is not None:
             raise self.error
         return True

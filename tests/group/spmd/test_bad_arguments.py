@@ -174,6 +174,59 @@ WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
         TypeError,
         "expected a timedelta for a timeout, got 3.0",
     ),
+    "a time below 0": (
+        lambda group: group.set_timeout(timedelta(seconds=-3)),
+        ValueError,
+        "set_timeout at rank 1: expected a timeout of 0 s, which is none, or more, got -3 s",
+    ),
+    "a new group's time below 0": (
+        lambda _: dist.new_group(
+            [1], timedelta(seconds=-3), backend="farcall", use_local_synchronization=True
+        ),
+        ValueError,
+        "at rank 0: expected a timeout of 0 s, which is none, or more, got -3 s",
+    ),
+    "a wait's time that is none": (
+        lambda _: dist.isend(THREE[:0], 0).wait(3),
+        TypeError,
+        "tag 0: expected a timedelta for a timeout, got 3",
+    ),
+    # dtypes, lists and tags
+    "all_to_all of several dtypes": (
+        lambda group: on(group, "alltoall", TWO, [THREE, THREE.int()]),
+        ValueError,
+        "all_to_all at rank 1: expected inputs and outputs of one dtype, got float32[3] and int32[3]",
+    ),
+    "all_gather of several dtypes": (
+        lambda group: on(group, "allgather", [[THREE, THREE.int()]], [THREE]),
+        ValueError,
+        "all_gather at rank 1: expected inputs and outputs of one dtype, got float32[3] and int32[3]",
+    ),
+    "reduce_scatter of several dtypes": (
+        lambda group: on(group, "reduce_scatter", [THREE], [[THREE, THREE.int()]], reduceOp=OP.SUM),
+        ValueError,
+        "reduce_scatter at rank 1: expected inputs and outputs of one dtype, got float32[3] and int32[3]",
+    ),
+    "all_to_all_single of several dtypes": (
+        lambda group: on(group, "all_to_all_single", THREE[:2].int(), THREE[:2], [], []),
+        ValueError,
+        "all_to_all_single at rank 1: expected inputs and outputs of one dtype, got float32[2] and int32[2]",
+    ),
+    "fewer outputs than inputs": (
+        lambda group: on(group, "all_gather_single_coalesced", [torch.empty(6)], TWO),
+        ValueError,
+        "all_gather at rank 1: expected one output for each input, got 1 for 2",
+    ),
+    "more inputs than outputs": (
+        lambda group: on(group, "reduce_scatter_single_coalesced", [THREE], [torch.ones(6)] * 2),
+        ValueError,
+        "reduce_scatter at rank 1: expected one output for each input, got 1 for 2",
+    ),
+    "a tag that is none": (
+        lambda group: group.send([THREE], 0, "x"),
+        TypeError,
+        "send at rank 1: expected a whole number of 64 bits for a tag, got 'x'",
+    ),
     "options that are none": (
         lambda _: dist.new_group([1], backend="farcall", pg_options=3, use_local_synchronization=True),
         rpc.errors.InvalidOptionError,
