@@ -37,6 +37,12 @@ def _sliced(x: Tensor, a: int, b: int) -> Tensor:
     return x[tuple(index)]
 
 
+def _strided(x: Tensor, a: int, b: int) -> Tensor:
+    if x.requires_grad and not x.is_contiguous():
+        return x  # of elements that x does not show, the CPU forgets gradients, unless the base is written to
+    return torch.as_strided(x, (2,), (1,), x.storage_offset()) if x.numel() > 4 else x
+
+
 VIEWS: Final[list[View]] = [
     lambda x, a, b: x.transpose(_dim(x, a), _dim(x, b)),
     lambda x, a, b: x.select(_dim(x, a), b % x.shape[_dim(x, a)]) if x.dim() > 1 and x.numel() else x,
@@ -51,7 +57,7 @@ VIEWS: Final[list[View]] = [
     lambda x, a, b: x.diagonal(0, 0, 1) if x.dim() > 1 else x,
     lambda x, a, b: x.expand(2, *x.shape),
     lambda x, a, b: x.unfold(0, 1 + b % x.shape[0], 1 + a) if x.numel() else x,
-    lambda x, a, b: torch.as_strided(x, (2,), (1,), x.storage_offset()) if x.numel() > 4 else x,
+    _strided,
     lambda x, a, b: x.movedim(0, -1),
     lambda x, a, b: x.view(x.shape),
 ]
