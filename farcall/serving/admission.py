@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ class Admission:
         self._limits = limits
         self._callers: Counter[str] = Counter()
         self.draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     @property
     def admitted(self) -> int:
@@ -62,6 +65,10 @@ class Admission:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{count} calls in one message; this server takes {most} at once, so send fewer in each",
             )
+
+    async def empty(self) -> None:
+        """Wait until no call runs or waits."""
+        await self._empty.wait()
 
     @contextmanager
     def admit(self, caller: str) -> Iterator[None]:
@@ -84,9 +91,12 @@ class Admission:
                 f"{limits.per_caller} calls of {caller} run or wait, all that a caller may have at once",
             )
         self._callers[caller] += 1
+        self._empty.clear()
         try:
             yield
         finally:
             self._callers[caller] -= 1
             if not self._callers[caller]:
                 del self._callers[caller]
+            if not self._callers:
+                self._empty.set()

@@ -72,9 +72,9 @@ class Host:
             TimeoutError: it took longer.
             Exception: what it raised.
         """
-        endpoint = self.find(name, streams=False)
-        endpoint.bind(args, kwargs)
         with self.admission.admit(caller):
+            endpoint = self.find(name, streams=False)
+            endpoint.bind(args, kwargs)
             async with asyncio.timeout(seconds):
                 if name in self._batchers:
                     return await self._batchers[name].call(args, kwargs)
@@ -84,9 +84,9 @@ class Host:
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, caller: str, seconds: float | None
     ) -> AsyncIterator[Any]:
         """The results of one call of a generator, as they come; arguments and errors as with ``call``."""
-        endpoint = self.find(name, streams=True)
-        endpoint.bind(args, kwargs)
         with self.admission.admit(caller):
+            endpoint = self.find(name, streams=True)
+            endpoint.bind(args, kwargs)
             async with asyncio.timeout(seconds):
                 results = endpoint.stream(args, kwargs, self.slots)
                 try:

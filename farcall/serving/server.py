@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -215,7 +217,11 @@ class Server:
         grace = await asyncio.wrap_future(self._grace)
         served.admission.draining = True
         await probes.enter_graceful_shutdown()
-        stopping = asyncio.create_task(server.stop(_NO_END if grace is None else grace))
+        deadline = math.inf if grace is None else self._loop.time() + grace
+        with contextlib.suppress(TimeoutError):  # new calls still come, and hear that they are refused
+            async with asyncio.timeout(grace):
+                await served.admission.empty()
+        stopping = asyncio.create_task(server.stop(max(0.0, min(deadline - self._loop.time(), _NO_END))))
         answered = asyncio.create_task(calls.all_answered())
         await asyncio.wait((stopping, answered), return_when=asyncio.FIRST_COMPLETED)
         answered.cancel()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 import torch
@@ -187,7 +187,7 @@ WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
         "at rank 0: expected a timeout of 0 s, which is none, or more, got -3 s",
     ),
     "a wait's time that is none": (
-        lambda _: dist.isend(THREE[:0], 0).wait(3),
+        lambda _: cast("Any", dist.isend(THREE[:0], 0)).wait(3),
         TypeError,
         "tag 0: expected a timedelta for a timeout, got 3",
     ),
