@@ -168,7 +168,7 @@ class WriteQueue:
         if self._open and self.error is None and not self._write_now(sign, len(sign)):
             with contextlib.suppress(ConnectionClosed):
                 self._enqueue(sign, len(sign))
-        if self._queue:
+        if self:  # as for others: what another thread left meanwhile, large messages too
             self.drain()
 
     def carry(self, session: Session) -> None:

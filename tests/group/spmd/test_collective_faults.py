@@ -160,8 +160,8 @@ def test_a_timeout_names_who_has_not_come_and_not_who_waits_for_it(run_workers: 
 
 
 def all_reduce_at_rank_0(worker: Worker) -> None:
+    worker.report("waiting")  # all have formed the group
     if worker.rank == 0:
-        worker.report("waiting")
         dist.all_reduce(torch.ones(3))
     else:
         worker.wait_for("the end")
@@ -170,7 +170,8 @@ def all_reduce_at_rank_0(worker: Worker) -> None:
 def test_a_rank_that_dies_ends_a_collective_also_where_nobody_waits_for_it(run_workers: RunWorkers) -> None:
     """Rank 0 waits for rank 1, which is still to come."""
     workers = run_workers.start([partial(_task, all_reduce_at_rank_0, True, {})] * 4, 4)
-    workers[0].wait_for("waiting")
+    for each in workers:
+        each.wait_for("waiting")
     workers[3].kill()
     kind, text = workers[0].result()
     assert kind is RankLostError
