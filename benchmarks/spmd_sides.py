@@ -6,6 +6,7 @@ Each is a set of processes that do what they are told over pipes, one side at a 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -208,6 +209,8 @@ def _be_rank(connection: Connection, rank: int, size: int, threads: int, store: 
     _obey(connection, _Rank())
     dist.barrier()
     dist.destroy_process_group()
+    if rank == 0:
+        shutil.rmtree(Path(store).parent, ignore_errors=True)
 
 
 class _Rank(_Runs):
