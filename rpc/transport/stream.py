@@ -12,6 +12,7 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from rpc.errors import ProtocolError
@@ -115,7 +116,7 @@ class StreamConnection:
     def send_with(self, lane: int, outgoing: Outgoing) -> None:
         """Send chunks of large messages together with others; arguments are as for ``receive_with``."""
         self._queue.lane, self._queue.outgoing = lane, outgoing
-        outgoing.other_lanes.append(self._queue.drain)
+        outgoing.other_lanes.append(partial(self._tell_loop, self._queue.drain))
         self._queue.drain()
 
     @property

@@ -111,8 +111,10 @@ class WriteQueue:
         self._open = True
 
     def __bool__(self) -> bool:
-        """Whether anything is still to be written."""
-        return bool(self._queue or self.outgoing or self._last is not None)
+        """Whether anything is to be written now."""
+        if self._queue or self.outgoing.has_for(self.lane):
+            return True
+        return self._last is not None and not self.outgoing
 
     @protected
     def send(
@@ -289,8 +291,6 @@ class WriteQueue:
             if aliased:
                 message.replace(self._capture)
             outgoing.add(message)
-            for drain in outgoing.other_lanes:
-                self.tell_loop(drain)
 
     def _write_beginning(self, message: ChunkedMessage, aliased: bool) -> bool:
         """As ``_write_now``, for a message in chunks, of which others are left to the loop."""
@@ -330,7 +330,7 @@ class WriteQueue:
         """Write until nothing is left, the stream takes no more, or it is enough."""
         queue = self._queue
         while self._open and self.error is None:
-            if not self._chunk_queued and self.outgoing:
+            if not self._chunk_queued and self.outgoing.has_for(self.lane):
                 self._queue_chunk()
             if not queue and not self.outgoing and self._last is not None:
                 self._put_back([memoryview(self._last)])
@@ -339,7 +339,7 @@ class WriteQueue:
                 return
             taken = self._write_batch()
             budget -= taken
-            if not taken or (budget <= 0 and (self.outgoing or self._stalled)):
+            if not taken or (budget <= 0 and (self.outgoing.has_for(self.lane) or self._stalled)):
                 self._stall()
                 return
 

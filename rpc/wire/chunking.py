@@ -5,7 +5,8 @@ prefix, table and header; *chunks* bring what follows these in the message, its 
 between, each saying where in the message it belongs. The chunks of several messages may alternate, and any
 other frame may come between them. Where two workers have several connections (*lanes*), each lane takes the
 next chunk when it has room, and the first chunk of a message on a lane comes behind an opening of its own: so
-no lane ever has to wait for another.
+no lane ever has to wait for another. The first chunk of all goes over the first lane, which small messages
+take too: so no message arrives before what was sent before it.
 
 ``Outgoing`` says which chunk goes next: of each open message one in turn. Chunks are long, which costs less,
 until something small has had to wait behind one; then they are short for a while. ``Reassembly`` says where
@@ -121,7 +122,7 @@ class Outgoing:
     Attributes:
         max_bytes: how much the peer lets be open at a time; one message may always be.
         unsent: bytes that no chunk has taken yet.
-        other_lanes: what has each lane but the first take chunks, on the loop's thread.
+        other_lanes: what wakes each lane but the first, where there may be something for it.
     """
 
     def __init__(
@@ -142,6 +143,10 @@ class Outgoing:
 
     def __bool__(self) -> bool:
         return bool(self._open or self._waiting)
+
+    def has_for(self, lane: int) -> bool:
+        """Whether there is a chunk for a lane now: each message is begun on the first."""
+        return bool(self._open or (self._waiting and lane == 0))
 
     def wait_for_room(self, deadline: float) -> bool:
         """Wait while too much is to be sent; false if that is so at ``deadline`` still."""
@@ -172,10 +177,7 @@ class Outgoing:
         of its message; empty if there is nothing.
         """
         with self._lock:
-            if self._waiting and len(self._open) < _SENT_AT_ONCE:
-                open_bytes = sum(message.size for message in self._open)
-                if not self._open or open_bytes + self._waiting[0].size <= self.max_bytes:
-                    self._open.appendleft(self._waiting.popleft())
+            begins = lane == 0 and self._begin_next()
             if not self._open:
                 return []
             message = self._open.popleft()
@@ -185,7 +187,20 @@ class Outgoing:
             self._room.notify_all()
             if message.unsent:
                 self._open.append(message)
-            return pieces
+        if begins or not self:  # which the end of a lane waits for
+            for wake in self.other_lanes:
+                wake()
+        return pieces
+
+    def _begin_next(self) -> bool:
+        """Whether the next message that waits may be sent now, and has its turn."""
+        if not self._waiting or len(self._open) >= _SENT_AT_ONCE:
+            return False
+        open_bytes = sum(message.size for message in self._open)
+        if self._open and open_bytes + self._waiting[0].size > self.max_bytes:
+            return False
+        self._open.appendleft(self._waiting.popleft())
+        return True
 
     def chunk(self, message: ChunkedMessage, lane: int) -> list[Any]:
         """The next chunk of a message, which need not have been added."""

@@ -59,7 +59,7 @@ def test_messages_arrive_whole_in_whatever_order_lanes_take_and_bring_chunks(
         elif sender:
             pieces = [bytes(piece) for piece in sender.next(lane)]
             middle = len(pieces) // 2
-            under_way[lane] += [b"".join(pieces[:middle]), b"".join(pieces[middle:])]
+            under_way[lane] += filter(None, [b"".join(pieces[:middle]), b"".join(pieces[middle:])])
         else:
             lane = next(index for index in range(LANES) if under_way[index])
             frames += feed(decoders[lane], under_way[lane].popleft())
@@ -68,6 +68,24 @@ def test_messages_arrive_whole_in_whatever_order_lanes_take_and_bring_chunks(
         assert frame.buffers == [b"pickle", bytes([frame.call_id]) * sizes[frame.call_id]]
     assert not decoders[0].arriving
     assert decoders[0].arriving.promised == 0
+
+
+def test_a_message_is_begun_on_the_first_lane_so_that_it_overtakes_nothing_sent_there_before() -> None:
+    sender, decoders = Outgoing(chunk_prefix, LIMIT, 1 << 40), lanes()
+    woken: list[int] = []
+    sender.other_lanes += [lambda: woken.append(1), lambda: woken.append(2)]
+    pieces, length = encode(Kind.CALL, 7, {}, [b"", bytes(1_200_000)])
+    sender.add(chunked(pieces, length, 7))
+    assert not sender.has_for(1)
+    assert sender.next(1) == []
+    assert woken == []
+    first = b"".join(sender.next(0))
+    assert woken == [1, 2]
+    for lane in (1, 2):
+        assert sender.has_for(lane)
+        assert feed(decoders[lane], b"".join(sender.next(lane))) == []
+    assert woken == [1, 2] * 2  # nothing is left: a lane may end
+    assert [frame.call_id for frame in feed(decoders[0], first)] == [7]
 
 
 @pytest.mark.parametrize(
