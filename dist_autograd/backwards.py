@@ -152,7 +152,8 @@ class Backwards:
             payload = running.run(marks)
         except BaseException as error:
             kind = Kind.FAILURE
-            payload = self._agent.serializer.dump_exception(error, self._agent.info.name, running.peer)
+            serializer, name, peer = self._agent.serializer, self._agent.info.name, running.peer
+            payload = serializer.dump_exception(error, name, peer, codec=peer.codec.id)
         if running.own.progress.on(Event.END) is Action.FORGET:
             self._forget(running)
         self._agent.runner.lend_thread(running.peer, at_once=False)

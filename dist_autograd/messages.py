@@ -157,11 +157,13 @@ class Messages:
 
     def dump(self, gradients: Sequence[Tensor | None], to: Peer) -> Payload:
         """A message's gradients, to be sent."""
-        return self._agent.serializer.dump_tensors(gradients, to, "the gradients of a message")
+        payload: Payload = to.codec.dump_tensors(gradients, to, "the gradients of a message")
+        return payload
 
     def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:
         """The gradients in a message."""
-        return self._agent.serializer.load_tensors(frame.buffers, peer)
+        tensors: Sequence[Tensor | None] = peer.codec.load_tensors(frame.buffers, peer)
+        return tensors
 
     def abort(self, key: Key, peer: Peer, error: BaseException) -> None:
         """Tell a worker that the backward has failed."""
@@ -173,7 +175,9 @@ class Messages:
 
     def failure(self, peer: Peer, frame: Frame) -> BaseException:
         """What a worker's failure is to its root; loading the error may run code of the user's."""
-        error = self._agent.serializer.load_exception(frame.header, frame.buffers, None, peer)
+        error = self._agent.serializer.load_exception(
+            frame.header, frame.buffers, None, peer, codec=frame.codec
+        )
         if isinstance(error, WorkerLostError):
             return error
         failure = failure_of(peer.member.info, error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from typing import Final
 
 from rpc.errors import WorkerLostError
 from rpc.group.peer import Peer
@@ -27,7 +26,6 @@ class DelayedAnswers:
     def __init__(self, agent: Serving) -> None:
         self._agent = agent
         self._delayed: dict[Peer, deque[bytes]] = {}
-        self._nothing: Final = agent.serializer.dumps(None, None).buffers
         agent.on_gone(self._peer_gone)
 
     def add(self, peer: Peer, call_id: int) -> None:
@@ -35,7 +33,7 @@ class DelayedAnswers:
         delayed = self._delayed.get(peer)
         if delayed is None:
             delayed = self._delayed.setdefault(peer, deque())
-        delayed.append(encode_small(Kind.REPLY, call_id, {}, self._nothing))
+        delayed.append(encode_small(Kind.REPLY, call_id, {}, peer.codec.nothing, peer.codec.id))
         self._agent.mailbox.gathered(self.send, peer)
 
     def send(self, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:

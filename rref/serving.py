@@ -64,7 +64,9 @@ class Server:
         request = Request(peer, call, self._agent.serializer.adopt(header, peer) if header else None)
         value = self._references.arrived(rref, fork, peer, turns_of_object(header) if header else None)
         if value is None:
-            refusal = self._agent.serializer.dump_exception(RRefError(_GIVEN_UP), self._agent.info.name)
+            refusal = self._agent.serializer.dump_exception(
+                RRefError(_GIVEN_UP), self._agent.info.name, codec=peer.codec.id
+            )
             refusal.header["refused"] = _GIVEN_UP
             return self._accept(
                 request, lambda _: self._agent.answer(peer, Kind.FAILURE, frame.call_id, refusal)
@@ -225,7 +227,7 @@ class Server:
         peer, call_id, value = fetch
         agent = self._agent
         try:
-            payload = agent.serializer.dumps(value.get(), peer, what="the object")
+            payload = peer.codec.dumps(value.get(), peer, what="the object")
         except BaseException as error:
             agent.fail(peer, call_id, error)
             return
@@ -233,7 +235,8 @@ class Server:
             self._delayed.send(peer)
             agent.answer(peer, Kind.REPLY, call_id, payload)
         else:
-            self._delayed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers), INFINITE)
+            reply = encode_small(Kind.REPLY, call_id, {}, payload.buffers, payload.codec)
+            self._delayed.send(peer, reply, INFINITE)
 
     def _fetch_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         agent = self._agent
@@ -249,10 +252,10 @@ class Server:
                 return None
             self._postponed_ended()
         # Of what is a matter of a few bytes, this thread sends a copy: no code of the user's takes part.
-        payload = agent.serializer.dump_quickly(value.get()) if value.error is None else None
+        payload = peer.codec.dump_quickly(value.get()) if value.error is None else None
         if payload is None:
             return self._answer_fetch, (peer, call_id, value)
-        self._delayed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers))
+        self._delayed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers, payload.codec))
         return None
 
     def _special_fetch_arrived(self, peer: Peer, frame: Frame, target: RRefId) -> Task | None:

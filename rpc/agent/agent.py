@@ -232,7 +232,7 @@ class Agent:
         self.info = me.info
         self.view = Membership(me, static=static)
         self.own_peer = Peer(me, self._connect, is_self=True)
-        self.own_peer.agent = self
+        self.own_peer.agent, self.own_peer.codec = self, self.serializer.between(me.safe)
         self.connections.loop_back(self.own_peer)
         self.peers.form(self.view, self.own_peer)
         self.departure.form(me, members if static else None)
@@ -254,7 +254,7 @@ class Agent:
             send_queue_bytes=self.options.send_queue_bytes,
             near=member.host == self.view.me.host,
         )
-        peer.agent = self
+        peer.agent, peer.codec = self, self.serializer.between(member.safe)
         return peer
 
     def _connect(self, peer: Peer) -> None:

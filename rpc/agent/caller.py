@@ -160,11 +160,12 @@ class Caller:
         tape = agent.tape
         recording = None if tape is None or tape.current() is None else tape.calling(peer)
         if tape is None or recording is None:
-            return agent.serializer.dump_call(function, args, kwargs, peer)
+            payload: Payload = peer.codec.dump_call(function, args, kwargs, peer)
+            return payload
         tensors: list[Tensor] = []
         if recording.tracks:
             args, kwargs = stand_ins(args, kwargs)
-        payload = agent.serializer.dump_call(function, args, kwargs, peer, tracked=tensors)
+        payload = peer.codec.dump_call(function, args, kwargs, peer, tracked=tensors)
         note(tape, recording, tensors, payload.header, peer)
         return payload
 

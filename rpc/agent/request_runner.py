@@ -26,7 +26,6 @@ from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
 from rpc.runtime.events import RequestEnded
 from rpc.runtime.loop import LoopThread
-from rpc.serialization.codecs import PICKLE
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
@@ -269,7 +268,7 @@ class RequestRunner:
         value: Any,
         of: object = None,
         recording: Recording | Observation | None = None,
-        codec: int = PICKLE,
+        codec: int | None = None,
     ) -> None:
         """Answer a request with the value of ``of``, a function or a text; if it cannot be sent, with that
         error.
@@ -287,14 +286,14 @@ class RequestRunner:
         value: Any,
         of: object,
         recording: Recording | Observation | None,
-        codec: int = PICKLE,
+        codec: int | None = None,
     ) -> Payload:
         """Serialize the value with which a request is answered; arguments are as for ``reply``."""
         if isinstance(recording, Observation):
             payload = self.dump_reply(peer, value, of, recording.inner, codec)
             recording.tell(payload.header)
             return payload
-        serializer = self._agent.serializer.codecs[codec]
+        serializer = peer.codec if codec is None else self._agent.serializer.codecs[codec]
         tape = self._agent.tape
         if tape is None or recording is None:
             return serializer.dumps(value, peer, what=of)
@@ -319,7 +318,8 @@ class RequestRunner:
             text,
             exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
         )
-        payload = self._agent.serializer.dump_exception(error, self._agent.info.name, peer)
+        serializer, codec = self._agent.serializer, peer.codec.id
+        payload = serializer.dump_exception(error, self._agent.info.name, peer, codec=codec)
         self.answer(peer, Kind.FAILURE, call_id, payload)
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:

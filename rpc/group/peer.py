@@ -62,6 +62,8 @@ class Peer:
         self.incarnation = member.incarnation
         self.agent: Any = None
         """For carriers, which are told the peer only; set by the agent, and nothing here reads it."""
+        self.codec: Any = None
+        """What calls and values go there in; set by the agent, too."""
         self.is_self = is_self
         self.main = member.main
         self.state = State.UNCONNECTED

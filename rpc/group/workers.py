@@ -59,6 +59,7 @@ class Member:
         addresses: where the worker listens, best first: ``unix:@NAME`` and ``tcp:HOST:PORT``.
         main: the program that runs as ``__main__``, and the names that it defines: see ``main_identity``.
         max_message_bytes: the largest message that it accepts.
+        safe: it reads no pickles.
     """
 
     info: WorkerInfo
@@ -67,6 +68,7 @@ class Member:
     addresses: tuple[str, ...]
     main: str = ""
     max_message_bytes: int = 1 << 36
+    safe: bool = False
 
     @property
     def name(self) -> str:
@@ -86,12 +88,13 @@ class Member:
             list(self.addresses),
             self.main,
             self.max_message_bytes,
+            self.safe,
         ]
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> Member:
         """The reverse of ``to_wire``; raises ``ValueError`` or ``TypeError`` for anything else."""
-        name, worker_id, incarnation, host, addresses, main, max_message_bytes = fields
+        name, worker_id, incarnation, host, addresses, main, max_message_bytes, safe = fields
         if not (
             isinstance(name, str)
             and isinstance(worker_id, int)
@@ -99,7 +102,9 @@ class Member:
             and isinstance(host, str)
             and isinstance(main, str)
             and isinstance(max_message_bytes, int)
+            and isinstance(safe, bool)
             and all(isinstance(address, str) for address in addresses)
         ):
             raise TypeError(f"not a member description: {fields!r}")
-        return cls(WorkerInfo(name, worker_id), incarnation, host, tuple(addresses), main, max_message_bytes)
+        info = WorkerInfo(name, worker_id)
+        return cls(info, incarnation, host, tuple(addresses), main, max_message_bytes, safe)

@@ -113,6 +113,7 @@ def _start(
             tuple(agent.addresses),
             main_identity(),
             options.max_message_bytes,
+            agent.serializer.allow is not None,
         )
         for extension in (*_OURS, *entry_points(group=EXTENSIONS)):
             extension.load()(agent)

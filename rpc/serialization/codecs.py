@@ -15,6 +15,9 @@ from rpc.serialization.payload import Arrivals, Connect, Destination, Payload, S
 PICKLE: Final = 0
 """The codec of a message that does not say otherwise."""
 
+NEUTRAL: Final = 1
+"""The codec of messages from and to workers that trust nobody's pickles: see ``neutral``."""
+
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

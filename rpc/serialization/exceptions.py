@@ -42,13 +42,15 @@ _OWN_FOLDERS: Final = tuple(
 )
 
 
-def dump_exception(error: BaseException, worker: str, dumps: Callable[[Any, object], Payload]) -> Payload:
+def dump_exception(
+    error: BaseException, worker: str, dumps: Callable[[Any, object], Payload] | None
+) -> Payload:
     """See ``Serializer.dump_exception``. ``dumps`` serializes a value for the caller, and takes what to call
-    it in errors.
+    it in errors; without, the exception goes as its description alone.
     """
     header = [type_name(type(error)), text_of(error), _traceback(error), worker]
     payload = Payload({}, [])
-    if isinstance(error, Exception) and not isinstance(error, torch.jit.Error):
+    if dumps is not None and isinstance(error, Exception) and not isinstance(error, torch.jit.Error):
         with contextlib.suppress(BaseException):  # what cannot be pickled is described by the header
             payload = _dump(error, dumps)
     payload.header[EXCEPTION] = header

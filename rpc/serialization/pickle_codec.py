@@ -18,25 +18,23 @@ import functools
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import NoneType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from rpc.errors import RpcError, SerializationError
-from rpc.serialization.codecs import PICKLE, Args, Call, Function, Kwargs, Load
-from rpc.serialization.failures import cannot_call, cannot_send, unreadable
+from rpc.serialization.codecs import PICKLE, Args, Call, Function, Kwargs
+from rpc.serialization.failures import cannot_call, cannot_send
 from rpc.serialization.functions import name_of, resolve
+from rpc.serialization.loading import loader, tensors_in
 from rpc.serialization.memory import inline_limit
-from rpc.serialization.payload import TRACKED, Arrivals, Connect, Destination, Payload, Source, Tracked
-from rpc.serialization.pickler import PROTOCOL, Read, Reducers, dump, load
+from rpc.serialization.payload import Connect, Destination, Payload, Source, Tracked
+from rpc.serialization.pickler import PROTOCOL, Read, Reducers, dump
 from rpc.serialization.portable import PortablePickler, PythonUDF
-from rpc.serialization.safe import AllowList, checked_dense
 from rpc.serialization.settings import Settings
 from rpc.serialization.tensors import COMPUTED, dense, plain
-from rpc.serialization.tracked import rebuilt
 
 logger = logging.getLogger(__name__)
 
@@ -49,49 +47,12 @@ _QUICK_BYTES: Final = 1024
 _WITH_GRAD: Final = 4
 """So many arguments ``dense`` gets for a tensor that requires grad."""
 
-_inference = torch.is_inference_mode_enabled
 _pickle = pickle.dumps
 _NONE: Final = _pickle((None, ()), PROTOCOL)
 _INLINE_ALONE: Final = inline_limit(1)
 
 Taken = tuple[Sequence[Any], dict[str, Any], Sequence[Any]]
 """Arguments with None where a tensor was, and the tensors: their places, and the arguments of ``dense``."""
-
-R = TypeVar("R")
-
-
-def _loader(build: Callable[[PickleCodec, Any, Connect | None], R], what: str) -> Load[R]:
-    """The method of ``PickleCodec`` that reads a message and builds what its record says.
-
-    Args:
-        build: makes it of the record.
-        what: what a message is called in errors, with a place for the sender's name.
-    """
-
-    def loads(
-        self: PickleCodec,
-        header: dict[str, Any],
-        buffers: Sequence[Any],
-        arrivals: Arrivals | None,
-        source: Source,
-        *,
-        connect: Connect | None = None,
-    ) -> R:
-        if _inference():
-            with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
-                return loads(self, header, buffers, arrivals, source, connect=connect)
-        try:
-            if arrivals is None and len(buffers) == 1:
-                return build(self, self._read(buffers[0]), connect)
-            if TRACKED in header:
-                buffers, arrivals = rebuilt(header, buffers, arrivals, connect, self._read)
-            return build(self, load(buffers, arrivals, self._read), connect)
-        except RpcError:
-            raise
-        except Exception as error:
-            raise unreadable(error, what.format(source.name)) from error
-
-    return loads  # type: ignore[return-value]  # without ``self``, once it is a method
 
 
 class PickleCodec:
@@ -100,17 +61,17 @@ class PickleCodec:
     Args:
         reducers: how types travel.
         settings: what the user puts in place of our pickler.
-        allow: read with this allow-list ("safe"); without, pickles may run any code.
     """
 
     id = PICKLE
 
-    def __init__(self, reducers: Reducers, settings: Settings, allow: AllowList | None) -> None:
+    nothing: Sequence[Any] = (_NONE,)
+    """The buffers of None."""
+    read: Read = staticmethod(pickle.loads)
+
+    def __init__(self, reducers: Reducers, settings: Settings) -> None:
         self._reducers = reducers
         self._settings = settings
-        self._allow = allow
-        self._read: Read = pickle.loads if allow is None else allow.read
-        self._dense = dense if allow is None else checked_dense
 
     def dump_call(
         self, func: Function, args: Args, kwargs: Kwargs, to: Destination, *, tracked: Tracked = None
@@ -143,9 +104,7 @@ class PickleCodec:
 
     def _call_of(self, record: Any, connect: Connect | None) -> Call:
         module, name, args, kwargs, tensors = record
-        if self._allow is not None:
-            func = self._allow.callee(module, name, args, kwargs)
-        elif module is not None:
+        if module is not None:
             func = resolve(module, name)
         elif name is not None:
             func = name
@@ -159,7 +118,7 @@ class PickleCodec:
             self._fill_in(args, kwargs, tensors, connect)
         return func, tuple(args), kwargs
 
-    load_call = _loader(_call_of, "a call from worker '{}'")
+    load_call = loader(_call_of, "a call from worker '{}'")
 
     def dumps(
         self, value: Any, to: Destination | None, *, what: object = None, tracked: Tracked = None
@@ -230,13 +189,13 @@ class PickleCodec:
             if connect is None or len(tensors) < _WITH_GRAD:
                 if len(tensors) == _WITH_GRAD and tensors[3] == COMPUTED:
                     _tell_of_lost_graph()
-                return self._dense(*tensors)
-            return connect([self._dense(*tensors[:3])])[0]
+                return dense(*tensors)
+            return connect([dense(*tensors[:3])])[0]
         items = list(value)
         self._fill_in(items, {}, tensors, connect)
         return items if type(value) is list else tuple(items)
 
-    loads = _loader(_value_of, "what worker '{}' sent")
+    loads = loader(_value_of, "what worker '{}' sent")
 
     def load_tensors(self, buffers: Sequence[Any], source: Source) -> list[Tensor | None]:
         """Rebuild what ``dump_tensors`` serialized.
@@ -244,13 +203,7 @@ class PickleCodec:
         Raises:
             SerializationError: it cannot be read, or is something else.
         """
-        tensors: Any = self.loads({}, buffers, None, source)
-        if type(tensors) is list and (
-            _TENSORS.issuperset(map(type, tensors))
-            or all(isinstance(each, Tensor | None) for each in tensors)
-        ):
-            return tensors
-        raise SerializationError(f"what worker '{source.name}' sent should be tensors")
+        return tensors_in(self.loads({}, buffers, None, source), source)
 
     def _try(self, part: Any, to: Destination | None) -> None:
         dump(part, to, self._reducers, trial=True)
@@ -259,7 +212,7 @@ class PickleCodec:
         self, items: list[Any], words: dict[str, Any], tensors: Sequence[Any], connect: Connect | None
     ) -> None:
         """Rebuild the tensors that ``_take_tensors`` took out of a message, in their places."""
-        rebuild: Any = self._dense
+        rebuild: Any = dense
         with_grad: list[tuple[Any, Any]] = []
         values: list[Tensor] = []
         for place, usual in tensors:

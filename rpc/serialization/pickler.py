@@ -103,13 +103,13 @@ class Reducers(dict[type, Reducer | None]):
         return reducer
 
 
-class Pickler(pickle.Pickler):
-    """Pickles one message. Made by ``dump``, which also sets the attributes."""
+class Departing:
+    """What reducers need of whoever writes a message."""
 
     reducers: Reducers
     to: Destination | None = None
     trial = False  # nothing will be sent: nothing departs
-    tracked: Tracked = None  # where tensors that require grad go, if they do not stay in the pickle
+    tracked: Tracked = None  # where tensors that require grad go, if they do not stay in the message
     carried: dict[str, tuple[Carrier, list[Any]]] | None = None  # by kind: its carrier, and the descriptors
 
     @functools.cached_property
@@ -117,18 +117,13 @@ class Pickler(pickle.Pickler):
         """The pickler of cloudpickle for this message: it knows which functions share their globals."""
         return cloudpickle.Pickler(io.BytesIO())
 
-    def reducer_override(self, obj: Any) -> Any:
-        """Called by pickle for every object that is no plain scalar or container."""
-        reducer = self.reducers[type(obj)]
-        return NotImplemented if reducer is None else reducer(obj, self)
-
     def measure(self, obj: Any) -> int:
         """How many bytes an object would take in a message."""
         return sum(map(len, dump(obj, self.to, self.reducers, trial=True).buffers))
 
     @protected  # what has departed is noted
     def carry(self, obj: Any, carrier: Carrier) -> tuple[Any, ...]:
-        """Have an object travel beside the pickle."""
+        """Have an object travel beside the message."""
         if self.trial:
             return arrived, (carrier.kind, 0)
         descriptor = carrier.depart(obj, self.to)
@@ -139,6 +134,15 @@ class Pickler(pickle.Pickler):
         _, descriptors = self.carried.setdefault(carrier.kind, (carrier, []))
         descriptors.append(descriptor)
         return arrived, (carrier.kind, len(descriptors) - 1)
+
+
+class Pickler(Departing, pickle.Pickler):
+    """Pickles one message. Made by ``dump``, which also sets the attributes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Called by pickle for every object that is no plain scalar or container."""
+        reducer = self.reducers[type(obj)]
+        return NotImplemented if reducer is None else reducer(obj, self)
 
 
 class _Sending(threading.local):

@@ -1,17 +1,17 @@
-"""``deserialization="safe"``: reading pickles of those one does not trust.
+"""``deserialization="safe"``: reading what those sent whom one does not trust.
 
 A pickle is a program for a small machine, and Python's own machine imports and calls whatever the program
-names. In safe mode messages are read by ``restricted_unpickler`` instead, which knows only the instructions
-that our pickler writes, and which admits only what an ``AllowList`` names:
+names. So a worker in safe mode reads no pickles: its peers write to it in another codec (``neutral``), and it
+makes of that only what an ``AllowList`` names:
 
 - scalars, texts, bytes, lists, tuples, dicts, sets; dates and times; ``OrderedDict``, ``deque``;
 - tensors: strided and sparse ones of all types, parameters, meta tensors, sizes, dtypes, devices, layouts;
 - functions passed to ``allow_function``, as what is called or as an argument;
 - instances of classes passed to ``allow_class``;
-- what travels beside the pickle (remote references).
+- what travels beside the message (remote references).
 
 Names are looked up in a dict: nothing is imported, and no attribute is followed. Only admitted classes and
-the rebuilding functions of this package are called while a pickle is read, never an allowed function.
+the rebuilding functions of this package are called while a message is read, never an allowed function.
 
 *Failures* are rebuilt from their type, text and traceback alone: as builtin exceptions, farcall's own, or
 those of admitted classes, called with the text; as a ``RemoteError`` where that is not possible.
@@ -35,27 +35,17 @@ import builtins
 import collections
 import datetime as dt
 import functools
-import math
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, TypeGuard
 
 import torch
 
 from rpc import errors
 from rpc.errors import SerializationError
-from rpc.serialization import carriers, tensor_kinds, tensors
+from rpc.serialization import carriers, checked, tensor_kinds, tensors
 from rpc.serialization.failures import type_name
 from rpc.serialization.functions import name_of
-from rpc.serialization.memory import layout_of
-from rpc.serialization.restricted_unpickler import Machine
-
-_CONSTANTS: Final = {
-    name: value
-    for name, value in vars(torch).items()
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format)
-}
-"""Not looked up in ``torch`` when somebody asks: that would import some of its modules."""
 
 _OF_TENSORS: Final = frozenset(
     {"clone", "item", "tolist", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size"}
@@ -73,7 +63,7 @@ class AllowList:
         self._named: ChainMap[tuple[str, str], Any] = ChainMap({}, *(also._named.maps if also else ()))
         """Functions and classes by their names."""
         self._classes: ChainMap[Any, None] = ChainMap({}, *(also._classes.maps if also else ()))
-        """Classes of which a pickle may make instances, and set their attributes."""
+        """Classes of which a message may make instances, and set their attributes."""
         self._methods: ChainMap[Any, frozenset[str]] = ChainMap(
             {}, *(also._methods.maps if also else ({torch.Tensor: _OF_TENSORS},))
         )
@@ -126,34 +116,21 @@ class AllowList:
         return found
 
     def may_construct(self, function: Any) -> bool:
-        """Whether a pickle may call this: an admitted class, or one of our rebuilding functions."""
+        """Whether a value may be made by this: an admitted class, or one of our rebuilding functions."""
         return function in _CALLABLE or function in self._classes
 
     def may_have_state(self, kind: type) -> bool:
-        """Whether a pickle may set attributes of new instances of this class."""
+        """Whether new instances of this class may get attributes."""
         return kind in self._classes
 
-    def read(self, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
-        """Read a pickle, which must be of a tuple, and its buffers; ``SerializationError`` if it is
-        malformed, or holds what is not admitted.
+    def callee(self, module: Any, name: Any) -> Any:
+        """The function of a call that has been read: its name, or itself where the module is None;
+        ``SerializationError`` if it is not admitted.
         """
-        record = Machine(self, bytes(data), buffers).run()
-        if type(record) is not tuple:
-            raise SerializationError("the message is not a record that this package writes")
-        return record
-
-    def callee(self, module: Any, name: Any, args: Any, kwargs: Any) -> Any:
-        """The function of a call that has been read (see ``pickle_codec``); ``SerializationError`` if it is
-        not admitted, or the call is malformed.
-        """
-        if module is None and name is None:
-            raise SerializationError("the call is of a kind that safe mode does not read")
         function = name if module is None else self.find(module, name)
         if not any(function is known for known in self._named.values()):
             name = getattr(function, "__qualname__", type(function).__name__)
             raise SerializationError(f"'{name}' is not a function on this worker's allow-list")
-        if type(args) not in (tuple, list) or type(kwargs) is not dict:
-            raise SerializationError("the arguments of the call are malformed")
         return function
 
 
@@ -172,68 +149,24 @@ def _is_exception(kind: object) -> TypeGuard[type[Exception]]:
     return isinstance(kind, type) and issubclass(kind, Exception)
 
 
-def _constant(name: Any) -> Any:
-    found = _CONSTANTS.get(name) if type(name) is str else None
-    if found is None:
-        raise SerializationError(f"'torch.{name}' is no constant that can be sent")
-    return found
-
-
-def _item_size(dtype: Any) -> int:
-    element = _constant(dtype)
-    if not isinstance(element, torch.dtype) or "qu" in dtype or "qint" in dtype:
-        raise SerializationError(f"'torch.{dtype}' is no type of elements that can be sent")
-    return element.itemsize
-
-
-def _check_shape(shape: Any, stride: Any) -> None:
-    are_tuples = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
-    if not are_tuples or not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, *stride)):
-        raise SerializationError("a tensor has a malformed shape")
-
-
-def checked_dense(code: Any, shape: Any, data: Any, requires_grad: Any = False) -> torch.Tensor:
-    """``tensors.dense`` with arguments that are not trusted."""
-    _check_shape(shape, shape)
-    size = tensors.ITEM_SIZES.get(code)
-    if size is None or math.prod(shape) * size != len(data):
-        raise SerializationError("a tensor does not fit the memory that came with it")
-    return tensors.dense(code, shape, data, bool(requires_grad))
-
-
-def _placed(dtype: Any, shape: Any, stride: Any, data: Any, requires_grad: Any) -> torch.Tensor:
-    _check_shape(shape, stride)
-    if layout_of(shape, stride).span * _item_size(dtype) > len(data):
-        raise SerializationError("a tensor reaches beyond the memory that came with it")
-    return tensors.placed(dtype, shape, stride, data, bool(requires_grad))
-
-
-def _on_meta(dtype: Any, shape: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
-    _check_shape(shape, stride)
-    _item_size(dtype)
-    return tensor_kinds.on_meta(dtype, shape, stride, bool(requires_grad))
-
-
 def _ordered_dict() -> Any:
     return collections.OrderedDict()  # without arguments, so that keys are seen one by one
 
 
 def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
-    """What may be called while a pickle is read, by the name that pickles use."""
-    checked: dict[Callable[..., Any], Callable[..., Any]] = {
-        tensors.dense: checked_dense,
-        tensors.placed: _placed,
+    """What may be called while a message is read, by the name that messages use."""
+    named: dict[Callable[..., Any], Callable[..., Any]] = {
         tensor_kinds.sparse_coo: functools.partial(tensor_kinds.sparse_coo, check=True),
         tensor_kinds.sparse_compressed: functools.partial(tensor_kinds.sparse_compressed, check=True),
-        tensor_kinds.on_meta: _on_meta,
-        tensor_kinds.constant: _constant,
+        tensor_kinds.on_meta: checked.on_meta,
+        tensor_kinds.constant: checked.constant,
         collections.OrderedDict: _ordered_dict,
     }
     kinds: list[Any] = [tensors.conjugated, tensors.negated, tensor_kinds.parameter, carriers.arrived]
-    kinds += [torch.Size, torch.device, complex, collections.deque]
+    kinds += [torch.Size, torch.device, complex, set, frozenset, collections.deque]
     kinds += [dt.date, dt.time, dt.datetime, dt.timedelta, dt.timezone]
-    checked |= {kind: kind for kind in kinds}
-    return {(known.__module__, known.__qualname__): made for known, made in checked.items()}
+    named |= {kind: kind for kind in kinds}
+    return {(known.__module__, known.__qualname__): made for known, made in named.items()}
 
 
 _CONSTRUCTORS: Final = _constructors()

@@ -1,13 +1,13 @@
 """How what calls take and give becomes bytes, and back: the face of this room.
 
-``dump_call``, ``dumps`` and ``dump_exception`` make a ``Payload``: a header, and buffers in the form of some
-codec. On the other side ``adopt`` is called with the header on receipt, and ``load_call``, ``loads`` or
-``load_exception`` with the buffers when somebody wants the object; that is what runs user code. Example::
+``dump_call`` and ``dumps`` of a codec, and ``dump_exception``, make a ``Payload``: a header, and buffers. On
+the other side ``adopt`` is called with the header on receipt, and ``load_call`` or ``loads`` of that codec,
+or ``load_exception``, with the buffers when somebody wants the object; that is what runs user code. Example::
 
-    payload = caller.dump_call(torch.add, (x, 1), {}, peer)
+    payload = caller.between(False).dump_call(torch.add, (x, 1), {}, peer)
     ...  # payload.header, payload.buffers and payload.codec reach the other side
     arrivals = callee.adopt(header, peer)
-    func, args, kwargs = callee.load_call(header, buffers, arrivals, peer)
+    func, args, kwargs = callee.codecs[codec].load_call(header, buffers, arrivals, peer)
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from typing import Any, Final
 from rpc.errors import SerializationError
 from rpc.serialization import exceptions, memory
 from rpc.serialization.carriers import Carrier, are_ready
-from rpc.serialization.codecs import PICKLE, Codec, Codecs
+from rpc.serialization.codecs import NEUTRAL, PICKLE, Codec, Codecs
+from rpc.serialization.neutral_codec import NeutralCodec
 from rpc.serialization.payload import EXCEPTION, TRACKED, Arrivals, Destination, Payload, Source
 from rpc.serialization.pickle_codec import PickleCodec
 from rpc.serialization.pickler import Reducers, plainly
 from rpc.serialization.safe import AllowList
 from rpc.serialization.settings import Settings, process_settings
+
+OwnCodec = PickleCodec | NeutralCodec
+"""One of those that every worker has."""
 
 
 class Serializer:
@@ -42,13 +46,15 @@ class Serializer:
         self._carriers: dict[str, Carrier] = {}
         self.brings_nothing: Final = self._carriers.keys().isdisjoint
         """Whether there is nothing to adopt in a message with this header."""
-        pickle = PickleCodec(self._reducers, settings, self.allow)
-        self.dump_call, self.load_call = pickle.dump_call, pickle.load_call
-        self.dumps, self.loads = pickle.dumps, pickle.loads
-        self.dump_quickly = pickle.dump_quickly
-        self.dump_tensors, self.load_tensors = pickle.dump_tensors, pickle.load_tensors
-        self.codecs = Codecs({PICKLE: pickle})
-        """For messages that name theirs; the methods above are those of pickle."""
+        self._neutral = neutral = NeutralCodec(self._reducers, self.allow)
+        self.codecs = Codecs({NEUTRAL: neutral})
+        """For messages that name theirs; pickles are not read in safe mode."""
+        if not safe:
+            self._pickle = self.codecs[PICKLE] = PickleCodec(self._reducers, settings)
+
+    def between(self, peer_is_safe: bool) -> OwnCodec:
+        """The codec for a worker, which is in safe mode or not, and for what comes from there."""
+        return self._neutral if peer_is_safe or self.allow is not None else self._pickle
 
     def register_carrier(self, kind: type, carrier: Carrier) -> None:
         """Have objects of a type, or of one derived from it, travel beside the payload; ``ValueError`` if
@@ -123,6 +129,10 @@ class Serializer:
                 the caller's ``except`` clauses do not match them.
             codec: the number of the codec.
         """
+        if codec == NEUTRAL:
+            payload = exceptions.dump_exception(error, worker, None)
+            payload.codec = NEUTRAL
+            return payload
         chosen = self.codecs[codec]
         return exceptions.dump_exception(
             error, worker, lambda value, what: chosen.dumps(value, to, what=what)
@@ -142,8 +152,8 @@ class Serializer:
         def load() -> Any:
             return self.codecs[codec].loads(header, buffers, arrivals, source)
 
-        if self.allow is not None:
-            return exceptions.load_exception(header, source, None, self.allow.exception)
+        if codec == NEUTRAL:
+            return exceptions.load_exception(header, source, None, (self.allow or AllowList()).exception)
         return exceptions.load_exception(header, source, load if buffers else None)
 
     def without_exception(self, header: dict[str, Any], reason: BaseException) -> Payload:

@@ -14,6 +14,7 @@ A tensor is reduced to ``(rebuild, arguments)``; the rebuilding functions below 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -53,6 +54,19 @@ _TYPES: Final = {code: np.dtype(code) for code in _CODES.values()}
 
 ITEM_SIZES: Final = {code: kind.itemsize for code, kind in _TYPES.items()}
 """Bytes of an element, by the letter that ``dense`` takes."""
+
+
+_NAMES: Final = {code: str(dtype).removeprefix("torch.") for dtype, code in _CODES.items()}
+
+
+def elements(made_by: object, arguments: Any) -> list[Any]:
+    """What ``dense`` or ``placed`` gets, as ``placed`` gets it, with lists in place of tuples."""
+    if made_by is placed:
+        dtype, shape, stride, data, requires_grad = arguments
+        return [dtype, list(shape), list(stride), data, bool(requires_grad)]
+    code, shape, data, *computed = arguments
+    stride = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+    return [_NAMES[code], list(shape), stride, data, bool(computed and computed[0])]
 
 
 def plain(tensor: Tensor, inline: int = INLINE_BYTES) -> tuple[Any, ...] | None:

@@ -27,9 +27,6 @@ _SIZED_EXTENSIONS: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
-_TOO_SOON: Final = "a frame's header is not msgpack: it ends too soon"
-
-
 def _following() -> list[int]:
     """How many bytes follow, for all kinds of which the first byte says so; -1 for the others."""
     table = [-1] * 256
@@ -45,8 +42,8 @@ def _following() -> list[int]:
 _FOLLOWING: Final = _following()
 
 
-def check_entries(packed: memoryview) -> None:
-    """Raise ``ProtocolError`` if a header has too many entries, is nested too deeply, or ends too soon."""
+def check_entries(packed: memoryview, what: str = "a frame's header", most: int = MAX_ENTRIES) -> None:
+    """Raise ``ProtocolError`` if ``what`` has more entries, is nested too deeply, or ends too soon."""
     data = bytes(packed)
     end = len(data)
     position = entries = 0
@@ -59,7 +56,7 @@ def check_entries(packed: memoryview) -> None:
         left -= 1
         entries += 1
         if position >= end:
-            raise ProtocolError(_TOO_SOON)
+            raise ProtocolError(f"{what} is not msgpack: it ends too soon")
         first = data[position]
         position += 1
         skipped = _FOLLOWING[first]
@@ -77,15 +74,14 @@ def check_entries(packed: memoryview) -> None:
             position += size + int.from_bytes(data[position : position + size]) + (first in _SIZED_EXTENSIONS)
             continue
         else:
-            raise ProtocolError("a frame's header is not msgpack")
+            raise ProtocolError(f"{what} is not msgpack")
         above.append(left)
         left = count
         if left > end - position:
-            raise ProtocolError(_TOO_SOON)
-        if entries + left > MAX_ENTRIES or len(above) > _MAX_DEPTH:
+            raise ProtocolError(f"{what} is not msgpack: it ends too soon")
+        if entries + left > most or len(above) > _MAX_DEPTH:
             raise ProtocolError(
-                f"a frame's header has more than {MAX_ENTRIES} entries, or is nested more than {_MAX_DEPTH} "
-                "deep"
+                f"{what} has more than {most} entries, or is nested more than {_MAX_DEPTH} deep"
             )
     if position > end:
-        raise ProtocolError(_TOO_SOON)
+        raise ProtocolError(f"{what} is not msgpack: it ends too soon")

@@ -14,6 +14,9 @@ import rpc
 from rpc.errors import RemoteError, SerializationError
 from rpc.group.workers import Member
 from rpc.runtime.current import current_agent
+from rpc.serialization import neutral as neutral_codec
+from rpc.serialization.codecs import NEUTRAL, PICKLE
+from rpc.serialization.pickler import Reducers
 from rpc.wire.frames import Kind
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.refusals import refused
@@ -290,7 +293,26 @@ HOSTILE_PICKLES = [
     b"",
     b"\x80",
 ]
-"""As they come over the wire, from a member that does not use our pickler."""
+"""As they come over the wire, from a member that keeps to no rules."""
+
+
+def neutral(*record: Any) -> bytes:
+    """A call in the codec that is read."""
+    return bytes(neutral_codec.dump(record, None, Reducers()).buffers[0])
+
+
+HOSTILE_VALUES = [
+    neutral(None, run, ("by hand",), {}),
+    neutral(__name__, "run", ("by name",), {}),
+    neutral("builtins", "eval", ("ran.append(1)",), {}),
+    neutral(__name__, "add", (Hostility(),), {}),
+    neutral(None, add, (Hostility(),), {}),
+    neutral(__name__, "ran.append", ("by attribute",), {}),
+    neutral("rpc.serialization.settings", "allow_function.__globals__", (), {}),
+    b"\x91" * 100_000 + b"\xc0",
+    b"\xdd\xff\xff\xff\xff",
+    b"",
+]
 
 
 def attack(worker: Worker) -> list[str]:
@@ -299,8 +321,12 @@ def attack(worker: Worker) -> list[str]:
         at = Target(Member.from_wire(wire), group, current_agent().connections.authenticator)
         with Hostile(at) as peer:
             peer.join(peer.newcomer(1))
-            for number, data in enumerate(HOSTILE_PICKLES, 1):
-                peer.say(frame(Kind.CALL, {}, [data], number))
+            hostile = [
+                *((PICKLE, data) for data in HOSTILE_PICKLES),
+                *((NEUTRAL, data) for data in HOSTILE_VALUES),
+            ]
+            for number, (codec, data) in enumerate(hostile, 1):
+                peer.say(frame(Kind.CALL, {}, [data], number, codec))
                 answer = peer.hear()
                 assert answer is not None
                 assert (answer.kind, answer.call_id) == (Kind.FAILURE, number)
@@ -309,7 +335,7 @@ def attack(worker: Worker) -> list[str]:
         return list(rpc.rpc_sync("worker0", what_ran))
 
 
-def test_hostile_pickles_do_not_run(run_workers: RunWorkers) -> None:
+def test_hostile_messages_do_not_run(run_workers: RunWorkers) -> None:
     workers = run_workers.start(join_late, 1)
     workers[0].wait_for("ready")
     assert workers.add(attack).result() == []

@@ -18,9 +18,11 @@ _PATIENCE = 20.0
 """Seconds for what must come; well below a run's time limit."""
 
 
-def frame(kind: int, header: dict[Any, Any], segments: Sequence[bytes] = (), call_id: int = 1) -> bytes:
+def frame(
+    kind: int, header: dict[Any, Any], segments: Sequence[bytes] = (), call_id: int = 1, codec: int = 0
+) -> bytes:
     """The bytes of one well-formed frame."""
-    buffers, _ = encode(kind, call_id, header, segments)
+    buffers, _ = encode(kind, call_id, header, segments, codec)
     return b"".join(bytes(buffer) for buffer in buffers)
 
 

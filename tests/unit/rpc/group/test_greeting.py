@@ -208,7 +208,9 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
     "an empty hello": (PREAMBLE + frame(Kind.HELLO, {}), "a malformed hello: KeyError"),
     "a name that cannot be": (
         PREAMBLE
-        + frame(Kind.HELLO, {"member": ["\x1b[31m\n", 1, 1, "", [], "", 1 << 30], "wanted": 1, "group": ""}),
+        + frame(
+            Kind.HELLO, {"member": ["\x1b[31m\n", 1, 1, "", [], "", 1 << 30, False], "wanted": 1, "group": ""}
+        ),
         r"a malformed hello: InvalidNameError.*\\x1b\[31m\\n",
     ),
     "a call": (PREAMBLE + frame(Kind.CALL, {}, b"a pickle"), "expected hello or lane, got a frame of kind 5"),

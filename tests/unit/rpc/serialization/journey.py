@@ -29,6 +29,9 @@ CALLEE = Worker("callee")
 SERIALIZER = Serializer()
 """That of workers which nothing extends."""
 
+PICKLES = SERIALIZER.between(peer_is_safe=False)
+"""Its usual codec."""
+
 
 def replaced_by(pickler: ReplacementPickler) -> Serializer:
     """A serializer whose user has put a pickler in place of ours."""
@@ -66,8 +69,9 @@ def send(
 ) -> Any:
     """An object as it arrives at ``at``, or at who serialized it."""
     at = at or by
-    header, buffers = deliver(by.dumps(obj, to))
-    return at.loads(header, buffers, at.adopt(header, source), source)
+    payload = by.between(at.allow is not None).dumps(obj, to)
+    header, buffers = deliver(payload)
+    return at.codecs[payload.codec].loads(header, buffers, at.adopt(header, source), source)
 
 
 def send_call(
@@ -82,8 +86,10 @@ def send_call(
 ) -> Call:
     """A call as it arrives at ``at``, or at who serialized it."""
     at = at or by
-    header, buffers = deliver(by.dump_call(func, tuple(args), kwargs or {}, to))
-    return at.load_call(header, buffers, at.adopt(header, CALLER), CALLER, connect=connect)
+    payload = by.between(at.allow is not None).dump_call(func, tuple(args), kwargs or {}, to)
+    header, buffers = deliver(payload)
+    load_call = at.codecs[payload.codec].load_call
+    return load_call(header, buffers, at.adopt(header, CALLER), CALLER, connect=connect)
 
 
 def raise_remotely(
@@ -94,6 +100,7 @@ def raise_remotely(
     try:
         raise error
     except BaseException as raised:
-        payload = by.dump_exception(raised, CALLEE.name, CALLER)
+        codec = by.between(at.allow is not None).id
+        payload = by.dump_exception(raised, CALLEE.name, CALLER, codec=codec)
     header, buffers = deliver(payload)
-    return at.load_exception(header, buffers, at.adopt(header, CALLEE), CALLEE)
+    return at.load_exception(header, buffers, at.adopt(header, CALLEE), CALLEE, codec=payload.codec)

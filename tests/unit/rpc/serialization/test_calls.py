@@ -9,7 +9,7 @@ import torch
 
 from rpc.errors import RpcError, SerializationError
 from tests.unit.rpc.serialization.callees import DropsLock, FailsToLoad, Locked, Plain, Tagged, null
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, deliver, send_call
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, PICKLES, deliver, send_call
 
 ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((), {}),
@@ -42,13 +42,13 @@ def test_tensors_keep_their_places() -> None:
 def test_callers_arguments_are_left_alone() -> None:
     tensor = torch.ones(2)
     args, kwargs = (tensor, 1), {"k": tensor + 1}
-    SERIALIZER.dump_call(null, args, kwargs, CALLEE)
+    PICKLES.dump_call(null, args, kwargs, CALLEE)
     assert args[0] is tensor
     assert isinstance(kwargs["k"], torch.Tensor)
 
 
 def test_null_call_has_no_header_and_one_small_segment() -> None:
-    payload = SERIALIZER.dump_call(null, (), {}, CALLEE)
+    payload = PICKLES.dump_call(null, (), {}, CALLEE)
     assert payload.header == {}
     assert len(payload.buffers) == 1
     assert len(payload.buffers[0]) < 80
@@ -59,7 +59,7 @@ def test_null_call_has_no_header_and_one_small_segment() -> None:
 
 def cannot_call(*args: Any, **kwargs: Any) -> str:
     with pytest.raises(SerializationError) as caught:
-        SERIALIZER.dump_call(null, args, kwargs, CALLEE)
+        PICKLES.dump_call(null, args, kwargs, CALLEE)
     assert isinstance(caught.value, TypeError)
     assert caught.value.__cause__ is not None
     return str(caught.value)
@@ -85,7 +85,7 @@ def test_error_names_the_global_that_a_function_by_value_uses() -> None:
 def test_error_names_the_function_itself() -> None:
     lock = threading.Lock()
     with pytest.raises(SerializationError, match="the function, of type function"):
-        SERIALIZER.dump_call(lambda: lock, (), {}, CALLEE)
+        PICKLES.dump_call(lambda: lock, (), {}, CALLEE)
 
 
 def test_error_does_not_blame_what_getstate_leaves_out() -> None:
@@ -97,7 +97,7 @@ def test_error_for_result_says_so() -> None:
     with pytest.raises(
         SerializationError, match=r"cannot send the result, of type generator, to worker 'callee'"
     ):
-        SERIALIZER.dumps((i for i in range(3)), CALLEE)
+        PICKLES.dumps((i for i in range(3)), CALLEE)
 
 
 def test_future_cannot_be_sent_and_says_what_pytorch_says() -> None:
@@ -122,31 +122,31 @@ def test_interrupt_while_pickling_is_not_taken_for_an_error() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        SERIALIZER.dump_call(null, (Interrupted(),), {}, CALLEE)
+        PICKLES.dump_call(null, (Interrupted(),), {}, CALLEE)
 
 
 # ---- what cannot be read
 
 
 def test_failure_in_unpickling_says_who_sent_it_and_why() -> None:
-    _, buffers = deliver(SERIALIZER.dump_call(null, (FailsToLoad(),), {}, CALLEE))
+    _, buffers = deliver(PICKLES.dump_call(null, (FailsToLoad(),), {}, CALLEE))
     with pytest.raises(SerializationError, match=r"worker 'caller'.*ValueError: cannot be rebuilt") as caught:
-        SERIALIZER.load_call({}, buffers, None, CALLER)
+        PICKLES.load_call({}, buffers, None, CALLER)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", b"\x80\x05N.", b"\x80\x05]."])
 def test_malformed_pickle_is_an_rpc_error(data: bytes) -> None:
     with pytest.raises(RpcError):
-        SERIALIZER.load_call({}, [data], None, CALLER)
+        PICKLES.load_call({}, [data], None, CALLER)
     with pytest.raises(RpcError):
-        SERIALIZER.loads({}, [data], None, CALLER)
+        PICKLES.loads({}, [data], None, CALLER)
 
 
 def test_missing_buffer_is_an_rpc_error() -> None:
-    _, buffers = deliver(SERIALIZER.dumps([torch.ones(200, 200)], CALLEE))
+    _, buffers = deliver(PICKLES.dumps([torch.ones(200, 200)], CALLEE))
     with pytest.raises(SerializationError):
-        SERIALIZER.loads({}, buffers[:1], None, CALLER)
+        PICKLES.loads({}, buffers[:1], None, CALLER)
 
 
 # ---- what is serialized on the agent's loop: little, and never by code of the user's
@@ -158,10 +158,10 @@ class Level(enum.IntEnum):
 
 @pytest.mark.parametrize("obj", [None, True, 3, 2.5, 1j, "a" * 1000, b"x", torch.arange(6).view(2, 3)])
 def test_small_plain_objects_are_dumped_at_once(obj: Any) -> None:
-    payload = SERIALIZER.dump_quickly(obj)
+    payload = PICKLES.dump_quickly(obj)
     assert payload is not None
     header, buffers = deliver(payload)
-    arrived = SERIALIZER.loads(header, buffers, None, CALLER)
+    arrived = PICKLES.loads(header, buffers, None, CALLER)
     assert torch.equal(arrived, obj) if isinstance(obj, torch.Tensor) else arrived == obj
 
 
@@ -180,4 +180,4 @@ def test_small_plain_objects_are_dumped_at_once(obj: Any) -> None:
     ids=lambda obj: type(obj).__name__,
 )
 def test_all_others_are_left_to_other_threads(obj: Any) -> None:
-    assert SERIALIZER.dump_quickly(obj) is None
+    assert PICKLES.dump_quickly(obj) is None

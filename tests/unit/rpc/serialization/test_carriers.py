@@ -69,7 +69,9 @@ def office() -> TicketOffice:
 
 
 def test_object_travels_in_the_header(office: TicketOffice) -> None:
-    payload = office.serializer.dump_call(null, (Ticket(1), [Season(2)]), {"k": Ticket(3)}, CALLEE)
+    payload = office.serializer.between(peer_is_safe=False).dump_call(
+        null, (Ticket(1), [Season(2)]), {"k": Ticket(3)}, CALLEE
+    )
     assert payload.header == {"ticket": [[1, "x"], [2, "x"], [3, "x"]]}
     assert office.departed == [(1, CALLEE), (2, CALLEE), (3, CALLEE)]
 
@@ -84,13 +86,15 @@ def test_object_arrives_at_its_places(office: TicketOffice) -> None:
 
 def test_failed_pickling_takes_back_what_departed(office: TicketOffice) -> None:
     with pytest.raises(SerializationError, match="argument 1"):
-        office.serializer.dump_call(null, (Ticket(1), threading.Lock()), {}, CALLEE)
+        office.serializer.between(peer_is_safe=False).dump_call(
+            null, (Ticket(1), threading.Lock()), {}, CALLEE
+        )
     assert office.returned == [1]
     assert len(office.departed) == 1  # looking for the culprit makes nothing depart
 
 
 def test_unsent_message_is_taken_back_by_its_header(office: TicketOffice) -> None:
-    payload = office.serializer.dumps([Ticket(1), Ticket(2)], CALLEE)
+    payload = office.serializer.between(peer_is_safe=False).dumps([Ticket(1), Ticket(2)], CALLEE)
     office.serializer.take_back({"trace": [1]} | payload.header, CALLEE)
     assert office.returned == [1, 2]
 
@@ -106,22 +110,24 @@ def test_description_of_an_error_that_is_not_sent_brings_nothing(office: TicketO
 def test_error_of_a_carrier_keeps_its_class_and_names_the_call(office: TicketOffice) -> None:
     office.withdrawn = True
     with pytest.raises(RRefError, match="not valid any more") as caught:
-        office.serializer.dump_call(null, (Ticket(1),), {}, CALLEE)
+        office.serializer.between(peer_is_safe=False).dump_call(null, (Ticket(1),), {}, CALLEE)
     assert "callees.null on worker 'callee'" in caught.value.__notes__[0]
 
 
 def test_adopting_does_not_need_the_pickle(office: TicketOffice) -> None:
-    header, _ = deliver(office.serializer.dumps([Ticket(1)], CALLEE))
+    header, _ = deliver(office.serializer.between(peer_is_safe=False).dumps([Ticket(1)], CALLEE))
     arrivals = office.serializer.adopt(header, CALLER)
     assert arrivals is not None
     assert [ticket.number for ticket in arrivals["ticket"]] == [1]
 
 
 def test_failed_unpickling_has_adopted_already(office: TicketOffice) -> None:
-    header, buffers = deliver(office.serializer.dumps([FailsToLoad(), Ticket(1)], CALLEE))
+    header, buffers = deliver(
+        office.serializer.between(peer_is_safe=False).dumps([FailsToLoad(), Ticket(1)], CALLEE)
+    )
     arrivals = office.serializer.adopt(header, CALLER)
     with pytest.raises(SerializationError):
-        office.serializer.loads(header, buffers, arrivals, CALLER)
+        office.serializer.between(peer_is_safe=False).loads(header, buffers, arrivals, CALLER)
     assert office.arrived == [1]
 
 
@@ -132,11 +138,11 @@ def test_malformed_descriptors_are_an_error(office: TicketOffice, descriptors: A
 
 
 def test_pickle_that_refers_to_what_did_not_arrive_is_an_error(office: TicketOffice) -> None:
-    header, buffers = deliver(office.serializer.dumps([Ticket(1)], CALLEE))
+    header, buffers = deliver(office.serializer.between(peer_is_safe=False).dumps([Ticket(1)], CALLEE))
     with pytest.raises(SerializationError, match="which it does not bring"):
-        office.serializer.loads(header, buffers, None, CALLER)
+        office.serializer.between(peer_is_safe=False).loads(header, buffers, None, CALLER)
     with pytest.raises(SerializationError, match="which it does not bring"):
-        office.serializer.loads(header, buffers, {"ticket": []}, CALLER)
+        office.serializer.between(peer_is_safe=False).loads(header, buffers, {"ticket": []}, CALLER)
 
 
 def test_ready_at_once(office: TicketOffice) -> None:
@@ -165,7 +171,7 @@ def test_kind_can_be_taken_only_once(office: TicketOffice) -> None:
 
 def test_object_outside_of_messages_is_refused(office: TicketOffice) -> None:
     with pytest.raises(SerializationError, match="in messages between workers only"):
-        office.serializer.dumps(Ticket(1), None)
+        office.serializer.between(peer_is_safe=False).dumps(Ticket(1), None)
 
 
 def test_object_pickled_by_a_nested_pickler_travels_with_the_message(office: TicketOffice) -> None:

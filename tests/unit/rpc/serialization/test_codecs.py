@@ -53,7 +53,7 @@ def test_call_and_value_in_another_codec(serializer: Serializer) -> None:
 
 
 def test_messages_are_in_pickle_unless_they_say_otherwise(serializer: Serializer) -> None:
-    payload = serializer.dumps(3, CALLEE)
+    payload = serializer.between(peer_is_safe=False).dumps(3, CALLEE)
     assert payload.codec == PICKLE
     assert serializer.codecs[PICKLE].loads({}, payload.buffers, None, CALLER) == 3
 

@@ -11,7 +11,7 @@ import torch
 from rpc.errors import FunctionNotFoundError, RemoteError, RpcTimeoutError, WorkerLostError
 from rpc.serialization import exceptions
 from tests.unit.rpc.serialization.callees import DetailedError, trouble
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, SERIALIZER, deliver, raise_remotely
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, PICKLES, SERIALIZER, deliver, raise_remotely
 
 
 def raised(function: Any, *args: Any) -> Exception:
@@ -154,5 +154,5 @@ def test_malformed_failure_is_a_remote_error(header: dict[str, Any]) -> None:
 def test_pickle_of_something_else_is_a_remote_error() -> None:
     header, _ = deliver(SERIALIZER.dump_exception(ValueError("x"), CALLEE.name, CALLER))
     for other in (3, KeyboardInterrupt(), ValueError):
-        buffers = SERIALIZER.dumps(other, CALLER).buffers
+        buffers = PICKLES.dumps(other, CALLER).buffers
         assert type(SERIALIZER.load_exception(header, buffers, None, CALLEE)) is RemoteError

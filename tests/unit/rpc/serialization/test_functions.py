@@ -24,7 +24,7 @@ from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point
 from tests.unit.rpc.serialization.journey import (
     CALLEE,
     CALLER,
-    SERIALIZER,
+    PICKLES,
     Worker,
     deliver,
     safely,
@@ -68,7 +68,7 @@ def test_what_can_be_imported_goes_by_name(callee: Any) -> None:
     assert send([callee])[0] is callee
     if callable(callee):
         assert send_call(callee)[0] is callee
-        payload = SERIALIZER.dump_call(callee, (), {}, CALLEE)
+        payload = PICKLES.dump_call(callee, (), {}, CALLEE)
         assert len(payload.buffers[0]) < 250
 
 
@@ -186,7 +186,7 @@ def test_closures_of_one_message_share_their_variable() -> None:
 
 def test_tensor_in_a_closure_travels_as_a_segment() -> None:
     large = torch.arange(100_000.0)
-    payload = SERIALIZER.dump_call(lambda x: large.sum() + x, (), {}, CALLEE)
+    payload = PICKLES.dump_call(lambda x: large.sum() + x, (), {}, CALLEE)
     assert [len(segment) for segment in payload.buffers[1:]] == [400_000]
 
 
@@ -347,19 +347,19 @@ def test_lambda_of_a_shared_main_refers_to_the_receivers_main(run_as_main: Any) 
 
 def test_what_only_the_callers_main_has_is_not_found(run_as_main: Any) -> None:
     main = run_as_main(SCRIPT)
-    _, buffers = deliver(SERIALIZER.dump_call(main.helper, (), {}, Worker(main=main_identity())))
+    _, buffers = deliver(PICKLES.dump_call(main.helper, (), {}, Worker(main=main_identity())))
     del main.helper
     with pytest.raises(FunctionNotFoundError, match="if __name__ =="):
-        SERIALIZER.load_call({}, buffers, None, CALLER)
+        PICKLES.load_call({}, buffers, None, CALLER)
 
 
 def test_spawned_child_calls_its_main_by_the_parents_name(run_as_main: Any) -> None:
     main = run_as_main(SCRIPT, name="__mp_main__")
     peer = Worker(main=main_identity())
     for value in (main.helper, main.Model, [main.helper], main.Model()):
-        payload = SERIALIZER.dump_call(callees.null, (value,), {}, peer)
+        payload = PICKLES.dump_call(callees.null, (value,), {}, peer)
         assert b"__mp_main__" not in bytes(payload.buffers[0])
-    assert b"__mp_main__" not in bytes(SERIALIZER.dump_call(main.helper, (), {}, peer).buffers[0])
+    assert b"__mp_main__" not in bytes(PICKLES.dump_call(main.helper, (), {}, peer).buffers[0])
     assert send_call(main.helper, to=peer)[0] is main.helper
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rpc.serialization.memory import INLINE_BYTES, inline_limit, layout_of, memory_at, settle
 from rpc.serialization.payload import Payload
-from tests.unit.rpc.serialization.journey import CALLEE, SERIALIZER, deliver
+from tests.unit.rpc.serialization.journey import CALLEE, PICKLES, deliver
 
 SMALL_FRAME_BYTES = 64 << 10
 
@@ -22,11 +22,11 @@ Dump = Callable[[list[torch.Tensor]], Payload]
 
 
 def as_arguments(tensors: list[torch.Tensor]) -> Payload:
-    return SERIALIZER.dump_call(torch.stack, tuple(tensors), {}, CALLEE)
+    return PICKLES.dump_call(torch.stack, tuple(tensors), {}, CALLEE)
 
 
 def as_gradients(tensors: list[torch.Tensor]) -> Payload:
-    return SERIALIZER.dump_tensors(tensors, CALLEE, "gradients")
+    return PICKLES.dump_tensors(tensors, CALLEE, "gradients")
 
 
 @settings(derandomize=True, deadline=None)
@@ -43,7 +43,7 @@ def test_layout_agrees_with_enumerated_addresses(dimensions: list[tuple[int, int
 
 
 def test_buffers_are_the_tensors_memory_and_keep_it_alive() -> None:
-    payload = SERIALIZER.dumps(torch.arange(100_000.0), CALLEE)
+    payload = PICKLES.dumps(torch.arange(100_000.0), CALLEE)
     torch.full((100_000,), -1.0)  # would reuse the memory
     assert np.array_equal(np.frombuffer(payload.buffers[1], "f"), np.arange(100_000, dtype="f"))
 
@@ -68,8 +68,8 @@ def test_where_tensors_are_many_only_small_ones_stay_in_the_pickle() -> None:
 
 def test_sending_does_not_forbid_resizing() -> None:
     for tensor in (torch.ones(3), torch.ones(INLINE_BYTES)):
-        SERIALIZER.dumps(tensor, CALLEE)
-        SERIALIZER.dumps([tensor], CALLEE)
+        PICKLES.dumps(tensor, CALLEE)
+        PICKLES.dumps([tensor], CALLEE)
         tensor.resize_(100_000)
 
 
@@ -92,8 +92,8 @@ def test_misaligned_or_readonly_memory_is_copied() -> None:
 
 
 def test_received_large_tensor_is_the_frames_memory() -> None:
-    _, buffers = deliver(SERIALIZER.dumps(torch.zeros(1 << 18), CALLEE))
-    tensor = SERIALIZER.loads({}, buffers, None, CALLEE)
+    _, buffers = deliver(PICKLES.dumps(torch.zeros(1 << 18), CALLEE))
+    tensor = PICKLES.loads({}, buffers, None, CALLEE)
     tensor[0] = 1
     assert bytes(buffers[1][:4]) != bytes(4)
 
@@ -101,8 +101,8 @@ def test_received_large_tensor_is_the_frames_memory() -> None:
 @pytest.mark.parametrize("size", [16, INLINE_BYTES, 1 << 16])
 def test_numpy_array_arrives_writable(size: int) -> None:
     array = np.arange(size, dtype=np.int64).reshape(2, -1)
-    _, buffers = deliver(SERIALIZER.dumps({"a": array}, CALLEE))
-    arrived = SERIALIZER.loads({}, buffers, None, CALLEE)["a"]
+    _, buffers = deliver(PICKLES.dumps({"a": array}, CALLEE))
+    arrived = PICKLES.loads({}, buffers, None, CALLEE)["a"]
     assert np.array_equal(arrived, array)
     assert arrived.flags.writeable
     arrived += 1

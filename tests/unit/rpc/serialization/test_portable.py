@@ -77,10 +77,10 @@ class Counting(PortablePickler):
 def test_replacement_pickler_serializes_calls(on_both_sides: bool) -> None:
     pickler = Counting()
     large = torch.rand(100, 100)
-    payload = replaced_by(pickler).dump_call(add, (1, large), {}, CALLEE)
+    payload = replaced_by(pickler).between(peer_is_safe=False).dump_call(add, (1, large), {}, CALLEE)
     header, buffers = deliver(payload)
     reader = replaced_by(pickler) if on_both_sides else SERIALIZER
-    func, args, kwargs = reader.load_call(header, buffers, None, CALLER)
+    func, args, kwargs = reader.between(peer_is_safe=False).load_call(header, buffers, None, CALLER)
     assert pickler.serialized == [PythonUDF(add, (1, large), {})]
     assert pickler.deserialized == on_both_sides
     assert len(buffers) == 2
@@ -94,4 +94,4 @@ def test_replacement_pickler_that_fails() -> None:
             raise OSError("disk full")
 
     with pytest.raises(SerializationError, match=r"cannot call .*add on worker 'callee'.*disk full"):
-        replaced_by(Failing()).dump_call(add, (1, 2), {}, CALLEE)
+        replaced_by(Failing()).between(peer_is_safe=False).dump_call(add, (1, 2), {}, CALLEE)

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from rpc.errors import RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
-from rpc.serialization.portable import PortablePickler
+from rpc.serialization import tensor_kinds
+from rpc.serialization.codecs import NEUTRAL, PICKLE
 from rpc.serialization.safe import AllowList
 from rpc.serialization.serializer import Serializer
 from rpc.serialization.settings import allow_class, allow_function, process_settings
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point, Slotted
 from tests.unit.rpc.serialization.journey import (
-    CALLEE,
     CALLER,
     raise_remotely,
-    replaced_by,
     safely,
     send,
     send_call,
@@ -171,8 +170,12 @@ def test_a_failure_that_cannot_be_made_so_is_told_of(allow: AllowList, error: Ex
 
 def test_the_pickle_of_a_failure_is_not_read(allow: AllowList) -> None:
     header = {"!": ["ValueError", "text", "trace", "worker"]}
-    arrived = safely(allow).load_exception(header, [memoryview(b"not even a pickle")], None, CALLER)
-    assert (type(arrived), str(arrived)) == (ValueError, "text")
+    pickled = [memoryview(b"not even a pickle")]
+    told = safely(allow).load_exception(header, pickled, None, CALLER, codec=NEUTRAL)
+    assert (type(told), str(told)) == (ValueError, "text")
+    told = safely(allow).load_exception(header, pickled, None, CALLER, codec=PICKLE)
+    assert type(told) is RemoteError
+    assert "which this worker does not have" in str(told)
 
 
 # ---- methods of what others refer to
@@ -235,16 +238,12 @@ def test_everything_else_is_refused_by_name(allow: AllowList, value: Any) -> Non
         send([value], at=safely(allow))
 
 
-def test_call_by_a_replacement_pickler_is_refused(allow: AllowList) -> None:
-    allow.function(callees.null)
-    pickler = PortablePickler()
-    payload = replaced_by(pickler).dump_call(callees.null, (), {}, CALLEE)
-    with pytest.raises(SerializationError, match="does not read"):
-        safely(allow).load_call({}, payload.buffers, None, CALLER)
+def test_pickles_are_not_read(allow: AllowList) -> None:
+    with pytest.raises(SerializationError, match="codec 0, which this worker does not have"):
+        _ = safely(allow).codecs[PICKLE]
 
 
-def test_rebuilding_function_is_no_callee(allow: AllowList) -> None:
-    from rpc.serialization.tensors import dense
-
+@pytest.mark.parametrize("function", [tensor_kinds.constant, set, torch.Size])
+def test_what_rebuilds_values_is_no_callee(allow: AllowList, function: Any) -> None:
     with pytest.raises(SerializationError, match="is not a function"):
-        send_call(dense, ("f", (1,), b"1234"), at=safely(allow))
+        send_call(function, ("float32",), at=safely(allow))

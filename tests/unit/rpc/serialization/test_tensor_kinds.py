@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from rpc.errors import SerializationError
 from rpc.serialization.memory import INLINE_BYTES
 from tests.unit.rpc.serialization.callees import Tagged
-from tests.unit.rpc.serialization.journey import CALLEE, SERIALIZER, send
+from tests.unit.rpc.serialization.journey import CALLEE, PICKLES, send
 
 REPEATED = torch.tensor([[0, 1, 1], [2, 0, 0]])
 
@@ -96,7 +96,7 @@ def test_quantized_to_four_bits() -> None:
 
 
 def test_quantized_view_sends_its_own_elements_only() -> None:
-    payload = SERIALIZER.dumps(QUANTIZED["view"], CALLEE)
+    payload = PICKLES.dumps(QUANTIZED["view"], CALLEE)
     assert sum(len(segment) for segment in payload.buffers) < 1000
 
 
@@ -117,7 +117,7 @@ def test_mkldnn() -> None:
 
 def test_meta_tensor_sends_no_elements() -> None:
     tensor = torch.empty(1000, 1000, dtype=torch.bfloat16, device="meta", requires_grad=True).T
-    payload = SERIALIZER.dumps(tensor, CALLEE)
+    payload = PICKLES.dumps(tensor, CALLEE)
     arrived = send(tensor)
     assert len(payload.buffers[0]) < 500
     assert arrived.is_meta
@@ -164,7 +164,7 @@ def test_attributes_of_a_tensor_travel() -> None:
 def test_subclass() -> None:
     tensor = torch.arange(1_000_000.0).as_subclass(Tagged)[:2]
     tensor.__dict__["note"] = 1
-    payload = SERIALIZER.dumps(tensor, CALLEE)
+    payload = PICKLES.dumps(tensor, CALLEE)
     arrived = send(tensor)
     assert type(arrived) is Tagged
     assert torch.equal(arrived, tensor)

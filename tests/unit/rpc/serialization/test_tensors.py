@@ -9,7 +9,7 @@ from rpc.errors import SerializationError
 from rpc.serialization.memory import INLINE_BYTES, inline_limit
 from rpc.serialization.safe import AllowList
 from tests.unit.rpc.serialization.callees import null
-from tests.unit.rpc.serialization.journey import CALLEE, SERIALIZER, safely, send, send_call
+from tests.unit.rpc.serialization.journey import CALLEE, PICKLES, SERIALIZER, safely, send, send_call
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted(
@@ -66,7 +66,7 @@ def test_values_and_strides_are_kept(name: str) -> None:
 
 
 def sent_bytes(tensor: torch.Tensor) -> int:
-    return sum(len(segment) for segment in SERIALIZER.dumps(tensor, CALLEE).buffers)
+    return sum(len(segment) for segment in PICKLES.dumps(tensor, CALLEE).buffers)
 
 
 def test_view_sends_its_own_elements_only() -> None:
@@ -172,7 +172,7 @@ def test_freed_memory_is_refused() -> None:
 def test_tensor_inside_a_transform_is_refused() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         with pytest.raises(SerializationError, match=r"argument 1, of type torch\.Tensor"):
-            SERIALIZER.dump_call(null, (1, x), {}, CALLEE)
+            PICKLES.dump_call(null, (1, x), {}, CALLEE)
         return x
 
     torch.func.vmap(body)(torch.ones(3, 2))
@@ -224,8 +224,9 @@ GRADIENTS = {
 @pytest.mark.parametrize("kinds", [*([kind] for kind in GRADIENTS), list(GRADIENTS)], ids=str)
 def test_gradients_arrive_as_they_were(kinds: list[str], safe: bool) -> None:
     tensors = [GRADIENTS[kind] for kind in kinds]
-    payload = SERIALIZER.dump_tensors(tuple(tensors), CALLEE, "some tensors")
-    arrived = (safely(AllowList()) if safe else SERIALIZER).load_tensors(payload.buffers, CALLEE)
+    payload = SERIALIZER.between(safe).dump_tensors(tuple(tensors), CALLEE, "some tensors")
+    reader = safely(AllowList()) if safe else SERIALIZER
+    arrived = reader.between(safe).load_tensors(payload.buffers, CALLEE)
     assert len(arrived) == len(tensors)
     for before, after in zip(tensors, arrived, strict=True):
         if before is None or after is None:
@@ -237,8 +238,8 @@ def test_gradients_arrive_as_they_were(kinds: list[str], safe: bool) -> None:
 
 def test_gradients_that_arrive_share_no_memory() -> None:
     tensor = torch.rand(3)
-    payload = SERIALIZER.dump_tensors([tensor, tensor], CALLEE, "some tensors")
-    first, second = SERIALIZER.load_tensors(payload.buffers, CALLEE)
+    payload = PICKLES.dump_tensors([tensor, tensor], CALLEE, "some tensors")
+    first, second = PICKLES.load_tensors(payload.buffers, CALLEE)
     assert isinstance(first, torch.Tensor)
     assert isinstance(second, torch.Tensor)
     first.zero_()
@@ -249,11 +250,12 @@ def test_gradient_that_cannot_be_sent_is_named() -> None:
     unsendable = torch.rand(2)
     unsendable.__dict__["lock"] = (each for each in "")
     with pytest.raises(SerializationError, match="cannot send the gradients of a message"):
-        SERIALIZER.dump_tensors([unsendable], CALLEE, "the gradients of a message")
+        PICKLES.dump_tensors([unsendable], CALLEE, "the gradients of a message")
 
 
 @pytest.mark.parametrize("safe", [False, True])
 def test_anything_else_than_gradients_is_an_error(safe: bool) -> None:
-    payload = SERIALIZER.dumps([1, "two"], CALLEE)
-    with pytest.raises(SerializationError):
-        (safely(AllowList()) if safe else SERIALIZER).load_tensors(payload.buffers, CALLEE)
+    payload = SERIALIZER.between(safe).dumps([1, "two"], CALLEE)
+    reader = safely(AllowList()) if safe else SERIALIZER
+    with pytest.raises(SerializationError, match="should be tensors"):
+        reader.between(safe).load_tensors(payload.buffers, CALLEE)

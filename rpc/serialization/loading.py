@@ -1,0 +1,77 @@
+"""What codecs have in common that read a record: a message's first buffer, with what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import NoneType
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rpc.errors import RpcError, SerializationError
+from rpc.serialization.codecs import Load
+from rpc.serialization.failures import unreadable
+from rpc.serialization.payload import TRACKED, Arrivals, Connect, Source
+from rpc.serialization.pickler import Read, load
+from rpc.serialization.tracked import rebuilt
+
+__all__ = ["Reading", "loader", "tensors_in"]
+
+_TENSORS: Final = frozenset((Tensor, NoneType))
+
+_inference = torch.is_inference_mode_enabled
+
+
+class Reading(Protocol):
+    """A codec that reads records."""
+
+    @property
+    def read(self) -> Read: ...
+
+
+C = TypeVar("C", bound=Reading)
+R = TypeVar("R")
+
+
+def loader(build: Callable[[C, Any, Connect | None], R], what: str) -> Load[R]:
+    """The method of a codec that reads a message and builds what its record says.
+
+    Args:
+        build: makes it of the record.
+        what: what a message is called in errors, with a place for the sender's name.
+    """
+
+    def loads(
+        self: C,
+        header: dict[str, Any],
+        buffers: Sequence[Any],
+        arrivals: Arrivals | None,
+        source: Source,
+        *,
+        connect: Connect | None = None,
+    ) -> R:
+        if _inference():
+            with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
+                return loads(self, header, buffers, arrivals, source, connect=connect)
+        try:
+            if arrivals is None and len(buffers) == 1:
+                return build(self, self.read(buffers[0]), connect)
+            if TRACKED in header:
+                buffers, arrivals = rebuilt(header, buffers, arrivals, connect, self.read)
+            return build(self, load(buffers, arrivals, self.read), connect)
+        except RpcError:
+            raise
+        except Exception as error:
+            raise unreadable(error, what.format(source.name)) from error
+
+    return loads  # type: ignore[return-value]  # without ``self``, once it is a method
+
+
+def tensors_in(value: Any, source: Source) -> list[Tensor | None]:
+    """A value that has been read, which should be a list of tensors or None; else ``SerializationError``."""
+    if type(value) is list and (
+        _TENSORS.issuperset(map(type, value)) or all(isinstance(each, Tensor | None) for each in value)
+    ):
+        return value
+    raise SerializationError(f"what worker '{source.name}' sent should be tensors")

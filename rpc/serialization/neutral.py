@@ -1,0 +1,352 @@
+"""Values without pickle: msgpack, which any language reads, and extensions for what it does not know.
+
+Null, booleans, integers of 64 bits, floats, texts, bytes, lists and maps are msgpack's own. Each extension
+holds msgpack again, in these types:
+
+====== ============================================================================================
+number content
+====== ============================================================================================
+0      *tuple*: a list
+1      *tensor*: ``[dtype, shape, stride, data, requires_grad]``; strides are in elements, the data is what
+       the elements lie in, as they lie there, little-endian: bytes, or a buffer
+2      *buffer*: the number of a buffer of the message, from 1 on
+3      *integer* of any size: bytes, big-endian, in two's complement
+4      *name* of what both sides have: ``[module, qualified name]``
+5      *object*: ``[made by, arguments, state, items, pairs, set by]``, as Python's ``__reduce__`` returns;
+       where nothing made it, the first argument is its class
+6      *again*: the number of a tensor or an object (but a tuple's) that came before, from 0 on
+====== ============================================================================================
+
+A reader admits what an allow-list names (``safe``), or whatever can be imported. It makes nothing that is not
+written there, imports nothing for an allow-list, and looks for how much there is before it makes any of it.
+A list or map that holds itself cannot be written, one that occurs twice arrives as two.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Final, Protocol
+
+import msgpack
+
+from rpc.errors import RpcError, SerializationError, with_article
+from rpc.runtime.interrupts import interruptible, protected
+from rpc.serialization import checked
+from rpc.serialization.codecs import NEUTRAL
+from rpc.serialization.functions import resolve
+from rpc.serialization.memory import INLINE_BYTES
+from rpc.serialization.payload import TRACKED, Buffer, Destination, Payload, Tracked
+from rpc.serialization.pickler import Departing, Reducers
+from rpc.serialization.tensors import dense, elements, placed
+from rpc.wire.header_check import check_entries
+
+__all__ = ["Admission", "dump", "read"]
+
+_TUPLE, _TENSOR, _BUFFER, _INTEGER, _NAME, _OBJECT, _AGAIN = range(7)
+
+_MAX_DEPTH: Final = 100
+"""Extensions within extensions: each takes C stack."""
+
+_NAMED: Final = (type, FunctionType, BuiltinFunctionType)
+
+
+class Admission(Protocol):
+    """What may be read: see ``AllowList``."""
+
+    def find(self, module: str, name: str) -> Any: ...
+
+    def may_construct(self, function: Any) -> bool: ...
+
+    def may_have_state(self, kind: type) -> bool: ...
+
+
+class Writer(Departing):
+    """Writes one value.
+
+    Args:
+        reducers: how types travel.
+        to: where it goes.
+
+    Attributes:
+        buffers: the memory that does not stay in what is written; their numbers count from 1.
+    """
+
+    def __init__(self, reducers: Reducers, to: Destination | None) -> None:
+        self.reducers = reducers
+        self.to = to
+        self.buffers: list[Buffer] = []
+        self._known: dict[int, tuple[int | None, object]] = {}
+        """By its identity each object met, which is so kept: its number, None while it is being written."""
+        self._numbered = 0
+        self._depth = 0
+
+    def write(self, value: Any) -> bytes:
+        """A value as bytes."""
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise RecursionError
+        try:
+            packed: bytes = msgpack.packb(
+                value, default=self._extension, strict_types=True, unicode_errors="surrogatepass"
+            )
+        except ValueError as error:
+            if "recursion" in str(error):
+                raise RecursionError from None
+            raise
+        self._depth -= 1
+        return packed
+
+    def _extension(self, value: Any) -> Any:
+        """What stands for a value that msgpack does not know."""
+        kind = type(value)
+        if kind is tuple:
+            return msgpack.ExtType(_TUPLE, self.write(list(value)))
+        if kind is int:
+            return msgpack.ExtType(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
+        if kind is pickle.PickleBuffer:
+            return self._memory(value.raw())
+        known = self._known.get(id(value))
+        if known is not None:
+            if known[0] is None:
+                raise SerializationError(f"{with_article(kind)} that holds itself can go in a pickle only")
+            return msgpack.ExtType(_AGAIN, self.write(known[0]))
+        reducer = self.reducers[kind]
+        reduced = NotImplemented if reducer is None else reducer(value, self)
+        if reduced is NotImplemented:
+            reduced = value.__qualname__ if isinstance(value, _NAMED) else _reduce(value)
+        if type(reduced) is str:
+            module = pickle.whichmodule(value, reduced)  # type: ignore[attr-defined]  # what pickle uses
+            return msgpack.ExtType(_NAME, self.write([module, reduced]))
+        self._known[id(value)] = None, value
+        extension = self._reduced(*reduced)
+        if isinstance(value, tuple):
+            del self._known[id(value)]
+        else:
+            self._known[id(value)] = self._numbered, value
+            self._numbered += 1
+        return extension
+
+    def _reduced(
+        self,
+        made_by: Any,
+        arguments: tuple[Any, ...],
+        state: Any = None,
+        items: Iterable[Any] | None = None,
+        pairs: Iterable[Any] | None = None,
+        set_by: Any = None,
+    ) -> msgpack.ExtType:
+        if made_by in (dense, placed) and set_by is None:
+            return msgpack.ExtType(_TENSOR, self.write(elements(made_by, arguments)))
+        if made_by is copyreg.__newobj__:  # type: ignore[attr-defined]  # what pickle uses
+            made_by = None
+        listed = [None if parts is None else list(parts) for parts in (items, pairs)]
+        return msgpack.ExtType(_OBJECT, self.write([made_by, list(arguments), state, *listed, set_by]))
+
+    def _memory(self, memory: memoryview) -> Any:
+        if memory.nbytes <= INLINE_BYTES:
+            return bytes(memory)
+        self.buffers.append(memory)
+        return msgpack.ExtType(_BUFFER, self.write(len(self.buffers)))
+
+
+def _reduce(value: Any) -> Any:
+    reduce = copyreg.dispatch_table.get(type(value))
+    return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
+
+
+@protected  # what has departed is taken back, or returned
+def dump(
+    record: Any, to: Destination | None, reducers: Reducers, *, trial: bool = False, tracked: Tracked = None
+) -> Payload:
+    """Write a value; whatever that raises, what has departed by then is taken back.
+
+    Args:
+        record: the value.
+        to: where it will be sent.
+        reducers: how types travel.
+        trial: only find out whether it can be written.
+        tracked: the tensors that require grad are put in here, and written apart: see ``tracked``.
+    """
+    writer = Writer(reducers, to)
+    writer.trial, writer.tracked = trial, tracked
+    header: dict[str, Any] = {}
+    try:
+        buffers = [_write(writer, record), *writer.buffers]
+        if writer.carried:
+            header = {kind: descriptors for kind, (_, descriptors) in writer.carried.items()}
+        if tracked:
+            header[TRACKED] = len(buffers)
+            apart = Writer(reducers, to)
+            buffers += [_write(apart, tuple([tensor.detach() for tensor in tracked])), *apart.buffers]
+    except BaseException:
+        for carrier, descriptors in (writer.carried or {}).values():
+            carrier.take_back(descriptors, to)
+        raise
+    return Payload(header, buffers, NEUTRAL)
+
+
+@interruptible
+def _write(writer: Writer, value: Any) -> bytes:
+    return writer.write(value)
+
+
+class Reader:
+    """Reads one value.
+
+    Args:
+        allow: what is admitted; without, whatever can be imported.
+        buffers: those of the value, the first of which has number 1.
+    """
+
+    def __init__(self, allow: Admission | None, buffers: Iterable[Any]) -> None:
+        self._allow = allow
+        self._buffers = list(buffers)
+        self._known: list[Any] = []
+        self._depth = 0
+
+    def read(self, packed: Any) -> Any:
+        """The value that is written there."""
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise SerializationError(f"extensions are nested more than {_MAX_DEPTH} deep")
+        check_entries(memoryview(packed), "a value", sys.maxsize)
+        value = msgpack.unpackb(
+            packed, ext_hook=self._extension, strict_map_key=False, unicode_errors="surrogatepass"
+        )
+        self._depth -= 1
+        return value
+
+    def _extension(self, number: int, content: bytes) -> Any:
+        extension = _EXTENSIONS.get(number)
+        if extension is None:
+            raise SerializationError(f"there is no extension {number}")
+        return extension(self, content)
+
+    def _tuple(self, content: bytes) -> tuple[Any, ...]:
+        return tuple(_exactly(self.read(content), list))
+
+    def _tensor(self, content: bytes) -> Any:
+        dtype, shape, stride, data, requires_grad = self.read(content)
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise SerializationError(f"{with_article(type(data))} in the place of a tensor's memory")
+        tensor = checked.placed(dtype, tuple(shape), tuple(stride), data, requires_grad)
+        self._known.append(tensor)
+        return tensor
+
+    def _buffer(self, content: bytes) -> Any:
+        place = _exactly(self.read(content), int) - 1
+        if not 0 <= place < len(self._buffers) or self._buffers[place] is None:
+            raise SerializationError(f"there is no buffer {place + 1}, or it is used twice")
+        buffer, self._buffers[place] = self._buffers[place], None
+        return buffer
+
+    def _name(self, content: bytes) -> Any:
+        module, name = (_exactly(part, str) for part in self.read(content))
+        return resolve(module, name) if self._allow is None else self._allow.find(module, name)
+
+    def _again(self, content: bytes) -> Any:
+        number = _exactly(self.read(content), int)
+        if not 0 <= number < len(self._known):
+            raise SerializationError(f"object {number} has not come before")
+        return self._known[number]
+
+    def _object(self, content: bytes) -> Any:
+        made_by, arguments, state, items, pairs, set_by = self.read(content)
+        made = self._make(made_by, _exactly(arguments, list))
+        if items is not None:
+            self._extend(made, _exactly(items, list))
+        if pairs is not None:
+            self._put(made, _exactly(pairs, list))
+        if set_by is not None:
+            self._check_construct(set_by)
+            set_by(made, state)
+        elif state is not None:
+            self._set_state(made, state, is_new=made_by is None)
+        if not isinstance(made, tuple):
+            self._known.append(made)
+        return made
+
+    def _make(self, made_by: Any, arguments: list[Any]) -> Any:
+        if made_by is not None:
+            self._check_construct(made_by)
+            return made_by(*arguments)
+        kind, *others = arguments
+        if not isinstance(kind, type) or not (self._allow is None or self._allow.may_have_state(kind)):
+            raise SerializationError(f"{_called(kind)} is not admitted: no instance of it is made")
+        return kind.__new__(kind, *others)
+
+    def _check_construct(self, function: Any) -> None:
+        if not callable(function) or not (self._allow is None or self._allow.may_construct(function)):
+            raise SerializationError(f"{_called(function)} is not for messages to call")
+
+    def _extend(self, made: Any, items: list[Any]) -> None:
+        if self._allow is not None and type(made) is not deque and type(made) is not list:
+            raise SerializationError(f"items of {with_article(type(made))}")
+        made.extend(items)
+
+    def _put(self, made: Any, pairs: list[Any]) -> None:
+        if self._allow is not None and not isinstance(made, dict):
+            raise SerializationError(f"items of {with_article(type(made))}, which is no dict")
+        for key, value in pairs:
+            made[key] = value
+
+    def _set_state(self, made: Any, state: Any, *, is_new: bool) -> None:
+        if self._allow is not None and not (is_new and self._allow.may_have_state(type(made))):
+            raise SerializationError(f"attributes of {with_article(type(made))}")
+        set_state = getattr(made, "__setstate__", None)
+        if set_state is not None:
+            set_state(state)
+            return
+        slots: dict[str, Any] = {}
+        if type(state) is tuple and len(state) == 2:
+            state, slots = state
+        for name, value in _exactly(state or {}, dict).items():
+            made.__dict__[_exactly(name, str)] = value
+        known = copyreg._slotnames(type(made)) if slots else ()  # type: ignore[attr-defined]  # what pickle uses
+        for name, value in _exactly(slots or {}, dict).items():
+            if name not in known:
+                raise SerializationError(f"attribute '{name}' of {with_article(type(made))}")
+            setattr(made, name, value)
+
+
+_EXTENSIONS: Final[dict[int, Callable[[Reader, bytes], Any]]] = {
+    _TUPLE: Reader._tuple,
+    _TENSOR: Reader._tensor,
+    _BUFFER: Reader._buffer,
+    _INTEGER: lambda _, content: int.from_bytes(content, "big", signed=True),
+    _NAME: Reader._name,
+    _OBJECT: Reader._object,
+    _AGAIN: Reader._again,
+}
+
+
+def read(allow: Admission | None, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
+    """Read a value that ``dump`` has written; ``SerializationError`` if it is malformed, or holds what is not
+    admitted.
+    """
+    try:
+        return Reader(allow, buffers).read(data)
+    except RpcError as error:
+        if isinstance(error, SerializationError):
+            raise
+        raise SerializationError(str(error)) from None
+    except Exception as error:
+        if allow is None and not isinstance(error, ValueError | TypeError):
+            raise  # of a user's own class
+        raise SerializationError(f"a value is malformed: {type(error).__name__}: {error}") from error
+
+
+def _exactly(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise SerializationError(f"{with_article(type(value))} where {with_article(kind)} belongs")
+    return value
+
+
+def _called(value: Any) -> str:
+    """The name of something, in an error message. Never its ``repr``, which can take for ever."""
+    return str(getattr(value, "__qualname__", None) or with_article(type(value)))
