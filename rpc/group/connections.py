@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 import ssl
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -150,7 +150,7 @@ class Connections:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        transports: dict[str, Transport],
+        transports: Mapping[str, Transport],
         events: ConnectionEvents,
         max_frame_bytes: int,
         authenticator: Authenticator | None = None,

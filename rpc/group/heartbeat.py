@@ -105,7 +105,7 @@ class Heartbeat:
             for incarnation, peer in awaited.items()
             if peer.lost is None and not peer.is_self and peer.sign_expected
         }
-        ask, silent = self._liveness.look(time.monotonic(), signs)
+        ask, silent = self._liveness.look(self._loop.time(), signs)
         self._asked = {each: seen for each, seen in self._asked.items() if each in signs}
         for incarnation in ask:
             peer = awaited[incarnation]
