@@ -169,6 +169,8 @@ class WorkerLoop(asyncio.AbstractEventLoop):
         return asyncio.Task(coro, loop=self)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if self.dead:
+            return
         error = context.get("exception")
         raise AssertionError(f"{self.place}: {context['message']}") from error
 

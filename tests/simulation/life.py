@@ -8,7 +8,6 @@ object, no entry of any table, no message that is kept to be sent again.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -228,19 +227,21 @@ class Life:
         truth = self.truth
         truth.say("all faults are over")
         self.network.heal()
-        for worker in truth.living:
-            worker.loop.paused_until = min(worker.loop.paused_until, self.clock.now)
+        self.clock.run(max(0.0, max(worker.loop.paused_until for worker in truth.living) - self.clock.now))
         for call in truth.calls:
             if not call.ended:
                 truth.ends_by(call, self.clock.now + self._bound)
         self._until(lambda: all(call.ended or not call.caller.alive for call in truth.calls), self._bound + 5)
         truth.check_references()
         truth.say("all references are dropped")
-        truth.held.clear()
-        gc.collect()
-        self._until(lambda: not any(self._left()), self._bound + _SWEEPS_SECONDS)
+        self._until(self._has_nothing, self._bound + _SWEEPS_SECONDS)
         for left in self._left():
             raise Violation(f"in the end, {left}")
+
+    def _has_nothing(self) -> bool:
+        """Whether nothing is left, when what late calls have brought is dropped, too."""
+        self.truth.held.clear()
+        return next(self._left(), None) is None
 
     def _until(self, condition: Callable[[], bool], seconds: float) -> None:
         """Let time pass until it holds, or is over."""

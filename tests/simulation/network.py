@@ -22,6 +22,8 @@ __all__ = ["SimulatedNetwork"]
 
 _AGAIN_SECONDS: Final = 1.0
 """How soon an attempt to connect into a partition is repeated, as TCP does."""
+_KEEPALIVE_SECONDS: Final = 60.0
+"""When a kernel ends a connection of which nothing more was heard, though nothing was sent."""
 
 
 class SimulatedNetwork(MemoryNetwork):
@@ -120,8 +122,11 @@ class SimulatedNetwork(MemoryNetwork):
             while each.inbox and each.inbox[-1] is not None and self.clock.chance.random() < 0.7:
                 each.inbox.pop()
             self._severed.add(each)
-        for each in (end,) if half else (end, end.other):
-            self._reset(each)
+        self._reset(end)
+        if half:
+            self._later(end.other.place, _KEEPALIVE_SECONDS, self._reset, end.other)
+        else:
+            self._reset(end.other)
 
     def _reset(self, end: MemoryConnection) -> None:
         if end.open and None not in end.inbox:
@@ -150,6 +155,7 @@ class SimulatedNetwork(MemoryNetwork):
                 end.open = False
                 if host:
                     self._severed.add(end)
+                    self._later(end.other.place, _KEEPALIVE_SECONDS, self._reset, end.other)
                 elif None not in end.other.inbox:
                     other = end.other
                     while other.inbox and self.clock.chance.random() < 0.3:

@@ -24,10 +24,11 @@ class Thing:
 
     def __init__(self, tag: int) -> None:
         self.tag = tag
-        Truth.now.made(tag)
+        self.truth = Truth.now
+        self.truth.made(tag)
 
     def __del__(self) -> None:
-        Truth.now.freed(self.tag)
+        self.truth.freed(self.tag)
 
     def touch(self, number: int, tag: int) -> Answer:
         """A method that is called through references."""
