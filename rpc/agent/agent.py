@@ -176,7 +176,12 @@ class Agent:
         self.find_target = self.bulk.find_target
 
         self.heartbeat = Heartbeat(
-            self.loop, self.peers.all, self.connections.lose, dispatcher.message_lost, options.lost_after
+            self.loop,
+            self.peers.all,
+            self.connections.lose,
+            dispatcher.message_lost,
+            self.connections.greet_again,
+            options.lost_after,
         )
         self.large_came = self.heartbeat.large_came
         self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)

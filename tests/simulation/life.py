@@ -104,6 +104,7 @@ class Life:
         self.truth = Truth.now = Truth(self.clock)
         self.truth.excused = plan.excused
         self.truth.tell = tell
+        self.network.say = None if tell is None else self.truth.say
         self._options = AgentOptions(lost_after=plan.lost_after, reconnect_within=plan.reconnect_within)
         self._world = WorkerLoop(self.clock, "-")
         self._by_loop: dict[WorkerLoop, Worker] = {}

@@ -13,12 +13,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Final
 
+from rpc.testing.faults import KINDS
 from rpc.testing.memory_transport import Attempt, MemoryConnection, MemoryNetwork
 from rpc.transport.base import Accepted
 from rpc.wire.frames import Frame
 from tests.simulation.clock import Clock, WorkerLoop
 
-__all__ = ["SimulatedNetwork"]
+__all__ = ["KIND_NAMES", "SimulatedNetwork"]
+
+KIND_NAMES: Final = {kind: name for name, kind in KINDS.items()}
 
 _AGAIN_SECONDS: Final = 1.0
 """How soon an attempt to connect into a partition is repeated, as TCP does."""
@@ -45,6 +48,8 @@ class SimulatedNetwork(MemoryNetwork):
         self.blocked: set[tuple[str, str]] = set()
         self.silent: set[str] = set()
         self.sent: dict[str, Counter[int]] = defaultdict(Counter)
+        self.say: Callable[[str], object] | None = None
+        """Takes lines of the trace."""
         self._severed: set[MemoryConnection] = set()
         self._arrives: dict[MemoryConnection, float] = {}
         self._held: dict[tuple[str, str], list[Callable[[], object]]] = defaultdict(list)
@@ -52,10 +57,13 @@ class SimulatedNetwork(MemoryNetwork):
     # ---- what moves
 
     def send(self, end: MemoryConnection, frame: Frame | None) -> None:
-        source = end.other
+        source, lost = end.other, end in self._severed
         if frame is not None:
             self.sent[source.place][frame.kind] += 1
-        if end in self._severed:
+        if self.say is not None:
+            what = "end" if frame is None else KIND_NAMES.get(frame.kind, str(frame.kind))
+            self.say(f"    {source.place} -> {end.place}: {what}{', into the void' if lost else ''}")
+        if lost:
             there = end.place
             if frame is not None and there not in self.silent and (source.place, there) not in self.blocked:
                 self._reset(source)
