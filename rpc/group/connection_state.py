@@ -67,5 +67,5 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
 }
 """What is not in a row changes nothing in that state: an attempt whose end comes too late is dropped."""
 
-CONNECTING: Final = frozenset({State.DIALLING, State.HANDSHAKING, State.CROSSED})
-"""An attempt of this worker is under way."""
+CONNECTING: Final = frozenset({State.DIALLING, State.HANDSHAKING})
+"""An attempt of this worker is under way, and may succeed: one that has crossed another will not."""

@@ -203,24 +203,18 @@ class Life:
         """A newcomer; under the name of one who has died, if all know that."""
         if self.plan.static or len(living) >= _MOST:
             return
-        dead = [each for each in self.truth.workers.values() if not each.alive]
-        taken = {each.name for each in living}
-        free = [
+        taken = {
             each.member.id
-            for each in dead
-            if each.name not in taken and all(self._knows_end(other, each) for other in living)
-        ]
+            for each in self.truth.workers.values()
+            if each.alive or any(other.agent.view.find(each.incarnation) for other in living)
+        }
+        free = sorted({each.member.id for each in self.truth.workers.values()} - taken)
         worker = self._new_worker(chance.choice(free) if free and chance.random() < 0.7 else -1)
         self.truth.say(f"{worker} joins")
         current._agent = worker.agent
         worker.join([each.member for each in (*living, worker)], static=False)
         for other in living:
             worker.loop.call_soon(introduce, self.truth, worker, other.name)
-
-    @staticmethod
-    def _knows_end(other: Worker, dead: Worker) -> bool:
-        view = other.agent.view
-        return view.find(dead.incarnation) is None
 
     # ---- the end
 
