@@ -48,18 +48,20 @@ def shrink(plan: Plan) -> Plan:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; returns how many runs have failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100, help="how many runs")
+    parser.add_argument("--seeds", type=int, default=100, help="how many runs (with --workers: one)")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="this run only")
     parser.add_argument("--trace", action="store_true", help="print all that happens in it")
     parser.add_argument("--shrink", action="store_true", help="leave out what its failure does not need")
+    parser.add_argument("--workers", type=int, default=0, help="how many; default: as the seed says")
     asked = parser.parse_args(arguments)
-    seeds = range(asked.first, asked.first + asked.seeds) if asked.seed is None else [asked.seed]
-    began, happened, failed = time.perf_counter(), 0, 0
+    many = 1 if asked.workers else asked.seeds
+    seeds = range(asked.first, asked.first + many) if asked.seed is None else [asked.seed]
+    began, cpu, happened, failed = time.perf_counter(), time.process_time(), 0, 0
     gc.collect()
     gc.freeze()
     for count, seed in enumerate(seeds):
-        plan = Plan.of(seed)
+        plan = Plan.of(seed, asked.workers)
         if asked.shrink and fails(plan):
             plan = shrink(plan)
         try:
@@ -70,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if count % 1000 == 999:
             print(f"{count + 1} runs, {failed} failed, {time.perf_counter() - began:.0f} s", flush=True)
     seconds = time.perf_counter() - began
-    print(f"{len(seeds)} runs, {happened} steps, {failed} failed, {seconds:.1f} s")
+    cpu = time.process_time() - cpu
+    print(f"{len(seeds)} runs, {happened} steps, {failed} failed, {seconds:.1f} s, {cpu:.1f} s of processor time")
     return failed
 
 

@@ -26,8 +26,8 @@ from tests.simulation.worker import Worker
 
 __all__ = ["Deed", "Life", "Plan"]
 
-_MOST: Final = 8
-"""How many workers may live at a time."""
+_NEWCOMERS: Final = 3
+"""So many more workers than at the beginning may live at a time."""
 
 _SWEEPS_SECONDS: Final = 200.0
 """What waits for a message that will not come is given up by then."""
@@ -62,8 +62,8 @@ class Plan:
     deeds: tuple[Deed, ...]
 
     @classmethod
-    def of(cls, seed: int) -> Plan:
-        """That of a seed."""
+    def of(cls, seed: int, workers: int = 0) -> Plan:
+        """That of a seed; for a group of so many workers, if it does not matter what the seed says of that."""
         chance = Random(seed)
         pick = chance.choice
         lost_after, reconnect_within = pick((6.0, 30.0)), pick((5.0, 30.0))
@@ -77,18 +77,19 @@ class Plan:
         def add(what: str, length: float = 0.0) -> None:
             deeds.append(Deed(chance.random() * seconds, what, chance.getrandbits(32), length))
 
+        many, faults = (2 * workers, 30) if workers else (pick((20, 50, 100)), pick((0, 2, 6, 12)))
         weights = pick(({"call": 8, "create": 3, "own": 2, "touch": 3, "release": 4}, dict.fromkeys(PROGRAMS, 1)))
-        for what in chance.choices(list(weights), list(weights.values()), k=pick((20, 50, 100))):
+        for what in chance.choices(list(weights), list(weights.values()), k=many):
             add(what)
         silence = patience * (2.0 if excused else 0.4)
         kinds = ["cut", "cut", "partition", "pause", "kill", "join"]
-        for what in chance.choices(kinds, k=pick((0, 2, 6, 12))):
+        for what in chance.choices(kinds, k=faults):
             length = silence * chance.random() if what in ("partition", "pause") else 0.0
             silence -= 0.0 if excused else length
             add(what, length)
         deeds.sort(key=lambda deed: deed.time)
         return cls(
-            seed, pick((2, 3, 3, 4, 5)), static, lost_after, reconnect_within, latency, tail, excused, seconds,
+            seed, workers or pick((2, 3, 3, 4, 5)), static and not workers, lost_after, reconnect_within, latency, tail, excused, seconds,
             tuple(deeds),
         )  # fmt: skip
 
@@ -171,7 +172,7 @@ class Life:
 
     def _partition(self, living: Sequence[Worker], chance: Random, seconds: float) -> None:
         """Some from the others, at times in one direction only."""
-        few = chance.sample(living, chance.randint(1, max(1, len(living) // 2)))
+        few = chance.sample(living, chance.randint(1, min(max(1, len(living) // 2), 5)))
         one_way = chance.random() < 0.3
         self.truth.say(f"partition {few} from the others for {seconds:.3f} s{', one way' if one_way else ''}")
         for here in few:
@@ -201,7 +202,7 @@ class Life:
 
     def _join(self, living: Sequence[Worker], chance: Random, _: float) -> None:
         """A newcomer; under the name of one who has died, if all know that."""
-        if self.plan.static or len(living) >= _MOST:
+        if self.plan.static or len(living) >= self.plan.workers + _NEWCOMERS:
             return
         taken = {
             each.member.id
