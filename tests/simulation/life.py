@@ -114,17 +114,23 @@ class Life:
 
     def run(self) -> int:
         """From its start to its end; returns how much has happened. ``Violation`` if a promise is broken."""
-        with self.clock.ruling(), _errors_seen(self.truth):
+        with self.begun():
+            self.clock.run(self.plan.seconds)
+            self.end()
+        return self.clock.happened
+
+    @contextmanager
+    def begun(self) -> Iterator[list[Worker]]:
+        """The workers that form the group, for who decides by himself what happens; ``end`` checks the rest."""
+        with self.clock.ruling(), self.truth.watching(), _errors_seen(self.truth):
             try:
                 self._begin()
-                self.clock.run(self.plan.seconds)
-                self._end()
+                yield self.truth.living
             finally:
                 self.truth.over = True
                 current._agent = None
                 for worker in self.truth.workers.values():
                     worker.loop.dead = True
-        return self.clock.happened
 
     def _begin(self) -> None:
         self.clock.enter, self.clock.after = self._enter, self._after
@@ -219,7 +225,8 @@ class Life:
 
     # ---- the end
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """No more faults: all that is under way ends, and nothing is left."""
         truth = self.truth
         truth.say("all faults are over")
         self.network.heal()
