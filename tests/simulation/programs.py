@@ -11,7 +11,7 @@ from rref.reference import RRef
 from tests.simulation.truth import Truth, is_usable, state_of
 from tests.simulation.worker import Worker
 
-__all__ = ["PROGRAMS", "introduce"]
+__all__ = ["PROGRAMS", "Thing", "introduce"]
 
 Answer = tuple[int, int, RRef[Any] | None]
 """The number of the call, and maybe a reference, with the tag of its object."""
