@@ -85,6 +85,7 @@ class References:
                     self.agent.mailbox.soon(self._fence, (incarnation, reason))
         if freed:
             self.agent.executor.submit((list.clear, freed))
+            self._watch_late()  # a tombstone may be in its place
 
     def _watch_late(self) -> None:
         """See to it that what waits for a late message is swept."""

@@ -24,6 +24,7 @@ from rpc.agent.departure import Activity, Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Completions
 from rpc.agent.gather import Gathering
+from rpc.agent.ground import Ground
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import CANCEL
 from rpc.agent.request_runner import RequestRunner, running
@@ -45,12 +46,8 @@ from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.current import clear_current_agent
 from rpc.runtime.events import Events, PeerLost
 from rpc.runtime.executor import Executor
-from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Mailbox
-from rpc.runtime.process_tuning import ProcessTuning
 from rpc.serialization.serializer import Serializer
-from rpc.transport.base import TransportContext
-from rpc.transport.registry import transports as make_transports
 from rpc.transport.tls import TlsContexts
 from rpc.wire.frames import Kind
 
@@ -77,6 +74,7 @@ class Agent:
         authenticator: has other workers prove that they belong to the job; None to ask nothing.
         transports: which to use; default: those for this system.
         tls: encrypts what goes over TCP.
+        ground: what it stands on; default: threads of its own and the transports named.
 
     Attributes:
         extensions: what stands on this agent, by name: each part's own object, where its code finds it again.
@@ -99,6 +97,7 @@ class Agent:
         authenticator: Authenticator | None = None,
         transports: Iterable[str] | None = None,
         tls: TlsContexts | None = None,
+        ground: Ground | None = None,
     ) -> None:
         self.options = options
         self.rpc_timeout = options.rpc_timeout
@@ -108,17 +107,18 @@ class Agent:
         self.tape: Tape | None = None
         self.observer: tuple[str, Callable[[Any, Recording | None], Observation]] | None = None
         self.closed = False
-        self._process = ProcessTuning(options.switch_interval, options.kept_memory_bytes)
+        ground = ground or Ground.of_process(options, transports, tls)
+        self._process = ground.process
         self.events = Events()
         self.hooks = hooks = Hooks()
         self.on_joined, self.on_gone = hooks.joined.append, hooks.gone.append
         self.on_close, self.on_closed = hooks.close.append, hooks.closed.append
         self.on_forked = hooks.forked.append
-        self._loop_thread = LoopThread("farcall-loop", "a blocking call on the agent's thread would stop it")
+        self._loop_thread = ground.loop_thread
         self.loop = self._loop_thread.loop
         self.on_loop = self._loop_thread.call
         self.mailbox = Mailbox(self.loop)
-        self.executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)
+        self.executor = ground.executor
         self._completions = Completions(self.executor)
         self.run_soon = self._completions.run_soon
         self.activity = Activity(
@@ -136,7 +136,7 @@ class Agent:
         self.peer_by_incarnation = self.peers.by_incarnation
         self.connections = Connections(
             self.loop,
-            make_transports(TransportContext(self.loop, options.send_queue_bytes, tls=tls), transports),
+            ground.transports,
             self,
             options.max_message_bytes,
             authenticator,
@@ -176,7 +176,12 @@ class Agent:
         self.find_target = self.bulk.find_target
 
         self.heartbeat = Heartbeat(
-            self.loop, self.peers.all, self.connections.lose, dispatcher.message_lost, options.lost_after
+            self.loop,
+            self.peers.all,
+            self.connections.lose,
+            dispatcher.message_lost,
+            self.connections.greet_again,
+            options.lost_after,
         )
         self.large_came = self.heartbeat.large_came
         self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 from concurrent.futures import CancelledError
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -320,10 +320,11 @@ class CallTable:
             self._given_up.pop(call.call_id, None)  # ``take_all`` may have been here before
         return True
 
-    def peers(self) -> set[Peer]:
-        """All workers that have a call to answer."""
-        given_up = {peer for peer, _ in self._given_up.copy().values()}
-        return {call.peer for call in self.waiting()} | given_up
+    def peers(self) -> KeysView[Peer]:
+        """All workers that have a call to answer, in the order in which they were first asked."""
+        found = {call.peer: None for call in self.waiting()}
+        found |= dict.fromkeys(peer for peer, _ in self._given_up.copy().values())
+        return found.keys()
 
     def take_all(self, peer: Peer) -> list[PendingCall]:
         """Remove all calls to one worker that is gone."""

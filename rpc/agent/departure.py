@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any, Final
 
 from rpc.agent.hooks import Hooks
@@ -184,7 +184,7 @@ class Departure:
             if not self._is_closed:
                 raise
             end(_CLOSED)
-        deadline = time.monotonic() + timeout if timeout and self._termination is None else INFINITE
+        deadline = monotonic() + timeout if timeout and self._termination is None else INFINITE
         if not wait_for_event(ended, deadline):
             failure[0] = f"this worker still has {self._report().active} calls or tasks under way"
         if failure[0] is not None:
@@ -212,12 +212,12 @@ class Departure:
         if self._termination is None:
             raise ProtocolError("a shutdown message in a dynamic group, whose members leave one by one")
         message = frame.header.get("message")
-        self._act(self._termination.receive(peer.incarnation, message, time.monotonic(), self._report()))
+        self._act(self._termination.receive(peer.incarnation, message, monotonic(), self._report()))
 
     def worker_gone(self, peer: Peer) -> None:
         """A worker is gone, for whatever reason."""
         if self._termination is not None:
-            self._act(self._termination.lost(peer.incarnation, time.monotonic(), self._report()))
+            self._act(self._termination.lost(peer.incarnation, monotonic(), self._report()))
             self._watch_over_all()
         else:
             self.look()
@@ -248,7 +248,7 @@ class Departure:
         if self._is_closed:
             end(_CLOSED)
         elif self._termination is not None:
-            self._act(self._termination.enter(time.monotonic(), self._report(), timeout))
+            self._act(self._termination.enter(monotonic(), self._report(), timeout))
             self._watch_over_all()
         else:
             self._activity.listen(self.look)
@@ -261,7 +261,7 @@ class Departure:
         self._notice = self._loop_thread.loop.call_at(self._loop_time(self._notices.next), self._give_notice)
 
     def _loop_time(self, at: float) -> float:
-        return self._loop_thread.loop.time() + max(0.0, at - time.monotonic())
+        return self._loop_thread.loop.time() + max(0.0, at - monotonic())
 
     def _give_notice(self) -> None:
         """The wait lasts: say in the log for whom."""
@@ -332,12 +332,12 @@ class Departure:
         assert self._termination is not None
         due = self._termination.next_tick
         if due is not None:
-            self._timer = self._loop_thread.loop.call_later(max(0.0, due - time.monotonic()), self._tick)
+            self._timer = self._loop_thread.loop.call_later(max(0.0, due - monotonic()), self._tick)
 
     def _tick(self) -> None:
         self._timer = None
         assert self._termination is not None
-        self._act(self._termination.tick(time.monotonic(), self._report()))
+        self._act(self._termination.tick(monotonic(), self._report()))
 
 
 def _send(peer: Peer, message: list[Any]) -> None:

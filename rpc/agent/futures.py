@@ -16,8 +16,9 @@ import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import copy_context
+from copy import copy
 from time import monotonic
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 
@@ -114,6 +115,8 @@ class Future(torch.futures.Future[T]):
                 self._ending = None, error
                 if isinstance(error, KeyboardInterrupt):
                     interruption = error
+                else:
+                    error.__traceback__ = None  # its frames are ours, and have this future
             self._claim.release()
         _end(self, *ending)
         self._call = None
@@ -178,6 +181,13 @@ class Future(torch.futures.Future[T]):
         self.complete()
         _raise_interruption()
         return True
+
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # as PyTorch means it
+        """End the future with an error, an ``Exception``; whoever waits for it gets one like it."""
+        if not isinstance(result, Exception):
+            super().set_exception(result)  # type: ignore[arg-type]  # PyTorch's own error
+        self._set_unwrap_func(_raise_twin)
+        self.set_result(cast("T", result))
 
     def __repr__(self) -> str:
         call = self._call
@@ -296,6 +306,30 @@ def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | N
         if not future.done():  # PyTorch does not take this value
             with contextlib.suppress(RuntimeError):
                 _fail(future, refusal)
+
+
+def _raise_twin(error: Exception) -> NoReturn:
+    """Raise an error like the one that a future has. What is raised refers, by its traceback, to the frames of
+    who waits, and these mostly to the future; and the garbage collector does not see what PyTorch's futures
+    have. Were it that very error, all that those frames have would stay for ever, references among it.
+    """
+    raise _twin(error)
+
+
+def _twin(error: Exception) -> Exception:
+    kind = type(error)
+    try:
+        if kind.__basicsize__ == Exception.__basicsize__:  # it has its arguments and a dict, and nothing else
+            twin = kind.__new__(kind, *error.args)
+            twin.args = error.args
+            twin.__dict__.update(error.__dict__)
+        else:
+            twin = copy(error)
+    except Exception:
+        return error
+    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
+    twin.__suppress_context__ = error.__suppress_context__
+    return twin.with_traceback(error.__traceback__)
 
 
 def _fail(

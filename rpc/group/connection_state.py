@@ -32,7 +32,7 @@ class Event(Enum):
     """What happens to it."""
 
     DIAL = "something is to be sent"
-    REACH = "somebody listens at one of the other's addresses"
+    REACH = "somebody listens at one of the other's addresses; an earlier hello counts no more"
     WELCOME = "the other side has accepted this side's attempt"
     CROSS = "the other side has refused it, since it connects itself"
     ACCEPT = "this side has accepted the other's attempt"
@@ -52,6 +52,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
         **_END,
     },
     State.HANDSHAKING: {
+        Event.REACH: State.HANDSHAKING,
         Event.WELCOME: State.ESTABLISHED,
         Event.CROSS: State.CROSSED,
         Event.ACCEPT: State.ESTABLISHED,
@@ -66,5 +67,5 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
 }
 """What is not in a row changes nothing in that state: an attempt whose end comes too late is dropped."""
 
-CONNECTING: Final = frozenset({State.DIALLING, State.HANDSHAKING, State.CROSSED})
-"""An attempt of this worker is under way."""
+CONNECTING: Final = frozenset({State.DIALLING, State.HANDSHAKING})
+"""An attempt of this worker is under way, and may succeed: one that has crossed another will not."""

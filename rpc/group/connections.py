@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 import ssl
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -150,7 +150,7 @@ class Connections:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        transports: dict[str, Transport],
+        transports: Mapping[str, Transport],
         events: ConnectionEvents,
         max_frame_bytes: int,
         authenticator: Authenticator | None = None,
@@ -228,9 +228,17 @@ class Connections:
     def connect(self, peer: Peer) -> None:
         """Connect to a peer unless there is a connection or an attempt."""
         if not self.closed and peer.step(Event.DIAL):
-            task = self.loop.create_task(self._dial(peer))
-            self._dialling.add(task)
-            task.add_done_callback(self._dialling.discard)
+            self._dial_soon(peer)
+
+    def greet_again(self, peer: Peer) -> None:
+        """A worker that was greeted is silent: it may be busy, or its end of the connection gone unheard."""
+        if peer.state is PeerState.HANDSHAKING and not self.closed:
+            self._dial_soon(peer)
+
+    def _dial_soon(self, peer: Peer) -> None:
+        task = self.loop.create_task(self._dial(peer))
+        self._dialling.add(task)
+        task.add_done_callback(self._dialling.discard)
 
     async def _dial(self, peer: Peer) -> None:
         """Connect to a worker at the first of its addresses that answers."""
@@ -262,6 +270,9 @@ class Connections:
         if self.closed or not peer.step(Event.REACH):
             _drop(connection, "not needed any more")
             return
+        for earlier in [each for each in self._greetings if each.peer is peer and each.lane is None]:
+            earlier.finish()
+            _drop(earlier.connection, "another attempt takes its place")
         assert self._view is not None
         peer.process = connection.process
         session = peer.session.connections, peer.received

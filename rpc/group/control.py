@@ -44,7 +44,7 @@ class Control:
         self._lose = lose
         self._topics: dict[str, BatchHandler] = {}
         self._deliveries: dict[Peer, Delivery] = {}
-        self._to_flush: set[Peer] = set()
+        self._to_flush: dict[Peer, None] = {}
         self._acknowledging = False
         """A timer is set for the acknowledgements that are owed."""
 
@@ -97,7 +97,7 @@ class Control:
     def forget(self, peer: Peer) -> None:
         """The peer is gone: what is on its way to it will not arrive."""
         self._deliveries.pop(peer, None)
-        self._to_flush.discard(peer)
+        self._to_flush.pop(peer, None)
 
     def unacknowledged(self) -> int:
         """How many messages their receivers have not yet acknowledged."""
@@ -116,10 +116,10 @@ class Control:
     def _flush_soon(self, peer: Peer) -> None:
         if not self._to_flush:
             self._loop.call_soon(self._flush)
-        self._to_flush.add(peer)
+        self._to_flush[peer] = None
 
     def _flush(self) -> None:
-        peers, self._to_flush = self._to_flush, set()
+        peers, self._to_flush = self._to_flush, {}
         for peer in peers:
             self._send_batches(peer, acknowledge=False)
 

@@ -38,6 +38,7 @@ class Heartbeat:
         peers: all workers.
         lose: called with a worker that is silent, and what is known about it.
         message_lost: called with the beginning of each large message that a connection took with it.
+        greet_again: called with a worker that is silent and was greeted only.
         lost_after: how many seconds a worker may be silent; 0: for ever.
 
     Attributes:
@@ -50,6 +51,7 @@ class Heartbeat:
         peers: Callable[[], Iterable[Peer]],
         lose: Callable[[Peer, str], object],
         message_lost: Callable[[Peer, bytes], object],
+        greet_again: Callable[[Peer], object],
         lost_after: float,
     ) -> None:
         self.interests: list[Callable[[], Iterable[Peer]]] = [
@@ -57,6 +59,7 @@ class Heartbeat:
         ]
         self._peers = peers
         self._message_lost = message_lost
+        self._greet_again = greet_again
         self._loop = loop
         self._lose = lose
         self._lost_after = lost_after
@@ -105,12 +108,15 @@ class Heartbeat:
             for incarnation, peer in awaited.items()
             if peer.lost is None and not peer.is_self and peer.sign_expected
         }
-        ask, silent = self._liveness.look(time.monotonic(), signs)
+        ask, silent = self._liveness.look(self._loop.time(), signs)
         self._asked = {each: seen for each, seen in self._asked.items() if each in signs}
         for incarnation in ask:
             peer = awaited[incarnation]
             self._asked[incarnation] = process_signs(peer.process) if peer.process else None
-            peer.sign(_ANSWER)
+            if peer.connected:
+                peer.sign(_ANSWER)
+            else:
+                self._greet_again(peer)
         for incarnation in silent:
             self._is_silent(awaited[incarnation])
 

@@ -98,7 +98,8 @@ class Peer:
         self._queue_limit = send_queue_bytes
         self.near = near
         """Whether it is on this host."""
-        self._room = threading.Condition(self._lock)
+        self._room: threading.Condition | None = None
+        """Made by the first who waits for room: it is large, and there may be thousands of workers."""
         self._unsent: list[bytes] = []
         self._last_connection: Connection | None = None
 
@@ -215,7 +216,7 @@ class Peer:
         pieces = [self._capture(buffer) for buffer in buffers] if aliased else list(buffers)
         deadline = monotonic() + wait
         with self._lock:
-            if wait and not wait_while(self._is_full, self._room, deadline):
+            if wait and not self._wait_for_room(deadline):
                 raise QueueFull(f"there is no connection to worker '{self.name}' yet, and too much waits")
             if self.connection is not None and self.connection is not closed:
                 return self.connection
@@ -227,6 +228,12 @@ class Peer:
             if is_first:
                 self._connect(self)
         return None
+
+    def _wait_for_room(self, deadline: float) -> bool:
+        if not self._is_full():
+            return True
+        self._room = room = self._room or threading.Condition(self._lock)
+        return wait_while(self._is_full, room, deadline)
 
     def _is_full(self) -> bool:
         waits = self.connection is None and self.lost is None
@@ -283,7 +290,8 @@ class Peer:
     def _forget_waiting(self) -> None:
         self._waiting.clear()
         self._waiting_bytes = 0
-        self._room.notify_all()
+        if self._room is not None:
+            self._room.notify_all()
 
 
 class PeerTable:

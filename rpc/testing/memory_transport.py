@@ -2,6 +2,7 @@
 
 Nothing moves by itself: a connection is made when the test lets it, and each frame, and each end, arrives
 when the test says. So every order of events that sockets could bring about can be brought about on purpose.
+A network that decides by itself when things move is derived from ``MemoryNetwork``.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from collections.abc import Callable
 from rpc.transport.base import CLOSED_BY_PEER, Accepted, Connection, ConnectionOwner, DirectConnection
 from rpc.wire.frames import Frame, decode_one
 
-__all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
+__all__ = ["Attempt", "MemoryConnection", "MemoryNetwork", "MemoryTransport"]
 
 
 class MemoryConnection(DirectConnection):
-    """One end of a connection."""
+    """One end of a connection, at a worker's ``place``."""
 
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, network: MemoryNetwork, place: str) -> None:
         super().__init__(description)
+        self.network = network
+        self.place = place
         self.received_anything = False
         self.other: MemoryConnection = self
         self.inbox: deque[Frame | None] = deque()
@@ -32,11 +35,11 @@ class MemoryConnection(DirectConnection):
         self.started = True
 
     def pass_on(self, frame: bytearray) -> None:
-        self.other.inbox.append(decode_one(frame))
+        self.network.send(self.other, decode_one(frame))
 
     def close(self, reason: str, *, flush: bool = False) -> None:
         if self.open:
-            self.other.inbox.append(None)
+            self.network.send(self.other, None)
         super().close(reason)
 
     def deliver(self) -> None:
@@ -51,12 +54,41 @@ class MemoryConnection(DirectConnection):
             self.owner.frames_received(self, [frame])
 
 
+class Attempt:
+    """Somebody at ``place`` wants to connect to ``address``. To call it decides what comes of that."""
+
+    def __init__(
+        self, network: MemoryNetwork, place: str, address: str, made: asyncio.Future[Connection]
+    ) -> None:
+        self.network = network
+        self.place = place
+        self.address = address
+        self.made = made
+
+    def __call__(self) -> None:
+        """Whoever listens there accepts; else it is refused."""
+        self.network.attempts.remove(self)
+        if self.made.done():
+            return
+        where = self.address.removeprefix("memory:")
+        accept = self.network.listeners.get(where)
+        if accept is None:
+            self.made.set_exception(ConnectionRefusedError(111, "Connection refused"))
+            return
+        here = MemoryConnection(self.address, self.network, self.place)
+        there = MemoryConnection("a peer in memory", self.network, where)
+        here.other, there.other = there, here
+        self.network.ends += [here, there]
+        self.made.set_result(here)
+        self.network.accept(accept, there)
+
+
 class MemoryNetwork:
     """All that is on its way: attempts to connect, accepted connections, frames."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, Accepted] = {}
-        self.attempts: list[Callable[[], None]] = []
+        self.attempts: list[Attempt] = []
         self.ends: list[MemoryConnection] = []
 
     def events(self) -> list[Callable[[], None]]:
@@ -66,14 +98,27 @@ class MemoryNetwork:
             *(end.deliver for end in self.ends if end.started and end.inbox),
         ]
 
+    def send(self, end: MemoryConnection, frame: Frame | None) -> None:
+        """Something begins its way to an end; None is the end of the connection."""
+        end.inbox.append(frame)
+
+    def attempt(self, attempt: Attempt) -> None:
+        """An attempt to connect begins."""
+        self.attempts.append(attempt)
+
+    def accept(self, accept: Accepted, end: MemoryConnection) -> None:
+        """The listener gets its end of a connection that was made."""
+        accept(end)
+
 
 class MemoryTransport:
-    """One worker's way into the network."""
+    """One worker's way into the network, from its ``place``."""
 
     scheme = "memory"
 
-    def __init__(self, network: MemoryNetwork) -> None:
+    def __init__(self, network: MemoryNetwork, place: str = "") -> None:
         self._network = network
+        self._place = place
 
     def listen(self, host: str, port: int, accepted: Accepted) -> MemoryListener:
         """Listen under the name ``host``."""
@@ -82,24 +127,8 @@ class MemoryTransport:
 
     async def connect(self, address: str) -> Connection:
         """Connect as soon as the test lets it."""
-        network = self._network
         made: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-
-        def attempt() -> None:
-            network.attempts.remove(attempt)
-            accept = network.listeners.get(address.removeprefix("memory:"))
-            if made.done():
-                return
-            if accept is None:
-                made.set_exception(ConnectionRefusedError(111, "Connection refused"))
-                return
-            here, there = MemoryConnection(address), MemoryConnection("a peer in memory")
-            here.other, there.other = there, here
-            network.ends += [here, there]
-            made.set_result(here)
-            accept(there)
-
-        network.attempts.append(attempt)
+        self._network.attempt(Attempt(self._network, self._place, address, made))
         return await made
 
 

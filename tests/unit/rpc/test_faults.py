@@ -11,7 +11,7 @@ import dist_autograd.contexts
 import dist_autograd.messages
 import rref.requests
 from rpc.testing.faults import KINDS, Faults, FaultyConnection, InjectedFaultError
-from rpc.testing.memory_transport import MemoryConnection
+from rpc.testing.memory_transport import MemoryConnection, MemoryNetwork
 from rpc.transport.base import SilentOwner
 from rpc.wire.frames import Kind, encode_small
 
@@ -39,7 +39,8 @@ class Sending:
 
 def send(faults: Faults, *frames: bytes) -> tuple[MemoryConnection, Sending]:
     """Send frames with faults, in memory; the other end, and the sender."""
-    here, there, sender = MemoryConnection("there"), MemoryConnection("here"), Sending()
+    network, sender = MemoryNetwork(), Sending()
+    here, there = MemoryConnection("there", network, ""), MemoryConnection("here", network, "")
     here.other, there.other = there, here
     here.start(SilentOwner())
     connection = FaultyConnection.between(here, faults, sender)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +23,47 @@ from rpc.errors import RpcTimeoutError
 from rpc.runtime.interrupts import defer_interrupts
 from tests.support.answering import Owner, fail, when_waiting
 from tests.support.streams import SOON, until
+
+# ---- what is left of a call
+
+
+@pytest.mark.parametrize("error", [KeyError("remote"), OSError(2, "remote"), None])
+def test_a_future_that_has_failed_keeps_nothing_of_those_who_waited(
+    owner: Owner, error: Exception | None
+) -> None:
+    class Held:
+        pass
+
+    def wait() -> tuple[Future[Any], weakref.ref[Held]]:
+        held = Held()
+        future = Future.for_call(owner.call(timeout=0.01))
+        if error is not None:
+            owner.answer(future._call, error)
+        for _ in range(2):
+            with pytest.raises(RpcTimeoutError if error is None else type(error)):
+                future.wait()
+        return future, weakref.ref(held)
+
+    future, held = wait()
+    gc.collect()
+    assert future.done()
+    assert held() is None
+
+
+def test_each_who_waits_for_a_failed_future_gets_an_error_like_the_one_it_has() -> None:
+    given: Exception = OSError(2, "no such thing", "name")
+    given.add_note("a note")
+    given.__cause__ = ValueError("why")
+    future: Future[None] = Future()
+    future.set_exception(given)
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError) as caught:
+            future.wait()
+        got = caught.value
+        assert (got.errno, got.filename, got.__notes__, got.__cause__) == (
+            2, "name", ["a note"], given.__cause__
+        )  # fmt: skip
+
 
 # ---- waiting without a future, as rpc_sync does
 

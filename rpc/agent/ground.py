@@ -1,0 +1,39 @@
+"""What an agent stands on: its threads, its ways to others, the settings of its process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from rpc.options import AgentOptions
+from rpc.runtime.executor import Executor
+from rpc.runtime.loop import LoopThread
+from rpc.runtime.process_tuning import ProcessTuning
+from rpc.transport.base import Transport, TransportContext
+from rpc.transport.registry import transports as make_transports
+from rpc.transport.tls import TlsContexts
+
+__all__ = ["Ground"]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Everything of an agent that has threads, sockets or a clock. A simulation has others in their place."""
+
+    loop_thread: LoopThread
+    executor: Executor
+    transports: Mapping[str, Transport]
+    """By scheme, best first."""
+    process: ProcessTuning
+
+    @classmethod
+    def of_process(
+        cls, options: AgentOptions, transports: Iterable[str] | None, tls: TlsContexts | None
+    ) -> Self:
+        """The real one; arguments as for ``Agent``."""
+        process = ProcessTuning(options.switch_interval, options.kept_memory_bytes)
+        thread = LoopThread("farcall-loop", "a blocking call on the agent's thread would stop it")
+        executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)
+        context = TransportContext(thread.loop, options.send_queue_bytes, tls=tls)
+        return cls(thread, executor, make_transports(context, transports), process)

@@ -1,0 +1,60 @@
+"""What simulated lives have found, each in a few steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import rpc
+from tests.simulation.life import Life, Plan
+from tests.simulation.programs import Thing, introduce
+from tests.simulation.truth import Truth
+from tests.simulation.worker import Worker
+
+QUIET = replace(
+    Plan.of(0),
+    workers=2, static=True, lost_after=6.0, reconnect_within=5.0, latency=0.01, tail=0.0, excused=False, deeds=(),
+)  # fmt: skip
+
+
+def connect(life: Life, here: Worker, there: Worker) -> None:
+    """Let one worker call the other, until a connection is made, and the hello on its way."""
+    here.loop.call_soon(introduce, life.truth, here, there.name)
+    while not life.network.live():
+        life.clock.run(0.001)
+    life.clock.run(0.001)
+
+
+def test_a_worker_whose_end_of_a_connection_went_unheard_is_greeted_again() -> None:
+    life = Life(QUIET)
+    with life.begun() as (here, there):
+        connect(life, here, there)
+        (end,) = life.network.live()
+        life.network.cut(end if end.place == there.place else end.other, half=True)
+        life.end()
+
+
+def test_a_worker_that_has_crossed_another_lets_that_one_in() -> None:
+    life = Life(replace(QUIET, lost_after=30.0, reconnect_within=30.0))
+    with life.begun() as workers:
+        small, large = sorted(workers, key=lambda worker: worker.incarnation)
+        large.loop.paused_until = life.clock.now + 12.0
+        connect(life, small, large)
+        (end,) = life.network.live()
+        life.network.cut(end, half=False)  # the other finds that, and what came after it, when it goes on
+        life.end()
+
+
+def test_an_object_that_is_given_up_while_it_is_made_leaves_nothing() -> None:
+    def make(truth: Truth, here: Worker) -> None:
+        for _ in range(20):
+            made = truth.new_object(here.incarnation, here)
+            ref = rpc.remote(here.name, Thing, args=(made.tag,), timeout=0.0001)
+            made.creation = ref._creation
+            truth.hold(here, made.tag, ref)
+
+    life = Life(QUIET)
+    with life.begun() as (here, _):
+        here.loop.call_soon(make, life.truth, here)
+        life.clock.run(1.0)
+        assert any(each.made and each.creation.error is not None for each in life.truth.objects)
+        life.end()

@@ -1,0 +1,157 @@
+"""Groups live as they are promised to, whatever goes wrong; the same each time; and what is broken is noticed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from rpc.agent.calls import CallTable, PendingCall
+from rpc.group.liveness import Liveness
+from rpc.transport.session import Session
+from rref.protocol.fence import FenceAnswers
+from rref.protocol.owner import Owner
+from rref.protocol.user import Users
+from tests.simulation.cost import measure, too_steep
+from tests.simulation.life import Life, Plan
+from tests.simulation.truth import Violation
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+PARTS: Final = 20
+NIGHTLY: Final = 10_000
+ENOUGH: Final = 400
+"""So many runs notice each fault below, most in a few."""
+
+
+@pytest.fixture(autouse=True)
+def small_heap() -> Iterator[None]:
+    """Runs collect garbage, of which what was there before is none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_promises_hold_in_many_lives() -> None:
+    for seed in range(60):
+        Life(Plan.of(seed)).run()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_promises_hold_in_ten_thousand_lives(part: int) -> None:
+    for seed in range(part, NIGHTLY, PARTS):
+        try:
+            Life(Plan.of(seed)).run()
+        except Violation as violation:
+            violation.add_note(f"python -m tests.simulation --seed {seed} --trace --shrink")
+            raise
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_promises_hold_in_a_group_of_hundreds() -> None:
+    Life(Plan.of(0, workers=300)).run()
+
+
+def trace(seed: int) -> list[str]:
+    lines: list[str] = []
+    Life(Plan.of(seed), lines.append).run()
+    return lines
+
+
+def test_a_seed_says_all_that_happens() -> None:
+    assert trace(3) == trace(3)
+
+
+@pytest.mark.nightly
+def test_a_seed_says_all_that_happens_in_any_process() -> None:
+    def printed(hashing: str) -> list[str]:
+        command = [sys.executable, "-m", "tests.simulation", "--seed", "3", "--trace"]
+        environment = {**os.environ, "PYTHONHASHSEED": hashing}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[:-1]  # the last line tells how long it took
+
+    assert printed("1") == printed("2")
+
+
+# ---- what is broken is noticed
+
+
+def resend_nothing(self: Session, count: int, unsent: Any) -> list[bytes]:
+    self.sent.clear()
+    return list(unsent)
+
+
+def resend_what_has_arrived(resume: Callable[..., list[bytes]]) -> Callable[..., list[bytes]]:
+    def resumed(self: Session, count: int, unsent: Any) -> list[bytes]:
+        return resume(self, max(self.first, count - 1), unsent)
+
+    return resumed
+
+
+def take_nothing_out(self: CallTable, call_id: int) -> PendingCall | None:
+    return self.find(call_id)
+
+
+def nothing(*_: Any, **__: Any) -> None: ...
+
+
+def never_silent(look: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, now, signs: (look(self, now, signs)[0], [])
+
+
+def hold_no_parent(fork: Callable[..., Any]) -> Callable[..., Any]:
+    def forked(self: Users, ref: Any, to: int, new: Any) -> Any:
+        descriptor = fork(self, ref, to, new)
+        self._clear(new)
+        return descriptor
+
+    return forked
+
+
+def count_no_fork(fork: Callable[..., Any]) -> Callable[..., Any]:
+    def forked(self: Owner, ref: Any, to: int, new: Any) -> Any:
+        descriptor = fork(self, ref, to, new)
+        self._drop(descriptor[1], new)
+        return descriptor
+
+    return forked
+
+
+BREAKAGES: Final[dict[str, tuple[Any, str, Callable[[Any], Any], str]]] = {
+    "messages are not sent again": (Session, "resume", lambda _: resend_nothing, "pends for ever"),
+    "messages are sent again that have arrived": (Session, "resume", resend_what_has_arrived, "runs twice"),
+    "calls stay when they have ended": (CallTable, "take", lambda _: take_nothing_out, "completes twice"),
+    "calls to the lost do not end": (CallTable, "lost", lambda _: nothing, "pends for ever"),
+    "timeouts are not looked at": (CallTable, "look", lambda _: nothing, "pends for ever"),
+    "the silent are not given up": (Liveness, "look", never_silent, "pends for ever"),
+    "a parent goes before its child is counted": (Users, "fork", hold_no_parent, "fails"),
+    "an owner counts no fork that it sends": (Owner, "fork", count_no_fork, "is freed, but"),
+    "an accepted child stays": (Users, "on_accepted", lambda _: nothing, "is left with"),
+    "fences are not answered": (FenceAnswers, "_answer", lambda _: nothing, "is left with"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_it_is_noticed_when(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, attribute, breaking, message = BREAKAGES[name]
+    monkeypatch.setattr(where, attribute, breaking(getattr(where, attribute)))
+    with pytest.raises(Violation, match=message):
+        for seed in range(ENOUGH):
+            Life(Plan.of(seed)).run()
+
+
+# ---- what it costs
+
+
+def test_what_a_worker_costs_others_does_not_grow_with_the_square() -> None:
+    assert too_steep([*measure(8), *measure(32)]) == []
+
+
