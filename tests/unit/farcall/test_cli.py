@@ -8,7 +8,7 @@ import pytest
 
 import farcall
 from farcall.cli import main
-from farcall.launching import Job, slurm_hosts, under_slurm
+from farcall.job import Job, slurm_hosts, under_slurm
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ SLURM = {
 
 
 def test_slurm_says_where_the_machines_meet() -> None:
-    assert under_slurm(4, SLURM, nodes=None, name=None) == Job(4, 3, 1, "node01:29513", 0, "slurm-12")
+    assert under_slurm(4, SLURM, nodes=None, name=None) == Job(4, 3, 1, "node01:29513", name="slurm-12")
     assert under_slurm(4, {}, nodes=2, rdzv="a:1") == Job(4, 2, None, "a:1")
 
 
