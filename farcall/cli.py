@@ -132,7 +132,6 @@ def launch(
     farcall launch -n 4 --dynamic --restart 100 train.py              # who fails is started again
     """  # noqa: D301
     from farcall.job import under_slurm
-    from farcall.launching import launch as launch_job
 
     given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
     found = under_slurm(workers, os.environ, **given, restarts=restart, dynamic=dynamic)
@@ -142,6 +141,10 @@ def launch(
         raise click.UsageError("--dynamic needs --node-rank with --rdzv: ranks are counted from it")
     if not dynamic and found.node_rank is not None and found.node_rank >= found.nodes:
         raise click.UsageError(f"--node-rank is from 0 to {found.nodes - 1} here, not {found.node_rank}")
+    if not module and not os.path.exists(target):
+        raise click.UsageError(f"there is no file {os.path.abspath(target)}")
+    from farcall.launching import launch as launch_job  # which takes a second
+
     return launch_job(found, target, arguments, module=module, lend_names=lend_names)
 
 

@@ -19,10 +19,11 @@ def run_program(folder: Path, text: str, *arguments: str) -> subprocess.Complete
 
     Args:
         folder: where it runs, as ``program.py``.
-        text: the program.
+        text: the program; "" if what runs is there already.
         arguments: of Python; ``program.py`` is one of them.
     """
-    (folder / "program.py").write_text(text)
+    if text:
+        (folder / "program.py").write_text(text)
     with leftovers.nothing_left():
         return subprocess.run(
             [sys.executable, *arguments],
