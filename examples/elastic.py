@@ -11,6 +11,11 @@ place of who is lost, under the same name, and sets to work who has joined. Noth
 server has the weights.
 
 It ends after so many steps, and says how many trainers that took.
+
+Trainers of other machines join with the same secret in FARCALL_TOKEN, whenever they come::
+
+    python examples/elastic.py --meet HOST:29500                        # the server, on HOST
+    python examples/elastic.py --meet HOST:29500 --join trainer9        # one more trainer, anywhere
 """
 
 from __future__ import annotations
@@ -139,8 +144,9 @@ class Crew:
         self.start(worker.name)
 
     def kill(self, name: str) -> None:
-        """What the cloud does to a preemptible machine."""
-        self._processes[name].kill()
+        """What the cloud does to a preemptible machine. Those of other machines live on."""
+        if name in self._processes:
+            self._processes[name].kill()
 
     def dismiss(self) -> None:
         """Let all end."""
@@ -193,10 +199,18 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=rate, default=0.02, help="of SGD (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for the first weights (%(default)s)")
     parser.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="where trainers of other machines come")
+    parser.add_argument("--join", metavar="NAME", help="be one more trainer, of this name")
     options = parser.parse_args()
+    if options.join and not options.meet:
+        parser.error("--join needs --meet, where the server is")
     with tempfile.TemporaryDirectory(prefix="farcall-elastic-") as folder:
         try:
-            direct(options, (Path(folder) / "meeting").as_uri())
+            meeting = f"tcp://{options.meet}" if options.meet else (Path(folder) / "meeting").as_uri()
+            if options.join:
+                be_a_trainer(options.join, meeting)
+            else:
+                direct(options, meeting)
         except queue.Empty:
             sys.exit(f"no trainer has done a step for {LOST_SECONDS:g} s")
         except (Miss, RuntimeError) as error:

@@ -6,6 +6,11 @@ Everything on this machine, with one command::
     python examples/fsdp.py
     python examples/fsdp.py --workers 4 --then 3
 
+On several machines, one process is the driver, the others are workers; all have one secret in FARCALL_TOKEN.
+Kill it, and start it again, on as many machines as you like; all see FOLDER, which has the checkpoints::
+
+    farcall launch -n 1 --nnodes 5 --rdzv HOST:29500 examples/fsdp.py --workers 4 --folder FOLDER   # on each
+
 How it works. Each layer is wrapped in FSDPv2: a worker holds a part of each parameter, of its gradient and of
 the optimizer's state, and has a part of the batch. For the time of a layer its parameters are put together.
 What is inside of a layer is forgotten after forward, and computed again in backward.

@@ -3,6 +3,8 @@
 
     python examples/serve.py
 
+For clients of other machines, `farcall serve` does what this example does: see `docs/serving.md`.
+
 How it works. A classifier of handwritten digits is trained for a moment and then served over gRPC, marked
 (1) below, twice: as it is, and with calls that come together run as one. Many clients ask about one image
 each, again and again (2); what they send and get are arrays of NumPy. Where Node is installed, a client in

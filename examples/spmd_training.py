@@ -6,6 +6,10 @@ Four workers on this machine, started by the command itself::
     python examples/spmd_training.py
     python examples/spmd_training.py --model language --cut both --workers 4
 
+On several machines, one process is the driver, the others are workers; all have one secret in FARCALL_TOKEN::
+
+    farcall launch -n 1 --nnodes 5 --rdzv HOST:29500 examples/spmd_training.py      # on each
+
 How it works. Both models are plain PyTorch, for one device. A few tensors are marked: along the axis *data*
 of a mesh each worker has a part of the batch; along *model* a part of the filters, heads and hidden features.
 All else follows: what a worker computes, what it sends, where gradients and the optimizer's state are. This

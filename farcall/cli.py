@@ -143,8 +143,13 @@ def launch(
         raise click.UsageError(f"--node-rank is from 0 to {found.nodes - 1} here, not {found.node_rank}")
     if not module and not os.path.exists(target):
         raise click.UsageError(f"there is no file {os.path.abspath(target)}")
+    # Each try of C++ to reach the meeting place would print its stack; we say ourselves what we wait for.
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from farcall.launching import launch as launch_job  # which takes a second
 
+    if quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the workers' is their own
     return launch_job(found, target, arguments, module=module, lend_names=lend_names)
 
 

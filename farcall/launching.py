@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -23,9 +24,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from farcall.job import Job
-from farcall.reporting import Failure, say
+from farcall.reporting import Failure, name_ranks, say
 from farcall.supervising import supervise
 from rpc import errors
+from rpc.rendezvous.address import listen_address
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.notices import Notices
 
@@ -61,6 +63,7 @@ def launch(job: Job, target: str, arguments: Sequence[str], *, module: bool, len
     remark = f", and no restart of {job.restarts} is left" if job.restarts else ""
     with tempfile.TemporaryDirectory(prefix="farcall-") as folder:
         try:
+            _check_name(job)
             failure = run(job, command, folder)
         except (SignalException, KeyboardInterrupt) as end:
             number = end.sigval if isinstance(end, SignalException) else signal.SIGINT
@@ -76,6 +79,19 @@ def launch(job: Job, target: str, arguments: Sequence[str], *, module: bool, len
         return 0
     failure.sum_up(remark)
     return failure.exit_status
+
+
+def _check_name(job: Job) -> None:
+    """Raise if --rdzv names no host. (torchrun goes on asking for a quarter of an hour.)"""
+    host = job.rdzv.rpartition(":")[0]
+    try:
+        socket.getaddrinfo(host or None, 0)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_AGAIN:
+            raise errors.RendezvousError(
+                f"the host {host!r} of --rdzv cannot be found: {error.strerror}. Check its spelling, and "
+                f"that this machine's name server knows it; or give its address as a number."
+            ) from error
 
 
 def _run_as_one(job: Job, command: Sequence[str], folder: str) -> Failure | None:
@@ -109,7 +125,8 @@ def _config(job: Job, logs: DefaultLogsSpecs) -> LaunchConfig:
         logs_specs=logs,
         log_line_prefix_template="[${rank}] ",
         shutdown_timeout=_SHUTDOWN_SECONDS,
-        local_addr="127.0.0.1" if job.nodes == 1 else None,
+        # Not this host's name, torchrun's default, which others may not know.
+        local_addr=listen_address(job.rdzv.rpartition(":")[0] or None)[0],
     )
 
 
@@ -129,10 +146,9 @@ class _Logs(DefaultLogsSpecs):
         self.begun.set()
         ranks = sorted(int(env["RANK"]) for env in envs.values())
         first = next(iter(envs.values()))
-        here = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         again = first.get("TORCHELASTIC_RESTART_COUNT", "0")
         say(
-            f"{here} of {first['WORLD_SIZE']} run here; they meet at {first['MASTER_ADDR']}:"
+            f"{name_ranks(ranks)} of {first['WORLD_SIZE']} run here; they meet at {first['MASTER_ADDR']}:"
             f"{first['MASTER_PORT']}{f' (restart {again})' if again != '0' else ''}"
         )
         return super().reify(envs)
@@ -143,4 +159,7 @@ def _tell_of_waiting(job: Job, logs: _Logs) -> None:
     while not logs.begun.wait(_LOOK_SECONDS):
         if notices.due():
             which = "" if job.node_rank is None else f", this is number {job.node_rank}"
-            say(f"waiting at {job.rdzv} for {job.nodes} machines for {notices.waited}{which}")
+            say(
+                f"waiting at {job.rdzv} for {job.nodes} machines for {notices.waited}{which}. If all have "
+                f"been started, `farcall doctor --meet {job.rdzv}` on two says what is in the way"
+            )

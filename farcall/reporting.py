@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Failure", "record", "say"]
+__all__ = ["Failure", "name_ranks", "record", "say"]
 
 _LOSS: Final = "WorkerLostError"
 
@@ -91,6 +91,11 @@ def record(error: BaseException, trace: str) -> None:
         written = Path(f"{file}.{os.getpid()}")
         written.write_text(json.dumps({"at": time.time(), "message": said, "trace": trace}))
         written.replace(file)  # as a whole: this process may be ended at any moment
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``ranks 0 to 3``, for people; ``rank 0`` if it is one."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {min(ranks)} to {max(ranks)}"
 
 
 def say(text: str) -> None:

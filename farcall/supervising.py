@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from farcall.job import Job
-from farcall.reporting import Failure, say
+from farcall.reporting import Failure, name_ranks, say
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.store import SharedStore
 
@@ -59,8 +59,9 @@ def supervise(job: Job, command: Sequence[str], folder: str) -> Failure | None:
     """
     store, place = _serve(job)
     first = (job.node_rank or 0) * job.workers
-    workers = [_Worker(first + number, job, place, command, folder) for number in range(job.workers)]
-    say(f"ranks {first} to {first + job.workers - 1} of a dynamic group run here; they meet at {place}")
+    ranks = range(first, first + job.workers)
+    workers = [_Worker(rank, job, place, command, folder) for rank in ranks]
+    say(f"{name_ranks(ranks)} of a dynamic group run here; they meet at {place}")
     try:
         with _ended(workers):
             for worker in workers:

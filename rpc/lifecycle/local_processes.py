@@ -279,7 +279,8 @@ class _Processes:
         if worker.outcome is None:
             code = worker.process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            return RpcError(f"{worker.name} (process {pid}) {how}")
+            hint = "" if worker.started else " while it began: what it has printed says why"
+            return RpcError(f"{worker.name} (process {pid}) {how}{hint}")
         error, trace = worker.outcome
         if isinstance(error, SystemExit):
             return error
