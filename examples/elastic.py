@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import queue
-import sys
 import tempfile
 import threading
 from multiprocessing.process import BaseProcess
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 import rpc
 from command_line import example_parser, positive, rate
 from digits import Images, load_images
-from example_run import Miss
+from example_run import Miss, ending
 from live_progress import live_progress, print_figures
 
 TARGET = 0.93
@@ -169,7 +168,10 @@ def direct(options: argparse.Namespace, meeting: str) -> None:
             crew.start(f"trainer{number}")
         with live_progress("steps", options.steps, plain=options.plain) as progress:
             for step in range(options.steps):
-                trainer = server.steps.get(timeout=LOST_SECONDS)
+                try:
+                    trainer = server.steps.get(timeout=LOST_SECONDS)
+                except queue.Empty:
+                    raise Miss(f"No trainer has done a step for {LOST_SECONDS:g} s.") from None
                 progress.advance(f"{trainer}, {crew.lost.qsize()} lost")
                 if step % options.kill_every == options.kill_every - 1 and step < options.steps * 3 // 4:
                     crew.kill(trainer)
@@ -204,19 +206,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.join and not options.meet:
         parser.error("--join needs --meet, where the server is")
-    with tempfile.TemporaryDirectory(prefix="farcall-elastic-") as folder:
-        try:
-            meeting = f"tcp://{options.meet}" if options.meet else (Path(folder) / "meeting").as_uri()
-            if options.join:
-                be_a_trainer(options.join, meeting)
-            else:
-                direct(options, meeting)
-        except queue.Empty:
-            sys.exit(f"no trainer has done a step for {LOST_SECONDS:g} s")
-        except (Miss, RuntimeError) as error:
-            sys.exit(str(error))
-        except KeyboardInterrupt:
-            sys.exit(130)
+    folder = tempfile.TemporaryDirectory(prefix="farcall-elastic-")
+    with ending(clean_up=folder.cleanup):
+        meeting = f"tcp://{options.meet}" if options.meet else (Path(folder.name) / "meeting").as_uri()
+        if options.join:
+            be_a_trainer(options.join, meeting)
+        else:
+            direct(options, meeting)
 
 
 if __name__ == "__main__":

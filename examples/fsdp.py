@@ -37,7 +37,7 @@ from torch.nn.functional import cross_entropy
 
 import spmd
 from command_line import example_parser, positive
-from example_run import Miss
+from example_run import Miss, ending
 from live_progress import live_progress, print_figures
 from spmd.checkpoint import CheckpointManager, prime_optimizer
 from spmd.fsdp import FSDPv2, checkpoint_module
@@ -179,18 +179,12 @@ def main() -> None:
     """Compares; or trains only, where there is a folder."""
     options = make_parser().parse_args()
     torch.set_num_threads(1)
-    try:
+    with ending("fsdp", spmd.shutdown):
         if options.folder is None:
             compare(options)
         else:
             for step, loss in part(options.workers, options.folder, options):
                 print(step, loss, flush=True)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (Miss, RuntimeError) as error:
-        sys.exit(f"fsdp: {error}")
-    finally:
-        spmd.shutdown()
 
 
 if __name__ == "__main__":

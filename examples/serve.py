@@ -20,7 +20,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +33,7 @@ from torch.nn import functional
 import farcall
 from command_line import example_parser, positive
 from digits import Images, load_images
-from example_run import Miss
+from example_run import Miss, ending
 from farcall import client as clients
 from farcall.serving import Batching, Endpoint, TensorSpec
 from live_progress import live_progress, print_figures
@@ -151,12 +150,9 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=60, help="of training (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for everything random (%(default)s)")
     parser.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
-    try:
-        direct(parser.parse_args())
-    except (Miss, RuntimeError) as error:
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    options = parser.parse_args()
+    with ending():
+        direct(options)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -37,7 +36,7 @@ from torch.nn.functional import cross_entropy
 import spmd
 from command_line import example_parser, positive
 from digits import load_images
-from example_run import Miss
+from example_run import Miss, ending
 from live_progress import live_progress, print_figures
 from transformer import HEADS, Transformer, load_text
 
@@ -205,17 +204,11 @@ def main() -> None:
     models = TASKS if options.model == "all" else [options.model]
     ways = ["data", "model", "both"] if options.cut == "all" else [options.cut]
     figures: dict[str, str] = {}
-    try:
+    with ending("spmd", spmd.shutdown):
         spmd.use_spmd(workers=options.workers)
         for name, how in itertools.product(models, ways):
             figures |= compare(name, how, options)
         print_figures(figures)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (Miss, RuntimeError) as error:
-        sys.exit(f"spmd: {error}")
-    finally:
-        spmd.shutdown()
 
 
 if __name__ == "__main__":

@@ -26,10 +26,14 @@ SHORT = {
 
 
 def run(name: str, folder: Path) -> Terminal:
-    env = os.environ | {
-        "TMPDIR": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]),
-    }
+    env = (
+        os.environ
+        | {"FARCALL_LOG": "error"}
+        | {
+            "TMPDIR": str(folder),
+            "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]),
+        }
+    )
     return Terminal([sys.executable, str(EXAMPLES / f"{name}.py"), *SHORT[name]], COLUMNS, env)
 
 
