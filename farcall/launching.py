@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -27,13 +27,14 @@ from farcall.job import Job
 from farcall.reporting import Failure, name_ranks, say
 from farcall.supervising import supervise
 from rpc import errors
-from rpc.rendezvous.address import listen_address
+from rpc.rendezvous.address import is_here, listen_address
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.notices import Notices
 
 __all__ = ["launch"]
 
 _SHUTDOWN_SECONDS: Final = 5
+_MEET_SECONDS: Final = 900
 _LOOK_SECONDS: Final = 0.2
 
 
@@ -112,6 +113,13 @@ def _run_as_one(job: Job, command: Sequence[str], folder: str) -> Failure | None
 
 def _config(job: Job, logs: DefaultLogsSpecs) -> LaunchConfig:
     static = job.node_rank is not None and job.nodes > 1
+    host = job.rdzv.rpartition(":")[0]
+    meeting: dict[str, Any] = {"timeout": _MEET_SECONDS, "read_timeout": _MEET_SECONDS}
+    if static:
+        meeting["rank"] = job.node_rank
+    elif host:
+        # torchrun looks whether this host's name means that address, which on many it does not.
+        meeting["is_host"] = is_here(host)
     return LaunchConfig(
         min_nodes=job.nodes,
         max_nodes=job.nodes,
@@ -119,14 +127,14 @@ def _config(job: Job, logs: DefaultLogsSpecs) -> LaunchConfig:
         run_id=job.name if job.nodes > 1 else f"{job.name}-{os.getpid()}",
         rdzv_backend="static" if static else "c10d",
         rdzv_endpoint=job.rdzv or "localhost:0",
-        rdzv_configs={"rank": job.node_rank, "timeout": 900} if static else {"timeout": 900},
+        rdzv_configs=meeting,
         max_restarts=job.restarts,
         monitor_interval=0.1,
         logs_specs=logs,
         log_line_prefix_template="[${rank}] ",
         shutdown_timeout=_SHUTDOWN_SECONDS,
         # Not this host's name, torchrun's default, which others may not know.
-        local_addr=listen_address(job.rdzv.rpartition(":")[0] or None)[0],
+        local_addr=listen_address(host or None)[0],
     )
 
 

@@ -31,7 +31,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous.address import is_loopback
+from rpc.rendezvous.address import is_here, is_loopback
 from rpc.rendezvous.store import (
     Backoff,
     Opener,
@@ -271,15 +271,7 @@ class _TcpStore:
     @functools.cached_property
     def _may_serve(self) -> bool:
         """Whether this worker is to serve it if nobody else does."""
-        if self.serve is not None:
-            return self.serve
-        try:
-            family, _, _, _, where = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, socket.SOCK_STREAM) as trial:
-                trial.bind(where)
-        except OSError:  # an address of another host
-            return False
-        return True
+        return is_here(self.host) if self.serve is None else self.serve
 
     def open(self, waiting: Waiting) -> Store:
         """Serve the store, if we are to and nobody has the port; else connect to whoever has it.
