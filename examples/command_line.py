@@ -22,7 +22,11 @@ def example_parser(description: str | None) -> argparse.ArgumentParser:
 
 def add_group_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments by which one process is told who it is; torchrun puts theirs into the environment."""
-    group = parser.add_argument_group("one process per worker, by hand")
+    group = parser.add_argument_group(
+        "on several machines",
+        "The same command on each, and the same secret in FARCALL_TOKEN: farcall launch -n WORKERS-HERE "
+        "--nnodes MACHINES --rdzv HOST:29500 SCRIPT. Or one process per worker, by hand:",
+    )
     group.add_argument("--rank", type=int, default=os.environ.get("RANK"), help="which worker; 0 directs")
     group.add_argument(
         "--world-size", type=int, default=os.environ.get("WORLD_SIZE"), help="how many workers"

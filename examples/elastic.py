@@ -11,6 +11,11 @@ place of who is lost, under the same name, and sets to work who has joined. Noth
 server has the weights.
 
 It ends after so many steps, and says how many trainers that took.
+
+Trainers of other machines join with the same secret in FARCALL_TOKEN, whenever they come::
+
+    python examples/elastic.py --meet HOST:29500                        # the server, on HOST
+    python examples/elastic.py --meet HOST:29500 --join trainer9        # one more trainer, anywhere
 """
 
 from __future__ import annotations
@@ -18,7 +23,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import queue
-import sys
 import tempfile
 import threading
 from multiprocessing.process import BaseProcess
@@ -30,7 +34,7 @@ from torch import Tensor, nn
 import rpc
 from command_line import example_parser, positive, rate
 from digits import Images, load_images
-from example_run import Miss
+from example_run import Miss, ending
 from live_progress import live_progress, print_figures
 
 TARGET = 0.93
@@ -139,8 +143,9 @@ class Crew:
         self.start(worker.name)
 
     def kill(self, name: str) -> None:
-        """What the cloud does to a preemptible machine."""
-        self._processes[name].kill()
+        """What the cloud does to a preemptible machine. Those of other machines live on."""
+        if name in self._processes:
+            self._processes[name].kill()
 
     def dismiss(self) -> None:
         """Let all end."""
@@ -163,7 +168,10 @@ def direct(options: argparse.Namespace, meeting: str) -> None:
             crew.start(f"trainer{number}")
         with live_progress("steps", options.steps, plain=options.plain) as progress:
             for step in range(options.steps):
-                trainer = server.steps.get(timeout=LOST_SECONDS)
+                try:
+                    trainer = server.steps.get(timeout=LOST_SECONDS)
+                except queue.Empty:
+                    raise Miss(f"No trainer has done a step for {LOST_SECONDS:g} s.") from None
                 progress.advance(f"{trainer}, {crew.lost.qsize()} lost")
                 if step % options.kill_every == options.kill_every - 1 and step < options.steps * 3 // 4:
                     crew.kill(trainer)
@@ -193,16 +201,18 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=rate, default=0.02, help="of SGD (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for the first weights (%(default)s)")
     parser.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="where trainers of other machines come")
+    parser.add_argument("--join", metavar="NAME", help="be one more trainer, of this name")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="farcall-elastic-") as folder:
-        try:
-            direct(options, (Path(folder) / "meeting").as_uri())
-        except queue.Empty:
-            sys.exit(f"no trainer has done a step for {LOST_SECONDS:g} s")
-        except (Miss, RuntimeError) as error:
-            sys.exit(str(error))
-        except KeyboardInterrupt:
-            sys.exit(130)
+    if options.join and not options.meet:
+        parser.error("--join needs --meet, where the server is")
+    folder = tempfile.TemporaryDirectory(prefix="farcall-elastic-")
+    with ending(clean_up=folder.cleanup):
+        meeting = f"tcp://{options.meet}" if options.meet else (Path(folder.name) / "meeting").as_uri()
+        if options.join:
+            be_a_trainer(options.join, meeting)
+        else:
+            direct(options, meeting)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 import rpc
 from command_line import add_group_arguments, parse_arguments
+from live_progress import print_line
 
-__all__ = ["Miss", "in_group", "run_example", "run_workers"]
+__all__ = ["Miss", "ending", "in_group", "run_example", "run_workers"]
 
 Work = Callable[[argparse.Namespace], None]
 """What each worker does, once it is in the group."""
@@ -46,20 +49,38 @@ def run_example(parser: argparse.ArgumentParser, names: Sequence[str], direct: W
 
 def run_workers(work: Work, options: argparse.Namespace, names: Sequence[str]) -> None:
     """Runs all workers on this machine, or the one that the command line tells, in a group."""
-    try:
+    with ending():
         if options.rank is not None:
             with in_group(names[options.rank], options):
                 _work(work, options)
             return
-        print(f"Starting {', '.join(names)} on this machine.", flush=True)
+        print_line(f"Starting {', '.join(names)} on this machine.")
         rpc.spawn(_work, work, options, workers=names)
+
+
+@contextlib.contextmanager
+def ending(name: str = "", clean_up: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Ends the process with what went wrong, if something did, and quietly by Ctrl-C.
+
+    Args:
+        name: stands before what went wrong.
+        clean_up: is called in any case, and not disturbed by another Ctrl-C.
+    """
+    status: int | str | None = None
+    try:
+        yield
     except KeyboardInterrupt:
-        sys.exit(130)
-    except rpc.errors.RpcError as error:  # a worker was killed
-        sys.exit(str(error))
+        status = 130
+    except (Miss, RuntimeError) as error:  # RuntimeError: what the group reports, a lost worker for one
+        status = f"{name}: {error}" if name else str(error)
     finally:
-        if sys.stdout.isatty():  # a worker that was killed may have left it hidden
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        clean_up()
+        if sys.stdout.isatty():  # a worker that was killed may have left the cursor hidden
             print("\x1b[?25h", end="", flush=True)
+    if status is not None:
+        sys.exit(status)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,11 @@ Everything on this machine, with one command::
     python examples/fsdp.py
     python examples/fsdp.py --workers 4 --then 3
 
+On several machines, one process is the driver, the others are workers; all have one secret in FARCALL_TOKEN.
+Kill it, and start it again, on as many machines as you like; all see FOLDER, which has the checkpoints::
+
+    farcall launch -n 1 --nnodes 5 --rdzv HOST:29500 examples/fsdp.py --workers 4 --folder FOLDER   # on each
+
 How it works. Each layer is wrapped in FSDPv2: a worker holds a part of each parameter, of its gradient and of
 the optimizer's state, and has a part of the batch. For the time of a layer its parameters are put together.
 What is inside of a layer is forgotten after forward, and computed again in backward.
@@ -32,7 +37,7 @@ from torch.nn.functional import cross_entropy
 
 import spmd
 from command_line import example_parser, positive
-from example_run import Miss
+from example_run import Miss, ending
 from live_progress import live_progress, print_figures
 from spmd.checkpoint import CheckpointManager, prime_optimizer
 from spmd.fsdp import FSDPv2, checkpoint_module
@@ -174,18 +179,12 @@ def main() -> None:
     """Compares; or trains only, where there is a folder."""
     options = make_parser().parse_args()
     torch.set_num_threads(1)
-    try:
+    with ending("fsdp", spmd.shutdown):
         if options.folder is None:
             compare(options)
         else:
             for step, loss in part(options.workers, options.folder, options):
                 print(step, loss, flush=True)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (Miss, RuntimeError) as error:
-        sys.exit(f"fsdp: {error}")
-    finally:
-        spmd.shutdown()
 
 
 if __name__ == "__main__":

@@ -11,10 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["LiveProgress", "figures_table", "live_progress", "print_figures", "progress_bars"]
+__all__ = ["LiveProgress", "figures_table", "live_progress", "print_figures", "print_line", "progress_bars"]
 
 _EVERY: Final = 1.0
 """Seconds between lines of text."""
+
+_NARROW: Final = 80
+"""Columns, below which a terminal has no room for all that a bar can say."""
 
 
 class LiveProgress:
@@ -70,14 +73,20 @@ def live_progress(title: str, total: int, *, plain: bool = False) -> Iterator[Li
 
 def progress_bars(console: Console) -> Progress:
     """Bars, each with a ``note`` that says how it goes."""
-    return Progress(
+    narrow = console.width < _NARROW
+    columns = [
         TextColumn("[bold]{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=6 if narrow else 40),
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-        console=console,
-    )
+    ]
+    return Progress(*columns, *([] if narrow else [TimeRemainingColumn()]), console=console)
+
+
+def print_line(text: str) -> None:
+    """Prints a line, which a terminal has in as many as it needs."""
+    console = Console(highlight=False)
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def figures_table(figures: Mapping[str, str]) -> Table:

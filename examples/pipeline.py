@@ -36,7 +36,7 @@ from command_line import example_parser, positive, rate
 from digits import Images, load_images
 from dist_optim import DistributedOptimizer
 from example_run import Miss, run_example
-from live_progress import live_progress, print_figures
+from live_progress import live_progress, print_figures, print_line
 
 ACCURACY = 0.93
 """The share of held-out images whose digit is to be named."""
@@ -153,10 +153,9 @@ def direct(options: argparse.Namespace) -> None:
     )
     check(accuracies, first_losses, speed_up, options.target)
     if speed_up < PAYS:
-        print(
-            "The micro-batches did not pay here. They do where each stage has a processor that nothing else\n"
-            "uses, and computes for longer than it takes to send what a micro-batch needs.",
-            flush=True,
+        print_line(
+            "The micro-batches did not pay here. They do where each stage has a processor that nothing else "
+            "uses, and computes for longer than it takes to send what a micro-batch needs."
         )
 
 

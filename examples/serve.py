@@ -3,6 +3,8 @@
 
     python examples/serve.py
 
+For clients of other machines, `farcall serve` does what this example does: see `docs/serving.md`.
+
 How it works. A classifier of handwritten digits is trained for a moment and then served over gRPC, marked
 (1) below, twice: as it is, and with calls that come together run as one. Many clients ask about one image
 each, again and again (2); what they send and get are arrays of NumPy. Where Node is installed, a client in
@@ -18,7 +20,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.nn import functional
 import farcall
 from command_line import example_parser, positive
 from digits import Images, load_images
-from example_run import Miss
+from example_run import Miss, ending
 from farcall import client as clients
 from farcall.serving import Batching, Endpoint, TensorSpec
 from live_progress import live_progress, print_figures
@@ -149,12 +150,9 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=60, help="of training (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for everything random (%(default)s)")
     parser.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
-    try:
-        direct(parser.parse_args())
-    except (Miss, RuntimeError) as error:
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    options = parser.parse_args()
+    with ending():
+        direct(options)
 
 
 if __name__ == "__main__":

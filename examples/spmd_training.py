@@ -6,6 +6,10 @@ Four workers on this machine, started by the command itself::
     python examples/spmd_training.py
     python examples/spmd_training.py --model language --cut both --workers 4
 
+On several machines, one process is the driver, the others are workers; all have one secret in FARCALL_TOKEN::
+
+    farcall launch -n 1 --nnodes 5 --rdzv HOST:29500 examples/spmd_training.py      # on each
+
 How it works. Both models are plain PyTorch, for one device. A few tensors are marked: along the axis *data*
 of a mesh each worker has a part of the batch; along *model* a part of the filters, heads and hidden features.
 All else follows: what a worker computes, what it sends, where gradients and the optimizer's state are. This
@@ -21,7 +25,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -33,7 +36,7 @@ from torch.nn.functional import cross_entropy
 import spmd
 from command_line import example_parser, positive
 from digits import load_images
-from example_run import Miss
+from example_run import Miss, ending
 from live_progress import live_progress, print_figures
 from transformer import HEADS, Transformer, load_text
 
@@ -201,17 +204,11 @@ def main() -> None:
     models = TASKS if options.model == "all" else [options.model]
     ways = ["data", "model", "both"] if options.cut == "all" else [options.cut]
     figures: dict[str, str] = {}
-    try:
+    with ending("spmd", spmd.shutdown):
         spmd.use_spmd(workers=options.workers)
         for name, how in itertools.product(models, ways):
             figures |= compare(name, how, options)
         print_figures(figures)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (Miss, RuntimeError) as error:
-        sys.exit(f"spmd: {error}")
-    finally:
-        spmd.shutdown()
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def training_display(
         yield _Lines(console, names, steps)
         return
     with progress_bars(console) as bars:
-        yield _Bars(console, bars, titles, steps)
+        # A narrow terminal has no room for where each runs; the summary says it.
+        yield _Bars(console, bars, titles if max(map(len, titles)) < console.width // 2 else names, steps)
 
 
 class _Bars(TrainingDisplay):

@@ -93,7 +93,15 @@ def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
     "--job", metavar="NAME", help="The same on all machines; keeps apart jobs that meet at one place."
 )
 @click.option(
-    "--restart", type=click.IntRange(0), default=0, help="How often to start all again when one fails."
+    "--restart",
+    type=click.IntRange(0),
+    default=0,
+    help="How often to start all again when one fails; with --dynamic, that one alone.",
+)
+@click.option(
+    "--dynamic",
+    is_flag=True,
+    help="Workers come and go: WORLD_SIZE is not set, and the others live on when one fails.",
 )
 @click.option("--lend-names", is_flag=True, help="torch.distributed.rpc means farcall, as in `farcall run`.")
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
@@ -106,6 +114,7 @@ def launch(
     rdzv: str | None,
     job: str | None,
     restart: int,
+    dynamic: bool,
     lend_names: bool,
     module: bool,
     target: str,
@@ -114,22 +123,33 @@ def launch(
     """Run a program in several processes, which are told their places.
 
     Each finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, where init_rpc looks by
-    default. When one fails, the others are ended.
+    default. When one fails, the others are ended; with --dynamic they live on, and it is started again.
 
     \b
     farcall launch -n 4 train.py --epochs 3
     farcall launch -n 4 --nnodes 2 --rdzv host0:29500 train.py        # on both machines
     srun --ntasks-per-node=1 farcall launch -n 4 train.py             # under Slurm
+    farcall launch -n 4 --dynamic --restart 100 train.py              # who fails is started again
     """  # noqa: D301
-    from farcall.launching import launch as launch_job
-    from farcall.launching import under_slurm
+    from farcall.job import under_slurm
 
-    given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job, "restarts": restart}
-    found = under_slurm(workers, os.environ, **given)
-    if found.nodes > 1 and not found.rdzv:
+    given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
+    found = under_slurm(workers, os.environ, **given, restarts=restart, dynamic=dynamic)
+    if (found.nodes > 1 or found.node_rank) and not found.rdzv:
         raise click.UsageError("several machines need --rdzv HOST:PORT, where they meet")
-    if found.node_rank is not None and found.node_rank >= found.nodes:
+    if dynamic and found.rdzv and found.node_rank is None:
+        raise click.UsageError("--dynamic needs --node-rank with --rdzv: ranks are counted from it")
+    if not dynamic and found.node_rank is not None and found.node_rank >= found.nodes:
         raise click.UsageError(f"--node-rank is from 0 to {found.nodes - 1} here, not {found.node_rank}")
+    if not module and not os.path.exists(target):
+        raise click.UsageError(f"there is no file {os.path.abspath(target)}")
+    # Each try of C++ to reach the meeting place would print its stack; we say ourselves what we wait for.
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from farcall.launching import launch as launch_job  # which takes a second
+
+    if quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the workers' is their own
     return launch_job(found, target, arguments, module=module, lend_names=lend_names)
 
 

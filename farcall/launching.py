@@ -3,23 +3,19 @@
 torchrun's elastic agent starts and watches the processes, and gives each its place in the environment
 (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and so on), where ``init_rpc`` looks by default. What is added
 here: one line for who runs where, the rank before each line of output, and one summary of the failure that
-came first, with its traceback.
+came first, with its traceback. Dynamic groups are watched worker by worker (``supervising``).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
@@ -27,72 +23,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from farcall.job import Job
+from farcall.reporting import Failure, name_ranks, say
+from farcall.supervising import supervise
+from rpc import errors
+from rpc.rendezvous.address import is_here, listen_address
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.notices import Notices
 
-__all__ = ["Job", "launch", "slurm_hosts", "under_slurm"]
+__all__ = ["launch"]
 
-_PORT: Final = 29500
 _SHUTDOWN_SECONDS: Final = 5
+_MEET_SECONDS: Final = 900
 _LOOK_SECONDS: Final = 0.2
-_LOST: Final = "WorkerLostError"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be launched, and this machine's part in it.
-
-    Attributes:
-        workers: how many processes run on this machine.
-        nodes: how many machines take part.
-        node_rank: which of them this is; None if that does not matter.
-        rdzv: HOST:PORT where the machines meet, served by the one that has this name; "" on one machine.
-        restarts: how often all workers are started again when one fails.
-        name: the same on all machines, and another for another job.
-    """
-
-    workers: int
-    nodes: int = 1
-    node_rank: int | None = None
-    rdzv: str = ""
-    restarts: int = 0
-    name: str = "farcall"
-
-
-def under_slurm(workers: int, environ: Mapping[str, str], **given: Any) -> Job:
-    """The job as Slurm describes it, where one ``farcall launch`` runs on each of its nodes (``srun
-    --ntasks-per-node=1 farcall launch ...``). What is ``given`` counts before that.
-    """
-    nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
-    found: dict[str, Any] = {}
-    if nodes > 1 and "SLURM_NODEID" in environ:
-        job = int(environ["SLURM_JOB_ID"])
-        first = slurm_hosts(environ["SLURM_JOB_NODELIST"])[0]
-        # Jobs that share a node must not meet at one port.
-        found = {"nodes": nodes, "node_rank": int(environ["SLURM_NODEID"]), "name": f"slurm-{job}"}
-        found["rdzv"] = f"{first}:{_PORT + 1 + job % 10000}"
-    return Job(workers, **found | {name: value for name, value in given.items() if value is not None})
-
-
-def slurm_hosts(nodes: str) -> list[str]:
-    """The hosts of a list in Slurm's notation: ``node[01-03,7],gpu1``."""
-    hosts: list[str] = []
-    for item in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", nodes):
-        found = [""]
-        for text, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
-            found = [f"{prefix}{text}{number}" for prefix in found for number in _numbers(ranges)]
-        hosts += found
-    return hosts
-
-
-def _numbers(ranges: str) -> list[str]:
-    """``01-03,7`` as ``01 02 03 7``; of an empty text an empty one."""
-    found: list[str] = []
-    for part in ranges.split(","):
-        first, dash, last = part.partition("-")
-        width = len(first)
-        found += [f"{n:0{width}}" for n in range(int(first), int(last) + 1)] if dash else [part]
-    return found
 
 
 def launch(job: Job, target: str, arguments: Sequence[str], *, module: bool, lend_names: bool) -> int:
@@ -113,29 +56,70 @@ def launch(job: Job, target: str, arguments: Sequence[str], *, module: bool, len
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // job.workers)))
     os.environ["PYTHONUNBUFFERED"] = "1"
+    if job.dynamic:
+        os.environ.pop("WORLD_SIZE", None)
     flags = [*(["--lend-names"] if lend_names else []), *(["-m"] if module else [])]
     command = [sys.executable, "-m", "farcall.worker", *flags, target, *arguments]
+    run = supervise if job.dynamic else _run_as_one
+    remark = f", and no restart of {job.restarts} is left" if job.restarts else ""
     with tempfile.TemporaryDirectory(prefix="farcall-") as folder:
-        logs = _Logs(folder)
-        threading.Thread(target=_tell_of_waiting, args=(job, logs), daemon=True).start()
         try:
-            elastic_launch(_config(job, logs), command[0])(*command[1:])
-        except ChildFailedError as error:
-            return _tell_of_failure(error, Path(folder))
+            _check_name(job)
+            failure = run(job, command, folder)
         except (SignalException, KeyboardInterrupt) as end:
             number = end.sigval if isinstance(end, SignalException) else signal.SIGINT
-            _say(f"ended by {signal.Signals(number).name}")
+            say(f"ended by {signal.Signals(number).name}")
             return 128 + int(number)
         except RendezvousError as error:
-            _say(f"the {job.nodes} machines could not meet at {job.rdzv}: {error}")
+            say(f"the {job.nodes} machines could not meet at {job.rdzv}: {error}")
             return 1
-        finally:
-            logs.begun.set()
-    return 0
+        except errors.RendezvousError as error:
+            say(str(error))
+            return 1
+    if failure is None:
+        return 0
+    failure.sum_up(remark)
+    return failure.exit_status
+
+
+def _check_name(job: Job) -> None:
+    """Raise if --rdzv names no host. (torchrun goes on asking for a quarter of an hour.)"""
+    host = job.rdzv.rpartition(":")[0]
+    try:
+        socket.getaddrinfo(host or None, 0)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_AGAIN:
+            raise errors.RendezvousError(
+                f"the host {host!r} of --rdzv cannot be found: {error.strerror}. Check its spelling, and "
+                f"that this machine's name server knows it; or give its address as a number."
+            ) from error
+
+
+def _run_as_one(job: Job, command: Sequence[str], folder: str) -> Failure | None:
+    """All processes are one unit: when one fails, all are ended, and perhaps started again."""
+    logs = _Logs(folder)
+    threading.Thread(target=_tell_of_waiting, args=(job, logs), daemon=True).start()
+    try:
+        elastic_launch(_config(job, logs), command[0])(*command[1:])
+    except ChildFailedError as error:
+        return Failure.first(
+            Failure.of(rank, each.pid, each.exitcode, each.timestamp, each.error_file)
+            for rank, each in error.failures.items()
+        )
+    finally:
+        logs.begun.set()
+    return None
 
 
 def _config(job: Job, logs: DefaultLogsSpecs) -> LaunchConfig:
     static = job.node_rank is not None and job.nodes > 1
+    host = job.rdzv.rpartition(":")[0]
+    meeting: dict[str, Any] = {"timeout": _MEET_SECONDS, "read_timeout": _MEET_SECONDS}
+    if static:
+        meeting["rank"] = job.node_rank
+    elif host:
+        # torchrun looks whether this host's name means that address, which on many it does not.
+        meeting["is_host"] = is_here(host)
     return LaunchConfig(
         min_nodes=job.nodes,
         max_nodes=job.nodes,
@@ -143,13 +127,14 @@ def _config(job: Job, logs: DefaultLogsSpecs) -> LaunchConfig:
         run_id=job.name if job.nodes > 1 else f"{job.name}-{os.getpid()}",
         rdzv_backend="static" if static else "c10d",
         rdzv_endpoint=job.rdzv or "localhost:0",
-        rdzv_configs={"rank": job.node_rank, "timeout": 900} if static else {"timeout": 900},
+        rdzv_configs=meeting,
         max_restarts=job.restarts,
         monitor_interval=0.1,
         logs_specs=logs,
         log_line_prefix_template="[${rank}] ",
         shutdown_timeout=_SHUTDOWN_SECONDS,
-        local_addr="127.0.0.1" if job.nodes == 1 else None,
+        # Not this host's name, torchrun's default, which others may not know.
+        local_addr=listen_address(host or None)[0],
     )
 
 
@@ -169,10 +154,9 @@ class _Logs(DefaultLogsSpecs):
         self.begun.set()
         ranks = sorted(int(env["RANK"]) for env in envs.values())
         first = next(iter(envs.values()))
-        here = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         again = first.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _say(
-            f"{here} of {first['WORLD_SIZE']} run here; they meet at {first['MASTER_ADDR']}:"
+        say(
+            f"{name_ranks(ranks)} of {first['WORLD_SIZE']} run here; they meet at {first['MASTER_ADDR']}:"
             f"{first['MASTER_PORT']}{f' (restart {again})' if again != '0' else ''}"
         )
         return super().reify(envs)
@@ -183,67 +167,7 @@ def _tell_of_waiting(job: Job, logs: _Logs) -> None:
     while not logs.begun.wait(_LOOK_SECONDS):
         if notices.due():
             which = "" if job.node_rank is None else f", this is number {job.node_rank}"
-            _say(f"waiting at {job.rdzv} for {job.nodes} machines for {notices.waited}{which}")
-
-
-def _tell_of_failure(error: ChildFailedError, folder: Path) -> int:
-    """Print one summary; returns the exit status."""
-    _, first = error.get_first_failure()
-    ranks = {failure.pid: rank for rank, failure in error.failures.items()}
-    rank, exit_code, pid, message, trace = ranks.get(first.pid, 0), first.exitcode, first.pid, "", ""
-    killed = [
-        each for each in error.failures.values() if each.exitcode < 0 and each.exitcode != -signal.SIGTERM
-    ]
-    if killed:
-        rank, exit_code, pid = ranks[killed[0].pid], killed[0].exitcode, killed[0].pid
-    else:
-        # What each has left behind when it raised; that another was lost is seldom the cause.
-        raised = sorted(
-            map(_Raised.read, folder.rglob("error.json")), key=lambda each: (each.is_loss, each.at)
-        )
-        if raised:
-            message, trace = raised[0].message, raised[0].trace
-            exit_code, pid, rank = 1, raised[0].pid, raised[0].rank
-    how = (
-        f"was killed by {signal.Signals(-exit_code).name}"
-        if exit_code < 0
-        else f"ended with status {exit_code}"
-    )
-    _say(f"rank {rank} (process {pid}) failed first: it {f'raised {message}' if message else how}")
-    if trace:
-        print(trace.rstrip(), file=sys.stderr, flush=True)
-    return exit_code if exit_code > 0 else 128 - exit_code
-
-
-@dataclass(frozen=True, slots=True)
-class _Raised:
-    """What one process has raised."""
-
-    rank: int
-    pid: int
-    at: float
-    message: str
-    trace: str
-
-    @property
-    def is_loss(self) -> bool:
-        return self.message.startswith(_LOST)
-
-    @classmethod
-    def read(cls, file: Path) -> _Raised:
-        return cls(**json.loads(file.read_text()))
-
-
-def record(error: BaseException, trace: str) -> None:
-    """In a process: leave behind what it has raised, where its launcher looks."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-        left = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "at": time.time(), "message": said}
-        written = Path(f"{file}.{os.getpid()}")
-        written.write_text(json.dumps(left | {"trace": trace}))
-        written.replace(file)  # as a whole: this process may be ended at any moment
-
-
-def _say(text: str) -> None:
-    print(f"farcall: {text}", file=sys.stderr, flush=True)
+            say(
+                f"waiting at {job.rdzv} for {job.nodes} machines for {notices.waited}{which}. If all have "
+                f"been started, `farcall doctor --meet {job.rdzv}` on two says what is in the way"
+            )

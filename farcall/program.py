@@ -146,8 +146,8 @@ def _run(
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the program's first line on."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    """A traceback from the program's first line on; none, if it does not compile."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
         trace = trace.tb_next
     return trace
 

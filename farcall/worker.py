@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import traceback
 
-from farcall.launching import record
 from farcall.program import run_module, run_script
+from farcall.reporting import record
 
 __all__ = ["main"]
 

@@ -232,7 +232,8 @@ class _Processes:
             given = (name, rank, self._world_size, self.options(), threads, work, theirs)
             process = context.Process(target=_run_worker, args=given, name=name, daemon=True)
             try:
-                process.start()
+                with _interrupts_later():
+                    process.start()
             except BaseException:
                 ours.close()
                 raise
@@ -279,7 +280,8 @@ class _Processes:
         if worker.outcome is None:
             code = worker.process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            return RpcError(f"{worker.name} (process {pid}) {how}")
+            hint = "" if worker.started else " while it began: what it has printed says why"
+            return RpcError(f"{worker.name} (process {pid}) {how}{hint}")
         error, trace = worker.outcome
         if isinstance(error, SystemExit):
             return error
@@ -326,6 +328,16 @@ def _uninterrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C comes when this is over; a process that is started meanwhile says itself when it may come."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
     """SIGTERM ends the workers too, as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
@@ -359,6 +371,7 @@ def _run_worker(
     torch.set_num_threads(threads)
     status = 0
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # until now it would show our insides
         main, args = pickle.loads(work)
         _say(pipe, None)
         init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
@@ -367,6 +380,7 @@ def _run_worker(
             current_agent().shutdown()
         _say(pipe, (value,))
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one does not disturb the clean-up
         status = 130
     except SystemExit as end:
         status = 1 if end.code else 0

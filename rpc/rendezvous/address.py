@@ -51,6 +51,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_here(host: str) -> bool:
+    """Whether this machine has the address that a name means, so that it can listen there."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind(where)
+    except OSError:
+        return False
+    return True
+
+
 def listen_address(master: str | None, *, single_host: bool = False) -> tuple[str, int]:
     """Choose where to listen for workers on other hosts, as narrow as the rendezvous allows: on loopback if
     it is there, else at this machine's address on the route to it. Never a wildcard.

@@ -31,7 +31,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous.address import is_loopback
+from rpc.rendezvous.address import is_here, is_loopback
 from rpc.rendezvous.store import (
     Backoff,
     Opener,
@@ -107,8 +107,8 @@ def resolve_group(
     if rank is None and not dynamic:
         raise GroupMismatchError(
             "rank parameter missing: init_rpc got no rank, and environment variable RANK expected in its "
-            "place is not set. Pass rank=, start under torchrun, or ask with the option dynamic=True for a "
-            "group that numbers its workers itself."
+            "place is not set. Pass rank=, start by `farcall launch` or torchrun, or ask with the option "
+            "dynamic=True for a group that numbers its workers itself."
         )
     if world_size is not None and world_size <= 0:
         raise GroupMismatchError(f"the world size must be positive, got {world_size}")
@@ -271,15 +271,7 @@ class _TcpStore:
     @functools.cached_property
     def _may_serve(self) -> bool:
         """Whether this worker is to serve it if nobody else does."""
-        if self.serve is not None:
-            return self.serve
-        try:
-            family, _, _, _, where = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, socket.SOCK_STREAM) as trial:
-                trial.bind(where)
-        except OSError:  # an address of another host
-            return False
-        return True
+        return is_here(self.host) if self.serve is None else self.serve
 
     def open(self, waiting: Waiting) -> Store:
         """Serve the store, if we are to and nobody has the port; else connect to whoever has it.
@@ -417,8 +409,8 @@ def _address_in(environ: Mapping[str, str]) -> tuple[str, int]:
         if not environ.get(variable):
             raise RendezvousError(
                 f"environment variable {variable} expected, but not set. env:// takes the address of the "
-                f"rendezvous from MASTER_ADDR and MASTER_PORT; set them (torchrun does), or pass "
-                f"init_method='tcp://HOST:PORT' or 'file:///PATH' in the options."
+                f"rendezvous from MASTER_ADDR and MASTER_PORT; set them (`farcall launch` and torchrun do), "
+                f"or pass init_method='tcp://HOST:PORT' or 'file:///PATH' in the options."
             )
     port = environ["MASTER_PORT"]
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):

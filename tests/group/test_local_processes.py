@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rpc
-from tests.support import leftovers
+from tests.support.programs import run_program
 
 pytestmark = pytest.mark.processes
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 SCRIPT = """
 import os, signal, sys, threading
@@ -66,18 +62,7 @@ if __name__ == "__main__":
 
 
 def run(folder: Path, what: str, starts: str = STARTS) -> subprocess.CompletedProcess[str]:
-    script = folder / "program.py"
-    script.write_text(SCRIPT + starts)
-    with leftovers.nothing_left():
-        return subprocess.run(
-            [sys.executable, script, what],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=80,
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-        )
+    return run_program(folder, SCRIPT + starts, "program.py", what)
 
 
 @pytest.mark.nightly

@@ -136,3 +136,19 @@ def test_sections_of_extending_are_short() -> None:
     for section in EXTENDING.split("\n## ")[1:]:
         lines = [line for line in section.splitlines() if line.strip()]
         assert len(lines) <= 40, lines[0]
+
+
+# ---- troubleshooting.md
+
+
+def test_messages_that_the_page_explains_are_those_of_the_code() -> None:
+    files = [
+        ROOT / "farcall_guard.py",
+        *(path for name in ("rpc", "rref", "farcall") for path in (ROOT / name).rglob("*.py")),
+    ]
+    code = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text() for path in files)).replace('\\"', '"')
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    firsts = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    messages = [message for first in firsts for message in re.findall(r"`([^`]* [^`]*)`", first)]
+    assert messages
+    assert [message for message in messages if message not in code] == []

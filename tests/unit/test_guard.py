@@ -47,6 +47,16 @@ def test_importing_farcall_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         __import__("farcall")
 
 
+def test_pytorch_goes_on_without_our_backend_where_a_package_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rpc.py").write_text("")
+    forget(monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match=r"without the backend 'farcall'.*rpc\.py"):
+        farcall_guard.register_backend()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("imported", "name", "package"),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import leftovers
+from tests.support.programs import run_program
 
 pytestmark = pytest.mark.processes
-
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 SCRIPT = """
 import os, signal, sys, threading
@@ -40,17 +36,7 @@ rpc.shutdown()
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "program.py").write_text(SCRIPT)
-    with leftovers.nothing_left():
-        return subprocess.run(
-            [sys.executable, "-m", "farcall", "launch", "-n", "2", "program.py", *arguments],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=80,
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-        )
+    return run_program(folder, SCRIPT, "-m", "farcall", "launch", "-n", "2", "program.py", *arguments)
 
 
 @pytest.mark.nightly
@@ -74,3 +60,68 @@ def test_death_by_a_signal_has_its_exit_status(tmp_path: Path) -> None:
     done = launch(tmp_path, "die")
     assert done.returncode == 128 + 9
     assert done.stderr.splitlines()[-1].endswith("failed first: it was killed by SIGKILL")
+
+
+# ---- dynamic groups
+
+COMES_BACK = """
+import os, queue, signal, sys, threading
+import rpc
+
+rank, starts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+finished = threading.Event()
+
+def end(how):
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    finished.how = how
+    finished.set()
+
+def count_starts():
+    return starts
+
+finished.how = ""
+rpc.init_rpc(f"worker{rank}")
+if rank == 0:
+    events = queue.SimpleQueue()
+    rpc.on_worker_joined(lambda worker: events.put(f"joined {worker.name}"))
+    rpc.on_worker_lost(lambda worker, reason: events.put(f"lost {worker.name}"))
+    while len(rpc.get_worker_infos()) < 3:
+        events.get()
+    for _ in range(int(sys.argv[2])):
+        bystander = rpc.rpc_sync("worker2", os.getpid)
+        rpc.rpc_async("worker1", end, args=(sys.argv[1],))
+        while (event := events.get()) != "joined worker1":
+            print(event)
+        print(event, rpc.rpc_sync("worker2", os.getpid) == bystander, flush=True)
+    print("served by start", rpc.rpc_sync("worker1", count_starts), "of worker1")
+    for name in ("worker1", "worker2"):
+        rpc.rpc_async(name, end, args=("",))
+else:
+    finished.wait()
+    if finished.how == "raise":
+        raise LookupError("bad luck")
+rpc.shutdown()
+"""
+
+
+def launch_dynamic(folder: Path, how: str, times: int) -> subprocess.CompletedProcess[str]:
+    flags = f"-m farcall launch -n 3 --dynamic --restart 1 program.py {how} {times}"
+    return run_program(folder, COMES_BACK, *flags.split())
+
+
+def test_of_a_dynamic_group_only_who_was_killed_is_started_again(tmp_path: Path) -> None:
+    done = launch_dynamic(tmp_path, "kill", 1)
+    assert done.returncode == 0, done.stderr
+    said = ["[0] lost worker1", "[0] joined worker1 True", "[0] served by start 1 of worker1"]
+    assert done.stdout.splitlines() == said
+    assert ") was killed by SIGKILL; it is started again (1 of 1 restarts)" in done.stderr
+
+
+@pytest.mark.nightly
+def test_when_no_restart_is_left_the_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path) -> None:
+    done = launch_dynamic(tmp_path, "raise", 2)
+    assert done.returncode == 1
+    assert done.stderr.count("raised LookupError: bad luck; it is started again (1 of 1 restarts)") == 1
+    summary = done.stderr.partition(") failed first, and no restart of 1 is left: it raised ")[2]
+    assert summary.startswith("LookupError: bad luck\nTraceback")

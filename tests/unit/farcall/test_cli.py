@@ -8,7 +8,7 @@ import pytest
 
 import farcall
 from farcall.cli import main
-from farcall.launching import Job, slurm_hosts, under_slurm
+from farcall.job import Job, slurm_hosts, under_slurm
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +64,9 @@ def test_several_machines_must_be_told_where_to_meet(capsys: pytest.CaptureFixtu
             "launch -n 1 --nnodes 2 --rdzv host0 --node-rank 2 train.py",
             "--node-rank is from 0 to 1",
         ),
+        ("launch -n 1 --dynamic --rdzv host0 train.py", "--dynamic needs --node-rank"),
+        ("launch -n 1 --dynamic --node-rank 1 train.py", "--rdzv HOST:PORT"),
+        ("launch -n 2 nowhere.py", "there is no file /"),
         ("doctor --meet host0:70000", "'host0:70000' is not HOST:PORT"),
         ("doctor --meet host0 --seconds -1", "-1.0 is not in the range"),
     ],
@@ -91,7 +94,7 @@ SLURM = {
 
 
 def test_slurm_says_where_the_machines_meet() -> None:
-    assert under_slurm(4, SLURM, nodes=None, name=None) == Job(4, 3, 1, "node01:29513", 0, "slurm-12")
+    assert under_slurm(4, SLURM, nodes=None, name=None) == Job(4, 3, 1, "node01:29513", name="slurm-12")
     assert under_slurm(4, {}, nodes=2, rdzv="a:1") == Job(4, 2, None, "a:1")
 
 

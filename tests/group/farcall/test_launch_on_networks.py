@@ -1,0 +1,63 @@
+"""``farcall launch`` on two hosts, which are network namespaces of this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.network_namespaces import Hosts, hosts
+
+__all__ = ["hosts"]
+
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+
+SCRIPT = """
+import os
+import rpc
+
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"worker{rank}")
+print("called", rpc.rpc_sync((rank + 1) % 2, rpc.get_worker_info).name)
+rpc.shutdown()
+"""
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_machines_meet_at_an_address_that_their_own_names_do_not_mean(
+    hosts: Hosts, ranked: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(SCRIPT)
+    command = f"launch -n 1 --nnodes 2 --rdzv {hosts.addresses[0]}:29500"
+    numbers = [["--node-rank", str(end)] if ranked else [] for end in (0, 1)]
+    launchers = [
+        subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                "-m",
+                "farcall",
+                *command.split(),
+                *number,
+                "program.py",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "FARCALL_TOKEN": "a token of the test's"},
+        )
+        for name, number in zip(hosts.names, numbers, strict=True)
+    ]
+    ends = [launcher.communicate(timeout=80) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], ends
+    assert sorted(out for out, _ in ends) == ["[0] called worker1\n", "[1] called worker0\n"]

@@ -1,0 +1,43 @@
+"""Which of several failures is told of as the first, and how."""
+
+from __future__ import annotations
+
+import pytest
+
+from farcall.reporting import Failure
+
+RAISED = Failure(0, 10, 1, 3.0, "LookupError: bad luck", "Traceback ...")
+LOST_ANOTHER = Failure(1, 11, 1, 2.0, "WorkerLostError: worker0 is lost", "Traceback ...")
+KILLED = Failure(2, 12, -9, 4.0)
+EXITED = Failure(3, 13, 3, 1.0)
+ENDED_BY_US = Failure(4, 14, -15, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ([ENDED_BY_US, EXITED], EXITED),
+        ([EXITED, LOST_ANOTHER], LOST_ANOTHER),
+        ([LOST_ANOTHER, RAISED], RAISED),
+        ([RAISED, KILLED], KILLED),
+        (
+            [RAISED, Failure(5, 15, 1, 2.5, "ValueError: first", "")],
+            Failure(5, 15, 1, 2.5, "ValueError: first", ""),
+        ),
+    ],
+)
+def test_the_likeliest_cause_is_the_first_failure(failures: list[Failure], cause: Failure) -> None:
+    assert Failure.first(failures) == cause
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "what"),
+    [
+        (RAISED, 1, "raised LookupError: bad luck"),
+        (KILLED, 137, "was killed by SIGKILL"),
+        (EXITED, 3, "ended with status 3"),
+        (ENDED_BY_US, 143, "was killed by SIGTERM"),
+    ],
+)
+def test_a_failure_has_a_shells_status(failure: Failure, status: int, what: str) -> None:
+    assert (failure.exit_status, failure.what) == (status, what)
