@@ -330,15 +330,21 @@ class Recorder:
         index = value.index if value.recording is self.recording else self._enter_value(value)
         found = self._moved.get((index, layout))
         if found is None:
-            key = (REDISTRIBUTE, value.spec, layout)
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = Entry(REDISTRIBUTE, (Ref(0), layout), {})
-                entry.specs, entry.structure = (value.spec.laid_out(layout),), 0
-                self._entries[key] = entry
-            (result,) = self._emit(entry, [Alias(value, value.spec)], [])
-            found = self._moved[(value.index, layout)] = result.value
+            found = self.redistributed(value, layout)
+            self._moved[(value.index, layout)] = found
         return found
+
+    def redistributed(self, value: Value, layout: Layout) -> Value:
+        """As ``moved``, but moved now, even if it has been before."""
+        key = (REDISTRIBUTE, value.spec, layout)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = Entry(REDISTRIBUTE, (Ref(0), layout), {})
+            entry.specs, entry.structure = (value.spec.laid_out(layout),), 0
+            self._entries[key] = entry
+        (result,) = self._emit(entry, [Alias(value, value.spec)], [])
+        made: Value = result.value
+        return made
 
     def changed(self, old: Value, new: Value) -> None:
         """A write has put a value in the place of another."""

@@ -1,0 +1,81 @@
+"""What one worker of several holds of a model that is wrapped layer by layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import spmd
+from spmd.engine import current
+from spmd.fsdp import FSDPv2
+from tests.support.spmd_session import inline_session
+from tests.support.spmd_simulated import SimulatedWorker, peak_memory, simulated_session
+
+pytestmark = pytest.mark.logical_device
+
+WORKERS = 4
+WIDTH = 1536
+LAYER = WIDTH * WIDTH * 4
+"""Bytes of a layer's weight: more than what is gathered ahead."""
+
+
+class Stack(nn.Module):
+    """Layers, of which activations are few bytes beside weights."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def wrapped(layers: int) -> nn.Module:
+    mesh = spmd.Mesh(range(WORKERS), (WORKERS,), ("fsdp",))
+    model = Stack(layers)
+    model.layers = nn.ModuleList(FSDPv2(each, mesh=mesh) for each in model.layers)
+    return FSDPv2(model, mesh=mesh)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    mesh = spmd.Mesh(range(WORKERS), (WORKERS,), ("fsdp",))
+    x = torch.zeros(WORKERS, WIDTH).to(current.DEVICE)
+    spmd.mark_sharding(x, mesh, ("fsdp", None))
+    model(x).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def held(worker: SimulatedWorker) -> int:
+    assert worker.engine is not None
+    return sum(each.untyped_storage().nbytes() for each in worker.engine.values.values())
+
+
+def peak_of_a_step(layers: int) -> tuple[int, int]:
+    """What a worker holds between steps, and by how much that grows in one."""
+    with simulated_session(WORKERS) as (session, (worker, *_)):
+        model = wrapped(layers)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=True)
+        for _ in range(3):
+            train(model, optimizer)
+            session.sync()
+
+        def step() -> None:
+            train(model, optimizer)
+            session.sync()
+
+        grows = peak_memory(step)
+        return held(worker), grows
+
+
+def test_whole_weights_of_a_step_are_as_many_whatever_the_number_of_layers() -> None:
+    (held_by_few, few), (held_by_many, many) = peak_of_a_step(2), peak_of_a_step(6)
+    shards = 4 * LAYER // WORKERS
+    assert held_by_many - held_by_few == 2 * shards  # weights, momentum
+    assert many - few < shards + LAYER // 4  # gradients, which are cut as well
