@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import statistics
+import sys
 
 from rich.console import Console
 from rich.table import Table
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"expected cases of {', '.join(names)}, got {', '.join(wrong)}")
     fields = ("layers", "width", "batch", "length", "vocabulary", "images", "pixels")
     arguments.sizes = Sizes(**{name: getattr(arguments, name) for name in fields})
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     table = Table(
         "",
         "workers",
