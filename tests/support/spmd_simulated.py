@@ -56,9 +56,7 @@ class Group:
         (tensor,) = tensors
         return self._count("allreduce", 2 * (self._size - 1) / self._size * tensor.nbytes)
 
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any
-    ) -> _Done:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any) -> _Done:
         """Everybody has zeros."""
         for each in outputs[0]:
             each.zero_()

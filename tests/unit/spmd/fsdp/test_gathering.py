@@ -18,7 +18,7 @@ from tests.support.spmd_simulated import SimulatedWorker, peak_memory, simulated
 pytestmark = pytest.mark.logical_device
 
 WORKERS = 4
-WIDTH = 1536
+WIDTH = 1088
 LAYER = WIDTH * WIDTH * 4
 """Bytes of a layer's weight: more than what is gathered ahead."""
 
@@ -75,7 +75,7 @@ def peak_of_a_step(layers: int) -> tuple[int, int]:
 
 
 def test_whole_weights_of_a_step_are_as_many_whatever_the_number_of_layers() -> None:
-    (held_by_few, few), (held_by_many, many) = peak_of_a_step(2), peak_of_a_step(6)
+    (held_by_few, few), (held_by_many, many) = peak_of_a_step(4), peak_of_a_step(8)
     shards = 4 * LAYER // WORKERS
     assert held_by_many - held_by_few == 2 * shards  # weights, momentum
     assert many - few < shards + LAYER // 4  # gradients, which are cut as well
