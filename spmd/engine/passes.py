@@ -22,8 +22,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from spmd.engine.program import Meta, Program, Ref
 from spmd.engine.gathers import gather_ahead
+from spmd.engine.program import Meta, Program, Ref
 from spmd.engine.redistribution import Begun, begin_reducing
 from spmd.engine.steps import Step, last_uses
 

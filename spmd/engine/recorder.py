@@ -39,7 +39,7 @@ from spmd.engine.program import (
 __all__ = ["Entry", "Recorder", "Recording"]
 
 LIMIT: Final = 1000
-"""What ``limit`` is. A recording of half as many ends where it began, so that those of a loop are soon alike."""
+"""What ``limit`` is. A recording of half as many ends where it began, so that loops soon repeat programs."""
 
 _FLOAT: Final = object()
 _INT: Final = object()

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from spmd.fsdp.checkpointing import GATHERED
 from spmd.fsdp.gathering import gathered, saving_shards
 from spmd.fsdp.wrap import Policy, recursive_wrap
 from spmd.sharding.marks import is_marked, mark_sharding
@@ -98,6 +99,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         self._cut: set[Tensor] = set()
         self._mesh = mesh
         self._orig_module = self._placed(module)
+        vars(module)[GATHERED] = self._gathered
         self._extra_data_axis = extra_data_axis
         self._shard_output = shard_output or self._cut_batch
 

@@ -1,7 +1,7 @@
 """A driver whose workers are simulated: one of them computes, and its collectives only count what they send.
 
 So a test sees what one worker of many computes, holds and sends, in one process. Numbers are not those of a
-program, since nobody else computes; only where none depend on them, as in the tests that count, is this of use.
+program, since nobody else computes: it is of use to tests that count.
 """
 
 from __future__ import annotations
