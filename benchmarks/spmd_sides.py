@@ -11,7 +11,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
@@ -24,14 +23,17 @@ import rpc
 import spmd
 from benchmarks import spmd_counting as counting
 from benchmarks.spmd_cases import Sizes, Step, by_hand, on_device
+from spmd.engine import logical_tensor
 from spmd.engine.current import engine
+from spmd.engine.logical_tensor import dispatch_with
 from spmd.engine.recorder import Recording
 from spmd.engine.start import worker_names
 
 __all__ = ["BACKENDS", "ByHand", "OnDevice", "Side"]
 
 BACKENDS: Final = ("farcall", "gloo")
-_PATIENCE: Final = 600.0
+_PATIENCE: Final = 300.0
+_WARM_BATCHES: Final = 8
 
 
 class Side:
@@ -135,7 +137,6 @@ class _Driver(_Runs):
     def __init__(self, workers: int) -> None:
         super().__init__()
         self._workers = workers
-        self._operations: list[int] = [0]
 
     def make(self, case: str, sizes: Sizes) -> float:
         """Make a model; the loss of the third step."""
@@ -149,29 +150,58 @@ class _Driver(_Runs):
         self._run(self._steps[case], count)
         return (time.perf_counter() - begin) / count
 
-    def recorded(self, case: str, count: int) -> tuple[float, float]:
-        """Seconds that the driver records, of each of so many steps, and of each operation; workers wait."""
+    def warm(self, case: str, count: int) -> None:
+        """Run batches of so many steps until their programs are made, linked, and rewritten by passes."""
+        known = -1
+        for _ in range(_WARM_BATCHES):
+            self.run(case, count)
+            before, known = known, len(self._session._programs)
+            if known == before:
+                return
+
+    @property
+    def _session(self) -> Any:
+        return engine()
+
+    def recorded(self, case: str, count: int = 8) -> tuple[float, float]:
+        """Seconds of the driver's CPU for a step, and for recording an operation; the least of so many steps.
+
+        Workers wait meanwhile. Recording is what happens below PyTorch's autograd, and sending.
+        """
         recorder = engine().recorder
-        run, recorder._run = recorder._run, self._counting(recorder._run)
-        taken = 0.0
+        run, dispatch = recorder._run, logical_tensor._dispatch
+        operations, recording = 0, 0.0
+
+        def counted(recorded: Recording) -> None:
+            nonlocal operations, recording
+            operations += len(recorded.operations)
+            begin = time.thread_time()
+            run(recorded)
+            recording += time.thread_time() - begin
+
+        def timed(operator: Any, args: Any, kwargs: Any) -> Any:
+            nonlocal recording
+            begin, before = time.thread_time(), recording
+            result = dispatch(operator, args, kwargs)
+            recording = before + time.thread_time() - begin  # what it calls is in it
+            return result
+
+        steps, costs = [], []
+        recorder._run = counted
         try:
-            for _ in range(count):
+            for place in range(2 * count):
                 spmd.sync()
-                self._operations.append(0)
+                dispatch_with(timed if place % 2 else dispatch)
+                operations, recording = 0, 0.0
                 begin = time.process_time()
                 self._steps[case]()
                 recorder.flush()
-                taken += time.process_time() - begin
+                steps.append(time.process_time() - begin)
+                costs.append(recording / operations)
         finally:
             recorder._run = run
-        return taken / count, taken / sum(self._operations[-count:])
-
-    def _counting(self, run: Callable[[Recording], None]) -> Callable[[Recording], None]:
-        def counted(recording: Recording) -> None:
-            self._operations[-1] += len(recording.operations)
-            run(recording)
-
-        return counted
+            dispatch_with(dispatch)
+        return min(steps[2::2]), min(costs[3::2])
 
     def sent(self, case: str, count: int) -> float:
         """Bytes that a worker sends in each of so many steps; of that which sends the most."""

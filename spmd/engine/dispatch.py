@@ -36,9 +36,9 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
         return handler(*args, **(kwargs or {}))
     with recorder.lock:
         if operation.is_view:
-            return _view(recorder, operator, args, kwargs)
+            return _view(operation, args, kwargs)
         if operation.is_reshaping:
-            return _reshape(args[0], _view(recorder, operation.pure.overload, args, kwargs))
+            return _reshape(args[0], _view(operation.pure, args, kwargs))
         if operation.mutated:
             return _mutate(recorder, operation, args, kwargs or {})
         try:
@@ -46,12 +46,9 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
         except (DynamicOutputShapeException, DataDependentOutputException):
             pass
         else:
-            structure = entry.structure
-            return (
-                wrap(results[0])
-                if structure == 0 and type(structure) is int
-                else _returned(structure, results)
-            )
+            if entry.is_flat:
+                return wrap(results[0]) if entry.structure == 0 else [wrap(each) for each in results]
+            return _returned(entry.structure, results)
     return _on_driver(operator, args, kwargs or {})
 
 
@@ -78,18 +75,17 @@ def _returned(structure: Any, results: list[Any]) -> Any:
     return structure
 
 
-def _view(recorder: Recorder, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _view(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     parent = args[0]._alias
     rest = args[1:]
     if kwargs:
-        rest = (
-            *rest,
-            *(kwargs[each.name] for each in operator._schema.arguments[len(args) :] if each.name in kwargs),
-        )
-    frozen = tuple([tuple(each) if type(each) is list else each for each in rest])
-    key = (operator, parent.spec, frozen)
+        arguments = operation.overload._schema.arguments
+        rest = (*rest, *(kwargs[each.name] for each in arguments[len(args) :] if each.name in kwargs))
+    frozen = tuple([tuple(each) if type(each) is list else each for each in rest]) if rest else rest
+    key = (operation, parent.spec, frozen)
     known = _VIEWS.get(key)
     if known is None:
+        operator = operation.overload
         specs = infer(operator, (parent.spec, *rest), {})
         steps = [(Operation.of(one), args) for one, args in steps_of_view(operator, parent, frozen)]
         known = _VIEWS[key] = (
@@ -97,8 +93,10 @@ def _view(recorder: Recorder, operator: Any, args: tuple[Any, ...], kwargs: dict
             list(zip((specs,) if isinstance(specs, Spec) else specs, steps, strict=True)),
         )
     one, found = known
-    made = [wrap(Alias.of_view(parent, step, spec)) for spec, step in found]
-    return made[0] if one else made
+    if one:
+        ((spec, step),) = found
+        return wrap(Alias.of_view(parent, step, spec))
+    return [wrap(Alias.of_view(parent, step, spec)) for spec, step in found]
 
 
 _VIEWS: Final[dict[tuple[Any, ...], tuple[bool, list[tuple[Spec, Any]]]]] = {}
@@ -111,6 +109,10 @@ def _reshape(tensor: LogicalTensor, view: LogicalTensor) -> Tensor:
 
 
 def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if operation.mutates_first and type(args[0]) is LogicalTensor:
+        _, (result,) = recorder.enter(operation.pure, args, kwargs)
+        _assign(recorder, operation, args[0]._alias, result)
+        return args[0]
     targets: list[Any] = []
     returned: list[Any] = []
     for where in operation.mutated:
@@ -132,22 +134,26 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
     results = [each for each in results if each is not None]
     others = results[: len(results) - len(targets)]
     for target, result in zip(targets, results[len(others) :], strict=True):
-        alias = target._alias
-        if operation.name not in _FILLS:
-            refuse_repeated(alias)
-        if result.spec.shape != alias.spec.shape:
-            raise RuntimeError(
-                f"the result has shape {list(result.spec.shape)}, and cannot be written into a tensor of "
-                f"shape {list(alias.spec.shape)}"
-            )
-        new = result
-        if new.spec.dtype != alias.spec.dtype:
-            (new,) = recorder.record(aten._to_copy.default, (new,), {"dtype": alias.spec.dtype})
-        write(recorder, alias, new.value)
+        _assign(recorder, operation, target._alias, result)
     if operation.returns_nothing:
         return None
     every = [*(wrap(each) for each in others), *returned]
     return every[0] if len(every) == 1 else tuple(every)
+
+
+def _assign(recorder: Recorder, operation: Operation, alias: Alias, result: Alias) -> None:
+    """A tensor becomes the result of an operation that changes it."""
+    if operation.name not in _FILLS:
+        refuse_repeated(alias)
+    if result.spec.shape != alias.spec.shape:
+        raise RuntimeError(
+            f"the result has shape {list(result.spec.shape)}, and cannot be written into a tensor of "
+            f"shape {list(alias.spec.shape)}"
+        )
+    if result.spec.dtype != alias.spec.dtype:
+        (result,) = recorder.record(aten._to_copy.default, (result,), {"dtype": alias.spec.dtype})
+    assert result.value is not None
+    write(recorder, alias, result.value)
 
 
 _FILLS: Final = ("aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_")

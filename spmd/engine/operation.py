@@ -31,6 +31,7 @@ class Operation:
         numbers: positions and names of the arguments whose numbers may change from run to run.
         is_view: what it returns shares memory with its first argument.
         mutated: positions, or names, of the arguments that it changes.
+        mutates_first: it changes its first argument, a tensor, and nothing else.
         pure: for one that changes arguments, the operation that returns what they become.
         rules_of: the overload whose sharding rules hold, where that is another one.
         is_reshaping: it makes its first argument a view of what that was.
@@ -62,6 +63,11 @@ class Operation:
             argument.name if argument.kwarg_only else position
             for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        self.mutates_first = (
+            self.mutated == (0,)
+            and str(schema.arguments[0].type) == "Tensor"
+            and [str(each.type) for each in schema.returns] == ["Tensor"]
         )
         self.is_view = not self.mutated and bool(marks) and marks[0] is not None
         self.is_out = bool(self.mutated) and isinstance(self.mutated[0], str)

@@ -4,25 +4,27 @@
 may share memory with it are read by no later step and are no outputs, its memory is the run's own, and it has
 no element twice. What may share memory is known from the operators' schemas, and told by rules.
 
+*Gathers* have a file of their own (``spmd.engine.gathers``).
+
 *Reductions* begin as soon as what they reduce is there, in buckets if it is small, and are waited for where
 their result is first used. All workers come to the same order, since it follows from the whole shapes.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from spmd.engine.gathers import gather_ahead
 from spmd.engine.program import Meta, Program, Ref
-from spmd.engine.redistribution import Begun, begin_reducing, gather_together
+from spmd.engine.redistribution import Begun, begin_reducing
 from spmd.engine.steps import Step, last_uses
 
 __all__ = ["copied_outputs", "may_alias", "optimize", "overlaps", "overwriting"]
@@ -32,6 +34,9 @@ aten: Any = torch.ops.aten
 _BUCKET_BYTES: Final = 1 << 20
 """When so much has come together, its reduction begins. What is larger is reduced alone."""
 
+_PENDING_BYTES: Final = 32 << 20
+"""So much may wait to be reduced and scattered, at most."""
+
 
 def optimize(program: Program, steps: Sequence[Step], metas: Sequence[Meta | None]) -> list[Step]:
     """The steps, rewritten. Values beyond the metas are new ones.
@@ -40,14 +45,11 @@ def optimize(program: Program, steps: Sequence[Step], metas: Sequence[Meta | Non
         steps: as linked.
         metas: of all values.
     """
-    steps = _gather_ahead(_views_first(steps, len(program.inputs)), len(program.inputs), metas)
-    steps = _reduce_early(steps, _Memory(program, steps), metas)
+    handles = itertools.count(len(metas))
+    steps = gather_ahead(program, steps, metas, handles)
+    steps = _reduce_early(steps, _Memory(program, steps), metas, handles)
     memory = _Memory(program, steps)  # of the new order
     return [_overwrite(place, step, memory, metas) for place, step in enumerate(steps)]
-
-
-_GATHERED_BYTES: Final = 8 << 20
-"""So much is gathered before it is needed, at most."""
 
 
 # ---- memory
@@ -207,6 +209,13 @@ class _Bucket:
         self.first, self.steps, self.owned, self.bytes = first, list[Step](), list[bool](), 0
         self.handle: int | None = None
 
+    @property
+    def result(self) -> int:
+        """One of its results."""
+        (value,) = self.steps[0].results
+        assert value is not None
+        return value
+
     def add(self, step: Step, size: int, owned: bool) -> None:
         self.steps.append(step)
         self.owned.append(owned)
@@ -245,20 +254,25 @@ _reduce_now: Final = lambda tensors, **given: begin_reducing(tensors, blocks=Tru
 _begin: Final = functools.partial(begin_reducing, blocks=False)
 
 
-def _reduce_early(steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta | None]) -> list[Step]:
-    """Reductions, begun where their argument is made, and waited for where their result is needed."""
+def _reduce_early(
+    steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta | None], handles: Iterator[int]
+) -> list[Step]:
+    """Reductions, begun where their argument is made, and waited for where their result is needed.
+
+    Where results are smaller than what is reduced, and too much is under way, the oldest is waited for.
+    """
     done: list[Step] = []
     filling: dict[Any, _Bucket] = {}
     bucket_of: dict[int, _Bucket] = {}
-    handles = itertools.count(len(metas))
+    pending: list[_Bucket] = []
     wanted: dict[int, list[Step]] = {}
     for step in steps:
         if _is_reduction(step):
             wanted.setdefault(step.args[0].index, []).append(step)
 
     def collect(value: int, place: int) -> None:
-        meta = metas[value]
         for step in wanted.pop(value, ()):
+            meta = metas[value]
             assert meta is not None
             move, _ = step.moves[0]
             size = math.prod(meta.shape) * meta.dtype.itemsize
@@ -275,6 +289,10 @@ def _reduce_early(steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta |
             bucket_of[step.results[0]] = bucket  # type: ignore[index]
             if bucket.bytes > _BUCKET_BYTES:
                 done.append(filling.pop(key).start(next(handles)))
+                if move.kind == "reduce_scatter":
+                    pending.append(bucket)
+        while sum(each.bytes for each in pending) > _PENDING_BYTES:
+            settle(pending.pop(0).result, place)
 
     def settle(value: int, place: int) -> None:
         bucket = bucket_of.get(value)
@@ -311,76 +329,3 @@ def _reduce_early(steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta |
 def _is_reduction(step: Step) -> bool:
     """Whether it is one reduction, and needed."""
     return len(step.moves) == 1 and step.moves[0][0].kind.startswith("reduce") and step.results != (None,)
-
-
-# ---- gathers
-
-
-def _views_first(steps: Sequence[Step], inputs: int) -> list[Step]:
-    """Views of inputs, which cost nothing, come first, so that what they show may be gathered early."""
-    there = set(range(inputs))
-    first: list[Step] = []
-    rest: list[Step] = []
-    for step in steps:
-        reads = step.reads()
-        if step.shared and not step.moves and reads and reads <= there:
-            first.append(step)
-            there.update(value for value in step.results if value is not None)
-        else:
-            rest.append(step)
-    return first + rest
-
-
-def _gather_ahead(steps: Sequence[Step], inputs: int, metas: Sequence[Meta | None]) -> list[Step]:
-    """Where something is gathered, what is gathered next comes with it, as far as it is there already."""
-    made = dict.fromkeys(range(inputs), -1)
-    made |= {value: place for place, step in enumerate(steps) for value in step.results if value is not None}
-    gathers = [place for place, step in enumerate(steps) if _is_gather(step)]
-    taken: set[int] = set()
-    done: list[Step] = []
-    for place, step in enumerate(steps):
-        if place in taken:
-            continue
-        if not _is_gather(step):
-            done.append(step)
-            continue
-        together, total = [step], 0
-        for later in gathers[bisect.bisect(gathers, place) :]:
-            other = steps[later]
-            meta = metas[other.args[0].index]
-            assert meta is not None
-            total += math.prod(meta.shape) * meta.dtype.itemsize
-            if total > _GATHERED_BYTES:
-                break
-            if _source(other, metas) == _source(step, metas) and made[other.args[0].index] < place:
-                together.append(other)
-                taken.add(later)
-        done.append(_gathered(together))
-    return done
-
-
-def _gathered(together: Sequence[Step]) -> Step:
-    first = together[0]
-    moves = [each.moves[0][0] for each in together]
-    return replace(
-        first,
-        function=functools.partial(gather_together, moves=moves, group=first.moves[0][1]),
-        args=([each.args[0] for each in together],),
-        results=tuple(each.results[0] for each in together),
-        single=False,
-        moves=(),
-    )
-
-
-def _source(step: Step, metas: Sequence[Meta | None]) -> tuple[Any, ...]:
-    meta = metas[step.args[0].index]
-    assert meta is not None
-    move, _ = step.moves[0]
-    return move.mesh, move.axis, meta.dtype
-
-
-def _is_gather(step: Step) -> bool:
-    if len(step.moves) != 1 or step.results == (None,):
-        return False
-    move = step.moves[0][0]
-    return bool(move.kind == "gather" and move.strided == 1)

@@ -11,7 +11,7 @@ two steps of a training loop are one program, which is sent once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -66,9 +66,11 @@ class MeshKey:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Layout:
     """Where the parts of a tensor are.
+
+    They are compared for each operation, so that this must not take longer the more workers there are.
 
     Attributes:
         mesh: None for what is whole on every worker, which is so on any mesh.
@@ -77,6 +79,23 @@ class Layout:
 
     mesh: MeshKey | None = None
     placements: tuple[Placement, ...] = ()
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.mesh, self.placements)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout) or self._hash != other._hash:
+            return False
+        return self.mesh == other.mesh and self.placements == other.placements
+
+    def __reduce__(self) -> Any:
+        return Layout, (self.mesh, self.placements)
 
     @classmethod
     def of(cls, mesh: MeshKey, placements: tuple[Placement, ...]) -> Layout:

@@ -39,12 +39,13 @@ from spmd.engine.program import (
 __all__ = ["Entry", "Recorder", "Recording"]
 
 LIMIT: Final = 1000
-"""What ``limit`` is."""
+"""What ``limit`` is. A recording of half as many ends where it began, so that loops soon repeat programs."""
 
 _FLOAT: Final = object()
 _INT: Final = object()
 _END: Final = object()
 _reference: Final = weakref.ref
+_PLAIN: Final = frozenset((type(None), bool, str, torch.dtype, torch.layout, torch.memory_format))
 _DEVICE_WORDS: Final = frozenset(("device", "pin_memory", "non_blocking"))
 
 
@@ -56,6 +57,7 @@ class Entry:
         args, kwargs: as in an instruction, with the numbers of its own tensors and scalars.
         specs: of its results, flattened; None for what is no tensor.
         structure: what it returns, with the number of a result in place of each tensor.
+        is_flat: that is one tensor, or a sequence of tensors.
         moves: which of its tensors must first be laid out otherwise, and how.
         note: for the report.
         moved_bytes: of the tensors that are laid out otherwise, but for sums that are still to be done.
@@ -65,6 +67,7 @@ class Entry:
     __slots__ = (
         "args",
         "effect",
+        "is_flat",
         "kwargs",
         "moved_bytes",
         "moves",
@@ -81,6 +84,7 @@ class Entry:
         self.kwargs = tuple(kwargs.items())
         self.specs: tuple[Spec | None, ...] = ()
         self.structure: Any = None
+        self.is_flat = False
         self.moves: tuple[tuple[int, Layout], ...] = ()
         self.note: str | None = None
         self.moved_bytes = 0
@@ -248,7 +252,7 @@ class Recorder:
         self, arg: Any, key: list[Any], tensors: list[Alias], scalars: list[Any], is_number: bool
     ) -> None:
         kind = type(arg)
-        if isinstance(arg, self._tensor_type):
+        if kind is self._tensor_type:
             arg = arg._alias
             kind = Alias
         if kind is Alias:
@@ -256,6 +260,8 @@ class Recorder:
                 read(self, arg)
             tensors.append(arg)
             key.append(arg.spec)
+        elif kind in _PLAIN:
+            key.append(arg)
         elif is_number and (kind is float or kind is int):
             key.append(_FLOAT if kind is float else _INT)
             scalars.append(arg)
@@ -263,6 +269,8 @@ class Recorder:
             for each in arg:
                 self._flatten(each, key, tensors, scalars, is_number)
             key.append(_END)
+        elif isinstance(arg, self._tensor_type):
+            self._flatten(arg._alias, key, tensors, scalars, is_number)
         elif isinstance(arg, Tensor):
             alias = given(arg)
             tensors.append(alias)
@@ -276,7 +284,12 @@ class Recorder:
             key.append((kind, arg) if kind is float or kind is complex else arg)  # 1+0j equals True
 
     def _emit(self, entry: Entry, tensors: list[Alias], scalars: list[Any]) -> list[Any]:
-        if len(self.recording.operations) >= self.limit:
+        count = len(self.recording.operations)
+        if count >= self.limit or (
+            2 * count >= self.limit
+            and entry is self.recording.operations[0][0]
+            and self.recording.places[0] == place()
+        ):
             self.flush()
         values: list[Any] = (
             self._laid_out(entry, tensors) if entry.moves else [each.value for each in tensors]
@@ -330,15 +343,21 @@ class Recorder:
         index = value.index if value.recording is self.recording else self._enter_value(value)
         found = self._moved.get((index, layout))
         if found is None:
-            key = (REDISTRIBUTE, value.spec, layout)
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = Entry(REDISTRIBUTE, (Ref(0), layout), {})
-                entry.specs, entry.structure = (value.spec.laid_out(layout),), 0
-                self._entries[key] = entry
-            (result,) = self._emit(entry, [Alias(value, value.spec)], [])
-            found = self._moved[(value.index, layout)] = result.value
+            found = self.redistributed(value, layout)
+            self._moved[(value.index, layout)] = found
         return found
+
+    def redistributed(self, value: Value, layout: Layout) -> Value:
+        """As ``moved``, but moved now, even if it has been before."""
+        key = (REDISTRIBUTE, value.spec, layout)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = Entry(REDISTRIBUTE, (Ref(0), layout), {})
+            entry.specs, entry.structure = (value.spec.laid_out(layout),), 0
+            self._entries[key] = entry
+        (result,) = self._emit(entry, [Alias(value, value.spec)], [])
+        made: Value = result.value
+        return made
 
     def changed(self, old: Value, new: Value) -> None:
         """A write has put a value in the place of another."""
@@ -413,6 +432,8 @@ class Recorder:
         )
         found: list[Spec | None] = []
         entry.structure = _structure(returned, found)
+        numbers_of_all = tuple(range(len(found)))
+        entry.is_flat = None not in found and (entry.structure == numbers_of_all or found == [returned])
         metas = [alias.spec.meta for alias in tensors]
         each = iter(metas)
         meta_args = tuple(_with_specs(arg, each) for arg in args)

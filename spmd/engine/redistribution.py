@@ -24,8 +24,8 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "begin_gathering",
     "begin_reducing",
-    "gather_together",
     "move",
     "take_shard",
 ]
@@ -160,31 +160,47 @@ def _rows_of_shards(local: Tensor, step: Move) -> list[Tensor]:
     return [each.movedim(step.dim, 0) for each in _shards(local, step)]
 
 
-def gather_together(tensors: Sequence[Tensor], *, moves: Sequence[Move], group: Any) -> list[Tensor]:
-    """Gather tensors of one dtype in one operation; each move is a ``gather`` of that group."""
-    if len(tensors) == 1:
-        return [_gather(tensors[0], moves[0], group)]
+def begin_gathering(
+    tensors: Sequence[Tensor], *, moves: Sequence[Move], group: Any, which: Sequence[int], blocks: bool
+) -> Begun:
+    """Begin to gather tensors of one dtype together; each move is a ``gather`` of that group.
+
+    Args:
+        which: of these are the results, so that what is wanted twice comes once.
+        blocks: it is waited for at once.
+    """
     rows = [each.movedim(step.dim, 0) for each, step in zip(tensors, moves, strict=True)]
     sizes = [
         [step.lengths[place] * math.prod(each.shape[1:]) for each, step in zip(rows, moves, strict=True)]
         for place in range(group.size())
     ]
-    parts = [rows[0].new_empty(sum(each)) for each in sizes]
-    all_gather(torch.cat([each.reshape(-1) for each in rows]), parts, group)
-    pieces = [part.split_with_sizes(each) for part, each in zip(parts, sizes, strict=True)]
-    results = []
-    for place, (local, each, step) in enumerate(zip(tensors, rows, moves, strict=True)):
-        whole = torch.cat([of_rank[place] for of_rank in pieces]).view(-1, *each.shape[1:])
-        result = whole.movedim(0, step.dim)
-        results.append(result.contiguous() if local.is_contiguous() else result)
-    return results
+    flat = rows[0].new_empty(sum(map(sum, sizes)))
+    parts = list(flat.split_with_sizes([sum(each) for each in sizes]))
+    given = rows[0].reshape(-1) if len(rows) == 1 else torch.cat([each.reshape(-1) for each in rows])
+    are_contiguous = [each.is_contiguous() for each in tensors]
+    shapes = [each.shape[1:] for each in rows]
+
+    def results() -> list[Tensor]:
+        pieces = [part.split_with_sizes(each) for part, each in zip(parts, sizes, strict=True)]
+        found = []
+        for place, (shape, step) in enumerate(zip(shapes, moves, strict=True)):
+            whole = flat if len(moves) == 1 else torch.cat([of_rank[place] for of_rank in pieces])
+            result = whole.view(sum(step.lengths), *shape).movedim(0, step.dim)
+            found.append(result.contiguous() if are_contiguous[place] else result)
+        return [found[each] for each in which]
+
+    return Begun(_all_gather(given, parts, group, blocks), results)
 
 
 def all_gather(local: Tensor, outputs: list[Tensor], group: Any) -> None:
     """Everybody's ``local`` becomes the output at its place. They may differ in size."""
+    _all_gather(local, outputs, group, blocks=True).wait()
+
+
+def _all_gather(local: Tensor, outputs: list[Tensor], group: Any, blocks: bool) -> Any:
     options = _c10d.AllgatherOptions()
-    options.asyncOp = False
-    group.allgather([outputs], [local.contiguous()], options).wait()
+    options.asyncOp = not blocks
+    return group.allgather([outputs], [local.contiguous()], options)
 
 
 def all_to_all(gives: list[Tensor], takes: list[Tensor], group: Any) -> None:

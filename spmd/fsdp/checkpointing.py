@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Final, TypeVar
 
@@ -10,10 +12,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["checkpoint_module"]
+__all__ = ["GATHERED", "checkpoint_module"]
 
 M = TypeVar("M", bound=nn.Module)
 _PLAIN: Final = "_forward_before_checkpointing"
+
+GATHERED: Final = "_gathered_by_its_wrapper"
+"""Attribute of a module that is wrapped: makes a context in which its parameters are whole."""
 
 
 def checkpoint_module(module: M) -> M:
@@ -33,8 +38,15 @@ def checkpoint_module(module: M) -> M:
         plain = vars(self)[_PLAIN]  # that of a copy computes with the copy's parameters
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        again = vars(self).get(GATHERED, contextlib.nullcontext)
+        contexts = functools.partial(_contexts, again)
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     vars(module)[_PLAIN] = plain
     module.forward = MethodType(forward, module)
     return module
+
+
+def _contexts(again: Callable[[], Any]) -> tuple[Any, Any]:
+    """Those of the first forward, and of the one in backward."""
+    return contextlib.nullcontext(), again()

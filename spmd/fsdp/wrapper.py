@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from spmd.engine.program import REPLICATED
+from spmd.fsdp.checkpointing import GATHERED
+from spmd.fsdp.gathering import gathered, saving_shards
 from spmd.fsdp.wrap import Policy, recursive_wrap
 from spmd.sharding.marks import is_marked, mark_sharding
 from spmd.sharding.mesh import Mesh, get_global_mesh
-from spmd.sharding.movement import laid_out
 from spmd.sharding.partition_spec import PartitionSpec
 from spmd.sharding.placing import place
 
@@ -99,6 +99,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         self._cut: set[Tensor] = set()
         self._mesh = mesh
         self._orig_module = self._placed(module)
+        vars(module)[GATHERED] = self._gathered
         self._extra_data_axis = extra_data_axis
         self._shard_output = shard_output or self._cut_batch
 
@@ -152,10 +153,12 @@ class SpmdFullyShardedDataParallel(nn.Module):
                 for name, parameter in module._parameters.items():
                     if parameter is not None and parameter in self._cut:
                         if parameter not in whole:
-                            whole[parameter] = laid_out(parameter, REPLICATED)
+                            whole[parameter] = gathered(parameter)
                         replaced.append((module, name, parameter))
                         module._parameters[name] = whole[parameter]  # type: ignore[assignment]
-            yield
+            whole.clear()
+            with saving_shards():
+                yield
         finally:
             for module, name, parameter in replaced:
                 module._parameters[name] = parameter

@@ -378,3 +378,17 @@ def test_a_tensor_is_cut_and_put_together(
     assert sum(parts[worker].numel() for worker in asked) == whole.numel()
     found = put_together(shape, whole.dtype, layout, {worker: parts[worker] for worker in asked})
     assert torch.equal(found, whole)
+
+
+def test_a_loop_that_never_waits_soon_sends_programs_that_workers_have(
+    both: tuple[Session, InlinePort],
+) -> None:
+    _, port = both
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]).to(current.DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, foreach=False)
+    for _ in range(40):
+        model(torch.ones(3, 4).to(current.DEVICE)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(port.steps) > 4
+    assert all(each.definition is None for each in port.steps[3:])

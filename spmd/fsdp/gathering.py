@@ -1,0 +1,140 @@
+"""Parameters that are whole while a module computes, and no longer.
+
+What autograd saves of such a parameter for backward, itself or views of it, is not kept: it is the shard, and
+is gathered again when backward asks for it. What is computed of the parameter is saved as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd.engine.aliases import Alias, Value, read
+from spmd.engine.current import engine
+from spmd.engine.logical_tensor import LogicalTensor, alias_of, wrap
+from spmd.engine.program import REPLICATED
+
+__all__ = ["gathered", "saving_shards"]
+
+
+def gathered(parameter: Tensor) -> Tensor:
+    """A parameter, whole; its gradient comes back in the layout of the parameter."""
+    whole: Tensor = _Gathered.apply(parameter)  # type: ignore[no-untyped-call]
+    return whole
+
+
+@contextlib.contextmanager
+def saving_shards() -> Iterator[None]:
+    """Have autograd save shards of what is ``gathered`` in here.
+
+    Where others say already what is saved, as PyTorch's ``checkpoint`` does, it is for them.
+    """
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    if top(True) is not None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        yield
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        recorder = engine().recorder
+        with recorder.lock:
+            shard = read(recorder, alias_of(parameter))
+            ctx.layout = shard.spec.layout
+            return wrap(_Whole(_Shard(shard)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        recorder = engine().recorder
+        alias = alias_of(gradient)
+        with recorder.lock:
+            value = recorder.moved(read(recorder, alias), ctx.layout)
+            return wrap(Alias(value, alias.spec.laid_out(ctx.layout)))
+
+
+class _Shard:
+    """What a parameter was in forward, and who waits for it in backward.
+
+    It is gathered once for all that was saved of it, however often the module has used it.
+    """
+
+    def __init__(self, value: Value) -> None:
+        self._value = value
+        self._saved = self._left = 0
+        self._again: _Whole | None = None
+
+    def gather(self) -> Value:
+        """The whole, gathered now."""
+        return engine().recorder.redistributed(self._value, REPLICATED)
+
+    def save(self) -> None:
+        """Backward will ask for it, once more."""
+        self._saved += 1
+        self._left += 1
+
+    def take(self) -> _Whole:
+        """The whole, as long as somebody else is to come for it. The recorder is locked."""
+        found = self._again or _Whole(self)
+        self._left -= 1
+        if self._left <= 0:  # another backward over the same graph gathers once more
+            self._again, self._left = None, self._saved
+        else:
+            self._again = found
+        return found
+
+
+class _Whole(Alias):
+    """A parameter that is gathered."""
+
+    __slots__ = ("shard",)
+
+    def __init__(self, shard: _Shard) -> None:
+        value = shard.gather()
+        super().__init__(value, value.spec)
+        self.shard = shard
+
+
+class _Saved:
+    """A view of a parameter that is gathered, or itself: the shard, and the views."""
+
+    __slots__ = ("_links", "_shard")
+
+    def __init__(self, shard: _Shard, links: list[Alias]) -> None:
+        self._shard = shard
+        self._links: Final = [(each.step, each.spec) for each in links]
+        shard.save()
+
+    def tensor(self) -> Tensor:
+        """It, of a parameter that is gathered again."""
+        recorder = engine().recorder
+        with recorder.lock:
+            alias: Alias = self._shard.take()
+        for step, spec in self._links:
+            assert step is not None
+            alias = Alias.of_view(alias, step, spec)
+        return wrap(alias)
+
+
+def _pack(tensor: Tensor) -> Any:
+    if not isinstance(tensor, LogicalTensor):
+        return tensor
+    alias = tensor._alias
+    links: list[Alias] = []
+    while alias.parent is not None:
+        links.insert(0, alias)
+        alias = alias.parent
+    if type(alias) is not _Whole or alias.version:  # it is no such parameter, or was changed since
+        return tensor
+    return _Saved(alias.shard, links)
+
+
+def _unpack(saved: Any) -> Any:
+    return saved.tensor() if type(saved) is _Saved else saved
