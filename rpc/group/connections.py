@@ -62,6 +62,16 @@ _PAUSES: Final = (0.002, 0.004, 0.008, 0.016, 0.2)
 may end before its address refuses.
 """
 
+_STEADY_SECONDS: Final = 1.0
+"""A connection that lasts no longer, and on which nothing is taken in or acknowledged, was made in vain."""
+
+_FIRST_PAUSE: Final = 0.005
+_LONGEST_PAUSE: Final = 2.0
+"""Seconds between a connection that was made in vain and the next, from the second on; they double."""
+
+_PATIENCE: Final = 3
+"""So many connections may be made in vain at least."""
+
 _REDIAL_SECONDS: Final = 3.0
 """How long an address may take that has answered before, so that a link which comes back is found soon."""
 
@@ -214,10 +224,19 @@ class Connections:
 
     def connect(self, peer: Peer) -> None:
         """Connect to a peer unless there is a connection or an attempt."""
-        if not self.closed and peer.step(Event.DIAL):
+        if not self.closed and not peer.rests and peer.step(Event.DIAL):
             task = self.loop.create_task(self._dial(peer))
             self._dialling.add(task)
             task.add_done_callback(self._dialling.discard)
+
+    def _connect_later(self, peer: Peer, pause: float) -> None:
+        """Not before so many seconds, whatever is to be sent."""
+        peer.rests = True
+        self.loop.call_later(pause, self._rested, peer)
+
+    def _rested(self, peer: Peer) -> None:
+        peer.rests = False
+        self.connect(peer)
 
     async def _dial(self, peer: Peer) -> None:
         """Connect to a worker at the first of its addresses that answers."""
@@ -270,18 +289,27 @@ class Connections:
         elif peer.step(Event.BREAK):
             pause = _PAUSES[min(peer.failures, len(_PAUSES) - 1)]
             peer.failures += 1
-            self.loop.call_later(pause, self.connect, peer)
+            self._connect_later(peer, pause)
 
     def broke(self, peer: Peer, reason: str, *, connect: bool = True) -> None:
         """An established connection is closed, and its worker may live."""
         if self.closed or not peer.step(Event.BREAK):
             return
         logger.info("the connection to worker '%s' is made again: %s", peer.name, reason)
-        peer.broken_since = self.loop.time()
+        peer.broken_since = now = self.loop.time()
+        if peer.has_progressed or now - peer.connected_since > _STEADY_SECONDS:
+            peer.in_vain = 0
+        if not peer.in_vain:
+            peer.in_vain_since = now
+        peer.in_vain += 1
         peer.broke(reason)
         self._events.peer_broke(peer)
-        if connect:
+        if peer.in_vain > _PATIENCE and now - peer.in_vain_since >= self.reconnect_seconds:
+            self.lose(peer, f"{reason}, and so {peer.in_vain} times, as soon as it was connected")
+        elif connect and peer.in_vain == 1:
             self.connect(peer)
+        elif connect:
+            self._connect_later(peer, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (peer.in_vain - 2)))
 
     async def open_lane(self, peer: Peer, lane: Lane) -> Connection:
         """One more connection over the network to a connected peer, which has let it in. ``OSError`` if there
@@ -436,6 +464,7 @@ class Connections:
 
     def _hand_over(self, peer: Peer, connection: Connection, *session: int) -> None:
         outfitted = connection if self.outfit is None else self.outfit(peer, connection)
+        peer.connected_since = self.loop.time()
         peer.established(outfitted, *session)
 
     # ---- the end

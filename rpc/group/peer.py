@@ -77,6 +77,13 @@ class Peer:
         self.broken_since = 0.0
         self.failures = 0
         """How many attempts have failed since."""
+        self.rests = False
+        """Whether no attempt is to be made just now."""
+        self.connected_since = 0.0
+        self.in_vain = 0
+        """How many connections in a row have broken at once, and since when that has been so."""
+        self.in_vain_since = 0.0
+        self._progress = 0
         self.process: int | None = None
         """Of a worker on this host, once there was a connection."""
         self.dialled = False
@@ -120,6 +127,11 @@ class Peer:
         return following is not None
 
     @property
+    def has_progressed(self) -> bool:
+        """Whether anything was taken in or acknowledged over the connection that there is, or was last."""
+        return self.received + self.session.first != self._progress
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing more of the last connection, which broke, is being taken in."""
         return self._last_connection is None or self._last_connection.is_quiet
@@ -133,7 +145,8 @@ class Peer:
         """Give a sign of life; ``wants`` as the codec of ``Kind.ALIVE``. From any thread."""
         connection = self.connection
         if connection is not None and not self.is_self:
-            connection.send_sign(encode_small(Kind.ALIVE, self.received, {}, (), wants))
+            sign = encode_small(Kind.ALIVE, self.received, {}, (), wants)
+            connection.send_sign(sign, newest=not wants)
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
@@ -247,6 +260,7 @@ class Peer:
         with self._lock:
             again = self.session.resume(received, self._unsent) if number > 1 else []
             self.session.connections = number
+            self._progress = self.received + self.session.first
             self._unsent, self._last_connection, self.broken, self.failures = [], None, None, 0
             if not self.is_self:
                 connection.carry(self.session)
