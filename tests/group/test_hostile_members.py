@@ -8,6 +8,8 @@ import resource
 import struct
 from typing import Any
 
+import pytest
+
 import rpc
 from rpc.bulk.shared_memory.packing import Message, pack
 from rpc.runtime.current import current_agent
@@ -285,6 +287,7 @@ def take_and_acknowledge_nothing(at: Target) -> None:
                 peer.say(frame(Kind.ALIVE, {}, (), 0))
 
 
+@pytest.mark.nightly
 def test_who_takes_and_never_acknowledges_is_lost_when_too_much_is_kept_for_it(
     run_workers: RunWorkers,
 ) -> None:
@@ -309,6 +312,7 @@ def ask_for_signs_and_read_none(at: Target) -> None:
             peer.say(wanted * 3000)
 
 
+@pytest.mark.nightly
 def test_signs_of_life_for_who_reads_none_are_not_piled_up(run_workers: RunWorkers) -> None:
     workers = start_group(run_workers)
     at = ask(workers[1], target)

@@ -110,10 +110,10 @@ async def flap(pair: Pair, times: int, between: Callable[[], Awaitable[object]] 
         assert await pair.connect()
         await between()
         pair.cut()
-        if pair.peer.rests:
-            began = pair.time.now
-            while pair.peer.rests:
-                pair.time.pass_pause()
+        began = pair.time.now
+        while pair.peer.rests:
+            pair.time.pass_pause()
+        if pair.time.now > began:
             passed.append(pair.time.now - began)
         if pair.left.gone:
             break
