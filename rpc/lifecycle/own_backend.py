@@ -37,6 +37,7 @@ from rpc.rendezvous.keeping import Keeper
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
+from rpc.runtime import file_limit
 from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.functions import main_identity
@@ -91,6 +92,8 @@ def _start(
     current: bool,
 ) -> Agent:
     options = rpc_backend_options
+    if world_size is not None:
+        file_limit.check(world_size - 1)
     place = resolve_group(rank, world_size, os.environ, options.dynamic or world_size is None)
     if options.listen is not None:
         host, port = parse_listen(options.listen)
@@ -122,6 +125,7 @@ def _start(
         timeout, job = options.rendezvous_timeout, job_key(os.environ)
         if world_size is None:
             group = joined = join_dynamic(store, draft, timeout, job=job)
+            file_limit.check(len(group.others))
             keeper = _keeper(agent, joined, timeout)
         else:
             group = join_static(store, draft, world_size, timeout, job=job)
