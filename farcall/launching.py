@@ -241,8 +241,11 @@ def record(error: BaseException, trace: str) -> None:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
         left = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "at": time.time(), "message": said}
         written = Path(f"{file}.{os.getpid()}")
-        written.write_text(json.dumps(left | {"trace": trace}))
-        written.replace(file)  # as a whole: this process may be ended at any moment
+        try:
+            written.write_text(json.dumps(left | {"trace": trace}))
+            written.replace(file)  # as a whole: this process may be ended at any moment
+        except OSError as failure:  # what was raised is shown all the same
+            _say(f"cannot write {written} for the launcher: {failure.strerror}")
 
 
 def _say(text: str) -> None:

@@ -26,7 +26,7 @@ __all__ = ["MAX_DEPARTED", "RESUMED", "Peer", "PeerTable"]
 RESUMED: Final = 2
 """As the codec of an ``ALIVE``: what an earlier connection has lost was sent again."""
 
-MAX_DEPARTED: Final = 1000
+MAX_DEPARTED: Final = 100
 """So many who have left a dynamic group are remembered by name; of the others only that they are gone."""
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import resource
 import struct
+import sys
 from typing import Any
 
 import pytest
@@ -320,3 +322,43 @@ def test_signs_of_life_for_who_reads_none_are_not_piled_up(run_workers: RunWorke
     ask(workers[0], ask_for_signs_and_read_none, at)
     assert ask(workers[1], memory) - before < 20
     dismiss(workers)
+
+
+# ---- members that come and go
+
+
+def come_and_go(at: Target, begin: int, end: int) -> None:
+    call = b"".join(current_agent().serializer.dump_call(int, (), {}, current_agent().own_peer).buffers)
+    for number in range(begin, end):
+        with Hostile(at) as peer:
+            peer.join(peer.newcomer(number))
+            peer.say(frame(Kind.CALL, {}, [call]))
+            answer = peer.hear()
+            assert answer is not None
+            assert answer.kind == Kind.REPLY
+            peer.say(frame(Kind.GOODBYE, {"reason": f"it has shut down, as number {number}"}))
+            peer.hear_all()
+
+
+def blocks() -> int:
+    """How many blocks of memory Python's objects take."""
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
+@pytest.mark.nightly
+def test_members_that_have_left_take_no_memory(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = ask(workers[1], target)
+    ask(workers[0], come_and_go, at, 0, 300)
+    before = ask(workers[1], blocks)
+    ask(workers[0], come_and_go, at, 300, 1300)
+    # Of 1,000: the number of each that is gone, and once the tables that hold these.
+    assert ask(workers[1], blocks) - before < 6000
+    assert ask(workers[1], len_of_peers) < 150
+    assert ask(workers[1], work_on_each_other)
+    dismiss(workers)
+
+
+def len_of_peers() -> int:
+    return len(current_agent().peers.all())

@@ -87,7 +87,9 @@ def test_files_that_are_open_already_count(limits: Limits, monkeypatch: pytest.M
 @pytest.mark.parametrize("limits", [(64, 1024)], indirect=True)
 def test_a_group_that_is_too_large_for_the_system_is_not_joined(limits: Limits) -> None:
     check(248)
-    with pytest.raises(RpcError, match="249 others needs at least 1028 open files, better 1558, .* than 1024"):
+    with pytest.raises(
+        RpcError, match=r"249 others needs at least 1028 open files, better 1558, .* than 1024"
+    ):
         check(249)
 
 
