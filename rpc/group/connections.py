@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from rpc.errors import ProtocolError
-from rpc.group.admission import CROSSED, judge
+from rpc.group.admission import CROSSED, GONE, MISTAKEN, judge
 from rpc.group.connection_state import CONNECTING, Event
 from rpc.group.connection_state import State as PeerState
 from rpc.group.greeting import SLOW_SECONDS, Greeting
@@ -282,6 +282,7 @@ class Connections:
             peer.broken, peer.broken_since = "", now
         why = f"{peer.broken}; " if peer.broken else ""
         if not may_live:
+            peer.has_ended = True
             self.lose(peer, f"{why}its process has died, most likely: {reason}" if why else reason)
         elif now - peer.broken_since >= self.reconnect_seconds:
             within = f" for {self.reconnect_seconds:g} s" if self.reconnect_seconds else ""
@@ -360,6 +361,7 @@ class Connections:
                 greeting.finish()
                 _drop(greeting.connection, "refused")
                 if refusal.code != CROSSED:
+                    peer.has_ended, peer.gave_up = refusal.code == MISTAKEN, refusal.code == GONE
                     self.lose(peer, f"it refused the connection: {refusal.reason}")
                 elif peer.step(Event.CROSS):
                     began = peer.session.connections
@@ -476,6 +478,7 @@ class Connections:
     def goodbye_received(self, peer: Peer, frame: Frame) -> None:
         """A peer leaves, and says so."""
         reason = legible(frame.header.get("reason", "it left"))
+        peer.has_ended = True
         peer.has_left = not reason.startswith(CRASHED)
         self._lose(peer, reason, logging.INFO if peer.has_left else logging.WARNING)
 

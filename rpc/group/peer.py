@@ -97,6 +97,10 @@ class Peer:
         """Why the worker is gone; None while it is not."""
         self.has_left = False
         """Whether it is gone because it left, and said so."""
+        self.has_ended = False
+        """Whether it is gone because it left, or its process has ended."""
+        self.gave_up = False
+        """Whether it is gone because it has lost this worker, and said so."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0
