@@ -89,8 +89,11 @@ def record(error: BaseException, trace: str) -> None:
     if file:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
         written = Path(f"{file}.{os.getpid()}")
-        written.write_text(json.dumps({"at": time.time(), "message": said, "trace": trace}))
-        written.replace(file)  # as a whole: this process may be ended at any moment
+        try:
+            written.write_text(json.dumps({"at": time.time(), "message": said, "trace": trace}))
+            written.replace(file)  # as a whole: this process may be ended at any moment
+        except OSError as failure:  # what was raised is shown all the same
+            say(f"cannot write {written} for the launcher: {failure.strerror}")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

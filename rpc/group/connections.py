@@ -1,6 +1,6 @@
 """Connections to the other workers: listening, connecting, shaking hands, noticing that one is gone.
 
-Everything here runs on the loop's thread. A connection is owned by a ``_Greeting`` until both sides know each
+Everything here runs on the loop's thread. A connection is owned by a ``Greeting`` until both sides know each
 other, and by an ``_Established`` from then on, which passes its frames to the agent.
 """
 
@@ -17,21 +17,11 @@ from functools import partial
 from typing import Final, Protocol
 
 from rpc.errors import ProtocolError
-from rpc.group.admission import CROSSED, judge
+from rpc.group.admission import CROSSED, GONE, MISTAKEN, judge
 from rpc.group.connection_state import CONNECTING, Event
 from rpc.group.connection_state import State as PeerState
-from rpc.group.handshake import (
-    Authenticator,
-    Handshake,
-    Hello,
-    Lane,
-    Message,
-    Refusal,
-    Role,
-    State,
-    Welcomed,
-    legible,
-)
+from rpc.group.greeting import SLOW_SECONDS, Greeting
+from rpc.group.handshake import Authenticator, Hello, Lane, Refusal, Welcomed, legible
 from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
@@ -40,7 +30,6 @@ from rpc.runtime.limited_log import LimitedLog
 from rpc.runtime.tasks import Task
 from rpc.transport.base import (
     CLOSED_BY_PEER,
-    INFINITE,
     Connection,
     ConnectionClosed,
     Listener,
@@ -68,12 +57,20 @@ MAX_STRANGERS: Final = 256
 is slow: how many may come at a time is for the transports to limit.
 """
 
-_SLOW_SECONDS: Final = 1.0
-
 _PAUSES: Final = (0.002, 0.004, 0.008, 0.016, 0.2)
 """Seconds between attempts to connect, the last for all others. Of a process that is just dying, connections
 may end before its address refuses.
 """
+
+_STEADY_SECONDS: Final = 1.0
+"""A connection that lasts no longer, and on which nothing is taken in or acknowledged, was made in vain."""
+
+_FIRST_PAUSE: Final = 0.005
+_LONGEST_PAUSE: Final = 2.0
+"""Seconds between a connection that was made in vain and the next, from the second on; they double."""
+
+_PATIENCE: Final = 3
+"""So many connections may be made in vain at least."""
 
 _REDIAL_SECONDS: Final = 3.0
 """How long an address may take that has answered before, so that a link which comes back is found soon."""
@@ -170,8 +167,8 @@ class Connections:
         self._max_frame_bytes = max_frame_bytes
         self._view: Membership | None = None
         self._listeners: list[Listener] = []
-        self._greetings: dict[_Greeting, None] = {}  # in the order in which they began
-        self._strangers: dict[_Greeting, None] = {}  # those of them whose other side has proven nothing yet
+        self._greetings: dict[Greeting, None] = {}  # in the order in which they began
+        self._strangers: dict[Greeting, None] = {}  # those of them whose other side has proven nothing yet
         self._refusals = LimitedLog(logger)
         self._dialling: set[asyncio.Task[None]] = set()
 
@@ -203,16 +200,16 @@ class Connections:
     def _accepted(self, connection: Connection) -> None:
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
-            if self.loop.time() - oldest.began > _SLOW_SECONDS:
+            if self.loop.time() - oldest.began > SLOW_SECONDS:
                 oldest.connection.close("too many others wait to shake hands")
-        greeting = _Greeting(self, connection, self.stranger_seconds)
+        greeting = Greeting(self, connection, self.stranger_seconds)
         self._strangers[greeting] = self._greetings[greeting] = None
 
     def _greet(
         self, connection: Connection, peer: Peer, lane: asyncio.Future[None] | None = None
-    ) -> _Greeting:
+    ) -> Greeting:
         seconds = self.handshake_seconds if lane is None else self.connect_seconds
-        greeting = _Greeting(self, connection, seconds, peer, lane)
+        greeting = Greeting(self, connection, seconds, peer, lane)
         self._greetings[greeting] = None
         return greeting
 
@@ -227,7 +224,7 @@ class Connections:
 
     def connect(self, peer: Peer) -> None:
         """Connect to a peer unless there is a connection or an attempt."""
-        if not self.closed and peer.step(Event.DIAL):
+        if not self.closed and not peer.rests and peer.step(Event.DIAL):
             self._dial_soon(peer)
 
     def greet_again(self, peer: Peer) -> None:
@@ -239,6 +236,15 @@ class Connections:
         task = self.loop.create_task(self._dial(peer))
         self._dialling.add(task)
         task.add_done_callback(self._dialling.discard)
+
+    def _connect_later(self, peer: Peer, pause: float) -> None:
+        """Not before so many seconds, whatever is to be sent."""
+        peer.rests = True
+        self.loop.call_later(pause, self._rested, peer)
+
+    def _rested(self, peer: Peer) -> None:
+        peer.rests = False
+        self.connect(peer)
 
     async def _dial(self, peer: Peer) -> None:
         """Connect to a worker at the first of its addresses that answers."""
@@ -287,6 +293,7 @@ class Connections:
             peer.broken, peer.broken_since = "", now
         why = f"{peer.broken}; " if peer.broken else ""
         if not may_live:
+            peer.has_ended = True
             self.lose(peer, f"{why}its process has died, most likely: {reason}" if why else reason)
         elif now - peer.broken_since >= self.reconnect_seconds:
             within = f" for {self.reconnect_seconds:g} s" if self.reconnect_seconds else ""
@@ -294,18 +301,27 @@ class Connections:
         elif peer.step(Event.BREAK):
             pause = _PAUSES[min(peer.failures, len(_PAUSES) - 1)]
             peer.failures += 1
-            self.loop.call_later(pause, self.connect, peer)
+            self._connect_later(peer, pause)
 
     def broke(self, peer: Peer, reason: str, *, connect: bool = True) -> None:
         """An established connection is closed, and its worker may live."""
         if self.closed or not peer.step(Event.BREAK):
             return
         logger.info("the connection to worker '%s' is made again: %s", peer.name, reason)
-        peer.broken_since = self.loop.time()
+        peer.broken_since = now = self.loop.time()
+        if peer.has_progressed or now - peer.connected_since > _STEADY_SECONDS:
+            peer.in_vain = 0
+        if not peer.in_vain:
+            peer.in_vain_since = now
+        peer.in_vain += 1
         peer.broke(reason)
         self._events.peer_broke(peer)
-        if connect:
+        if peer.in_vain > _PATIENCE and now - peer.in_vain_since >= self.reconnect_seconds:
+            self.lose(peer, f"{reason}, and so {peer.in_vain} times, as soon as it was connected")
+        elif connect and peer.in_vain == 1:
             self.connect(peer)
+        elif connect:
+            self._connect_later(peer, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (peer.in_vain - 2)))
 
     async def open_lane(self, peer: Peer, lane: Lane) -> Connection:
         """One more connection over the network to a connected peer, which has let it in. ``OSError`` if there
@@ -330,7 +346,7 @@ class Connections:
 
     # ---- what handshakes come to
 
-    def heard(self, greeting: _Greeting, said: Hello | Lane | Welcomed | Refusal) -> None:
+    def heard(self, greeting: Greeting, said: Hello | Lane | Welcomed | Refusal) -> None:
         """The other side wants to be let in, has let this worker in, or does not. Or its proof is wrong."""
         peer = greeting.peer
         if greeting.lane is not None:
@@ -356,6 +372,7 @@ class Connections:
                 greeting.finish()
                 _drop(greeting.connection, "refused")
                 if refusal.code != CROSSED:
+                    peer.has_ended, peer.gave_up = refusal.code == MISTAKEN, refusal.code == GONE
                     self.lose(peer, f"it refused the connection: {refusal.reason}")
                 elif peer.step(Event.CROSS):
                     began = peer.session.connections
@@ -368,7 +385,7 @@ class Connections:
                 else:
                     greeting.connection.close("not needed any more")
 
-    def _lane_heard(self, greeting: _Greeting, lane: asyncio.Future[None], said: object) -> None:
+    def _lane_heard(self, greeting: Greeting, lane: asyncio.Future[None], said: object) -> None:
         """The answer to a further connection."""
         if isinstance(said, Welcomed):
             if not lane.done():
@@ -377,7 +394,7 @@ class Connections:
             return
         greeting.connection.close(said.reason if isinstance(said, Refusal) else "refused")
 
-    def _judge(self, greeting: _Greeting, hello: Hello) -> None:
+    def _judge(self, greeting: Greeting, hello: Hello) -> None:
         assert self._view is not None
         known = self._view.find(hello.member.incarnation)
         peer = self._events.peer_for(known) if known else None
@@ -407,7 +424,7 @@ class Connections:
         peer.process = greeting.connection.process
         self._establish(greeting, peer, (number, hello.session[1]))
 
-    def _judge_again(self, greeting: _Greeting, hello: Hello) -> None:
+    def _judge_again(self, greeting: Greeting, hello: Hello) -> None:
         if greeting in self._greetings:
             self._judge(greeting, hello)
             return
@@ -415,7 +432,7 @@ class Connections:
         if not peer.connected:
             self.connect(peer)
 
-    def _refuse(self, greeting: _Greeting, refusal: Refusal) -> None:
+    def _refuse(self, greeting: Greeting, refusal: Refusal) -> None:
         if refusal.code != CROSSED:
             detail = f" ({refusal.detail})" if refusal.detail else ""
             described = greeting.connection.description
@@ -426,7 +443,7 @@ class Connections:
         if peer.state is PeerState.CROSSED and peer.session.connections == connections:
             self._failed(peer, f"it did not connect within {self.connect_seconds:g} s, as announced")
 
-    def ended(self, greeting: _Greeting, failure: str | None) -> None:
+    def ended(self, greeting: Greeting, failure: str | None) -> None:
         """A handshake is over: the connection has closed, because ``failure``, or it has succeeded."""
         self._greetings.pop(greeting, None)
         self._strangers.pop(greeting, None)
@@ -442,7 +459,7 @@ class Connections:
             level = logging.WARNING if greeting.connection.received_anything else logging.DEBUG
             self._refusals.log(level, "refused %s: %s", greeting.connection.description, failure)
 
-    def _establish(self, greeting: _Greeting, peer: Peer, session: tuple[int, int]) -> None:
+    def _establish(self, greeting: Greeting, peer: Peer, session: tuple[int, int]) -> None:
         greeting.finish()
         connection = greeting.connection
         logger.debug(
@@ -460,6 +477,7 @@ class Connections:
 
     def _hand_over(self, peer: Peer, connection: Connection, *session: int) -> None:
         outfitted = connection if self.outfit is None else self.outfit(peer, connection)
+        peer.connected_since = self.loop.time()
         peer.established(outfitted, *session)
 
     # ---- the end
@@ -471,6 +489,7 @@ class Connections:
     def goodbye_received(self, peer: Peer, frame: Frame) -> None:
         """A peer leaves, and says so."""
         reason = legible(frame.header.get("reason", "it left"))
+        peer.has_ended = True
         peer.has_left = not reason.startswith(CRASHED)
         self._lose(peer, reason, logging.INFO if peer.has_left else logging.WARNING)
 
@@ -522,106 +541,6 @@ class Connections:
         finally:
             for connection in leaving:
                 connection.close("its peer does not read")  # unless it has closed: callers may wait for room
-
-
-class _Greeting(SilentOwner):
-    """Owns a connection until both sides know each other: the shell round ``handshake``.
-
-    ``peer`` is whom this side connects to, None on the accepting side, where ``hello`` is to be judged. With
-    ``lane``, which is done when this one is welcome, it is connected to it already.
-    """
-
-    def __init__(
-        self,
-        connections: Connections,
-        connection: Connection,
-        seconds: float,
-        peer: Peer | None = None,
-        lane: asyncio.Future[None] | None = None,
-    ) -> None:
-        self.connection = connection
-        self.peer = peer
-        self.hello: Hello | None = None
-        self.lane = lane
-        self.began = connections.loop.time()
-        self._connections = connections
-        role = Role.ACCEPTOR if peer is None else Role.DIALLER
-        self._handshake = Handshake(role, connections.authenticator)
-        self._timer: asyncio.TimerHandle | None = None
-        self.wait(seconds)
-        connection.start(self)
-
-    def wait(self, seconds: float) -> None:
-        """From now on, the other side may take so long to go on."""
-        loop = self._connections.loop
-        if self._timer is not None:
-            self._timer.cancel()
-        if seconds < INFINITE:
-            self._timer = loop.call_later(seconds, self._expired, seconds, loop.time() + seconds)
-
-    def _expired(self, seconds: float, due: float) -> None:
-        if self._connections.loop.time() > due + _SLOW_SECONDS:
-            self.wait(seconds)  # it was this process that stood still: what has come was not looked at yet
-        else:
-            self.connection.close(f"no handshake within {seconds:g} s")
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the other side, or this one, has been told why it is not let in."""
-        return self._handshake.state is State.REFUSED
-
-    def greet(self, hello: Hello | Lane) -> None:
-        """At the dialler: begin."""
-        self._send(self._handshake.greet(hello))
-
-    def welcome(self, session: tuple[int, int] = (1, 0)) -> None:
-        """Let the other side in."""
-        self._send(self._handshake.welcome(session))
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Tell the other side why it is not let in, and hang up."""
-        self._send(self._handshake.refuse(refusal))
-        self.connection.close("refused", flush=True)
-
-    def finish(self) -> None:
-        """It is over: somebody else owns the connection now."""
-        self._cancel_timer()
-        self._connections.ended(self, None)
-
-    def _send(self, message: Message) -> None:
-        buffers, _ = encode(message.kind, 0, message.header, ())
-        self.connection.send_sign(b"".join(buffers))
-
-    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
-        for index, frame in enumerate(frames):
-            if connection.owner is not self:
-                connection.owner.frames_received(connection, frames[index:])
-                return
-            if self.is_refused:
-                return
-            try:
-                self._receive(frame)
-            except Exception as error:
-                # Nothing that a stranger says may do more than this.
-                known = isinstance(error, ProtocolError)
-                connection.malformed = True
-                connection.close(str(error) if known else f"a malformed message ({type(error).__name__})")
-                return
-
-    def _receive(self, frame: Frame) -> None:
-        said = self._handshake.receive(frame.kind, frame.header)
-        if isinstance(said, Message):
-            self._send(said)
-        else:
-            self._connections.heard(self, said)
-
-    def connection_lost(self, connection: Connection, reason: str) -> None:
-        self._cancel_timer()
-        self._connections.ended(self, reason)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 class _Established:

@@ -5,6 +5,9 @@ sent; where messages come anyway, nothing is either. A worker that is asked answ
 threads reads: that needs neither its executor nor code of a user's, but it needs the interpreter. So before
 a worker of this host is given up, the kernel is asked about its process: one that computes, or waits for a
 core, is busy and not gone, however long it has held the interpreter.
+
+A worker may live and acknowledge nothing, against the protocol. Callers wait when much is kept for it, and
+it is lost when it has acknowledged none of that for ``lost_after`` seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from rpc.errors import RpcError
 from rpc.group.liveness import Liveness
 from rpc.group.peer import RESUMED, Peer
 from rpc.runtime.process_signs import ProcessSigns, process_signs
-from rpc.transport.session import ACKNOWLEDGE_EVERY
+from rpc.transport.session import ACKNOWLEDGE_EVERY, MAX_UNACKNOWLEDGED
 from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small
 
 __all__ = ["Heartbeat"]
@@ -29,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 _ANSWER: Final = 1
 """As the codec of an ``ALIVE``: a sign of life is wanted in return."""
+
+_LOOK_SECONDS: Final = 2.5
+"""How often to look at least: what has come is acknowledged then."""
+
+_MOST_UNACKNOWLEDGED: Final = 4 * MAX_UNACKNOWLEDGED
+"""What must not wait is sent beyond the bound for what is kept; beyond this, the worker is lost at once."""
 
 
 class Heartbeat:
@@ -64,13 +73,14 @@ class Heartbeat:
         self._lose = lose
         self._lost_after = lost_after
         self._liveness = Liveness(lost_after)
+        self._acknowledging = Liveness(lost_after)  # whose signs are acknowledgements
         self._asked: dict[int, ProcessSigns | None] = {}
         """Of those that were asked, their processes at that time."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         """Look every now and then, from now on."""
-        self._timer = self._loop.call_later(self._liveness.interval, self._look)
+        self._timer = self._loop.call_later(min(self._liveness.interval, _LOOK_SECONDS), self._look)
 
     def stop(self) -> None:
         """Look no more."""
@@ -119,6 +129,28 @@ class Heartbeat:
                 self._greet_again(peer)
         for incarnation in silent:
             self._is_silent(awaited[incarnation])
+        self._look_at_full()
+
+    def _look_at_full(self) -> None:
+        """Have those acknowledge for whom too much is kept."""
+        full = {peer.incarnation: peer for peer in self._peers() if peer.session.full and peer.lost is None}
+        signs = {incarnation: peer.session.first for incarnation, peer in full.items() if peer.sign_expected}
+        ask, silent = self._acknowledging.look(time.monotonic(), signs)
+        for incarnation in ask:
+            full[incarnation].sign(_ANSWER)
+        for incarnation in silent:
+            self._keeps_too_much(full[incarnation], f"none of them for {self._lost_after:g} s")
+        for peer in full.values():
+            if peer.session.kept > _MOST_UNACKNOWLEDGED:
+                self._keeps_too_much(peer, "too few")
+
+    def _keeps_too_much(self, peer: Peer, acknowledged: str) -> None:
+        session = peer.session
+        if session.full:  # else it has been lost just now
+            what = f"{len(session.sent)} messages ({session.kept >> 20} MiB) are kept for it"
+            self._lose(
+                peer, f"it does not acknowledge what it gets: {what}, and it acknowledged {acknowledged}"
+            )
 
     def _is_silent(self, peer: Peer) -> None:
         before = self._asked.pop(peer.incarnation, None)

@@ -7,10 +7,19 @@ refused. A worker that returns under its old name is a new incarnation and takes
 
 from __future__ import annotations
 
+from typing import Final
+
 from rpc.errors import GroupMismatchError, UnknownWorkerError, WorkerLostError
 from rpc.group.workers import Member, WorkerInfo
 
 __all__ = ["Membership", "WorkerReference"]
+
+MAX_GONE: Final = 1 << 16
+"""So many incarnations that are gone are known as such. One that is forgotten would be taken for a newcomer,
+should it still run.
+"""
+
+_LONG_AGO: Final = "it left long ago"
 
 WorkerReference = str | int | WorkerInfo
 """How a callee may be named: by name, by id (rank), or by ``WorkerInfo``."""
@@ -60,10 +69,14 @@ class Membership:
     def leave(self, incarnation: int, reason: str) -> Member | None:
         """Take note that a member is gone; returns it, or None if it was not present."""
         self._gone.setdefault(incarnation, reason)
+        if len(self._gone) > MAX_GONE and not self.static:
+            del self._gone[next(iter(self._gone))]
         return self._by_incarnation.pop(incarnation, None)
 
     def forget(self, incarnation: int) -> None:
         """Free what is kept of a member that left long ago, but that it is gone: nobody names it any more."""
+        if incarnation in self._gone:
+            self._gone[incarnation] = _LONG_AGO
         self._by_name = {key: each for key, each in self._by_name.items() if each.incarnation != incarnation}
         self._by_id = {key: each for key, each in self._by_id.items() if each.incarnation != incarnation}
 

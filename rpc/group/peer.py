@@ -26,7 +26,7 @@ __all__ = ["MAX_DEPARTED", "RESUMED", "Peer", "PeerTable"]
 RESUMED: Final = 2
 """As the codec of an ``ALIVE``: what an earlier connection has lost was sent again."""
 
-MAX_DEPARTED: Final = 1000
+MAX_DEPARTED: Final = 100
 """So many who have left a dynamic group are remembered by name; of the others only that they are gone."""
 
 
@@ -79,6 +79,13 @@ class Peer:
         self.broken_since = 0.0
         self.failures = 0
         """How many attempts have failed since."""
+        self.rests = False
+        """Whether no attempt is to be made just now."""
+        self.connected_since = 0.0
+        self.in_vain = 0
+        """How many connections in a row have broken at once, and since when that has been so."""
+        self.in_vain_since = 0.0
+        self._progress = 0
         self.process: int | None = None
         """Of a worker on this host, once there was a connection."""
         self.dialled = False
@@ -92,6 +99,10 @@ class Peer:
         """Why the worker is gone; None while it is not."""
         self.has_left = False
         """Whether it is gone because it left, and said so."""
+        self.has_ended = False
+        """Whether it is gone because it left, or its process has ended."""
+        self.gave_up = False
+        """Whether it is gone because it has lost this worker, and said so."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0
@@ -123,6 +134,11 @@ class Peer:
         return following is not None
 
     @property
+    def has_progressed(self) -> bool:
+        """Whether anything was taken in or acknowledged over the connection that there is, or was last."""
+        return self.received + self.session.first != self._progress
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing more of the last connection, which broke, is being taken in."""
         return self._last_connection is None or self._last_connection.is_quiet
@@ -136,7 +152,8 @@ class Peer:
         """Give a sign of life; ``wants`` as the codec of ``Kind.ALIVE``. From any thread."""
         connection = self.connection
         if connection is not None and not self.is_self:
-            connection.send_sign(encode_small(Kind.ALIVE, self.received, {}, (), wants))
+            sign = encode_small(Kind.ALIVE, self.received, {}, (), wants)
+            connection.send_sign(sign, newest=not wants)
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
@@ -256,6 +273,7 @@ class Peer:
         with self._lock:
             again = self.session.resume(received, self._unsent) if number > 1 else []
             self.session.connections = number
+            self._progress = self.received + self.session.first
             self._unsent, self._last_connection, self.broken, self.failures = [], None, None, 0
             if not self.is_self:
                 connection.carry(self.session)

@@ -26,6 +26,7 @@ from rpc.device_maps import check_device_maps
 from rpc.errors import GroupMismatchError, RpcTimeoutError, WorkerLostError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
+from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 from rpc.lifecycle.worker_watch import watch
 from rpc.options import UNSET_TIMEOUT, AgentOptions, parse_listen
@@ -33,10 +34,11 @@ from rpc.rendezvous.address import host_identity, is_loopback, listen_address
 from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.init_method import job_key, resolve_group
-from rpc.rendezvous.keeping import Keeper
+from rpc.rendezvous.keeping import Keeper, Loss
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
+from rpc.runtime import file_limit
 from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.functions import main_identity
@@ -91,6 +93,8 @@ def _start(
     current: bool,
 ) -> Agent:
     options = rpc_backend_options
+    if world_size is not None:
+        file_limit.check(world_size - 1)
     place = resolve_group(rank, world_size, os.environ, options.dynamic or world_size is None)
     if options.listen is not None:
         host, port = parse_listen(options.listen)
@@ -123,6 +127,7 @@ def _start(
         timeout, job = options.rendezvous_timeout, job_key(os.environ)
         if world_size is None:
             group = joined = join_dynamic(store, draft, timeout, job=job)
+            file_limit.check(len(group.others))
             keeper = _keeper(agent, joined, timeout)
         else:
             group = join_static(store, draft, world_size, timeout, job=job)
@@ -161,11 +166,40 @@ def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
     def roster() -> list[Member]:
         return agent.view.present()  # which is there once the agent has joined
 
-    keeper = Keeper(joined, timeout, roster, lambda found: _meet(agent, found))
-    agent.on_gone(lambda peer, _: keeper.worker_gone(peer.incarnation))
+    def given_up(incarnation: int) -> bool:
+        return agent.view.gone_reason(incarnation) is not None
+
+    def worker_gone(peer: Peer, _: str) -> None:
+        keeper.worker_gone(Loss(peer.incarnation, not peer.has_ended, peer.gave_up))
+
+    keeper = Keeper(
+        joined,
+        timeout,
+        roster,
+        lambda found: _meet(agent, found),
+        lambda reason: _lose_all(agent, reason),
+        given_up,
+    )
+    agent.on_gone(worker_gone)
     agent.on_close(keeper.leave)
     agent.on_forked(keeper.abandon_after_fork)
     return keeper
+
+
+def _lose_all(agent: Agent, reason: str) -> None:
+    """This worker is in its group no more."""
+
+    def lose() -> None:
+        agent.connections.stop_listening()
+        for peer in agent.peers.all():
+            if not peer.is_self:
+                agent.connections.lose(peer, reason)
+
+    try:
+        agent.on_loop(lose)
+    except RuntimeError:
+        if not agent.closed:
+            raise
 
 
 def _meet(agent: Agent, members: Sequence[Member]) -> None:

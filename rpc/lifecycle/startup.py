@@ -16,6 +16,7 @@ from rpc.lifecycle.logs import show_log
 from rpc.lifecycle.own_backend import start_agent
 from rpc.options import AgentOptions, RpcBackendOptions
 from rpc.rendezvous.init_method import open_store, resolve_group
+from rpc.runtime import file_limit
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 
 
@@ -44,6 +45,7 @@ def init_rpc(
         InvalidNameError, TypeError, ValueError: an argument cannot be.
         GroupMismatchError: a name or rank is taken, or ranks and world sizes disagree.
         RendezvousTimeoutError: the others, or the store, were not there in time; says who and where.
+        RpcError: this process may not open as many files as the group needs; says how many that are.
 
     Example::
 
@@ -69,10 +71,12 @@ def init_with_store(
     if isinstance(options, AgentOptions):
         dynamic, timeout = options.dynamic, options.rendezvous_timeout
     place = resolve_group(rank, world_size, os.environ, dynamic, options.init_method if store is None else "")
+    ours = _is_ours(backend)
+    if ours:
+        file_limit.check((place.world_size or 1) - 1)
     shared = open_store(
         options.init_method if store is None else store, place.rank, place.world_size, timeout=timeout
     )
-    ours = _is_ours(backend)
     # Kept until the process ends: others may still need a store that it serves, and c10d's file stores count
     # the processes that let go of them.
     atexit.register(lambda: shared)

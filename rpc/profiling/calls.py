@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from time import time_ns
@@ -46,6 +46,44 @@ Settings = tuple[bool, bool, bool, bool]
 
 Event = list[Any]
 """One event as it travels: the values of ``_FIELDS``."""
+
+_MOST: Final = 1 << 62
+_SHAPE_DEPTH: Final = 3
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and -_MOST < value < _MOST  # type: ignore[operator]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and -_MOST < value < _MOST
+
+
+def _are_shapes(value: object, depth: int = _SHAPE_DEPTH) -> bool:
+    if type(value) is list and depth:
+        return all(_are_shapes(each, depth - 1) for each in value)
+    return _is_count(value)
+
+
+_IS_RIGHT: Final[dict[str, Callable[[Any], bool]]] = {
+    "name": lambda value: type(value) is str,
+    "thread": _is_count,
+    "start": _is_number,
+    "end": _is_number,
+    "fwd_thread": lambda value: value is None or _is_count(value),
+    "input_shapes": lambda value: value is None or (type(value) is list and _are_shapes(value)),
+    "stack": lambda value: (
+        value is None or (type(value) is list and all(type(each) is str for each in value))
+    ),
+    "scope": _is_count,
+    "cpu_memory_usage": _is_number,
+    "is_async": lambda value: type(value) is bool,
+    "is_remote": lambda value: type(value) is bool,
+    "sequence_nr": _is_count,
+    "node_id": _is_count,
+    "flops": lambda value: value is None or _is_number(value),
+}
+"""What may stand in an event that another worker has told of: PyTorch's tables trust what they are given."""
 
 # PyTorch's own, whatever stands in their place later.
 _parse = profiler_legacy._parse_legacy_records
@@ -118,15 +156,20 @@ class Gathered:
             return []
         try:
             start, end, told = json.loads(span.answer)
+            if not (_is_number(start) and _is_number(end) and type(told) is list):
+                raise ValueError
             shift = min(max(start, span.start), max(span.start, span.end - (end - start))) - start - began
             prefix = span.key + REMOTE
             moved = []
             for each in told:
                 event = dict(zip(_FIELDS, each, strict=True))
+                if not all(is_right(event[name]) for name, is_right in _IS_RIGHT.items()):
+                    raise ValueError
                 event |= {"name": prefix + str(event["name"]), "is_remote": True}
+                event["flops"] = event["flops"] or 0  # what tables count
                 event |= {"start": event["start"] + shift, "end": event["end"] + shift}
                 moved.append([event[name] for name in _FIELDS])
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, RecursionError):
             logger.warning("worker %d has sent a malformed profile of %s", span.callee, span.key)
             return []
         return moved

@@ -210,7 +210,10 @@ def _open_file(path: str) -> Store:
         )
     if not os.access(path if os.path.exists(path) else directory, os.W_OK):
         raise RendezvousError(f"cannot use {path!r} as rendezvous file: no permission to write it")
-    store = FileStore(path, -1)  # -1: never delete it
+    try:
+        store = FileStore(path, -1)  # -1: never delete it
+    except RuntimeError as error:  # which does not say where
+        raise RendezvousError(f"cannot use {path!r} as rendezvous file: {first_line(error)}") from error
     store.set_timeout(_FILE_TIMEOUT)
     return store
 

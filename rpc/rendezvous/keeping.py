@@ -6,7 +6,12 @@ arrivals shows the members again. Who reads the log after that finds them, so a 
 worker among them, joins the group that is there. Should it have come before any of them, they find it in the
 log, and connect to it. Calls between members need no store.
 
-Of a member that has died, the one with the smallest id takes the entries out, if the death is certain.
+Of a member that was lost, the one with the smallest id takes the entries out.
+
+*One group goes on, never two.* Members may lose each other and live: the network between them was gone for
+long, or a process was stopped. What is in the log is the group then. Who has lost others takes their entries
+out, unless its own are out already. Who finds its own out leaves: all that it still knows is lost to it. So
+does a member that comes back to a log in which, before its own entry, stands a living one that it has lost.
 
 Theory: *of any two workers that live, one finds the other.* A joiner reads all entries before its own, a
 member that comes back reads all entries after its own was written. So for two of them, whichever entry was
@@ -17,9 +22,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from rpc.errors import RendezvousError
@@ -29,7 +37,7 @@ from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Pace
 from rpc.rendezvous.dynamic import DynamicGroup, Joining
 from rpc.rendezvous.store import Abandoned, Log, StoreLost, Waiting
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "Loss"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +48,18 @@ _SLOW_SECONDS: Final = 1.0
 _LOOKS_AT_THE_DEAD: Final = 3
 """A process's connections end before its listeners: so often a lost member may still seem to live."""
 
+_RARELY_SECONDS: Final = 30.0
+"""How often a member that has lost living ones looks whether it is still in the log, in the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A member is gone: ``may_live`` unless it left or has ended; ``gave_up`` if it has lost this worker."""
+
+    incarnation: int
+    may_live: bool = False
+    gave_up: bool = False
+
 
 class Keeper:
     """Keeps one member of a dynamic group where newcomers find it, on a thread of its own.
@@ -49,6 +69,8 @@ class Keeper:
         timeout: seconds to wait at a time for somebody to serve a lost store again.
         roster: returns the members that this worker knows, itself among them; called on the keeper's thread.
         meet: told of members that this worker may not know; likewise.
+        put_out: told why, when others have taken this worker out of the group; likewise.
+        given_up: tells whether this worker has lost a member.
         tell: tells whether a member lives.
         pace: how patient to be with joiners that do not finish.
     """
@@ -59,6 +81,8 @@ class Keeper:
         timeout: float,
         roster: Callable[[], Sequence[Member]],
         meet: Callable[[Sequence[Member]], object],
+        put_out: Callable[[str], object],
+        given_up: Callable[[int], bool],
         *,
         tell: Probe = probe,
         pace: Pace = DEFAULT_PACE,
@@ -68,12 +92,16 @@ class Keeper:
         self._timeout = timeout
         self._roster = roster
         self._meet = meet
+        self._put_out = put_out
+        self._given_up = given_up
         self._tell = tell
         self._pace = pace
         self._places = {group.place}
         self._lost = False
         self._dead: dict[int, int] = {}
-        self._orders: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._may_live: set[int] = set()  # of those
+        self._check_at, self._check_pause = math.inf, _SLOW_SECONDS
+        self._orders: queue.SimpleQueue[Loss | None] = queue.SimpleQueue()
         self._waiting = Waiting(timeout)
         self._leaving = False
         self._left = threading.Event()
@@ -86,9 +114,9 @@ class Keeper:
         """This worker takes part in the group."""
         self._thread.start()
 
-    def worker_gone(self, incarnation: int) -> None:
-        """A member is gone, and may be dead. From any thread; never blocks."""
-        self._orders.put(incarnation)
+    def worker_gone(self, loss: Loss) -> None:
+        """A member is gone. From any thread; never blocks."""
+        self._orders.put(loss)
 
     def leave(self, timeout: float = 2.0) -> bool:
         """Have later joiners not look for this worker, and end; returns whether the store took it in time."""
@@ -135,18 +163,46 @@ class Keeper:
     def _wait(self, seconds: float) -> bool:
         """Returns whether a member was lost meanwhile."""
         try:
-            incarnation = self._orders.get(timeout=seconds)
+            loss = self._orders.get(timeout=seconds)
         except queue.Empty:
             return False
-        if incarnation is not None:
-            self._dead[incarnation] = _LOOKS_AT_THE_DEAD
+        if loss is None:
+            return True
+        if not loss.gave_up:  # else that one takes this one out
+            self._dead[loss.incarnation] = _LOOKS_AT_THE_DEAD
+            if loss.may_live:
+                self._may_live.add(loss.incarnation)
+        if loss.may_live or loss.gave_up:
+            self._check_at, self._check_pause = time.monotonic(), _SLOW_SECONDS
         return True
 
     def _look(self) -> None:
         if self._lost or self._store.seems_lost():
             self._come_back()
-        elif self._dead:
-            self._strike_out()
+        elif self._dead or time.monotonic() >= self._check_at:
+            log = Log(self._store)
+            if self._is_in(log) and self._dead:
+                self._strike_out(log)
+
+    def _is_in(self, log: Log) -> bool:
+        """Whether this worker is still in the log, if it has reason to doubt that; leaves if it is not."""
+        if self._check_at == math.inf:
+            return True
+        if any(log.is_out(place, self._me.incarnation) for place in self._places):
+            self._go("others had lost it, and have taken it out of the group")
+            return False
+        self._check_at = time.monotonic() + self._check_pause
+        self._check_pause = min(2 * self._check_pause, _RARELY_SECONDS)
+        return True
+
+    def _go(self, why: str) -> None:
+        """Another part of the group, which does not know this worker any more, is the group."""
+        self._leaving = True
+        reason = (
+            f"worker '{self._me.name}' is out of its group: {why}. It must start again to take part in it"
+        )
+        logger.error("%s", reason)
+        self._put_out(reason)
 
     def _come_back(self) -> None:
         self._note_loss()
@@ -166,6 +222,9 @@ class Keeper:
             raise Abandoned
         self._store.reopen(self._waiting)
         log = Log(self._store)
+        if not self._is_in(log):
+            self._lost = False
+            return
         # The first one speaks for all that it knows: others may be slow, and their names are theirs.
         first = self._store.add("kept", 1) == 1
         whom = self._roster() if first else [self._me]
@@ -173,6 +232,16 @@ class Keeper:
         found = joining.come_back(log, whom)
         self._places = set(log.places(self._me.incarnation))
         self._lost = False
+        rivals = [
+            each for each in found if self._given_up(each.incarnation) and self._tell(each) is not False
+        ]
+        if any(min(log.places(each.incarnation)) < min(self._places) for each in rivals):
+            self._go(
+                f"it has lost {', '.join(repr(each.name) for each in rivals)}, and the group goes on there"
+            )
+            return
+        self._dead |= dict.fromkeys((each.incarnation for each in rivals), 1)
+        self._may_live |= {each.incarnation for each in rivals}
         logger.info("newcomers find the group of '%s' at %s again", name, description)
         self._meet(found)
 
@@ -185,13 +254,13 @@ class Keeper:
                 self._me.name,
             )
 
-    def _strike_out(self) -> None:
-        """Take the dead out of the log, if that is up to this worker."""
+    def _strike_out(self, log: Log) -> None:
+        """Take the dead out of the log, and the lost, if that is up to this worker."""
         here = [member.id for member in self._roster()]
         if min(here) != self._me.id:
             self._dead.clear()
+            self._may_live.clear()
             return
-        log = Log(self._store)
         entries = {
             each.arrival.member.incarnation: each.arrival.member for each in log.read() if each.arrival
         }
@@ -201,7 +270,8 @@ class Keeper:
                 self._dead[incarnation] = looks - 1
                 continue
             del self._dead[incarnation]
-            if not alive:
+            if not alive or incarnation in self._may_live:
+                self._may_live.discard(incarnation)
                 for place in log.places(incarnation):
                     log.remove(place)
         log.trim()

@@ -402,6 +402,17 @@ class Log:
             return Verdict.claimed(error.claimed)
         return None if packed is None else Verdict.unpack(packed)
 
+    def is_out(self, index: int, incarnation: int) -> bool:
+        """Whether the member that arrived at a place was taken out, by one of the job's workers."""
+        try:
+            said = self._store.get(f"arrival/{index}/verdict")
+            packed = self._store.get(f"arrival/{index}")
+        except ForeignRecordError:
+            return False
+        if said is None or packed is None or Verdict.unpack(said).kind is not Kind.GONE:
+            return False
+        return Arrival.unpack(index, packed).member.incarnation == incarnation
+
     def decide(self, index: int, verdict: Verdict) -> Verdict:
         """Give an arrival its verdict; returns the one that it has, which may be another's decision."""
         try:

@@ -141,6 +141,9 @@ def _private_directory(folders: Sequence[str]) -> Iterator[int]:
         try:
             _check_own(path, os.fstat(directory))
             yield directory
+        except OSError as error:
+            error.filename = os.path.join(path, os.path.basename(error.filename or ""))
+            raise
         finally:
             os.close(directory)
         return

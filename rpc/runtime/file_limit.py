@@ -2,7 +2,8 @@
 
 Systems mostly let a process open 1024 files unless it asks for more, which a program may not want in
 general: ``select`` knows no larger numbers. So the limit is raised with the number of peers, when it would be
-too low for them, and as far as the system permits.
+too low for them, and as far as the system permits. Where that is not enough for the connections themselves, a
+worker does not join: it would hang or fail later, when others connect.
 """
 
 from __future__ import annotations
@@ -13,11 +14,33 @@ import os
 import resource
 from typing import Final
 
+from rpc.errors import RpcError
+
 logger = logging.getLogger(__name__)
 
 _FOR_A_PEER: Final = 6
 """Its connection, what threads need to read it, and a socket for shared memory, with some on their way."""
 _FOR_ALL_ELSE: Final = 64
+
+_LEAST_FOR_A_PEER: Final = 4
+_LEAST_FOR_ALL_ELSE: Final = 32
+"""Without these, connections are not accepted."""
+
+
+def check(peers: int) -> None:
+    """Raise ``RpcError`` if the system does not let this process open as many files as a group with so many
+    other workers needs at least.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = _open_now()
+    least = now + _LEAST_FOR_A_PEER * peers + _LEAST_FOR_ALL_ELSE
+    if hard != resource.RLIM_INFINITY and hard < least:
+        raise RpcError(
+            f"a worker with {peers} others needs at least {least} open files, better "
+            f"{now + _FOR_A_PEER * peers + _FOR_ALL_ELSE}, and this process may open no more than {hard} "
+            f"({now} are open now): raise the limit (ulimit -Hn, LimitNOFILE of systemd, --ulimit nofile of "
+            f"docker)"
+        )
 
 
 def provide_for(peers: int) -> None:

@@ -276,7 +276,8 @@ class _AgentSender:
 
 
 class FaultyConnection:
-    """A connection on which what is sent meets faults; otherwise it is the connection ``inner``.
+    """A connection on which what is sent meets faults; otherwise it is the connection ``inner``, which has
+    all that ``Connection`` asks for.
 
     Example, in memory::
 
@@ -306,25 +307,17 @@ class FaultyConnection:
     def owner(self, owner: ConnectionOwner) -> None:
         self.inner.owner = owner
 
-    def send(
-        self,
-        buffers: Sequence[Any],
-        size: int,
-        *,
-        aliased: bool = False,
-        wait: float = INFINITE,
-        last: bool = False,
-    ) -> None:
+    def send(self, buffers: Sequence[Any], size: int, **how: Any) -> None:
         fault = self._decide(buffers)
         if fault is None:
-            self.inner.send(buffers, size, aliased=aliased, wait=wait, last=last)
+            self.inner.send(buffers, size, **how)
         else:
             self._strike(fault, buffers)
 
-    def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
+    def send_small(self, frame: bytes, wait: float, **how: Any) -> None:
         fault = self._decide((frame,))
         if fault is None:
-            self.inner.send_small(frame, wait, coalesce=coalesce, patient=patient)
+            self.inner.send_small(frame, wait, **how)
         else:
             self._strike(fault, (frame,))
 

@@ -175,9 +175,12 @@ class Connection(Protocol):
             patient: it may wait behind a long chunk of a large message.
         """
 
-    def send_sign(self, frame: bytes) -> None:
+    def send_sign(self, frame: bytes, *, newest: bool = False) -> None:
         """As ``send_small``, for a frame that belongs to this connection: it has no number in the session,
         and is not sent again. What cannot be sent now never is.
+
+        Args:
+            newest: it says what those like it have said and more, so it may take the place of one that waits.
         """
 
     def carry(self, session: Session) -> None:
@@ -238,13 +241,13 @@ class DirectConnection:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         frame = bytearray().join(buffers)
         if self._session is not None:
-            self._session.sent.append(bytes(frame))
+            self._session.note(bytes(frame))
         self.pass_on(frame)
 
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         self.send((frame,), len(frame))
 
-    def send_sign(self, frame: bytes) -> None:
+    def send_sign(self, frame: bytes, *, newest: bool = False) -> None:
         if self.open:
             self.pass_on(bytearray(frame))
 

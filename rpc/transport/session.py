@@ -12,6 +12,11 @@ ordinary message). What had not arrived as a whole is dropped there when the con
 when it has sent again what was missing (*resumed*): of the large messages that began before, those that are
 not known to have arrived then are lost, and whoever has sent them is told.
 
+*What is kept is bounded.* A session is *full* when what is not acknowledged takes more than
+``MAX_UNACKNOWLEDGED``, twice what a receiver lets come before it acknowledges. Callers wait then, as they do
+for a queue that is full: a receiver whose acknowledgements are only slow goes on getting what it can take.
+One that acknowledges nothing for as long as a silent one may be silent is lost (``rpc.group.heartbeat``).
+
 No I/O; see ``rpc.group.peer`` for which thread calls what.
 """
 
@@ -19,41 +24,70 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from rpc.errors import ProtocolError
 
-__all__ = ["ACKNOWLEDGE_EVERY", "Session"]
+__all__ = ["ACKNOWLEDGE_EVERY", "MAX_UNACKNOWLEDGED", "Session"]
 
 ACKNOWLEDGE_EVERY: Final = 128
+
+MAX_UNACKNOWLEDGED: Final = 64 << 20
+"""In bytes. A message costs its own and ``_MESSAGE_BYTES``, so there are at most 2¹⁹."""
+
+_MESSAGE_BYTES: Final = 128
 
 
 class Session:
     """One end.
 
     Attributes:
-        sent: messages that were begun to be written and are not acknowledged, in order. Connections append.
+        sent: messages that were begun to be written and are not acknowledged, in order.
+        kept: how many bytes they cost.
+        full: that is too much, so senders are to wait.
+        got_full, got_room: called when that changes, on any thread.
         connections: how many there have been.
         numbers: of large messages.
         large: the beginnings of those that are under way, by number, and the connection that they began on.
 
     Example::
 
-        session.sent += [b"first", b"second"]
+        session.note(b"first")
+        session.note(b"second")
         session.acknowledged(1)
         assert session.resume(1, [b"third"]) == [b"second", b"third"]
     """
 
-    __slots__ = ("connections", "first", "large", "numbers", "sent")
+    __slots__ = (
+        *("_dropped", "_noted", "connections", "first", "full", "got_full", "got_room"),
+        *("large", "numbers", "sent"),
+    )
 
     def __init__(self) -> None:
         self.sent: deque[bytes] = deque()
+        self.full = False
+        self.got_full: Callable[[], object] = int
+        self.got_room: Callable[[], object] = int
+        self._noted = 0  # in bytes, in all: only writers change it, one at a time
+        self._dropped = 0  # of these: only who reads changes it
         self.first = 0
         """How many messages are acknowledged and dropped."""
         self.connections = 0
         self.numbers = itertools.count(1)
         self.large: dict[int, tuple[int, bytes]] = {}
+
+    @property
+    def kept(self) -> int:
+        return self._noted - self._dropped
+
+    def note(self, message: bytes) -> None:
+        """A message is begun to be written, behind all others."""
+        self._noted += len(message) + _MESSAGE_BYTES
+        self.sent.append(message)
+        if self._noted - self._dropped > MAX_UNACKNOWLEDGED and not self.full:
+            self.full = True
+            self.got_full()
 
     def acknowledged(self, count: int) -> None:
         """The receiver has taken in so many, in all. Those whose writers have not noted them yet, as may be
@@ -61,8 +95,11 @@ class Session:
         """
         sent = self.sent
         for _ in range(min(count - self.first, len(sent))):
-            sent.popleft()
+            self._dropped += len(sent.popleft()) + _MESSAGE_BYTES
             self.first += 1
+        if self.full and self.kept <= MAX_UNACKNOWLEDGED:
+            self.full = False
+            self.got_room()
 
     def resume(self, count: int, unsent: Iterable[bytes]) -> list[bytes]:
         """A new connection begins, and nothing writes to the last: returns what is to be sent over it first.
@@ -75,7 +112,8 @@ class Session:
         Raises:
             ProtocolError: the receiver cannot have taken in so many, or so few.
         """
-        self.sent.extend(unsent)
+        for message in unsent:
+            self.note(message)
         if not self.first <= count <= self.first + len(self.sent):
             raise ProtocolError(
                 f"it has taken in {count} messages, of {self.first + len(self.sent)}, where it had said "
@@ -84,6 +122,8 @@ class Session:
         self.acknowledged(count)
         again = list(self.sent)
         self.sent.clear()
+        self._noted = self._dropped = 0
+        self.full = False
         return again
 
     def begin_large(self, head: bytes) -> int:

@@ -14,8 +14,9 @@ Where many calls are under way, their frames are *coalesced*: they are only queu
 or somebody waits for an answer, or the loop gets round to it. Each wake-up of the other side, and each system
 call, then serves many frames.
 
-The queue has a limit in bytes, and so have the large messages: beyond it, callers with more of the same kind
-wait for room; the loop never does.
+The queue has a limit in bytes, and so have the large messages, and what the other side has not acknowledged
+(see ``rpc.transport.session``): beyond it, callers with more of the same kind wait for room; the loop never
+does.
 """
 
 from __future__ import annotations
@@ -109,6 +110,10 @@ class WriteQueue:
         self._flushing = False
         self._finishing = False
         self._open = True
+        self._held_up = False
+        """Whether it is closed, or waits for acknowledgements."""
+        self._newest_sign: memoryview | None = None
+        """The acknowledgement in the queue, while nobody has begun to write it."""
 
     def __bool__(self) -> bool:
         """Whether anything is to be written now."""
@@ -148,7 +153,7 @@ class WriteQueue:
     @protected
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         """Send a frame in one piece; see ``Connection.send_small``."""
-        if (self._queued_bytes or not self._open or self.error) and not self._is_ready(wait, False):
+        if (self._queued_bytes or self._held_up or self.error) and not self._is_ready(wait, False):
             return
         if coalesce:
             self._enqueue(frame, len(frame))
@@ -164,18 +169,35 @@ class WriteQueue:
             self.drain()
 
     @protected
-    def send_sign(self, frame: bytes) -> None:
+    def send_sign(self, frame: bytes, *, newest: bool = False) -> None:
         """Send a frame that is not noted in the session; see ``Connection.send_sign``."""
-        sign = memoryview(frame)  # what is ``bytes`` has a number
-        if self._open and self.error is None and not self._write_now(sign, len(sign)):
+        sign = memoryview(bytearray(frame))  # what is ``bytes`` has a number
+        if (
+            self._open
+            and self.error is None
+            and not self._write_now(sign, len(sign))
+            and not (newest and self._replace_sign(sign))
+        ):
             with contextlib.suppress(ConnectionClosed):
-                self._enqueue(sign, len(sign))
+                self._enqueue(sign, len(sign), newest_sign=newest)
         if self:  # as for others: what another thread left meanwhile, large messages too
             self.drain()
 
+    def _replace_sign(self, sign: memoryview) -> bool:
+        """Whether one like it waits, of which it has taken the place: they are not piled up for who does not
+        read.
+        """
+        with self._count_lock:
+            waiting = self._newest_sign
+            if waiting is None or len(waiting) != len(sign):
+                return False
+            waiting[:] = sign
+            return True
+
     def carry(self, session: Session) -> None:
         """Note in ``session`` what is sent from now on. On the loop's thread, before other threads send."""
-        self._session, self._sent = session, session.sent.append
+        session.got_full, session.got_room = self._hold_up, self._go_on
+        self._session, self._sent = session, session.note
 
     def remains(self) -> list[bytes]:
         """On the loop's thread, once it is closed: the frames that were not begun to be written."""
@@ -210,13 +232,13 @@ class WriteQueue:
 
     def close(self) -> None:
         """On the loop's thread, with ``lock``: nothing more is sent. The caller closes the stream."""
-        self._open = False
+        self._open, self._held_up = False, True
         self._loop.remove_writer(self._stream.fileno())
         self._forget()
 
     def abandon(self) -> None:
         """In a forked child: nothing more is sent."""
-        self._open = False
+        self._open, self._held_up = False, True
 
     def _is_ready(self, wait: float, in_chunks: bool) -> bool:
         """Whether there is any point in sending; waits for room if asked to."""
@@ -224,7 +246,11 @@ class WriteQueue:
             self._before_waiting()
             deadline = monotonic() + wait
             if not (self.outgoing.wait_for_room(deadline) if in_chunks else self._wait_for_room(deadline)):
-                raise QueueFull(f"{self.description} does not take what is queued for it")
+                session = self._session
+                what = "take what is queued for it"
+                if session is not None and session.full:
+                    what = f"acknowledge what it got: {len(session.sent)} messages, {session.kept} bytes"
+                raise QueueFull(f"{self.description} does not {what}")
         if not self._open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         # After a write error it is about to be closed: what was received before is still being read. What is
@@ -232,15 +258,29 @@ class WriteQueue:
         return True
 
     def _is_full(self) -> bool:
-        return self._open and self.error is None and self._queued_bytes > self._queue_limit
+        if not self._open or self.error is not None:
+            return False
+        session = self._session
+        return self._queued_bytes > self._queue_limit or (session is not None and session.full)
+
+    def _hold_up(self) -> None:
+        self._held_up = True
+
+    def _go_on(self) -> None:
+        """From any thread. (That it is closed meanwhile, who writes finds out as well.)"""
+        self._held_up = not self._open
+        with self._count_lock:
+            self._room.notify_all()
 
     def _wait_for_room(self, deadline: float) -> bool:
         with self._count_lock:
             return wait_while(self._is_full, self._room, deadline)
 
-    def _enqueue(self, frame: Any, size: int, *, patient: bool = False) -> None:
+    def _enqueue(self, frame: Any, size: int, *, patient: bool = False, newest_sign: bool = False) -> None:
         with self._count_lock:
             self._queued_bytes += size
+            if newest_sign:
+                self._newest_sign = frame  # before a writer can find it in the queue
             self._queue.append(frame)
         if not self._open:
             try:
@@ -352,6 +392,9 @@ class WriteQueue:
         """Write some of the queue, in one system call; returns how many bytes, 0 if the stream takes none."""
         queue = self._queue
         batch = [queue[index] for index in range(min(len(queue), _PIECES_PER_WRITE))]
+        if self._newest_sign is not None:
+            with self._count_lock:
+                self._newest_sign = None
         try:
             count = self._stream.write(batch)
         except OSError as error:

@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -175,7 +176,7 @@ class CheckpointManager:
             target = name + _COMING if is_there else name
             self._remove(target)
             self._meet()
-            with _alone():
+            with _alone(), _naming(f"{self.base_path}{target}"):
                 save(
                     state_dict,
                     storage_writer=FsspecWriter(
@@ -188,7 +189,8 @@ class CheckpointManager:
             last = max((each.time for each in self._known), default=0.0)
             saved = _Checkpoint(step, max(time.time(), last + 1e-3))  # clocks may be set back
             if self._is_first():
-                with self._files.open(f"{self._root}/{target}/{_METADATA}", "w") as file:
+                metadata = f"{self._root}/{target}/{_METADATA}"
+                with _naming(metadata), self._files.open(metadata, "w") as file:
                     json.dump({"step": saved.step, "time": saved.time}, file)
                 if is_there:
                     self._replace(name)
@@ -289,6 +291,21 @@ class CheckpointManager:
             return _Checkpoint(int(said["step"]), float(said["time"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+@contextlib.contextmanager
+def _naming(folder: str) -> Iterator[None]:
+    """An error of the file system that does not say where it happened, such as that of a full disk, names the
+    folder.
+    """
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        causes = [error] if isinstance(error, OSError) else [cause for cause, _ in error.failures.values()]
+        found = next((each for each in causes if isinstance(each, OSError)), None)
+        if found is None or found.filename is not None:
+            raise
+        raise OSError(found.errno, found.strerror, folder) from error
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from rpc.group import connections
+from rpc.group import connections, greeting
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.workers import Member
 from rpc.wire.frames import MAGIC, PREAMBLE, PROTOCOL_VERSION, Kind
@@ -137,7 +137,7 @@ def test_of_many_strangers_the_slowest_are_cut_off_and_members_come_in(
     make_node: MakeNode, stranger: Callable[[Node], Stranger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_STRANGERS", 20)
-    monkeypatch.setattr(connections, "_SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "SLOW_SECONDS", 0.0)
     node, other = pair(make_node, host="host")
     first = [stranger(node) for _ in range(20)]
     until(lambda: node.connections.handshaking == 20)
@@ -156,7 +156,7 @@ def test_a_handshake_may_take_longer_if_it_was_this_worker_that_stood_still(
     node, other = (make_node(name, authenticator=TokenAuthenticator(b"token")) for name in ("node", "other"))
     node.form_group(other.member)
     other.form_group(node.member)
-    monkeypatch.setattr(connections, "_SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(greeting, "SLOW_SECONDS", 0.1)
     node.connections.stranger_seconds = 0.2
     resume, stopped = threading.Event(), threading.Event()
 

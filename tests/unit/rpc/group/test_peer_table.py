@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from rpc.errors import UnknownWorkerError
+from rpc.group import membership
 from rpc.group import peer as peer_module
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer, PeerTable
@@ -38,7 +39,18 @@ def test_of_those_who_left_the_last_are_remembered(monkeypatch: pytest.MonkeyPat
     assert peers.find("worker9").name == "worker9"
     with pytest.raises(UnknownWorkerError):
         peers.find("worker1")
-    assert peers.view.gone_reason(member("worker1", 1).incarnation) == "it left"
+    assert peers.view.gone_reason(member("worker10", 10).incarnation) == "it left"
+    assert peers.view.gone_reason(member("worker1", 1).incarnation) == "it left long ago"
+
+
+def test_of_those_who_left_long_ago_so_many_are_known_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "MAX_DEPARTED", 3)
+    monkeypatch.setattr(membership, "MAX_GONE", 5)
+    peers = table()
+    for number in range(1, 11):
+        come_and_go(peers, number)
+    known = [peers.view.gone_reason(member(f"worker{number}", number).incarnation) for number in range(1, 11)]
+    assert [reason is None for reason in known] == [True] * 5 + [False] * 5
 
 
 def test_a_static_group_remembers_all_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def _names(members: tuple[Member, ...]) -> set[str]:
 
 
 def keep(group: DynamicGroup) -> Keeper:
-    return Keeper(group, 5, lambda: list(group.members), list)
+    return Keeper(group, 5, lambda: list(group.members), list, list, bool)
 
 
 def test_of_workers_that_join_at_once_each_pair_is_known_to_one(connect: Connect, workers: Workers) -> None:

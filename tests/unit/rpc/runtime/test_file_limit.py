@@ -7,8 +7,9 @@ import resource
 
 import pytest
 
+from rpc.errors import RpcError
 from rpc.runtime import file_limit
-from rpc.runtime.file_limit import provide_for
+from rpc.runtime.file_limit import check, provide_for
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -81,3 +82,17 @@ def test_files_that_are_open_already_count(limits: Limits, monkeypatch: pytest.M
     monkeypatch.setattr(file_limit, "_open_now", lambda: 1000)
     grow(1)
     assert limits.soft == 2048
+
+
+@pytest.mark.parametrize("limits", [(64, 1024)], indirect=True)
+def test_a_group_that_is_too_large_for_the_system_is_not_joined(limits: Limits) -> None:
+    check(248)
+    with pytest.raises(
+        RpcError, match=r"249 others needs at least 1028 open files, better 1558, .* than 1024"
+    ):
+        check(249)
+
+
+@pytest.mark.parametrize("limits", [(64, UNLIMITED)], indirect=True)
+def test_a_system_without_a_limit_lets_any_group_be_joined(limits: Limits) -> None:
+    check(1_000_000)

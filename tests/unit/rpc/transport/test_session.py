@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rpc.errors import ProtocolError
-from rpc.transport.session import Session
+from rpc.transport.session import MAX_UNACKNOWLEDGED, Session
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -21,7 +21,7 @@ def test_whatever_breaks_each_message_is_taken_in_once_and_in_order(seed: int) -
                 queue.append(b"%d" % made)
                 made += 1
             case 1 if queue:
-                session.sent.append(queue[0])
+                session.note(queue[0])
                 wire.append(queue.pop(0))
             case 2 if wire:
                 taken.append(wire.pop(0))
@@ -36,8 +36,7 @@ def test_whatever_breaks_each_message_is_taken_in_once_and_in_order(seed: int) -
 
 @pytest.mark.parametrize("count", [0, 4])
 def test_who_cannot_have_taken_in_so_many_is_found_out(count: int) -> None:
-    session = Session()
-    session.sent += [b"1", b"2", b"3"]
+    session = broken_after(b"1", b"2", b"3")
     session.acknowledged(1)
     with pytest.raises(ProtocolError, match="it has taken in"):
         session.resume(count, [])
@@ -45,9 +44,9 @@ def test_who_cannot_have_taken_in_so_many_is_found_out(count: int) -> None:
 
 def test_an_acknowledgement_may_come_before_its_writer_has_noted_the_message() -> None:
     session = Session()
-    session.sent.append(b"1")
+    session.note(b"1")
     session.acknowledged(2)
-    session.sent.append(b"2")
+    session.note(b"2")
     session.acknowledged(2)
     assert session.resume(2, [b"3"]) == [b"3"]
 
@@ -65,7 +64,8 @@ def test_large_messages_are_lost_that_began_on_an_earlier_connection_and_have_no
 
 def broken_after(*sent: bytes) -> Session:
     session = Session()
-    session.sent += sent
+    for message in sent:
+        session.note(message)
     return session
 
 
@@ -86,3 +86,27 @@ def test_a_count_that_cannot_be_is_refused(count: int) -> None:
     session.acknowledged(1)
     with pytest.raises(ProtocolError, match="it has taken in"):
         session.resume(count, [b"3"])
+
+
+@pytest.mark.parametrize("size", [0, 1 << 18], ids=["many messages", "large ones"])
+def test_what_is_kept_is_bounded_and_an_acknowledgement_makes_room(size: int) -> None:
+    session, told = Session(), list[str]()
+    session.got_full = lambda: told.append("full")
+    session.got_room = lambda: told.append("room")
+    message = bytes(size)
+    while not session.full:
+        session.note(message)
+    assert session.kept - MAX_UNACKNOWLEDGED <= size + 128
+    session.note(message)
+    session.acknowledged(len(session.sent) // 2)
+    session.note(message)
+    assert told == ["full", "room"]
+    assert session.kept < 0.6 * MAX_UNACKNOWLEDGED
+
+
+def test_what_is_sent_again_counts_once() -> None:
+    session = broken_after(bytes(100), bytes(100))
+    for message in session.resume(1, [bytes(100)]):
+        session.note(message)
+    session.acknowledged(3)
+    assert session.kept == 0

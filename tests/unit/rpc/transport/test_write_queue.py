@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.transport.base import CAPTURED_BYTES, ConnectionClosed, QueueFull
+from rpc.transport.session import Session
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import CHUNK_BYTES
-from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode
+from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode, encode_small
 from tests.support.streams import SOON, until
 
 LARGE = 2 * CAPTURED_BYTES
@@ -444,3 +445,81 @@ def test_when_the_loop_has_ended_nothing_raises() -> None:
         ended, Stream(5), "the peer", 1, CAPTURE_ALL, before_waiting=int, failed=int, emptied=int
     )  # fmt: skip
     queue.send_small(bytes(100), SOON)
+
+
+# ---- what is not acknowledged
+
+
+def full_session() -> Session:
+    """One for which a single small message is too much."""
+    session = Session()
+    session.note(bytes(64 << 20))
+    session.full = False
+    return session
+
+
+def test_callers_wait_while_too_much_is_not_acknowledged_and_others_do_not() -> None:
+    here = Queue()
+    session = full_session()
+    here.queue.carry(session)
+    here.send(1)
+    with pytest.raises(QueueFull, match="does not acknowledge what it got: 2 messages"):
+        here.send(2, wait=0.01)
+    here.send(3, wait=0)
+    waiting = threading.Thread(target=here.send, args=(4,))
+    waiting.start()
+    until(lambda: "waits" in here.told[1:])
+    session.acknowledged(1)
+    waiting.join(SOON)
+    assert here.numbers() == [1, 3, 4]
+
+
+def test_who_waits_for_acknowledgements_is_told_when_it_is_closed() -> None:
+    here, errors = Queue(), list[BaseException]()
+    here.queue.carry(full_session())
+    here.send(1)
+
+    def send() -> None:
+        try:
+            here.send(2)
+        except ConnectionClosed as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=send)
+    waiting.start()
+    until(lambda: "waits" in here.told)
+    with here.queue.lock:
+        here.queue.close()
+    waiting.join(SOON)
+    assert len(errors) == 1
+
+
+def alive(count: int) -> bytes:
+    return encode_small(Kind.ALIVE, count, {}, (), 0)
+
+
+def test_signs_for_who_does_not_read_take_the_place_of_each_other() -> None:
+    here = Queue(room=0)
+    here.send(1)
+    for count in range(1000):
+        here.queue.send_sign(alive(count), newest=True)
+    here.send(2)
+    assert len(here.queue._queue) == 3
+    here.give_room()
+    assert [(frame.kind, frame.call_id) for frame in here.arrived()] == [
+        (Kind.CALL, 1),
+        (Kind.ALIVE, 999),
+        (Kind.CALL, 2),
+    ]
+
+
+@pytest.mark.parametrize("room", range(1, 100, 7))
+def test_a_sign_that_was_begun_to_be_written_is_not_changed(room: int) -> None:
+    here = Queue(room=0)
+    here.send(1)
+    here.queue.send_sign(alive(1), newest=True)
+    here.give_room(room)
+    here.queue.send_sign(alive(2), newest=True)
+    here.give_room()
+    said = [frame.call_id for frame in here.arrived() if frame.kind == Kind.ALIVE]
+    assert said in ([1, 2], [2])

@@ -1,0 +1,99 @@
+"""The heartbeat's own clock: what has come is acknowledged soon, however patient a worker is with others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rpc.group.connection_state import Event
+from rpc.group.heartbeat import Heartbeat
+from rpc.group.peer import Peer
+from rpc.transport.base import DirectConnection
+from rpc.transport.session import MAX_UNACKNOWLEDGED
+from rpc.wire.frames import Frame, Kind, decode_one
+from tests.support.clockwork import Clockwork
+from tests.support.members import peer
+
+MESSAGE = bytes(1 << 18)
+
+
+class Recorder(DirectConnection):
+    """Goes nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__("the callee")
+        self.sent: list[Frame] = []
+
+    def pass_on(self, frame: bytearray) -> None:
+        self.sent.append(decode_one(frame))
+
+
+class Watched:
+    """A heartbeat, and one worker with a connection."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lost_after: float) -> None:
+        self.clock = Clockwork()
+        monkeypatch.setattr("time.monotonic", lambda: self.clock.now)
+        self.peer, self.connection = peer(), Recorder()
+        self.peer.step(Event.ACCEPT)
+        self.peer.established(self.connection)
+        self.lost: list[str] = []
+        loop: Any = self.clock
+        self.heartbeat = Heartbeat(loop, lambda: [self.peer], self._lose, lambda *_: None, lost_after)
+        self.heartbeat.begin()
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        self.lost.append(reason)
+        peer.gone(reason)
+
+    def signs(self) -> list[Frame]:
+        return [frame for frame in self.connection.sent if frame.kind == Kind.ALIVE]
+
+
+@pytest.mark.parametrize("lost_after", [0.0, 30.0, 1e9])
+def test_what_has_come_is_acknowledged_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, lost_after: float
+) -> None:
+    watched = Watched(monkeypatch, lost_after)
+    watched.peer.received += 1
+    watched.clock.advance(2.6)
+    assert [sign.call_id for sign in watched.signs()] == [1]
+
+
+def test_who_lives_and_acknowledges_nothing_is_lost_when_too_much_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = Watched(monkeypatch, 30.0)
+    while not watched.peer.session.full:
+        watched.peer.session.note(MESSAGE)
+    for _ in range(29):
+        assert watched.lost == []
+        watched.heartbeat.received(watched.peer, Frame(Kind.ALIVE, 0, {}, []))
+        watched.peer.signs += 1  # as the dispatcher counts
+        watched.clock.advance(1.0)
+    watched.clock.advance(4.0)
+    (reason,) = watched.lost
+    assert reason.startswith("it does not acknowledge what it gets: 256 messages (64 MiB) are kept for it")
+    assert [sign.codec for sign in watched.signs()].count(1) >= 3  # it was asked to
+
+
+def test_who_acknowledges_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 30.0)
+    session = watched.peer.session
+    for _ in range(20):
+        while not session.full:
+            session.note(MESSAGE)
+        watched.clock.advance(20.0)
+        watched.heartbeat.received(watched.peer, Frame(Kind.ALIVE, session.first + 10, {}, []))
+        watched.peer.signs += 1
+    assert watched.lost == []
+
+
+def test_what_does_not_wait_has_a_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 0.0)
+    while watched.peer.session.kept <= 4 * MAX_UNACKNOWLEDGED:
+        watched.peer.session.note(MESSAGE)
+    watched.clock.advance(2.6)
+    (reason,) = watched.lost
+    assert "it acknowledged too few" in reason
