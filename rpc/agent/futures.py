@@ -175,8 +175,7 @@ class Future(torch.futures.Future[T]):
         call = self._call
         if call is None or not call.owner.cancel(call):
             return False
-        self.complete()
-        _raise_interruption()
+        self._complete_here()
         return True
 
     def __repr__(self) -> str:
@@ -190,10 +189,18 @@ class Future(torch.futures.Future[T]):
     def _wait_for(self, call: PendingCall) -> None:
         try:
             call.wait()
-            self.complete()
+            self._complete_here()
         except BaseException:
             if call.done():
                 call.owner.complete_soon(self)
+            raise
+
+    def _complete_here(self) -> None:
+        """Complete it on a thread that hears of Ctrl-C, also of one that has hit a callback."""
+        try:
+            self.complete()
+        except KeyboardInterrupt:
+            _thread_state.interruption = None  # that one is raised for both
             raise
         _raise_interruption()
 
@@ -208,6 +215,7 @@ class Future(torch.futures.Future[T]):
             super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
         continuation = _Continuation(self, callback)
         self.add_done_callback(continuation)
+        _raise_interruption()  # of the callback, if it has run here and now
         return cast("Future[S]", continuation.future)
 
     def __await__(self) -> Generator[Any, None, T]:

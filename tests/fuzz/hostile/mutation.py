@@ -87,7 +87,10 @@ class Mutator:
         values = unpacked(data)
         for _ in range(self.chance.choice((1, 1, 2, 3))):
             values = self._changed(values, pool)
-        return packed(values)[:LONGEST]
+        try:
+            return packed(values)[:LONGEST]
+        except ValueError:  # they have become too deep
+            return data
 
     def _changed(self, values: list[Any], pool: Sequence[bytes]) -> list[Any]:
         chance = self.chance
@@ -149,7 +152,11 @@ def _holders(values: Any) -> list[Any]:
     return found
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, depth: int = 8) -> Any:
+    if not isinstance(value, list | dict):
+        return value
+    if not depth:
+        return None
     if isinstance(value, list):
-        return [_copied(each) for each in value[:50]]
-    return dict(value) if isinstance(value, dict) else value
+        return [_copied(each, depth - 1) for each in value[:50]]
+    return {key: _copied(each, depth - 1) for key, each in value.items()}
