@@ -7,10 +7,15 @@ refused. A worker that returns under its old name is a new incarnation and takes
 
 from __future__ import annotations
 
+from typing import Final
+
 from rpc.errors import GroupMismatchError, UnknownWorkerError, WorkerLostError
 from rpc.group.workers import Member, WorkerInfo
 
 __all__ = ["Membership", "WorkerReference"]
+
+_GONE_MOST: Final = 65_536
+"""So many that are gone are remembered, the latest."""
 
 WorkerReference = str | int | WorkerInfo
 """How a callee may be named: by name, by id (rank), or by ``WorkerInfo``."""
@@ -60,6 +65,8 @@ class Membership:
     def leave(self, incarnation: int, reason: str) -> Member | None:
         """Take note that a member is gone; returns it, or None if it was not present."""
         self._gone.setdefault(incarnation, reason)
+        if len(self._gone) > _GONE_MOST:
+            del self._gone[next(iter(self._gone))]
         return self._by_incarnation.pop(incarnation, None)
 
     def forget(self, incarnation: int) -> None:

@@ -382,7 +382,7 @@ class References:
     def __init__(self) -> None:
         self.protocols = {1: Protocol(1), 2: Protocol(2)}
         self.freed: set[tuple[int, int]] = set()
-        self.apart = False
+        self.ending = self.apart = False
         """The two have lost each other, since the third said so."""
         for me, protocol in self.protocols.items():
             for peer in (3 - me, _HOSTILE):
@@ -408,7 +408,7 @@ class References:
         match step:
             case ["message", message]:
                 protocol.receive(_HOSTILE, message)
-            case ["adopt", descriptor]:
+            case ["adopt", [1 | 2 | 9, *_] as descriptor]:  # the shell knows of no other owner
                 ref = protocol.adopt(descriptor, _HOSTILE)
                 self.act()
                 protocol.release(ref)
@@ -452,7 +452,7 @@ class References:
             self.protocols[peer].peer_lost(me, "it has cut this worker off")
 
     def _check_free(self, me: Peer, rref: tuple[int, int]) -> None:
-        if (me, rref) in self.owned:
+        if not self.ending and (me, rref) in self.owned:
             raise Broken(f"object {rref} is freed, which its owner holds itself")
 
     def end(self) -> None:
@@ -466,6 +466,7 @@ class References:
         for protocol in self.protocols.values():
             protocol.peer_lost(_HOSTILE, "over")
         self.act()
+        self.ending = True
         for holder, ref in self.held + self.owned:
             self.protocols[holder].release(ref)
         self.act()
