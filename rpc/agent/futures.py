@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 import threading
@@ -111,7 +112,7 @@ class Future(torch.futures.Future[T]):
             try:
                 self._ending = call.result(), None
             except BaseException as error:
-                self._ending = None, error
+                self._ending = None, error.with_traceback(None)  # whose frames refer to this future
                 if isinstance(error, KeyboardInterrupt):
                     interruption = error
             self._claim.release()
@@ -146,6 +147,16 @@ class Future(torch.futures.Future[T]):
                 if not wait_for(done, INFINITE if timeout is None else monotonic() + timeout):
                     raise RpcTimeoutError(f"{self!r} was not completed within {timeout:g} s; it goes on")
         return cast("T", _value_of(self))
+
+    def set_exception(self, result: T) -> None:
+        """Complete it with an exception. Whoever waits is given a copy, if it can be copied: what is raised
+        refers to the frames that it passes, and these to futures, which the garbage collector cannot look into.
+        """
+        if isinstance(result, Exception):
+            self._set_unwrap_func(_raise_copy)
+            self.set_result(cast("T", result))
+        else:
+            super().set_exception(result)  # PyTorch's own error
 
     def result(self, timeout: float | None = None) -> T:
         """As ``wait``, under the name that ``concurrent.futures`` has."""
@@ -255,6 +266,7 @@ class _Continuation:
             if isinstance(error, Exception):
                 self._tell_of(error)
             if not _is_done(self.future):
+                error.with_traceback(None)  # its frames refer to the future
                 _fail(self.future, RuntimeError(f"{type(error).__name__}: {error}"), error)
             if isinstance(error, KeyboardInterrupt):
                 _thread_state.interruption = error
@@ -273,6 +285,18 @@ class _Continuation:
     @interruptible
     def _run(self) -> Any:
         return self._context.run(self._callback, self._source)
+
+
+def _raise_copy(error: Exception) -> None:
+    try:
+        copied = copy.copy(error)
+    except Exception:  # of a class that takes other arguments
+        raise error from error.__cause__
+    if type(copied) is not type(error):
+        raise error from error.__cause__
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    raise copied
 
 
 def _raise_interruption() -> None:

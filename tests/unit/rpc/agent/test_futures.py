@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -359,3 +361,41 @@ def test_ctrl_c_in_decoding_and_in_a_callback_is_raised_once(owner: Owner) -> No
     call, later = owner.future()
     call.settle(Frame(6, call.call_id, {"value": 2}, []))
     assert later.wait() == 2
+
+
+class Unlike(Exception):
+    """Cannot be copied: its class takes other arguments than it has."""
+
+    def __init__(self) -> None:
+        super().__init__("unlike", "others")
+
+
+@pytest.mark.parametrize("error", [KeyError("remote"), RpcTimeoutError("late")], ids=repr)
+def test_nothing_is_kept_of_those_who_have_waited_for_what_failed(owner: Owner, error: Exception) -> None:
+    class Kept:
+        pass
+
+    def wait() -> weakref.ref[Kept]:
+        kept, (call, future) = Kept(), owner.future()
+        following = future.then(lambda done: done.value())
+        call.settle(error)
+        owner.open.clear()
+        for each in (future, following):
+            with pytest.raises((type(error), RuntimeError)):
+                each.wait()
+        return weakref.ref(kept)
+
+    kept = wait()
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_cannot_be_copied_is_raised_itself(owner: Owner) -> None:
+    call, future = owner.future()
+    error = Unlike()
+    error.__cause__ = cause = ValueError("why")
+    call.settle(error)
+    for _ in range(2):
+        with pytest.raises(Unlike) as caught:
+            future.wait()
+        assert caught.value.__cause__ is cause
