@@ -150,7 +150,8 @@ class Future(torch.futures.Future[T]):
 
     def set_exception(self, result: T) -> None:
         """Complete it with an exception. Whoever waits is given a copy, if it can be copied: what is raised
-        refers to the frames that it passes, and these to futures, which the garbage collector cannot look into.
+        refers to the frames that it passes, and these to futures, into which the garbage collector cannot
+        look.
         """
         if isinstance(result, Exception):
             self._set_unwrap_func(_raise_copy)

@@ -14,7 +14,8 @@ __all__ = ["Peers"]
 DEAD_MOST: Final = 65_536
 
 HEARSAY_MOST: Final = 1 << 17
-"""How much a peer may have others remember of what they know nothing of yet, from one sweep to the next but one."""
+"""How much a peer may have others remember of what they know nothing of, from one sweep to the next but one.
+"""
 
 
 class Peers:
@@ -24,7 +25,17 @@ class Peers:
     The dead are remembered by their incarnation only, the latest ``DEAD_MOST`` of them.
     """
 
-    __slots__ = ("_hearsay", "_hearsay_before", "_numbers", "_suspects", "actions", "dead", "living", "me", "unfenced")
+    __slots__ = (
+        "_hearsay",
+        "_hearsay_before",
+        "_numbers",
+        "_suspects",
+        "actions",
+        "dead",
+        "living",
+        "me",
+        "unfenced",
+    )
 
     def __init__(self, me: Peer) -> None:
         self.me = me
@@ -69,8 +80,8 @@ class Peers:
         return True
 
     def note_hearsay(self, peer: Peer, is_news: bool = True) -> None:
-        """What ``peer`` says has this worker remember something that may mean nothing: an object that it has not
-        heard of, a fork that may never come, a member whom nobody has met.
+        """What ``peer`` says has this worker remember something that may mean nothing: an object that it has
+        not heard of, a fork that may never come, a member whom nobody has met.
 
         Raises:
             ProtocolError: it says too much of that.

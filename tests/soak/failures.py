@@ -1,14 +1,15 @@
-"""Eight workers under load, while workers are killed, stopped and interrupted and connections cut, all at once.
+"""Eight workers under load, while they are killed, stopped and interrupted and cut off, all at once.
 
 ::
 
     python -m tests.soak.failures --minutes 10
 
-Each worker calls the others, passes references round and runs backwards; the first four are ranks of a process group as
-well, and run collectives. The last four are killed now and then, or stopped for longer than ``lost_after``, and others
-started under their names. Checked are: nothing is run twice; sums of what was called for lie between what surely ran
-and that with what may have; gradients and collectives are exact; when the load ends, no call is pending, and nothing is
-left over; the first four, which live through it all, have no more descriptors, segments or memory. It prints a table.
+Each worker calls the others, passes references round and runs backwards; the first four are ranks of a
+process group as well, and run collectives. The last four are killed now and then, or stopped for longer than
+``lost_after``, and others started under their names. Checked are: nothing is run twice; sums of what was
+called for lie between what surely ran and that with what may have; gradients and collectives are exact; when
+the load ends, no call is pending, and nothing is left over; the first four, which live through it all, have
+no more descriptors, segments or memory. It prints a table.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -176,7 +178,11 @@ class Load:
     ) -> None:
         timeout = self.chance.choice((0, 30))
         futures = [
-            (number, amount, rpc.rpc_async(to, deposit, args=(self.me, number, ended, amount), timeout=timeout))
+            (
+                number,
+                amount,
+                rpc.rpc_async(to, deposit, args=(self.me, number, ended, amount), timeout=timeout),
+            )
             for number, amount in calls
         ]
         for number, amount, future in futures:
@@ -337,7 +343,13 @@ class Driver:
         begun = time.monotonic()
         self.go_on_until(begun + min(WARM_UP, self.seconds / 4), [(1, self.cut)])
         self.before = self.measure()
-        faults = [(8, self.kill), (3, self.stop_for_long), (25, self.stop_briefly), (34, self.cut), (30, self.interrupt)]
+        faults = [
+            (8, self.kill),
+            (3, self.stop_for_long),
+            (25, self.stop_briefly),
+            (34, self.cut),
+            (30, self.interrupt),
+        ]
         self.go_on_until(begun + self.seconds, faults)
 
     def go_on_until(self, end: float, faults: Sequence[tuple[int, Callable[[], None]]]) -> None:
@@ -441,7 +453,9 @@ class Driver:
             for name, (totals, _, _) in accounts.items():
                 least = certain[self.incarnations[name]]
                 if not least <= totals[me] <= least + uncertain[name]:
-                    wrong.append(f"{name} has {totals[me]} of {caller}, who knows of {least} + {uncertain[name]} at most")
+                    wrong.append(
+                        f"{name} has {totals[me]} of {caller}, who knows of {least} + {uncertain[name]}"
+                    )
         for name, (_, doubles, left) in accounts.items():
             if doubles:
                 wrong.append(f"{name} has run {doubles} calls twice")
@@ -455,7 +469,10 @@ class Driver:
             before, after = self.before[name], self.after[name]
             if after["RSS, MiB"] > 1.3 * before["RSS, MiB"] + 20:
                 found.append(f"{name} has grown: {before} to {after}")
-            if after["descriptors"] > before["descriptors"] + 12 or after["segments"] > before["segments"] + 12:
+            if (
+                after["descriptors"] > before["descriptors"] + 12
+                or after["segments"] > before["segments"] + 12
+            ):
                 found.append(f"{name} has more open: {before} to {after}")
         return found
 
@@ -522,6 +539,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tests.soak import failures  # so that workers find all of this under its own name
-
-    sys.exit(failures.main())
+    sys.exit(import_module("tests.soak.failures").main())  # where workers find all of this

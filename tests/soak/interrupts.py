@@ -4,12 +4,12 @@
 
     python -m tests.soak.interrupts --storms 200
 
-A storm is a second of Ctrl-C on the main thread of one worker, or of all three, while these call each other, make
-and drop references, and run backwards. Gaps are 1 to 50 ms on average; of some storms each Ctrl-C is followed by
-another within a millisecond, so that it comes while the first is being dealt with; in some, finalizers run all the
-time; one in five comes during ``shutdown``. After each, every worker calls every other, within ``PATIENCE``, and
-nothing may be left of what was interrupted: calls, references, contexts, memory that is lent. It prints a table,
-and fails if anything is wedged or left.
+A storm is a second of Ctrl-C on the main thread of one worker, or of all three, while these call each other,
+make and drop references, and run backwards. Gaps are 1 to 50 ms on average; of some storms each Ctrl-C is
+followed by another within a millisecond, so that it comes while the first is being dealt with; in some,
+finalizers run all the time; one in five comes during ``shutdown``. After each, every worker calls every
+other, within ``PATIENCE``, and nothing may be left of what was interrupted: calls, references, contexts,
+memory that is lent. It prints a table, and fails if anything is wedged or left.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -382,6 +383,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tests.soak import interrupts  # so that workers find all of this under its own name
-
-    sys.exit(interrupts.main())
+    sys.exit(import_module("tests.soak.interrupts").main())  # where workers find all of this

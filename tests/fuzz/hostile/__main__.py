@@ -1,14 +1,14 @@
-"""Fuzzing of what others can say: the codec, handshakes, sessions, control messages, references, and an agent.
+"""Fuzzing of what others can say: codec, handshakes, sessions, control messages, references; and an agent.
 
 ::
 
     python -m tests.fuzz.hostile --minutes 10
     python -m tests.fuzz.hostile --minutes 1 --seed 7 --only references frames
 
-One process runs mutated inputs through the pure parts, by turns, and keeps those that reach new lines; the rest of the
-time it sends mutated connections to a real agent, in its own process. It fails if anything raises what it should not,
-hangs, takes more memory than its limits, or breaks a rule. What fails is added to ``tests/fuzz/corpus``; ``--keep``
-adds few inputs that reach all that was reached, too.
+One process runs mutated inputs through the pure parts, by turns, and keeps those that reach new lines; the
+rest of the time it sends mutated connections to a real agent, in its own process. It fails if anything
+raises what it should not, hangs, takes more memory than its limits, or breaks a rule. What fails is added to
+``tests/fuzz/corpus``; ``--keep`` adds few inputs that reach all that was reached, too.
 """
 
 from __future__ import annotations
@@ -100,9 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [target.name for target in TARGETS]
     parser = argparse.ArgumentParser("python -m tests.fuzz.hostile", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of what is mutated (default: the time)")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="of what is mutated (default: the time)"
+    )
     parser.add_argument("--only", nargs="+", choices=[*names, members.NAME], help="which parts")
-    parser.add_argument("--keep", action="store_true", help="add inputs that reach something new to the corpus")
+    parser.add_argument(
+        "--keep", action="store_true", help="add inputs that reach something new to the corpus"
+    )
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     print(f"seed {options.seed}", flush=True)

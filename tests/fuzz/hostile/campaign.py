@@ -1,7 +1,7 @@
 """Runs inputs through a target, keeps those that reach lines which none has reached, and finds what breaks.
 
-Coverage is that of lines of ours, and of which line came before in that function: the number of such steps that an
-input has reached first decides whether it is kept and mutated further. Small inputs are preferred.
+Coverage is that of lines of ours, and of which line came before in that function: the number of such steps
+that an input has reached first decides whether it is kept and mutated further. Small inputs are preferred.
 """
 
 from __future__ import annotations
@@ -144,12 +144,12 @@ class Campaign:
     def run_new(self, count: int) -> None:
         """Run so many new inputs."""
         chance = self.mutator.chance
-        mutate = self.mutator.values if self.target.of_values else self.mutator.bytes
+        mutate = self.mutator.of_values if self.target.of_values else self.mutator.of_bytes
         for _ in range(count):
             one, other = chance.choice(self.kept), chance.choice(self.kept)
             data = mutate(min(one, other, key=len), self.kept)
             if self.target.of_values and chance.random() < 0.1:
-                data = self.mutator.bytes(data, self.kept)
+                data = self.mutator.of_bytes(data, self.kept)
             self.run(data)
 
     def run_for(self, seconds: float) -> None:

@@ -1,7 +1,8 @@
-"""What is fuzzed in this process: the pure parts that take in what others say, each with the rules it must keep.
+"""What is fuzzed in this process: the pure parts that take in what others say, each with the rules it must
+keep.
 
-A ``Target`` takes an input and may raise what it names; anything else that it raises, ``Broken`` above all, is a
-failure. Whoever says it all is a member who has proven to belong to the job, but where said.
+A ``Target`` takes an input and may raise what it names; anything else that it raises, ``Broken`` above all,
+is a failure. Whoever says it all is a member who has proven to belong to the job, but where said.
 """
 
 from __future__ import annotations
@@ -219,7 +220,10 @@ def seed_pickles() -> list[bytes]:
     ]
     payloads = [plain.dumps(value, other) for value in values]
     payloads += [plain.dump_call(triple, (torch.ones(2), 1), {"y": "z"}, other)]
-    payloads += [plain.dump_call(Setting, ([1],), {}, other), plain.dump_exception(ValueError("bad"), "w", other)]
+    payloads += [
+        plain.dump_call(Setting, ([1],), {}, other),
+        plain.dump_exception(ValueError("bad"), "w", other),
+    ]
     return [packed([each.header, *(bytes(buffer) for buffer in each.buffers)]) for each in payloads]
 
 
@@ -311,7 +315,7 @@ def seed_handshakes() -> list[bytes]:
 
 
 def run_session(data: bytes) -> None:
-    """What a member says of what it has taken in: ``["sent", n]`` is this side's doing, the rest the member's."""
+    """What a member says of what it has taken in; ``["sent", n]`` is this side's doing."""
     session, sent = Session(), 0
     for each in unpacked(data):
         match each:
@@ -356,7 +360,9 @@ def run_delivery(data: bytes) -> None:
             if type(message) is int:
                 delivered[message] += 1
         if len(delivery._beyond) > WINDOW or not 0 <= delivery.unacknowledged <= posted:
-            raise Broken(f"{len(delivery._beyond)} numbers are kept, {delivery.unacknowledged} of {posted} queued")
+            raise Broken(
+                f"{len(delivery._beyond)} numbers are kept, {delivery.unacknowledged} of {posted} queued"
+            )
         if batch == ["reconnected"]:
             delivery.reconnected()
     delivery.outgoing(acknowledge=True)
@@ -375,8 +381,8 @@ _HOSTILE: Final = 9
 
 
 class References:
-    """Two members, of whom the first has objects that the second refers to and the other way round, and a third
-    who says what he likes. What a shell would do is done at once.
+    """Two members that refer to objects of each other's, and a third who says what he likes. What a shell
+    would do is done at once.
     """
 
     def __init__(self) -> None:
@@ -397,7 +403,7 @@ class References:
             there = self.protocols[other]
             self.held.append((other, there.adopt(list(protocol.fork(mine, other)), me)))
             protocol.fork(mine, _HOSTILE)
-            rref, ref = protocol.create(_HOSTILE)
+            _, ref = protocol.create(_HOSTILE)
             self.held.append((me, ref))
             protocol.fork(ref, other)
             self.act()
@@ -461,8 +467,14 @@ class References:
             for owner, rref in self.owned:
                 holder = 3 - owner
                 for who, ref in self.held:
-                    if who == holder and ref[0] == owner and self.protocols[who].state(ref) is not State.CONFIRMED:
-                        raise Broken(f"worker {who} has lost its reference {ref} to what worker {owner} holds: {rref}")
+                    if (
+                        who == holder
+                        and ref[0] == owner
+                        and self.protocols[who].state(ref) is not State.CONFIRMED
+                    ):
+                        raise Broken(
+                            f"worker {who} has lost its reference {ref} to what worker {owner} holds: {rref}"
+                        )
         for protocol in self.protocols.values():
             protocol.peer_lost(_HOSTILE, "over")
         self.act()
@@ -522,12 +534,22 @@ def seed_references() -> list[bytes]:
                     )
                 ]
             )
-        says.append([[to, ["message", [kind, peer]]] for kind in ("bereaved", "fenced", "cleared") for peer in (1, 2, 5, 9)])
+        says.append(
+            [
+                [to, ["message", [kind, peer]]]
+                for kind in ("bereaved", "fenced", "cleared")
+                for peer in (1, 2, 5, 9)
+            ]
+        )
         says += [[[to, ["message", ["fence", peer, "dead"]]], [to, ["sweep"]]] for peer in (1, 2, 5, 9)]
         says.append([[to, ["adopt", [1, [1, 1], [9, 7]]]], [to, ["adopt", [2, [2, 1], [9, 8]]]]])
         says.append([[to, ["adopt", [9, [9, 1], [9, 9]]]], [to, ["message", ["confirmed", [9, 9]]]]])
-        says.append([[to, ["create", [9, 1], [9, 2]]], [to, ["message", ["delete", [9, 1], [9, 2]]]], [to, ["sweep"]]])
-        says.append([[to, ["message", ["abandon", [9, 1], "why"]]], [to, ["create", [9, 1], [9, 2]]], [to, ["sweep"]]])
+        says.append(
+            [[to, ["create", [9, 1], [9, 2]]], [to, ["message", ["delete", [9, 1], [9, 2]]]], [to, ["sweep"]]]
+        )
+        says.append(
+            [[to, ["message", ["abandon", [9, 1], "why"]]], [to, ["create", [9, 1], [9, 2]]], [to, ["sweep"]]]
+        )
         says.append([[to, ["created", [to, 4], [to, 5]]], [to, ["link lost"]], [to, ["fetch", [9, 4]]]])
     return [packed(each) for each in says]
 

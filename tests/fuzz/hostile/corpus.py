@@ -1,7 +1,8 @@
-"""Inputs that have reached something, or have broken something once: a text file for each target, one to a line.
+"""Inputs that have reached something, or have broken something once: a text file for each target, one to a
+line.
 
-``tests/fuzz/corpus/frames.txt`` has those of the target ``frames``, in base64; lines that begin with ``#`` say what
-the next one has broken. The quick test runs them all.
+``tests/fuzz/corpus/frames.txt`` has those of the target ``frames``, in base64; lines that begin with ``#``
+say what the next one has broken. The quick test runs them all.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A real agent, in a process of its own, and peers that send it anything: strangers, and members of its group.
+"""A real agent, in a process of its own, and peers that send it anything: strangers, members of its group.
 
-An input is one connection: ``[who, item, item, ...]``. ``who`` is 0 for somebody who has said nothing, 1 for one in
-the middle of a handshake, 2 for a member. An item is bytes, or a frame ``[kind, call id, header, buffers, codec]``, in
-which some numbers stand for incarnations (``ME`` and so on). The agent's group has an honest member, too, which works
-with it all the time; and it is in safe mode, for members may have others run anything else.
+An input is one connection: ``[who, item, item, ...]``. ``who`` is 0 for somebody who has said nothing, 1 for
+one in the middle of a handshake, 2 for a member. An item is bytes, or a frame ``[kind, call id, header,
+buffers, codec]``, in which some numbers stand for incarnations (``ME`` and so on). The agent's group has an
+honest member, too, which works with it all the time; and it is in safe mode, for members may have others run
+anything else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import rpc
 from rpc.runtime.current import current_agent
@@ -68,7 +69,11 @@ class Shelf:
 def state() -> dict[str, int]:
     """Of the victim."""
     rss = int((Path("/proc/self/statm")).read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
-    return {"RSS, MiB": rss, "descriptors": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+    return {
+        "RSS, MiB": rss,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
 
 
 def remembered() -> dict[str, int]:
@@ -162,7 +167,7 @@ class Worker:
 class Victim:
     """The agent under attack, and the honest member; a context manager."""
 
-    def __enter__(self) -> Victim:
+    def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="hostile-")
         self.victim = Worker("victim", self._folder.name)
         self.evictions = 0
@@ -241,22 +246,60 @@ def seeds() -> list[bytes]:
         [[Kind.CALL, 2, {"rref": [[VICTIM, theirs, [ME, 3]], [HONEST, others, [ME, 4]]]}, call, 0]],
         [[32, 1, {}, made, 0], said(["delete", mine, [ME, 8]])],
         [said(["abandon", mine, "why"]), [32, 1, {}, made, 0]],
-        [[33, 1, {}, [(1).to_bytes(8, "little") * 2], 0], [34, 2, {"object": theirs, "method": "put"}, call, 0]],
+        [
+            [33, 1, {}, [(1).to_bytes(8, "little") * 2], 0],
+            [34, 2, {"object": theirs, "method": "put"}, call, 0],
+        ],
         [[Kind.REPLY, 1, {}, value, 0], [Kind.FAILURE, 2, {"!": ["x"], "type": "ValueError"}, value, 0]],
         [said(["fence", ME, "dead"])],
-        [said(["fence", 5, "dead"], ["bereaved", 5], ["bereaved", ME], ["cleared", HONEST], ["fenced", HONEST])],
+        [
+            said(
+                ["fence", 5, "dead"],
+                ["bereaved", 5],
+                ["bereaved", ME],
+                ["cleared", HONEST],
+                ["fenced", HONEST],
+            )
+        ],
         [said(["fence", VICTIM, "dead"])],
         [said(["confirm", theirs, [ME, 9]], ["confirm", mine, [ME, 9]], ["confirmed", [VICTIM, 2]])],
-        [said(["withdraw", VICTIM, theirs, [HONEST, 3]], ["refused", [VICTIM, 3], "no"], ["accepted", [VICTIM, 4]])],
-        [control(["call", ["cancel", 1]], ["cancel", 1], ["nobody", 1]), control(1, start=4096, acknowledged=9)],
+        [
+            said(
+                ["withdraw", VICTIM, theirs, [HONEST, 3]],
+                ["refused", [VICTIM, 3], "no"],
+                ["accepted", [VICTIM, 4]],
+            )
+        ],
+        [
+            control(["call", ["cancel", 1]], ["cancel", 1], ["nobody", 1]),
+            control(1, start=4096, acknowledged=9),
+        ],
         [[Kind.ALIVE, 1 << 40, {}, [], 1], [Kind.ALIVE, 0, {}, [], 2], [Kind.ARRIVED, 5, {}, [], 0]],
-        [[Kind.SEGMENTS, 0, {"return": [1]}, [], 0], [Kind.SEGMENTS, 0, {"come": ["name", b"t" * 16, [1, 2]]}, [], 0]],
+        [
+            [Kind.SEGMENTS, 0, {"return": [1]}, [], 0],
+            [Kind.SEGMENTS, 0, {"come": ["name", b"t" * 16, [1, 2]]}, [], 0],
+        ],
         [[Kind.SEGMENTS, 0, {"ask": 1}, [], 0], [Kind.IN_SEGMENT, 0, {}, [bytes(40)], 0]],
-        [[Kind.LANES, 0, {"lanes": 2, "token": b"t" * 16}, [], 0], [Kind.LANE, 0, {"token": b"t", "number": 1}, [], 0]],
-        [[Kind.BULK, 9, {}, [b"x"], 0], [Kind.BULK_CREDIT, 9, {}, [bytes(8)], 0], [Kind.BULK_CLOSE, 9, {}, [bytes(8)], 0]],
-        [[Kind.SHUTDOWN, 0, {"message": [0, "entered"]}, [], 0], [Kind.GOODBYE, 0, {"reason": "over"}, [], 0]],
+        [
+            [Kind.LANES, 0, {"lanes": 2, "token": b"t" * 16}, [], 0],
+            [Kind.LANE, 0, {"token": b"t", "number": 1}, [], 0],
+        ],
+        [
+            [Kind.BULK, 9, {}, [b"x"], 0],
+            [Kind.BULK_CREDIT, 9, {}, [bytes(8)], 0],
+            [Kind.BULK_CLOSE, 9, {}, [bytes(8)], 0],
+        ],
+        [
+            [Kind.SHUTDOWN, 0, {"message": [0, "entered"]}, [], 0],
+            [Kind.GOODBYE, 0, {"reason": "over"}, [], 0],
+        ],
         [[Kind.OPENING, 3, {}, [bytes(28)], 0], [Kind.CHUNK, 3, {}, [bytes(70_000)], 0]],
-        [[48, 1, {"autograd": [1, 2]}, value, 0], [49, 1, {}, value, 0], [51, 1, {}, value, 0], [53, 1, {}, value, 0]],
+        [
+            [48, 1, {"autograd": [1, 2]}, value, 0],
+            [49, 1, {}, value, 0],
+            [51, 1, {}, value, 0],
+            [53, 1, {}, value, 0],
+        ],
     ]
     before: list[list[Any]] = [
         [0, [Kind.HELLO, 0, hello, [], 0], [Kind.PROOF, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0]],
@@ -291,7 +334,7 @@ class Attack:
         """So many connections, with mutated inputs."""
         chance = self.mutator.chance
         for _ in range(count):
-            data = self.mutator.values(chance.choice(self.pool), self.pool)
+            data = self.mutator.of_values(chance.choice(self.pool), self.pool)
             if chance.random() < 0.02:
                 self.pool[chance.randrange(len(self.pool))] = data
             self.send(data)
@@ -322,7 +365,7 @@ class Attack:
                 peer.hear_all()
 
     def flood(self, seconds: float) -> int:
-        """What one member can say in so long: of objects, forks and workers that nobody knows; how much it was."""
+        """What members can say in so long of objects, forks and workers that nobody knows; how much it was."""
         end, said = time.monotonic() + seconds, 0
         for batches in _floods():
             with contextlib.suppress(OSError, AssertionError), Hostile(self.at) as peer:
@@ -381,7 +424,9 @@ def _bytes_of(item: Any, known: dict[int, int], *, stranger: bool) -> bytes:
         case [int(kind), int(call_id), dict(header), list(buffers), int(codec)]:
             pieces = [each if isinstance(each, bytes) else packed([each]) for each in buffers]
             try:
-                framed = encode(kind & 255, call_id & (1 << 64) - 1, _named(header, known), pieces, codec & 255)[0]
+                framed = encode(
+                    kind & 255, call_id & (1 << 64) - 1, _named(header, known), pieces, codec & 255
+                )[0]
             except Exception:  # it cannot be said
                 return b""
             data = b"".join(map(bytes, framed))

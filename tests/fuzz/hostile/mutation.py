@@ -1,11 +1,12 @@
 """Changes inputs a little: as bytes, and as the values that they stand for.
 
-What an input is made of is either bytes as such, or values in msgpack, one behind the other. Of the latter, parts
-are replaced, left out, repeated and exchanged, so that most of what comes out is nearly right.
+What an input is made of is either bytes as such, or values in msgpack, one behind the other. Of the latter,
+parts are replaced, left out, repeated and exchanged, so that most of what comes out is nearly right.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from typing import Any, Final
@@ -20,7 +21,22 @@ LONGEST: Final = 64 << 10
 _INTERESTING: Final[tuple[Any, ...]] = (
     *(None, True, False, 0, 1, 2, 3, -1, 7, 8, 9, 64, 127, 128, 255, 256, 4095, 4096, 4097),
     *((1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63)),
-    *(0.5, float("inf"), float("nan"), "", "x", "\ud800", "x" * 300, b"", b"y", b"\0" * 32, [], {}, [[]], [0, 0]),
+    *(
+        0.5,
+        float("inf"),
+        float("nan"),
+        "",
+        "x",
+        "\ud800",
+        "x" * 300,
+        b"",
+        b"y",
+        b"\0" * 32,
+        [],
+        {},
+        [[]],
+        [0, 0],
+    ),
 )
 _LENGTHS: Final = (0, 1, 7, 8, 9, 27, 28, 29, 255, 256, 0x7FFF_FFFF, 0xFFFF_FFFF, 1 << 62, (1 << 64) - 1)
 
@@ -36,10 +52,8 @@ def unpacked(data: bytes) -> list[Any]:
     unpacker = msgpack.Unpacker(strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=1 << 20)
     unpacker.feed(data)
     values: list[Any] = []
-    try:
+    with contextlib.suppress(Exception):  # what is behind it cannot be read
         values.extend(unpacker)
-    except Exception:  # what is behind it cannot be read
-        pass
     return values
 
 
@@ -49,13 +63,13 @@ class Mutator:
     Example::
 
         mutator = Mutator(seed=1)
-        mutator.bytes(b"some input", pool=[b"another"])
+        mutator.of_bytes(b"some input", pool=[b"another"])
     """
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
 
-    def bytes(self, data: bytes, pool: Sequence[bytes]) -> bytes:
+    def of_bytes(self, data: bytes, pool: Sequence[bytes]) -> bytes:
         """Bytes, a few of which are changed, left out, repeated, or come from another input."""
         chance, changed = self.chance, bytearray(data)
         for _ in range(chance.choice((1, 1, 1, 2, 3, 8))):
@@ -82,7 +96,7 @@ class Mutator:
                     changed[at:at] = changed[at:end] * chance.choice((1, 1, 2, 20))
         return bytes(changed[:LONGEST])
 
-    def values(self, data: bytes, pool: Sequence[bytes]) -> bytes:
+    def of_values(self, data: bytes, pool: Sequence[bytes]) -> bytes:
         """Values, some parts of which are replaced, left out, repeated, or come from another input."""
         values = unpacked(data)
         for _ in range(self.chance.choice((1, 1, 2, 3))):
@@ -126,7 +140,7 @@ class Mutator:
     def _near(self, value: Any, values: list[Any]) -> Any:
         chance = self.chance
         if isinstance(value, bytes) and value and chance.random() < 0.7:
-            return self.bytes(value, [value])
+            return self.of_bytes(value, [value])
         if type(value) is int and chance.random() < 0.3:
             return max(-(1 << 63), min((1 << 64) - 1, value + chance.choice((-1, 1, 2, 64, -64))))
         return self._scalar(values)

@@ -1,4 +1,6 @@
-"""What has broken something once breaks nothing now, and mutated inputs do not either: a few of each, each time."""
+"""What has broken something once breaks nothing now, and mutated inputs do not either: a few of each, each
+time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def test_what_others_say_breaks_no_rule(part: Target) -> None:
     with warnings.catch_warnings(action="ignore"):
         known = [*part.seeds(), *corpus.load(part.name)]
         mutator = Mutator(seed=EFFORT)
-        mutate = mutator.values if part.of_values else mutator.bytes
+        mutate = mutator.of_values if part.of_values else mutator.of_bytes
         new = [mutate(mutator.chance.choice(known), known) for _ in range(INPUTS)]
         failures = [outcome(part, data) for data in known + new]
     assert [failure for failure in failures if failure is not None] == []
