@@ -365,7 +365,7 @@ class Attack:
                 peer.hear_all()
 
     def flood(self, seconds: float) -> int:
-        """What members can say in so long of objects, forks and workers that nobody knows; how much it was."""
+        """What members can say in so long of objects, forks and workers that nobody knows: how much."""
         end, said = time.monotonic() + seconds, 0
         for batches in _floods():
             with contextlib.suppress(OSError, AssertionError), Hostile(self.at) as peer:
