@@ -46,6 +46,7 @@ from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.current import clear_current_agent
 from rpc.runtime.events import Events, PeerLost
 from rpc.runtime.executor import Executor
+from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.serializer import Serializer
 from rpc.transport.tls import TlsContexts
@@ -131,7 +132,7 @@ class Agent:
         )
         self.postponed, self.something_ended = self.activity.postponed, self.activity.ended
 
-        self.peers = PeerTable(self._make_peer, self._connect, hooks.joined, self.events)
+        self.peers = PeerTable(self._make_peer, self._connect, hooks.joined, self.events, self.on_loop)
         self.peer, self.peer_for = self.peers.find, self.peers.ensure
         self.peer_by_incarnation = self.peers.by_incarnation
         self.connections = Connections(
@@ -352,6 +353,7 @@ class Agent:
 
     # ---- the end
 
+    @protected  # but for the waiting: once that has ended, however it has, nothing may keep it from closing
     def shutdown(
         self,
         graceful: bool = True,
@@ -381,6 +383,7 @@ class Agent:
             clear_current_agent(self)
             self.close("it has shut down" if graceful else "it has shut down without waiting")
 
+    @protected
     def close(self, reason: str) -> None:
         """Leave now: say goodbye to all, fail what is under way, end the threads. Idempotent.
 
@@ -391,7 +394,7 @@ class Agent:
         self.closed = True
         steps: tuple[Callable[[], object], ...] = (
             self.mailbox.close,
-            *self.hooks.close,
+            *(functools.partial(_interruptibly, step) for step in self.hooks.close),
             functools.partial(self._leave_group, reason),
             self.calls.end,
             *self.hooks.closed,
@@ -435,6 +438,11 @@ class Agent:
         for call in self.calls.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         self._process.restore(give_back=False)
+
+
+@interruptible
+def _interruptibly(step: Callable[[], object]) -> None:
+    step()
 
 
 def _under_way(calls: CallTable, executor: Executor) -> str:

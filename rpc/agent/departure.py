@@ -22,6 +22,7 @@ from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, wait_for_event
 from rpc.runtime.executor import Executor
+from rpc.runtime.interrupts import interruptible
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Counter, Mailbox
 from rpc.runtime.notices import Notices
@@ -148,6 +149,7 @@ class Departure:
         self._me = me
         self._termination = None if members is None else Termination(me, members, ROUNDS)
 
+    @interruptible
     def wait_for_all(
         self, timeout: float, release: Callable[[], object] | None, check: Callable[[], object] | None
     ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 import threading
@@ -112,7 +113,7 @@ class Future(torch.futures.Future[T]):
             try:
                 self._ending = call.result(), None
             except BaseException as error:
-                self._ending = None, error
+                self._ending = None, error.with_traceback(None)  # whose frames refer to this future
                 if isinstance(error, KeyboardInterrupt):
                     interruption = error
                 else:
@@ -150,6 +151,17 @@ class Future(torch.futures.Future[T]):
                     raise RpcTimeoutError(f"{self!r} was not completed within {timeout:g} s; it goes on")
         return cast("T", _value_of(self))
 
+    def set_exception(self, result: T) -> None:
+        """Complete it with an exception. Whoever waits is given a copy, if it can be copied: what is raised
+        refers to the frames that it passes, and these to futures, into which the garbage collector cannot
+        look.
+        """
+        if isinstance(result, Exception):
+            self._set_unwrap_func(_raise_copy)
+            self.set_result(cast("T", result))
+        else:
+            super().set_exception(result)  # PyTorch's own error
+
     def result(self, timeout: float | None = None) -> T:
         """As ``wait``, under the name that ``concurrent.futures`` has."""
         return self.wait(timeout)
@@ -178,8 +190,7 @@ class Future(torch.futures.Future[T]):
         call = self._call
         if call is None or not call.owner.cancel(call):
             return False
-        self.complete()
-        _raise_interruption()
+        self._complete_here()
         return True
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # as PyTorch means it
@@ -200,10 +211,18 @@ class Future(torch.futures.Future[T]):
     def _wait_for(self, call: PendingCall) -> None:
         try:
             call.wait()
-            self.complete()
+            self._complete_here()
         except BaseException:
             if call.done():
                 call.owner.complete_soon(self)
+            raise
+
+    def _complete_here(self) -> None:
+        """Complete it on a thread that hears of Ctrl-C, also of one that has hit a callback."""
+        try:
+            self.complete()
+        except KeyboardInterrupt:
+            _thread_state.interruption = None  # that one is raised for both
             raise
         _raise_interruption()
 
@@ -218,6 +237,7 @@ class Future(torch.futures.Future[T]):
             super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
         continuation = _Continuation(self, callback)
         self.add_done_callback(continuation)
+        _raise_interruption()  # of the callback, if it has run here and now
         return cast("Future[S]", continuation.future)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -257,6 +277,7 @@ class _Continuation:
             if isinstance(error, Exception):
                 self._tell_of(error)
             if not _is_done(self.future):
+                error.with_traceback(None)  # its frames refer to the future
                 _fail(self.future, RuntimeError(f"{type(error).__name__}: {error}"), error)
             if isinstance(error, KeyboardInterrupt):
                 _thread_state.interruption = error
@@ -275,6 +296,18 @@ class _Continuation:
     @interruptible
     def _run(self) -> Any:
         return self._context.run(self._callback, self._source)
+
+
+def _raise_copy(error: Exception) -> None:
+    try:
+        copied = copy.copy(error)
+    except Exception:  # of a class that takes other arguments
+        raise error from error.__cause__
+    if type(copied) is not type(error):
+        raise error from error.__cause__
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    raise copied
 
 
 def _raise_interruption() -> None:

@@ -319,6 +319,7 @@ class PeerTable:
         make: makes the peer of a member.
         connect: begins to connect to a peer; from any thread, and twice does no harm.
         joined: called with each new peer, in order.
+        on_loop: calls a function on the loop's thread, and returns what that returns.
 
     Attributes:
         view, own: who is in the group, and this worker's peer for itself; set by ``form``.
@@ -334,11 +335,13 @@ class PeerTable:
         connect: Callable[[Peer], None],
         joined: Iterable[Callable[[Peer], object]],
         events: Events,
+        on_loop: Callable[..., Peer],
     ) -> None:
         self._make = make
         self._connect = connect
         self._joined = joined
         self._events = events
+        self._on_loop = on_loop
         self._peers: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._departed: deque[int] = deque()
@@ -355,7 +358,10 @@ class PeerTable:
             peer = self._by_name.get(worker)
             if peer is not None and peer.lost is None:  # else another may have the name now
                 return peer
-        peer = self._peers[self.view.resolve(worker).incarnation]
+        member = self.view.resolve(worker)
+        peer = self._peers.get(member.incarnation)
+        if peer is None:  # the loop has just let it in, and is about to make its peer
+            peer = self._on_loop(self.ensure, member)
         self._by_name[peer.name] = peer
         return peer
 

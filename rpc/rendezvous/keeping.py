@@ -36,6 +36,7 @@ from rpc.rendezvous.address import Probe, probe
 from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Pace
 from rpc.rendezvous.dynamic import DynamicGroup, Joining
 from rpc.rendezvous.store import Abandoned, Log, StoreLost, Waiting
+from rpc.runtime.interrupts import interruptible, protected
 
 __all__ = ["Keeper", "Loss"]
 
@@ -118,6 +119,7 @@ class Keeper:
         """A member is gone. From any thread; never blocks."""
         self._orders.put(loss)
 
+    @protected
     def leave(self, timeout: float = 2.0) -> bool:
         """Have later joiners not look for this worker, and end; returns whether the store took it in time."""
         self._leaving = True
@@ -125,7 +127,7 @@ class Keeper:
         self._orders.put(None)
         if self._thread.ident is None:
             self._thread.start()
-        return self._left.wait(timeout) and self._has_left
+        return _wait(self._left, timeout) and self._has_left
 
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of what is the parent's."""
@@ -275,3 +277,8 @@ class Keeper:
                 for place in log.places(incarnation):
                     log.remove(place)
         log.trim()
+
+
+@interruptible
+def _wait(event: threading.Event, timeout: float) -> bool:
+    return event.wait(timeout)

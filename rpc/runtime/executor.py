@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rpc.runtime.interrupts import protected
+from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Task, TaskSource
 
 __all__ = ["Executor", "Task", "TaskSource"]
@@ -171,6 +171,7 @@ class Executor:
             self._ended += len(dropped)
         return dropped
 
+    @protected
     def stop(self, timeout: float | None = 5.0) -> bool:
         """Take no more tasks, drop those that wait, join the threads, and say whether all have ended.
 
@@ -191,7 +192,7 @@ class Executor:
         for thread in [*self._threads, self._monitor]:
             if thread is current:
                 continue
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            _join(thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
             ended = ended and not thread.is_alive()
         return ended
 
@@ -370,3 +371,8 @@ class Executor:
                     break
                 grown = True
         return grown
+
+
+@interruptible
+def _join(thread: threading.Thread, timeout: float | None) -> None:
+    thread.join(timeout)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from rpc.errors import BlockingCallError
 from rpc.runtime.blocking import this_thread
+from rpc.runtime.interrupts import interruptible, protected
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class LoopThread:
 
         return self.wait_for(run())
 
+    @protected
     def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine on the loop and wait for its result.
 
@@ -92,7 +94,7 @@ class LoopThread:
         try:
             if self.loop.is_closed():
                 future.cancel()
-            return future.result(timeout)
+            return _result(future, timeout)
         except concurrent.futures.CancelledError:
             if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                 coroutine.close()
@@ -103,6 +105,7 @@ class LoopThread:
         finally:
             self._waited_for.discard(future)
 
+    @protected
     def stop(self, timeout: float = 5.0) -> bool:
         """Cancel what runs on the loop, end the thread, and say whether it has ended."""
         if not self._thread.is_alive():
@@ -111,7 +114,7 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # it has just ended
             self.loop.call_soon_threadsafe(self._begin_to_stop, timeout)
         if not self.is_current():
-            self._thread.join(timeout)
+            _join(self._thread, timeout)
         return not self._thread.is_alive()
 
     def _begin_to_stop(self, timeout: float) -> None:
@@ -129,3 +132,13 @@ class LoopThread:
         finally:
             self._stopping = True
             self.loop.stop()
+
+
+@interruptible
+def _result(future: concurrent.futures.Future[T], timeout: float | None) -> T:
+    return future.result(timeout)
+
+
+@interruptible
+def _join(thread: threading.Thread, timeout: float) -> None:
+    thread.join(timeout)

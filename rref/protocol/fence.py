@@ -49,6 +49,10 @@ class Fences:
     def lost(self, peer: Peer, has_forks: bool) -> None:
         """``peer`` is dead, and cut off from this worker."""
         self._waiting.pop(peer, None)
+        for dead, waiting in list(self._bereaved.items()):
+            waiting.discard(peer)
+            if not waiting:
+                del self._bereaved[dead]
         if has_forks or self._fenced or peer in self._bereaved:
             self._raise()
 
@@ -57,6 +61,7 @@ class Fences:
         if dead in self._peers.dead and dead not in self._peers.unfenced:
             self._peers.send(peer, ["cleared", dead])
             return
+        self._peers.note_hearsay(peer, dead not in self._peers.living and dead not in self._peers.dead)
         self._bereaved.setdefault(dead, set()).add(peer)
         if dead in self._peers.dead:
             self._raise()
@@ -123,6 +128,7 @@ class FenceAnswers:
         if dead in self._peers.dead:
             self._answer(owner, dead)
         else:
+            self._peers.note_hearsay(owner, dead not in self._peers.living)
             self._asked.setdefault(dead, set()).add(owner)
             self._peers.suspect(dead, reason)
 

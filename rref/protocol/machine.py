@@ -159,6 +159,8 @@ class Protocol:
                 owner.on_abandon(peer, rref, reason)
             case "withdraw", (of, rref, fork):
                 self._withdraw(peer, of, rref, fork)
+            case "bereaved" | "fence", (self.me, *_):
+                raise ProtocolError("a peer says that this worker is dead")
             case "bereaved", (dead,):
                 owner.fences.bereaved(peer, dead)
             case "fence", (dead, reason):
@@ -303,13 +305,14 @@ class Protocol:
         """Give up what was waiting for a late message at the last sweep, and still is."""
         self._owner.sweep()
         self._revoked.sweep()
+        self._peers.sweep()
 
     # What can be asked
 
     @property
     def waits_for_sweep(self) -> bool:
         """Whether anything waits for a message that may never come."""
-        return bool(self._revoked) or self._owner.waits_for_sweep
+        return bool(self._revoked) or self._owner.waits_for_sweep or self._peers.has_hearsay
 
     def state(self, ref: Ref) -> State:
         """How ``ref``, not yet released, stands. From any thread.
@@ -343,11 +346,14 @@ class Protocol:
 
     def _refused(self, peer: Peer, fork: ForkId, reason: str) -> None:
         if not self._users.on_refused(peer, fork, reason) and fork[0] == peer:
+            self._peers.note_hearsay(peer)
             self._revoked.add(fork, reason)  # it has overtaken the message that brings the fork
 
     def _withdraw(self, peer: Peer, owner: Peer, rref: RRefId, fork: ForkId) -> None:
         if not self._users.knows(fork) and fork not in self._owner:
-            self._revoked.add(fork, "its sender lost the connection and took the message back")
+            if fork[0] == peer:  # else it has come, and is released
+                self._peers.note_hearsay(peer)
+                self._revoked.add(fork, "its sender lost the connection and took the message back")
             self._peers.send(peer, ["delete", rref, fork] if peer == owner else ["accepted", fork])
 
     def _is_dead(self, peer: Peer) -> bool:

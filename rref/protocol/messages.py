@@ -45,6 +45,10 @@ Message = list[Any]
 """A control message, as msgpack sees it."""
 
 
+_LONGEST_TEXT: Final = 500
+"""Characters of a reason that are kept."""
+
+
 class State(IntEnum):
     """How a local reference stands; one not yet released is ``PENDING``, ``CONFIRMED`` or ``FAILED``."""
 
@@ -121,7 +125,7 @@ def _peer(value: Any) -> Peer:
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise TypeError
-    return value
+    return value[:_LONGEST_TEXT]
 
 
 MESSAGES: Final[dict[str, tuple[Callable[[Any], Any], ...]]] = {

@@ -191,6 +191,8 @@ class Owner:
         if why_not is not None:
             self._broken[fork] = why_not
         else:
+            if sender is not None:
+                self._peers.note_hearsay(sender, rref not in self._objects)
             self._local[fork] = rref
             referred = self._refer(rref)
             referred.forks[fork] = me
@@ -249,6 +251,7 @@ class Owner:
     def abandon(self, rref: RRefId, reason: str) -> None:
         """The creator gave it up: every reference to it fails, and what may still arrive is not run."""
         if rref in self._objects or rref[0] != self._peers.me:  # else this worker has freed it already
+            self._peers.note_hearsay(rref[0], rref not in self._objects)
             self._give_up(self._objects.get(rref) or _Object(rref), ObjectEvent.ABANDONED, reason)
 
     # Messages
@@ -259,6 +262,7 @@ class Owner:
         if reason is not None:
             self._peers.send(peer, ["refused", fork, reason])
             return
+        self._peers.note_hearsay(peer, rref not in self._objects)
         referred = self._refer(rref)
         if referred.forks.setdefault(fork, peer) != peer:
             raise ProtocolError(f"worker {peer} has another's fork confirmed: {fork} of reference {rref}")

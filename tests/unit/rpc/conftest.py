@@ -13,6 +13,7 @@ import pytest
 from rpc.group.handshake import Authenticator
 from rpc.runtime import loop as loop_module
 from rpc.runtime.executor import Executor
+from rpc.runtime.interrupts import defer_interrupts
 from rpc.runtime.loop import LoopThread
 from rpc.transport.base import Transport
 from tests.support.answering import Owner
@@ -108,4 +109,13 @@ def ctrl_c() -> Iterator[CtrlC]:
     key = CtrlC()
     before = signal.signal(signal.SIGINT, key.handle)
     yield key
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def deferred() -> Iterator[None]:
+    """Ctrl-C is deferred as while an agent runs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert defer_interrupts()
+    yield
     signal.signal(signal.SIGINT, before)

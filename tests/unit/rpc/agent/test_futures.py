@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,7 @@ import uvloop
 from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future, wait_all
 from rpc.errors import RpcTimeoutError
-from rpc.runtime.interrupts import defer_interrupts
+from rpc.wire.frames import Frame
 from tests.support.answering import Owner, fail, when_waiting
 from tests.support.streams import SOON, until
 
@@ -337,15 +337,6 @@ def test_a_loop_that_ended_meanwhile_is_no_error(owner: Owner, caplog: pytest.Lo
 # ---- Ctrl-C
 
 
-@pytest.fixture
-def deferred() -> Iterator[None]:
-    """Ctrl-C is deferred as while an agent runs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert defer_interrupts()
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("deferred")
 def test_ctrl_c_at_any_moment_loses_no_completion(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
     chance = random.Random(7)
@@ -384,3 +375,68 @@ def test_ctrl_c_at_any_moment_loses_no_completion(owner: Owner, other_thread: Th
         with contextlib.suppress(RuntimeError):  # it may have hit the decoding or the callback
             assert following.value() == index
     assert waited < 300
+
+
+def press_ctrl_c(_: object = None) -> None:
+    """What Ctrl-C does at this moment, on the main thread."""
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_callback_that_runs_at_once_is_raised_by_then(owner: Owner) -> None:
+    call, future = owner.future()
+    owner.answer(call, 1)
+    until(future.done)
+    with pytest.raises(KeyboardInterrupt):
+        future.then(press_ctrl_c)
+    _, later = owner.future()
+    owner.answer(owner.open[2], 2)
+    assert later.wait() == 2
+
+
+def test_ctrl_c_in_decoding_and_in_a_callback_is_raised_once(owner: Owner) -> None:
+    call, future = owner.future()
+    future.then(press_ctrl_c)
+    call.settle(Frame(6, call.call_id, {"value": press_ctrl_c}, []))
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    call, later = owner.future()
+    call.settle(Frame(6, call.call_id, {"value": 2}, []))
+    assert later.wait() == 2
+
+
+class Unlike(Exception):
+    """Cannot be copied: its class takes other arguments than it has."""
+
+    def __init__(self) -> None:
+        super().__init__("unlike", "others")
+
+
+@pytest.mark.parametrize("error", [KeyError("remote"), RpcTimeoutError("late")], ids=repr)
+def test_nothing_is_kept_of_those_who_have_waited_for_what_failed(owner: Owner, error: Exception) -> None:
+    class Kept:
+        pass
+
+    def wait() -> weakref.ref[Kept]:
+        kept, (call, future) = Kept(), owner.future()
+        following = future.then(lambda done: done.value())
+        call.settle(error)
+        owner.open.clear()
+        for each in (future, following):
+            with pytest.raises((type(error), RuntimeError)):
+                each.wait()
+        return weakref.ref(kept)
+
+    kept = wait()
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_cannot_be_copied_is_raised_itself(owner: Owner) -> None:
+    call, future = owner.future()
+    error = Unlike()
+    error.__cause__ = cause = ValueError("why")
+    call.settle(error)
+    for _ in range(2):
+        with pytest.raises(Unlike) as caught:
+            future.wait()
+        assert caught.value.__cause__ is cause

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpc.errors import UnknownWorkerError, WorkerLostError
+from rpc.group import membership as module
 from rpc.group.membership import Membership
 from rpc.group.workers import Member, WorkerInfo
 from tests.support.members import member
@@ -96,3 +97,11 @@ def test_a_successor_is_not_forgotten_with_who_had_its_name() -> None:
     group.join(successor)
     group.forget(FIRST.incarnation)
     assert group.resolve("first") == group.resolve(1) == successor
+
+
+def test_the_latest_that_are_gone_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GONE_MOST", 2)
+    made = view()
+    for incarnation in (7, 8, 9):
+        made.leave(incarnation, "it left")
+    assert [made.gone_reason(incarnation) for incarnation in (7, 8, 9)] == [None, "it left", "it left"]

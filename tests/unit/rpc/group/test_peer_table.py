@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -11,13 +12,18 @@ from rpc.group import membership
 from rpc.group import peer as peer_module
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer, PeerTable
+from rpc.group.workers import Member
 from rpc.runtime.events import Events
 from tests.support.members import ask_nobody, member
 
 
+def here(function: Callable[[Member], Peer], each: Member) -> Peer:
+    return function(each)
+
+
 def table(*, static: bool = False) -> PeerTable:
     me = member("me", 0)
-    made = PeerTable(lambda each: Peer(each, ask_nobody), ask_nobody, [], Events())
+    made = PeerTable(lambda each: Peer(each, ask_nobody), ask_nobody, [], Events(), here)
     made.form(Membership(me, static=static), Peer(me, ask_nobody, is_self=True))
     return made
 
@@ -59,3 +65,12 @@ def test_a_static_group_remembers_all_its_workers(monkeypatch: pytest.MonkeyPatc
     for number in range(1, 11):
         come_and_go(peers, number)
     assert peers.find("worker1").name == "worker1"
+
+
+def test_a_member_can_be_named_while_the_loop_is_about_to_make_its_peer() -> None:
+    peers = table()
+    newcomer = member("newcomer", 1)
+    peers.view.join(newcomer)
+    found = peers.find("newcomer")
+    assert found.member is newcomer
+    assert peers.ensure(newcomer) is found

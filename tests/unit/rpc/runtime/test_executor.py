@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -12,6 +13,9 @@ import pytest
 
 from rpc.runtime import executor as module
 from rpc.runtime.executor import Executor, Task
+from rpc.runtime.interrupts import interruptible, protected
+from tests.support.interrupting import press
+from tests.support.stepping import Step
 from tests.support.streams import SOON, until
 
 
@@ -287,3 +291,37 @@ def test_tasks_that_need_more_threads_than_the_ceiling_get_on_and_it_is_said_onc
     assert met.wait(SOON)
     assert executor.stop()
     assert caplog.text.count("(max_worker_threads)") == 1
+
+
+@pytest.mark.usefixtures("deferred")
+def test_ctrl_c_at_any_instruction_of_stop_leaves_no_thread() -> None:
+    number, taken = 0, True
+    while taken:
+        number += 1
+        executor = warmed_up(Executor(1, "stopped"), 1)
+        threads = [*executor.threads(), executor._monitor]
+        taken = interrupt_stop(executor, number)
+        for thread in threads:
+            thread.join(SOON)
+            assert not thread.is_alive(), f"the interrupt came at instruction {number}"
+    assert number > 100
+
+
+@protected  # for Ctrl-C may come while the one before is being dealt with
+def interrupt_stop(executor: Executor, number: int) -> bool:
+    """Whether so many instructions are run when it is stopped."""
+    with contextlib.suppress(KeyboardInterrupt), Step(number, press, files={module.__file__}) as step:
+        stop(executor)
+    with contextlib.suppress(KeyboardInterrupt):
+        press_here()  # if the other has not been raised yet, it comes with this
+    return step.taken
+
+
+@interruptible
+def stop(executor: Executor) -> None:
+    executor.stop()
+
+
+@interruptible
+def press_here() -> None:
+    press()

@@ -1,0 +1,442 @@
+"""A real agent, in a process of its own, and peers that send it anything: strangers, members of its group.
+
+An input is one connection: ``[who, item, item, ...]``. ``who`` is 0 for somebody who has said nothing, 1 for
+one in the middle of a handshake, 2 for a member. An item is bytes, or a frame ``[kind, call id, header,
+buffers, codec]``, in which some numbers stand for incarnations (``ME`` and so on). The agent's group has an
+honest member, too, which works with it all the time; and it is in safe mode, for members may have others run
+anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final, Self
+
+import rpc
+from rpc.runtime.current import current_agent
+from rpc.serialization.serializer import Serializer
+from rpc.wire.frames import Kind, encode
+from tests.fuzz.hostile import corpus
+from tests.fuzz.hostile.mutation import Mutator, packed, unpacked
+from tests.support.hostile import Hostile, Target, target
+
+__all__ = ["Attack", "Victim", "seeds"]
+
+EVICTION: Final = [[Kind.CONTROL, 0, {"batch": [0, 1, [["rref", ["fence", -1_000_003, "dead"]]]]}, [], 0]]
+"""A member says that the honest one is dead."""
+
+NAME: Final = "members"
+"""Of the corpus."""
+ME: Final = -1_000_001
+VICTIM: Final = -1_000_002
+HONEST: Final = -1_000_003
+GROWTH_MIB: Final = 400
+"""By how much the agent may grow in all: one member may have it remember some 150 MB for two minutes."""
+DEFECTS: Final = ("deferred action", "Exception in callback", "Task exception", "an internal task failed")
+"""What a log says if something of ours has failed that no message may make fail."""
+EVICTED: Final = "another worker found it gone"
+PATIENCE: Final = 20.0
+"""Seconds that the agent may take for what the honest member asks of it."""
+
+
+# ---- the victim and the honest member
+
+
+def count(words: str) -> int:
+    """What members may call."""
+    return len(words)
+
+
+class Shelf:
+    """What members may make, and refer to."""
+
+    def __init__(self) -> None:
+        self.things: list[Any] = []
+
+    def put(self, thing: Any) -> int:
+        self.things.append(thing)
+        return len(self.things)
+
+
+def state() -> dict[str, int]:
+    """Of the victim."""
+    rss = int((Path("/proc/self/statm")).read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+    return {
+        "RSS, MiB": rss,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
+
+
+def remembered() -> dict[str, int]:
+    """What a worker knows of references, when what waits for late messages is given up."""
+    agent = current_agent()
+    references = agent.extensions["rref"]
+    agent.on_loop(references._sweep)
+    counts: dict[str, int] = references.counts()
+    return {kind: number for kind, number in counts.items() if number}
+
+
+def serve(name: str, folder: str, order: Connection[Any, Any]) -> None:
+    """A worker's process: it joins, and does what comes through the pipe, until that ends."""
+    log = os.open(f"{folder}/{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for allowed in (count, state, target, remembered):
+        rpc.allow_function(allowed)
+    rpc.allow_class(Shelf)
+    rpc.allow_methods(Shelf, "put")
+    options = rpc.AgentOptions(
+        init_method=f"file://{folder}/meeting",
+        dynamic=True,
+        deserialization="safe" if name == "victim" else "pickle",
+        max_message_bytes=1 << 20,
+    )
+    rpc.init_rpc(name, rpc_backend_options=options)
+    order.send("ready")
+    while True:
+        try:
+            function, arguments = order.recv()
+        except EOFError:
+            break
+        order.send(function(*arguments))
+    rpc.shutdown(graceful=False)
+
+
+def meet() -> Target:
+    """At the honest member: what one needs to know to attack the victim."""
+    return _at_victim(target)
+
+
+def _at_victim(function: Callable[[], Any]) -> Any:
+    return rpc.rpc_sync("victim", function, timeout=PATIENCE)
+
+
+def look(what: Callable[[], Any]) -> Any:
+    """At the honest member: what the victim says of itself; a text if it does not answer."""
+    try:
+        return _at_victim(what)
+    except rpc.RpcError as error:
+        return f"the victim does not answer: {error}"
+
+
+def work() -> str:
+    """At the honest member: use the victim; what is wrong."""
+    try:
+        assert rpc.rpc_sync("victim", count, args=("words",), timeout=PATIENCE) == 5
+        shelf = rpc.remote("victim", Shelf, timeout=PATIENCE)
+        assert shelf.rpc_sync(timeout=PATIENCE).put("a thing") == 1
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Worker:
+    """A worker's process, from outside."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.pipe, theirs = get_context("spawn").Pipe()
+        self.process = get_context("spawn").Process(target=serve, args=(name, folder, theirs), daemon=True)
+        self.log = Path(folder) / f"{name}.log"
+        self.process.start()
+        theirs.close()
+        assert self.pipe.recv() == "ready"
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What ``function`` returns there."""
+        self.pipe.send((function, arguments))
+        return self.pipe.recv()
+
+    def end(self) -> int | None:
+        """Let it leave; its exit status, or none if it does not."""
+        self.pipe.close()
+        self.process.join(PATIENCE)
+        status = self.process.exitcode
+        self.process.kill()
+        return status
+
+
+class Victim:
+    """The agent under attack, and the honest member; a context manager."""
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="hostile-")
+        self.victim = Worker("victim", self._folder.name)
+        self.evictions = 0
+        self._begin_to_work()
+        self.at: Target = self.honest.ask(meet)
+        self.before: dict[str, int] = self.honest.ask(look, state)
+        return self
+
+    def _begin_to_work(self) -> None:
+        self.honest = Worker(f"honest{self.evictions}", self._folder.name)
+        self.honest_incarnation: int = self.honest.ask(my_incarnation)
+
+    def __exit__(self, *_: object) -> None:
+        for worker in (self.honest, self.victim):
+            worker.end()
+        self._folder.cleanup()
+
+    def wrong(self) -> str:
+        """What is wrong with the victim now: empty if nothing is."""
+        if not self.victim.process.is_alive():
+            return f"the victim has died: {self.victim.process.exitcode}"
+        complaint: str = self.honest.ask(work)
+        if EVICTED in complaint:  # as any member may have it: another comes in its place
+            self.honest.end()
+            self.evictions += 1
+            self._begin_to_work()
+            complaint = self.honest.ask(work)
+        if complaint:
+            return f"the victim does not work: {complaint}"
+        now = self.honest.ask(look, state)
+        if now["RSS, MiB"] - self.before["RSS, MiB"] > GROWTH_MIB:
+            return f"the victim has grown from {self.before['RSS, MiB']} to {now['RSS, MiB']} MiB"
+        for words in DEFECTS:
+            if words in self.victim.log.read_text(errors="replace"):
+                return f"the victim's log says {words!r}"
+        return ""
+
+    def left(self) -> str:
+        """What the victim remembers of references when all members that attacked it are gone."""
+        end = time.monotonic() + PATIENCE
+        while any(found := [self.honest.ask(remembered), self.honest.ask(look, remembered)]):
+            if time.monotonic() > end:
+                return f"the honest and the victim remember {found}"
+            time.sleep(0.1)
+        return ""
+
+
+def my_incarnation() -> int:
+    """Of this worker."""
+    incarnation: int = current_agent().incarnation
+    return incarnation
+
+
+# ---- inputs
+
+
+def seeds() -> list[bytes]:
+    """Connections that are well-formed, more or less."""
+    calls = Serializer()
+    other: Any = type("Other", (), {"name": "victim", "main": ""})()
+    call = [bytes(each) for each in calls.dump_call(count, ("words",), {}, other).buffers]
+    made = [bytes(each) for each in calls.dump_call(Shelf, (), {}, other).buffers]
+    made[0] = (7).to_bytes(8, "little") + (8).to_bytes(8, "little") + made[0]
+    value = [bytes(each) for each in calls.dumps(3, other).buffers]
+
+    def control(*messages: Any, start: int = 1, acknowledged: int = 0) -> list[Any]:
+        return [Kind.CONTROL, 0, {"batch": [acknowledged, start, list(messages)]}, [], 0]
+
+    def said(*messages: Any) -> list[Any]:
+        return control(*[["rref", message] for message in messages])
+
+    hello = {"member": ["x", 1, ME, "h", [], "", 1], "wanted": VICTIM, "group": "g"}
+    mine, theirs, others = [ME, 7], [VICTIM, 1], [HONEST, 1]
+    member: list[list[Any]] = [
+        [[Kind.CALL, 1, {}, call, 0]],
+        [[Kind.CALL, 2, {"rref": [[VICTIM, theirs, [ME, 3]], [HONEST, others, [ME, 4]]]}, call, 0]],
+        [[32, 1, {}, made, 0], said(["delete", mine, [ME, 8]])],
+        [said(["abandon", mine, "why"]), [32, 1, {}, made, 0]],
+        [
+            [33, 1, {}, [(1).to_bytes(8, "little") * 2], 0],
+            [34, 2, {"object": theirs, "method": "put"}, call, 0],
+        ],
+        [[Kind.REPLY, 1, {}, value, 0], [Kind.FAILURE, 2, {"!": ["x"], "type": "ValueError"}, value, 0]],
+        [said(["fence", ME, "dead"])],
+        [
+            said(
+                ["fence", 5, "dead"],
+                ["bereaved", 5],
+                ["bereaved", ME],
+                ["cleared", HONEST],
+                ["fenced", HONEST],
+            )
+        ],
+        [said(["fence", VICTIM, "dead"])],
+        [said(["confirm", theirs, [ME, 9]], ["confirm", mine, [ME, 9]], ["confirmed", [VICTIM, 2]])],
+        [
+            said(
+                ["withdraw", VICTIM, theirs, [HONEST, 3]],
+                ["refused", [VICTIM, 3], "no"],
+                ["accepted", [VICTIM, 4]],
+            )
+        ],
+        [
+            control(["call", ["cancel", 1]], ["cancel", 1], ["nobody", 1]),
+            control(1, start=4096, acknowledged=9),
+        ],
+        [[Kind.ALIVE, 1 << 40, {}, [], 1], [Kind.ALIVE, 0, {}, [], 2], [Kind.ARRIVED, 5, {}, [], 0]],
+        [
+            [Kind.SEGMENTS, 0, {"return": [1]}, [], 0],
+            [Kind.SEGMENTS, 0, {"come": ["name", b"t" * 16, [1, 2]]}, [], 0],
+        ],
+        [[Kind.SEGMENTS, 0, {"ask": 1}, [], 0], [Kind.IN_SEGMENT, 0, {}, [bytes(40)], 0]],
+        [
+            [Kind.LANES, 0, {"lanes": 2, "token": b"t" * 16}, [], 0],
+            [Kind.LANE, 0, {"token": b"t", "number": 1}, [], 0],
+        ],
+        [
+            [Kind.BULK, 9, {}, [b"x"], 0],
+            [Kind.BULK_CREDIT, 9, {}, [bytes(8)], 0],
+            [Kind.BULK_CLOSE, 9, {}, [bytes(8)], 0],
+        ],
+        [
+            [Kind.SHUTDOWN, 0, {"message": [0, "entered"]}, [], 0],
+            [Kind.GOODBYE, 0, {"reason": "over"}, [], 0],
+        ],
+        [[Kind.OPENING, 3, {}, [bytes(28)], 0], [Kind.CHUNK, 3, {}, [bytes(70_000)], 0]],
+        [
+            [48, 1, {"autograd": [1, 2]}, value, 0],
+            [49, 1, {}, value, 0],
+            [51, 1, {}, value, 0],
+            [53, 1, {}, value, 0],
+        ],
+    ]
+    before: list[list[Any]] = [
+        [0, [Kind.HELLO, 0, hello, [], 0], [Kind.PROOF, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0]],
+        [0, [Kind.LANE, 0, {"token": b"t" * 16, "number": 1}, [], 0], [Kind.CALL, 1, {}, call, 0]],
+        [0, b"GET / HTTP/1.1\r\n\r\n"],
+        [1, [Kind.PROOF, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0], [Kind.CALL, 1, {}, call, 0]],
+        [1, [Kind.WELCOME, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0], [Kind.CALL, 1, {}, call, 0]],
+    ]
+    return [packed([2, *each]) for each in member] + [packed(each) for each in before]
+
+
+class Attack:
+    """Sends inputs to a worker.
+
+    Args:
+        at: whom.
+        honest: the incarnation of another member.
+        seed: of what is mutated.
+    """
+
+    def __init__(self, at: Target, honest: int, seed: int = 0) -> None:
+        self.at = at
+        self.honest = honest
+        self.mutator = Mutator(seed)
+        self.pool = [*seeds(), *corpus.load(NAME)]
+        self.sent: list[bytes] = []
+        """Since it was last found well."""
+        self.connections = 0
+        self._names = 0
+
+    def send_new(self, count: int) -> None:
+        """So many connections, with mutated inputs."""
+        chance = self.mutator.chance
+        for _ in range(count):
+            data = self.mutator.of_values(chance.choice(self.pool), self.pool)
+            if chance.random() < 0.02:
+                self.pool[chance.randrange(len(self.pool))] = data
+            self.send(data)
+
+    def send(self, data: bytes) -> None:
+        """One connection."""
+        match unpacked(data):
+            case [int(who), *items]:
+                pass
+            case _:
+                return
+        self.sent.append(data)
+        self.connections += 1
+        with contextlib.suppress(OSError, AssertionError), Hostile(self.at) as peer:
+            peer.socket.settimeout(5.0)
+            self._names += 1
+            member = peer.newcomer(self._names)
+            known = {ME: member.incarnation, VICTIM: self.at.member.incarnation, HONEST: self.honest}
+            if who == 1:
+                peer.say(peer.hello(member))
+                peer.hear()
+            elif who == 2:
+                peer.join(member)
+            for item in items:
+                peer.say(_bytes_of(item, known, stranger=who == 0))
+            peer.socket.shutdown(1)
+            with contextlib.suppress(Exception):  # what it says need not be well-formed to this end
+                peer.hear_all()
+
+    def flood(self, seconds: float) -> int:
+        """What members can say in so long of objects, forks and workers that nobody knows: how much."""
+        end, said = time.monotonic() + seconds, 0
+        for batches in _floods():
+            with contextlib.suppress(OSError, AssertionError), Hostile(self.at) as peer:
+                peer.socket.settimeout(5.0)
+                self._names += 1
+                member = peer.newcomer(self._names)
+                peer.join(member)
+                reader = threading.Thread(target=_hear_all, args=(peer,))
+                reader.start()
+                for number, messages in enumerate(batches(member.incarnation)):
+                    header = {"batch": [0, 1 + 500 * number, [["rref", message] for message in messages]]}
+                    peer.socket.sendall(b"".join(map(bytes, encode(Kind.CONTROL, 0, header, ())[0])))
+                    said += len(messages)
+                    if time.monotonic() > end:
+                        break
+                peer.socket.shutdown(1)
+                reader.join(PATIENCE)
+        return said
+
+
+def _hear_all(peer: Hostile) -> None:
+    with contextlib.suppress(Exception):
+        peer.hear_all()
+
+
+Batches = Callable[[int], Iterator[Sequence[Any]]]
+
+
+def _floods() -> list[Batches]:
+    """Endless batches of 500 messages, of several kinds."""
+
+    def of(message: Callable[[int, int], list[Any]]) -> Batches:
+        def batches(me: int) -> Iterator[Sequence[Any]]:
+            number = 1
+            while True:
+                yield [message(me, number + each) for each in range(500)]
+                number += 500
+
+        return batches
+
+    long = "why " * 100
+    return [
+        of(lambda me, number: ["confirm", [7, number], [me, number]]),
+        of(lambda me, number: ["abandon", [me, number], long]),
+        of(lambda me, number: ["refused", [me, number], long]),
+        of(lambda me, number: ["withdraw", me, [me, number], [me, number]]),
+        of(lambda me, number: ["fence", number, long]),
+        of(lambda me, number: ["bereaved", number]),
+    ]
+
+
+def _bytes_of(item: Any, known: dict[int, int], *, stranger: bool) -> bytes:
+    match item:
+        case bytes():
+            return item
+        case [int(kind), int(call_id), dict(header), list(buffers), int(codec)]:
+            pieces = [each if isinstance(each, bytes) else packed([each]) for each in buffers]
+            try:
+                framed = encode(
+                    kind & 255, call_id & (1 << 64) - 1, _named(header, known), pieces, codec & 255
+                )[0]
+            except Exception:  # it cannot be said
+                return b""
+            data = b"".join(map(bytes, framed))
+            return b"farcall\x02" + data if stranger and kind in (Kind.HELLO, Kind.LANE) else data
+    return packed([item])
+
+
+def _named(value: Any, known: dict[int, int]) -> Any:
+    if isinstance(value, list):
+        return [_named(each, known) for each in value]
+    if isinstance(value, dict):
+        return {key: _named(each, known) for key, each in value.items()}
+    return known.get(value, value) if type(value) is int else value
