@@ -100,69 +100,6 @@ def test_pytorch_need_not_have_imported_its_own() -> None:
     assert not hasattr(torch.distributed, "rpc")
 
 
-WITHOUT_COUNTERPART = {
-    "torch._C._distributed_rpc": {
-        "RemoteProfilerManager",
-        "_cleanup_python_rpc_handler",
-        "_destroy_rref_context",
-        "_disable_jit_rref_pickle",
-        "_disable_server_process_global_profiler",
-        "_enable_jit_rref_pickle",
-        "_enable_server_process_global_profiler",
-        "_invoke_remote_builtin",
-        "_invoke_remote_python_udf",
-        "_invoke_remote_torchscript",
-        "_invoke_rpc_builtin",
-        "_invoke_rpc_python_udf",
-        "_invoke_rpc_torchscript",
-        "_reset_current_rpc_agent",
-        "_set_profiler_node_id",
-        "enable_gil_profiling",
-    },
-    "torch._C._distributed_autograd": set(),
-    "torch.distributed.autograd": set(),
-    "torch.distributed.rpc.constants": set(),
-    "torch.distributed.rpc.internal": {
-        "_handle_exception",
-        "_pickler",
-        "_run_function",
-        "_start_record_function",
-        "_thread_local_tensor_tables",
-        "_unpickler",
-    },
-}
-"""PyTorch's names, of its own making, that are about how it is built and not about what it does."""
-
-
-@in_processes(1)
-def test_every_name_of_the_installed_pytorch_is_lent_or_refused() -> None:
-    names = {module: set(names_of_its_own(sys.modules[module])) for module in WITHOUT_COUNTERPART}
-    from farcall import compat
-
-    compat.install()
-    for module, theirs in names.items():
-        facade = importlib.import_module(module)
-        lacking = {name for name in theirs if not hasattr(facade, name)}
-        assert lacking == WITHOUT_COUNTERPART[module] & theirs, module
-        for name in lacking:
-            with pytest.raises(AttributeError, match=f"no counterpart of .*{name}"):
-                getattr(facade, name)
-
-
-def names_of_its_own(module: ModuleType) -> list[str]:
-    """What a module defines, or gets from PyTorch's extension; not what it imports for itself."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("__")
-        and not isinstance(value, ModuleType)
-        and name != "timedelta"
-        and name != "annotations"
-        and getattr(value, "__module__", module.__name__) not in ("typing", "enum", "abc")
-        and name != "TYPE_CHECKING"
-    ]
-
-
 @in_processes(1)
 def test_references_are_told_apart_by_the_extensions_class(worker: Worker) -> None:
     from farcall import compat
@@ -174,21 +111,6 @@ def test_references_are_told_apart_by_the_extensions_class(worker: Worker) -> No
         assert isinstance(torch_rpc().remote("worker0", dict), PyRRef)
     compat.uninstall()
     assert sys.modules["torch._C._distributed_rpc"].PyRRef is not PyRRef
-
-
-@in_processes(1)
-def test_what_has_no_counterpart_is_named() -> None:
-    from farcall import compat
-
-    compat.install()
-    rpc = torch_rpc()
-
-    with pytest.raises(
-        AttributeError, match=r"no counterpart of torch\.distributed\.rpc\._invoke_rpc_builtin"
-    ):
-        rpc._invoke_rpc_builtin  # noqa: B018
-    with pytest.raises(ImportError):
-        importlib.import_module("torch.distributed.rpc._utils")
 
 
 @in_processes(1)
