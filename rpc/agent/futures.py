@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S")
+F = TypeVar("F", bound="torch.futures.Future[Any]")
 
 _NO_DEVICES: Final[list[torch.device]] = []
 # PyTorch's methods in Python only call these.
@@ -197,7 +198,7 @@ class Future(torch.futures.Future[T]):
             raise
         _raise_interruption()
 
-    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of what ``callback`` returns, given this future once it is completed.
 
         The callback runs on the thread that completes the future: one that waits, or cancels, or an
@@ -363,9 +364,7 @@ def wait_all() -> Iterator[None]:
             collected_futures.future_list = outer
 
 
-def as_completed(
-    futures: Iterable[torch.futures.Future[T]], timeout: float | None = None
-) -> Iterator[torch.futures.Future[T]]:
+def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator[F]:
     """The futures, each as soon as it is completed; Ctrl-C interrupts at once.
 
     Args:
@@ -380,7 +379,7 @@ def as_completed(
     awaited = list({id(future): future for future in futures}.values())
     deadline = INFINITE if timeout is None else monotonic() + timeout
     changed = threading.Event()
-    done: list[torch.futures.Future[T]] = []
+    done: list[F] = []
     if not all(future.done() for future in awaited):
         check_may_block()
     for future in awaited:
@@ -394,9 +393,7 @@ def as_completed(
         yield done[index]
 
 
-def wait_any(
-    futures: Iterable[torch.futures.Future[T]], timeout: float | None = None
-) -> torch.futures.Future[T]:
+def wait_any(futures: Iterable[F], timeout: float | None = None) -> F:
     """Wait until one of the futures is completed, and return that; arguments as for ``as_completed``.
     ``ValueError`` if there are none.
     """
