@@ -235,8 +235,10 @@ class RequestRunner:
             if request.cancelled:
                 coroutine.close()
                 raise asyncio.CancelledError
-            with request.recording or nullcontext():
-                value = await coroutine
+            recording = request.recording
+            rest = recording.following(coroutine) if isinstance(recording, Observation) else coroutine
+            with recording or nullcontext():
+                value = await rest
         except BaseException as error:
             self._agent.executor.submit((_give, (answer, None, error)))
             if isinstance(error, asyncio.CancelledError):
