@@ -15,14 +15,16 @@ import logging
 import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextvars import copy_context
 from time import monotonic
 from typing import Any, Final, TypeVar, cast
 
 import torch
 
-from rpc.agent.calls import PendingCall
+from rpc.agent.calls import PendingCall, name_of
 from rpc.errors import RpcTimeoutError
+from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_event
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
@@ -75,21 +77,23 @@ class Future(torch.futures.Future[T]):
         total = await future            # in a coroutine, on any asyncio loop
     """
 
-    __slots__ = ("_call", "_claim", "_ending")
+    __slots__ = ("_asked", "_call", "_claim", "_ending")
 
+    _asked: tuple[object, Peer] | None
     _call: PendingCall | None
     _claim: LockType
     _ending: tuple[Any, BaseException | None] | None
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
-        self._call = None
+        self._asked = self._call = None
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
         """The future of a call."""
         future: Future[Any] = cls.__new__(cls)
         _construct(future, _NO_DEVICES)  # what PyTorch's constructor does, at half the cost
+        future._asked = call.what, call.peer
         future._call = call
         future._claim = allocate_lock()
         future._ending = None
@@ -181,11 +185,22 @@ class Future(torch.futures.Future[T]):
         return True
 
     def __repr__(self) -> str:
-        call = self._call
-        if call is not None and not _is_done(self):
-            since = f", for {monotonic() - call.deadline + call.timeout:.1f} s" if call.timeout else ""
-            return f"<Future of {call.asked} on worker '{call.peer.name}', under way{since}>"
-        return f"<Future, {'completed' if _is_done(self) else 'under way'}>"
+        call, asked = self._call, self._asked
+        if _is_done(self):
+            try:
+                _value_of(self)
+            except CancelledError:
+                state = "cancelled"
+            except Exception as error:
+                state = f"failed with {type(error).__name__}"
+            else:
+                state = "completed"
+        elif call is not None and call.timeout:
+            state = f"under way, for {monotonic() - call.deadline + call.timeout:.1f} s"
+        else:
+            state = "under way"
+        of = "" if asked is None else f" of {name_of(asked[0])} on worker '{asked[1].name}'"
+        return f"<Future{of}, {state}>"
 
     @protected
     def _wait_for(self, call: PendingCall) -> None:

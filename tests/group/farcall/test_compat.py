@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import sys
+import threading
 import warnings
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import dist_optim
+import rpc as ours
 import rref
 from tests.support.serving import in_processes
 from tests.support.workers import RunWorkers, Worker
@@ -202,3 +205,40 @@ def calls_through_torchs_names(worker: Worker) -> list[object]:
 
 def test_a_program_written_for_pytorch_runs(run_workers: RunWorkers) -> None:
     assert run_workers(calls_through_torchs_names, 2) == [[2, 1, {"worker0": 0, "worker1": 1}]] * 2
+
+
+def is_in_shutdown() -> bool:
+    """Whether this worker's program has come to its end."""
+    frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame is not None:
+        if frame.f_code is ours.shutdown.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def work_in_pool(rank: int, world_size: int, init_method: str) -> int:
+    rpc = torch_rpc()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=init_method)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    answers = 0
+    if rank == 0:
+        for other in range(1, world_size):
+            while not rpc.rpc_sync(other, is_in_shutdown):
+                pass
+            answers += rpc.rpc_sync(other, max, args=(1, 0)) + rpc.remote(other, max, args=(1, 0)).to_here()
+    rpc.shutdown()
+    return answers
+
+
+@in_processes(1)
+def test_workers_in_a_pool_serve_in_shutdown_until_all_are_there(worker: Worker) -> None:
+    """A pool's processes run one function after another: each round is a group."""
+    from farcall import compat
+
+    compat.install()
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        for number in range(2):
+            store = f"file://{worker.folder / f'store{number}'}"
+            places = [(rank, 3, store) for rank in range(3)]
+            assert pool.starmap(work_in_pool, places, chunksize=1) == [4, 0, 0]
