@@ -52,6 +52,7 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 conformance: $(READY)
 	$(BIN)/python -m pytest tests/conformance/suites.py $(PYTEST_ARGS)

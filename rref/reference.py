@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -371,10 +372,26 @@ class RRef(Generic[T]):
         return f"UserRRef(RRefId = {rref}, ForkId = {shell.id_text(self._ref)})"
 
     def __repr__(self) -> str:
-        if not self.is_owner():
+        creation, kind = self._creation, self._known_type()
+        if kind is not None:
+            of = with_article(kind)
+        else:
+            of = "an object" if creation is None else f"the value of {creation.asked}(...)"
+        if self.is_owner():
+            return f"<{self} to {of}, of this worker, '{self.owner_name()}'>"
+        if creation is not None and creation.error is not None:
+            made = f"failed: {type(creation.error).__name__}"
+        else:
             made = "made" if self.confirmed_by_owner() else "perhaps still being made"
-            return f"<{self} to an object on worker '{self.owner_name()}', {made}>"
-        return f"<{self} to an object of this worker, '{self.owner_name()}'>"
+        return f"<{self} to {of}, on worker '{self.owner_name()}', {made}>"
+
+    def _known_type(self) -> type | None:
+        """The object's type, if it is known here by now."""
+        if self._type is not None and self._type.done():
+            with contextlib.suppress(Exception):  # asking for it failed
+                return self._type.value()
+        value = self._references.find(self._rref)
+        return None if value is None or not value.is_ready or value.error is not None else type(value.get())
 
     if not TYPE_CHECKING:  # which is to find wrong names
 

@@ -66,7 +66,8 @@ def remote(
 
     Args:
         timeout: seconds that making the object may take; if it takes longer, the reference becomes of no
-            use, and ``to_here`` says so. 0 for none. Default: that of calls.
+            use, and ``to_here`` says so; the owner frees the object when the reference is dropped. 0 for
+            none. Default: that of calls.
         concurrency: how many methods of the object, called through references by whomever, run at a time, at
             least 1; default: no limit. With 1, each begins when the one before has ended (an ``async def``:
             when it has returned) and its value is on its way, in the order of each caller's calls. But

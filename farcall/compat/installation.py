@@ -33,20 +33,22 @@ _FACADES: Final = {
     _RPC: "farcall.compat.torch_rpc",
     _RPC + "._testing": "farcall.compat.torch_rpc.testing",
     _RPC + ".api": "farcall.compat.torch_rpc.api",
-    _RPC + ".backend_registry": "rpc.lifecycle.backend_registry",
+    _RPC + ".backend_registry": "farcall.compat.torch_rpc.backend_registry",
     _RPC + ".constants": "farcall.compat.torch_rpc.constants",
-    _RPC + ".functions": "rpc.functions",
+    _RPC + ".functions": "farcall.compat.torch_rpc.functions",
     _RPC + ".internal": "farcall.compat.torch_rpc.internal",
-    _RPC + ".options": "rpc.options",
-    _RPC + ".rref_proxy": "rref.proxy",
+    _RPC + ".options": "farcall.compat.torch_rpc.options",
+    _RPC + ".rref_proxy": "farcall.compat.torch_rpc.rref_proxy",
     _RPC + ".server_process_global_profiler": "farcall.compat.torch_rpc.server_process_global_profiler",
     "torch._C._distributed_rpc": "farcall.compat.torch_rpc.extension",
+    "torch._C._distributed_rpc_testing": "farcall.compat.torch_rpc.testing",
     "torch._C._distributed_autograd": "farcall.compat.torch_autograd",
     "torch.distributed.autograd": "farcall.compat.torch_autograd",
     "torch.distributed.nn.api.remote_module": "farcall.compat.torch_nn",
+    "torch.distributed.nn.jit": "farcall.compat.torch_nn_jit",
     "torch.distributed.optim.optimizer": "farcall.compat.torch_optim",
 }
-"""What stands in for which of PyTorch's modules. Submodules of these without a facade disappear."""
+"""What stands in for which of PyTorch's modules. Modules of these without a facade cannot be imported."""
 
 _SHOWN_BY: Final = {
     "torch.distributed.nn": ("RemoteModule", "farcall.compat.torch_nn"),
@@ -158,7 +160,11 @@ class _Finder(MetaPathFinder, Loader):
     """Has Python find the facades below packages of PyTorch's that are imported only now."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        return spec_from_loader(fullname, self) if fullname in _FACADES else None
+        if fullname in _FACADES:
+            return spec_from_loader(fullname, self)
+        if _is_replaced(fullname):
+            raise ModuleNotFoundError(f"farcall.compat has no counterpart of {fullname}", name=fullname)
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         facade = importlib.import_module(_FACADES[spec.name])

@@ -7,6 +7,7 @@ from typing import Any, Final
 from torch import nn
 
 import rref
+from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 
 __all__ = ["RemoteModule"]
 
@@ -37,3 +38,5 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
     "_interface",
 )
 """The attributes of a remote module that has just arrived in a message, but for those methods."""
+
+__getattr__ = without_counterpart("torch.distributed.nn.api.remote_module")

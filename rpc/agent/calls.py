@@ -24,11 +24,25 @@ from rpc.runtime.interrupts import interruptible, protected
 from rpc.transport.inline_read import Awaited, Turn
 from rpc.wire.frames import Frame
 
-__all__ = ["CallOwner", "CallTable", "PendingCall"]
+__all__ = ["CallOwner", "CallTable", "PendingCall", "name_of"]
 
 C = TypeVar("C", bound="PendingCall")
 
 _NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
+
+
+def name_of(what: object) -> str:
+    """What is asked of a worker, for people; made without running code of the user's, such as a ``__repr__``.
+
+    Args:
+        what: a function, or what to call it.
+    """
+    if isinstance(what, str):
+        return what
+    if type(what) is BuiltinFunctionType and what.__module__ not in (None, "builtins"):
+        return f"{what.__module__}.{what.__name__}"  # its qualified name is torch's own business
+    named = what if isinstance(what, _NAMED_CALLABLES) else type(what)
+    return str(named.__qualname__)
 
 
 class CallOwner(Protocol):
@@ -90,14 +104,8 @@ class PendingCall(Awaited):
 
     @property
     def asked(self) -> str:
-        """What was asked, for people; made without running code of the user's, such as a ``__repr__``."""
-        what = self.what
-        if isinstance(what, str):
-            return what
-        if type(what) is BuiltinFunctionType and what.__module__ not in (None, "builtins"):
-            return f"{what.__module__}.{what.__name__}"  # its qualified name is torch's own business
-        named = what if isinstance(what, _NAMED_CALLABLES) else type(what)
-        return str(named.__qualname__)
+        """What was asked; see ``name_of``."""
+        return name_of(self.what)
 
     def timeout_error(self) -> RpcTimeoutError:
         """The error of this call when its time is over."""

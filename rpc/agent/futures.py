@@ -16,6 +16,7 @@ import logging
 import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextvars import copy_context
 from copy import copy
 from time import monotonic
@@ -23,8 +24,9 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 
-from rpc.agent.calls import PendingCall
+from rpc.agent.calls import PendingCall, name_of
 from rpc.errors import RpcTimeoutError
+from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_event
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S")
+F = TypeVar("F", bound="torch.futures.Future[Any]")
 
 _NO_DEVICES: Final[list[torch.device]] = []
 # PyTorch's methods in Python only call these.
@@ -76,21 +79,23 @@ class Future(torch.futures.Future[T]):
         total = await future            # in a coroutine, on any asyncio loop
     """
 
-    __slots__ = ("_call", "_claim", "_ending")
+    __slots__ = ("_asked", "_call", "_claim", "_ending")
 
+    _asked: tuple[object, Peer] | None
     _call: PendingCall | None
     _claim: LockType
     _ending: tuple[Any, BaseException | None] | None
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
-        self._call = None
+        self._asked = self._call = None
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
         """The future of a call."""
         future: Future[Any] = cls.__new__(cls)
         _construct(future, _NO_DEVICES)  # what PyTorch's constructor does, at half the cost
+        future._asked = call.what, call.peer
         future._call = call
         future._claim = allocate_lock()
         future._ending = None
@@ -201,11 +206,22 @@ class Future(torch.futures.Future[T]):
         self.set_result(cast("T", result))
 
     def __repr__(self) -> str:
-        call = self._call
-        if call is not None and not _is_done(self):
-            since = f", for {monotonic() - call.deadline + call.timeout:.1f} s" if call.timeout else ""
-            return f"<Future of {call.asked} on worker '{call.peer.name}', under way{since}>"
-        return f"<Future, {'completed' if _is_done(self) else 'under way'}>"
+        call, asked = self._call, self._asked
+        if _is_done(self):
+            try:
+                _value_of(self)
+            except CancelledError:
+                state = "cancelled"
+            except Exception as error:
+                state = f"failed with {type(error).__name__}"
+            else:
+                state = "completed"
+        elif call is not None and call.timeout:
+            state = f"under way, for {monotonic() - call.deadline + call.timeout:.1f} s"
+        else:
+            state = "under way"
+        of = "" if asked is None else f" of {name_of(asked[0])} on worker '{asked[1].name}'"
+        return f"<Future{of}, {state}>"
 
     @protected
     def _wait_for(self, call: PendingCall) -> None:
@@ -226,7 +242,7 @@ class Future(torch.futures.Future[T]):
             raise
         _raise_interruption()
 
-    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of what ``callback`` returns, given this future once it is completed.
 
         The callback runs on the thread that completes the future: one that waits, or cancels, or an
@@ -430,9 +446,7 @@ def wait_all() -> Iterator[None]:
             collected_futures.future_list = outer
 
 
-def as_completed(
-    futures: Iterable[torch.futures.Future[T]], timeout: float | None = None
-) -> Iterator[torch.futures.Future[T]]:
+def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator[F]:
     """The futures, each as soon as it is completed; Ctrl-C interrupts at once.
 
     Args:
@@ -447,7 +461,7 @@ def as_completed(
     awaited = list({id(future): future for future in futures}.values())
     deadline = INFINITE if timeout is None else monotonic() + timeout
     changed = threading.Event()
-    done: list[torch.futures.Future[T]] = []
+    done: list[F] = []
     if not all(future.done() for future in awaited):
         check_may_block()
     for future in awaited:
@@ -461,9 +475,7 @@ def as_completed(
         yield done[index]
 
 
-def wait_any(
-    futures: Iterable[torch.futures.Future[T]], timeout: float | None = None
-) -> torch.futures.Future[T]:
+def wait_any(futures: Iterable[F], timeout: float | None = None) -> F:
     """Wait until one of the futures is completed, and return that; arguments as for ``as_completed``.
     ``ValueError`` if there are none.
     """

@@ -14,11 +14,13 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import nullcontext, suppress
+from time import monotonic
 from types import CoroutineType
 from typing import Any, Final
 
 import torch
 
+from rpc.agent.calls import name_of
 from rpc.agent.ports import Running
 from rpc.agent.tape import Observation, Recording, note
 from rpc.errors import NotInitializedError, ProtocolError, RpcError, WorkerLostError, with_article
@@ -39,10 +41,10 @@ class Request:
     """A call that has arrived: who asks, what, and what travelled beside the pickle.
 
     ``recording`` is what it is noted in, once it is loaded; ``task`` runs its coroutine, if it has one.
-    ``cancelled``: its caller wants no value any more.
+    ``cancelled``: its caller wants no value any more. ``began``: when it came, on the monotonic clock.
     """
 
-    __slots__ = ("arrivals", "cancelled", "frame", "peer", "recording", "task")
+    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "task")
 
     def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
         self.peer = peer
@@ -50,6 +52,7 @@ class Request:
         self.arrivals = arrivals
         self.recording: Recording | Observation | None = None
         self.cancelled = False
+        self.began = monotonic()
         self.task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
@@ -98,13 +101,14 @@ class RequestRunner:
 
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
         """Run a request and answer it; ``load`` reads it, where it is not a plain call."""
+        function: Callable[..., Any] | None = None
         try:
             if request.cancelled:
                 raise asyncio.CancelledError
             function, args, kwargs = (load or self.load)(request)
             value = self.start(function, args, kwargs, request)
         except BaseException as error:
-            self.fail(request.peer, request.frame.call_id, error)
+            self.fail(request.peer, request.frame.call_id, error, function)
             return
         if value is LATER:
             request.frame.buffers.clear()
@@ -120,7 +124,7 @@ class RequestRunner:
         try:
             payload = self.dump_reply(peer, value, function, request.recording, codec)
         except BaseException as error:
-            self.fail(peer, request.frame.call_id, error)
+            self.fail(peer, request.frame.call_id, error, function)
             return
         del function  # now, since its destructor may be the user's
         large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
@@ -178,7 +182,7 @@ class RequestRunner:
             with request.recording:
                 value = function(*args, **kwargs)
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
-            return self._later(function, value, request, answer or self.replier(request))
+            return self._later(function, value, request, answer or self.replier(request, function))
         return value
 
     def _later(self, function: Callable[..., Any], value: Any, request: Request, answer: Answer) -> Any:
@@ -234,8 +238,10 @@ class RequestRunner:
             if request.cancelled:
                 coroutine.close()
                 raise asyncio.CancelledError
-            with request.recording or nullcontext():
-                value = await coroutine
+            recording = request.recording
+            rest = recording.following(coroutine) if isinstance(recording, Observation) else coroutine
+            with recording or nullcontext():
+                value = await rest
         except BaseException as error:
             self._agent.executor.submit((_give, (answer, None, error)))
             if isinstance(error, asyncio.CancelledError):
@@ -245,17 +251,18 @@ class RequestRunner:
         finally:
             self._ended()
 
-    def replier(self, request: Request) -> Answer:
-        """What answers a request later."""
+    def replier(self, request: Request, function: object = None) -> Answer:
+        """What answers a request later, which is for ``function``."""
+        what = None if function is None else name_of(function)
         peer, call_id, codec = request.peer, request.frame.call_id, request.frame.codec
 
         def answer(value: Any, error: BaseException | None) -> None:
             if error is None and request.cancelled:
                 error = asyncio.CancelledError()
             if error is not None:
-                self.fail(peer, call_id, error)
+                self.fail(peer, call_id, error, what)
             else:
-                self.reply(peer, call_id, value, None, request.recording, codec)
+                self.reply(peer, call_id, value, what, request.recording, codec)
 
         return answer
 
@@ -276,7 +283,7 @@ class RequestRunner:
         try:
             payload = self.dump_reply(peer, value, of, recording, codec)
         except BaseException as error:
-            self.fail(peer, call_id, error)
+            self.fail(peer, call_id, error, of)
         else:
             self.answer(peer, Kind.REPLY, call_id, payload)
 
@@ -289,13 +296,15 @@ class RequestRunner:
         codec: int | None = None,
     ) -> Payload:
         """Serialize the value with which a request is answered; arguments are as for ``reply``."""
+        serializer = peer.codec if codec is None else self._agent.serializer.codecs[codec]
+        if recording is None:
+            return serializer.dumps(value, peer, what=of)
         if isinstance(recording, Observation):
             payload = self.dump_reply(peer, value, of, recording.inner, codec)
             recording.tell(payload.header)
             return payload
-        serializer = peer.codec if codec is None else self._agent.serializer.codecs[codec]
         tape = self._agent.tape
-        if tape is None or recording is None:
+        if tape is None:
             return serializer.dumps(value, peer, what=of)
         tensors: list[torch.Tensor] = []
         payload = serializer.dumps(value, peer, what=of, tracked=tensors)
@@ -303,19 +312,19 @@ class RequestRunner:
             note(tape, recording, tensors, payload.header, peer)
         return payload
 
-    def fail(self, peer: Peer, call_id: int, error: BaseException) -> None:
-        """Answer a request with an exception."""
-        text = text_of(error)
+    def fail(self, peer: Peer, call_id: int, error: BaseException, of: object = None) -> None:
+        """Answer a request with an exception; ``of`` is as for ``reply``."""
         request = self.cancellable.get((peer, call_id))
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
         logger.log(
             logging.DEBUG if wanted else logging.WARNING,
-            "worker '%s': %s, called by worker '%s', raised %s: %s",
+            "worker '%s': %s, called by worker '%s', raised %s%s: %s",
             self._agent.info.name,
-            _raised_in(error),
+            _raised_in(error) if of is None else name_of(of),
             peer.name,
             type(error).__name__,
-            text,
+            "" if request is None else f" after {monotonic() - request.began:.3g} s",
+            text_of(error),
             exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
         )
         serializer, codec = self._agent.serializer, peer.codec.id

@@ -7,7 +7,7 @@ part of a graph of its own, and runs what it is asked to inside what the header 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -60,6 +60,10 @@ class Observation:
     def __exit__(self, *_: object) -> None:
         if self.inner is not None:
             self.inner.__exit__()
+
+    def following(self, coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
+        """The rest of an ``async def`` request, to be awaited inside this."""
+        return coroutine
 
     def tell(self, header: dict[str, Any]) -> None:
         """Add what was observed to the header of the answer, which is no failure."""

@@ -3,8 +3,9 @@
 A call that is made while a profiler records on its thread carries the profiler's settings in its header. The
 callee runs the function under PyTorch's legacy profiler, which is a matter of one thread, and adds what it
 saw to the header of its answer. Both ends gather calls in a ``Gathered``: those that the callee makes itself
-come back with its operators, so that a profile shows a tree of calls of any depth. What an ``async def``
-callee computes is not seen, since coroutines take turns on one thread; the calls that it makes are.
+come back with its operators, so that a profile shows a tree of calls of any depth. Coroutines take turns on
+one thread: the profiler of an ``async def`` callee is on while that has its turn, and what it recorded in all
+turns is read as one.
 
 Times are microseconds of the wall clock. A callee's clock may differ: its events are moved into the call.
 """
@@ -12,10 +13,11 @@ Times are microseconds of the wall clock. A callee's clock may differ: its event
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from time import time_ns
@@ -198,11 +200,6 @@ def _event(values: Event) -> FunctionEvent:
     return made
 
 
-def _start_us(record: Any) -> float:
-    """When a record was made, by the wall clock."""
-    return float(record.start_us())
-
-
 def _values(event: FunctionEvent, began: float) -> Event:
     """An event as it travels, with times of the wall clock."""
     times = {"start": event.time_range.start + began, "end": event.time_range.end + began}
@@ -232,17 +229,22 @@ class ProfiledRequest(Observation):
         self.tells = tells
         self.watchers = watchers
         self.began = self.ended = 0.0
-        self._events: list[FunctionEvent] = []
+        self._records: list[Any] = []
+        self._told: list[list[FunctionEvent]] = []
         self._profiles = False
         self._token: Token[Gathered | None] | None = None
 
     def __enter__(self) -> None:
         super().__enter__()
         self._token = gathering.set(self.gathered)
-        in_coroutine = asyncio._get_running_loop() is not None
-        self._profiles = not in_coroutine and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         if not self.began:
             self.began = time_ns() / 1000
+        if asyncio._get_running_loop() is None:  # else see ``following``
+            self._record()
+
+    def _record(self) -> None:
+        """Have this thread's operators recorded, unless a profiler of the user's records them."""
+        self._profiles = not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         if self._profiles:
             shapes, memory, flops, stack = self.gathered.settings
             profile = profiler_legacy.profile(  # type: ignore[no-untyped-call]
@@ -250,28 +252,68 @@ class ProfiledRequest(Observation):
             )
             torch.autograd._enable_profiler_legacy(profile.config())  # type: ignore[attr-defined, no-untyped-call]
 
+    def _stop_recording(self) -> None:
+        if self._profiles:
+            self._profiles = False
+            records = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+            self._records += itertools.chain.from_iterable(records)
+
+    def following(self, coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
+        return _Turns(coroutine, self._record, self._stop_recording)
+
     def __exit__(self, *error: object) -> None:
         try:
-            if self._profiles:
-                records = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
-                self.began = next(
-                    _start_us(record)
-                    for each in records
-                    for record in each
-                    if record.name() == "__start_profile"
-                )
-                self._events = _parse(records)  # type: ignore[no-untyped-call]
-                for watcher in self.watchers:
-                    watcher.append(_parse(records))  # type: ignore[no-untyped-call]
+            self._stop_recording()
+            if not self._told:
+                self._told = [[] for _ in self.watchers]
+                for watcher, told in zip(self.watchers, self._told, strict=True):
+                    watcher.append(told)
+            for told in self._told:
+                told[:] = self._events()
         finally:
             self.ended = time_ns() / 1000
             if self._token is not None:
                 gathering.reset(self._token)
             super().__exit__(*error)
 
+    def _events(self) -> list[FunctionEvent]:
+        """What has been recorded; ``began`` becomes the time that it counts from."""
+        starts = (record for record in self._records if record.name() == "__start_profile")
+        start = next(starts, None)
+        if start is None:
+            return []
+        self.began = start.start_us()
+        return _parse([self._records])  # type: ignore[no-untyped-call, no-any-return]
+
     def tell(self, header: dict[str, Any]) -> None:
         if not self.tells or not self.began:
             return
-        events = self.gathered.merged(self._events, self.began)
+        events = self.gathered.merged(self._events(), self.began)
         end = max([self.ended, *(event.time_range.end + self.began for event in events)])
         header[KEY] = json.dumps([self.began, end, [_values(event, self.began) for event in events]])
+
+
+class _Turns:
+    """Awaits a coroutine, with ``before`` and ``after`` called round each of its turns."""
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        self._coroutine = coroutine
+        self._before = before
+        self._after = after
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        turn = functools.partial(self._coroutine.send, None)
+        while True:
+            self._before()
+            try:
+                awaited = turn()
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._after()
+            try:
+                turn = functools.partial(self._coroutine.send, (yield awaited))
+            except BaseException as error:
+                turn = functools.partial(self._coroutine.throw, error)

@@ -26,10 +26,10 @@ R3  The receiver has the owner count the child ("confirm"), and says "accepted" 
 R4  A fork is deleted when no local reference is left, *and* the owner has answered for it, *and* it has
     no children. Only then is the owner told ("delete"). So no delete can overtake what it depends on.
 R5  What a creation brings may be known before the creation arrives: the owner parks it until then, until
-    the creator is lost, or until a sweep finds it twice. If the creator gives it up (it timed out, could
-    not be sent, failed), it says so ("abandon"): every reference to it fails, and a tombstone keeps the
-    creation from being run should it come late. If it comes after the tombstone is swept away, the owner's
-    answer comes too late at the creator, which deletes it then.
+    the creator is lost, or until a sweep finds it twice. If it fails for the creator (it timed out, could
+    not be sent), that says so when it drops its reference ("abandon"): every other one fails, and a
+    tombstone keeps the creation from being run should it come late. If it comes after the tombstone is
+    swept away, the owner's answer comes too late at the creator, which deletes it then.
 R6  A lost worker is lost for ever, and to everyone. Its forks, and the children that were on their way to
     it or pending there, are dropped by a *fence* only: see ``fence``. References to objects that it
     owned fail; creations that it had on the way are given up.

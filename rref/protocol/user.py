@@ -21,12 +21,14 @@ A user's fork
                                                     childless       GONE        delete to owner
                                                     failed          GONE
     FAILED       yes     of no use                  held once more  FAILED
-                                                    dropped         GONE
+                                                    dropped         GONE        abandon to owner [1]
     GONE                 not remembered
 
 *Granted*: the owner's "confirmed", or its answer to the creation. *Failed*: its "refused", its death, a
 failed creation; the children are let go then. *Held once more*: another fork joins it (R3). A fork enters
 as PENDING when created or received, as CONFIRMED when received from the owner (R1).
+
+[1] if its creation failed here, where the owner may have the object or get it yet.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ _UNANSWERED: Final = (State.PENDING, State.ORPHANED)
 class _Fork:
     """One fork held by this worker, and the local references that share it."""
 
-    __slots__ = ("children", "fork", "held", "owner", "reason", "rref", "sender", "state")
+    __slots__ = ("abandons", "children", "fork", "held", "owner", "reason", "rref", "sender", "state")
 
     def __init__(self, owner: Peer, rref: RRefId, fork: ForkId, sender: Peer | None, state: State) -> None:
         self.owner = owner
@@ -105,6 +107,7 @@ class _Fork:
         self.held = 1
         self.children: set[ForkId] | None = None
         self.reason = ""
+        self.abandons = False
 
 
 class _Child(NamedTuple):
@@ -144,7 +147,7 @@ class Users:
     def created(self, owner: Peer, rref: RRefId, fork: ForkId) -> None:
         """The owner answered the creation."""
         user = self._forks.get(fork)
-        if user is None or user.state is State.FAILED:
+        if user is None:
             # An answer after the time-out: the owner may have kept it after all.
             self._peers.send(owner, ["delete", rref, fork])
         elif user.state in _UNANSWERED:
@@ -154,7 +157,7 @@ class Users:
         """The creation will not be answered, or not in time."""
         user = self._forks.get(fork)
         if user is not None and user.state in _UNANSWERED:
-            self._peers.send(user.owner, ["abandon", user.rref, reason])
+            user.abandons = True
             self._fail(user, reason)
 
     def adopt(self, descriptor: Descriptor, sender: Peer, why_not: str | None) -> None:
@@ -334,6 +337,8 @@ class Users:
             self._peers.send(user.owner, ["delete", user.rref, user.fork])
             user.state = TRANSITIONS[State.LINGERING][Event.CHILDLESS]
         if user.state is State.GONE:
+            if user.abandons:
+                self._peers.send(user.owner, ["abandon", user.rref, user.reason])
             del self._forks[user.fork]
             self._unshare(user)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-FEWEST: Final = 367 + 276
+FEWEST: Final = 371 + 276
 """So many tests must be left, of RPC and of process groups."""
 
 _SHOWS_CALLS = (
@@ -22,12 +22,7 @@ _PROFILER_TESTS = (
     "test_profiler_with_async_rpc_udf_single_threaded",
 )
 
-_LATE_CREATION = "expects an object whose creation timed out to be made for nobody; here it is freed"
-
 CANNOT_HOLD: Final[dict[str, str]] = {
-    "test_udf_remote_message_delay_timeout": _LATE_CREATION,
-    "test_remote_message_builtin_delay_timeout": _LATE_CREATION,
-    "test_remote_message_script_delay_timeout": _LATE_CREATION,
     **dict.fromkeys(_PROFILER_TESTS, _SHOWS_CALLS),
     "test_backward_unused_send_function": "expects backward to hang for ever where a result is unused; "
     "farcall's does not",
@@ -37,16 +32,6 @@ CANNOT_HOLD: Final[dict[str, str]] = {
     "class of that name but PyTorch's own",
     "test_shutdown_errors": _TORCH_INTERNALS,
     "test_disable_gil_profiling": "expects PyTorch's measurement of waiting for the GIL; farcall makes none",
-    "test_rref_timeout": "expects the owner to keep what a timed-out remote() made until the caller "
-    "drops its reference; farcall's owner frees it at once, since the reference is of no use any more",
-    **dict.fromkeys(
-        (
-            "test_remote_message_builtin_delay_timeout",
-            "test_remote_message_script_delay_timeout",
-            "test_udf_remote_message_delay_timeout",
-        ),
-        "expects the owner to keep what timed-out remote() calls made, as test_rref_timeout does",
-    ),
     "test_dynamic_and_static_init_rpc_together": "expects a dynamic worker to be refused by a static "
     "group whose processes are just ending; farcall asks whether they live, so it depends on who is quicker",
     **dict.fromkeys(

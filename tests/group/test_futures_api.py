@@ -104,7 +104,16 @@ def test_a_wait_with_a_timeout_leaves_the_call_alone() -> None:
     rpc.rpc_sync("worker1", open_gate)
     future.result(timeout=30)
     assert call(1).result() == 2
-    assert repr(future) == "<Future, completed>"
+    assert repr(future) == "<Future of wait_at_gate on worker 'worker1', completed>"
+    assert repr(rpc.Future()) == "<Future, under way>"
+    cancelled = rpc.rpc_async("worker1", wait_at_gate, args=("never",))
+    cancelled.cancel()
+    assert repr(cancelled) == "<Future of wait_at_gate on worker 'worker1', cancelled>"
+    failed = rpc.rpc_async("worker1", int, args=("one",))
+    with pytest.raises(ValueError, match="one"):
+        failed.wait()
+    assert repr(failed) == "<Future of int on worker 'worker1', failed with ValueError>"
+    rpc.rpc_sync("worker1", open_gate, args=("never",))
 
 
 @in_worker0()
@@ -163,5 +172,7 @@ def test_a_reference_says_what_it_is_and_what_to_call() -> None:
     with pytest.raises(AttributeError, match=r"rref\.rpc_sync\(\)\.get\("):
         rref.get  # type: ignore[attr-defined]  # noqa: B018
     assert rref.to_here() == {"a": 1}
-    assert "to an object on worker 'worker1', made>" in repr(rref)
-    assert "to an object of this worker, 'worker0'>" in repr(rpc.RRef(1))
+    assert "to the value of dict(...), on worker 'worker1', made>" in repr(rref)
+    rref._get_type()
+    assert "to a dict, on worker 'worker1', made>" in repr(rref)
+    assert "to an int, of this worker, 'worker0'>" in repr(rpc.RRef(1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 from typing import Any
 
 import pytest
@@ -25,6 +27,25 @@ class Model:
 
 def double_there(x: torch.Tensor, to: str) -> Any:
     return rpc.rpc_async(to, torch.mul, args=(x, 2)).wait()
+
+
+async def compute_in_turns(x: torch.Tensor, to: str) -> torch.Tensor:
+    with profiler.record_function("all of it"):
+        x = torch.relu(x)
+        x = await rpc.rpc_async(to, torch.mul, args=(x, 2))
+    return torch.neg(x)
+
+
+async def wait_for_other(mine: str, others: str) -> None:
+    """Two of these take turns: each computes when the other has."""
+    turns[mine].set()
+    await turns[others].wait()
+    getattr(torch, mine)(torch.ones(1))
+    turns[mine + " done"].set()
+    await turns[others + " done"].wait()
+
+
+turns: collections.defaultdict[str, asyncio.Event] = collections.defaultdict(asyncio.Event)
 
 
 def fail() -> None:
@@ -55,6 +76,34 @@ def test_a_profile_shows_calls_of_any_depth(make: Any) -> None:
     assert outer.start <= nested.start <= nested.end <= outer.end
     assert call in profile.key_averages().table(max_name_column_width=200)
     assert not is_listening()
+
+
+@pytest.mark.parametrize("make", PROFILERS)
+@in_worker0(world_size=3)
+def test_a_coroutine_is_seen_in_all_its_turns(make: Any) -> None:
+    with make() as profile:
+        rpc.rpc_sync("worker1", compute_in_turns, args=(torch.ones(3), "worker2"))
+    events = {event.name: event for event in events_of(profile)}
+    there = "rpc_sync#compute_in_turns(worker0 -> worker1)#remote_op: "
+    inner = there + "rpc_async#aten::mul(worker1 -> worker2)"
+    assert [events[there + name].node_id for name in ("aten::relu", "all of it", "aten::neg")] == [1, 1, 1]
+    assert events[inner + "#remote_op: aten::mul"].node_id == 2
+    block, call = events[there + "all of it"].time_range, events[inner].time_range
+    assert block.start <= call.start <= call.end <= block.end <= events[there + "aten::neg"].time_range.start
+
+
+@in_worker0()
+def test_coroutines_that_take_turns_are_told_apart() -> None:
+    with torch.profiler.profile() as profile:
+        calls = [
+            rpc.rpc_async("worker1", wait_for_other, args=pair) for pair in (("exp", "log"), ("log", "exp"))
+        ]
+        for call in calls:
+            call.wait()
+    call_of = "rpc_async#wait_for_other(worker0 -> worker1)"
+    remote = [event for event in events_of(profile) if event.name.startswith(call_of + "#remote_op")]
+    operators = sorted(event.name.rpartition(" ")[2] for event in remote)
+    assert [name for name in operators if name in ("aten::exp", "aten::log")] == ["aten::exp", "aten::log"]
 
 
 @in_worker0()
@@ -99,11 +148,13 @@ def test_a_server_profile_sees_all_requests_and_ends() -> None:
     profile: rpc.RRef[ServerProfile] = rpc.remote("worker1", ServerProfile)
     profile.rpc_sync().__enter__()
     rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+    rpc.rpc_sync("worker1", compute_in_turns, args=(torch.ones(3), "worker1"))
     profile.rpc_sync().__exit__(None, None, None)
-    rpc.rpc_sync("worker1", torch.mul, args=(torch.ones(2), 1))
+    rpc.rpc_sync("worker1", torch.div, args=(torch.ones(2), 1))
     names = [event.key for event in profile.rpc_sync().key_averages()]
+    assert "aten::relu" in names, "of a coroutine"
     assert "aten::add" in names
-    assert "aten::mul" not in names
+    assert "aten::div" not in names
 
 
 def test_pytorchs_profilers_are_its_own_again_after_shutdown() -> None:

@@ -159,10 +159,22 @@ def make_slowly() -> Tracked:
 
 
 def time_out() -> None:
-    rref = rpc.remote("worker1", make_slowly, timeout=0.2)
+    kept.append(rpc.remote("worker1", make_slowly, timeout=0.2))
+    future = kept[-1]._get_future()
     with pytest.raises(RpcTimeoutError):
-        rref._get_future().wait()
-    kept.append(rref)  # that it is still held does not keep the object
+        future.wait()
+
+
+def owned_objects() -> int:
+    return rpc.get_debug_info()["num_owner_rrefs"]
+
+
+def wait_until_made() -> None:
+    """The call that makes it has been answered, late; the owner counts the reference."""
+    agent = current_agent()
+    while agent.get_debug_info()["agent.given_up_calls"]:
+        rpc.rpc_sync("worker1", int)
+    assert rpc.rpc_sync("worker1", owned_objects) == 1
 
 
 def fail_to_send(_: Worker) -> dict[str, int]:
@@ -179,11 +191,19 @@ def test_a_creation_that_cannot_be_sent_leaves_nothing(run_workers: RunWorkers) 
     assert left == {"users": 0, "local": 0, "owned": 0}
 
 
-def test_a_creation_that_times_out_leaves_nothing_at_the_owner(run_workers: RunWorkers) -> None:
+@pytest.mark.parametrize("when", ["while it is made", "when it is made"])
+def test_the_object_of_a_creation_that_timed_out_goes_with_the_reference(
+    run_workers: RunWorkers, when: str
+) -> None:
     workers = start_followers(run_workers, 2)
     ask(workers[0], time_out)
     workers[1].wait_for("at the gate")
+    if when == "while it is made":
+        ask(workers[0], drop)
     ask(workers[1], open_gate)
+    if when == "when it is made":
+        ask(workers[0], wait_until_made)
+        ask(workers[0], drop)
     assert workers[1].wait_for("freed") == "late"
     dismiss(workers)
 

@@ -49,13 +49,25 @@ def main() -> None:
     assert_type(future, rpc.Future[dict[str, float]])
     assert_type(future.result(timeout=5), dict[str, float])
     assert_type(rpc.rpc_async("worker1", evaluate_in_turn, args=(batch,)).wait(), float)
+    assert_type(future.cancel(), bool)
+    assert_type([done.result() for done in rpc.as_completed([future])], list[dict[str, float]])
+    assert_type(rpc.wait_any([future]), rpc.Future[dict[str, float]])
+    assert_type(future.then(lambda done: len(done.result())).wait(), int)
     table = rpc.remote("worker1", Table, args=(3,))
     assert_type(table, rpc.RRef[Table])
     assert_type(table.to_here(), Table)
     assert_type(rpc.remote("worker1", nn.Linear, args=(4, 1)), rpc.RRef[nn.Linear])
     assert_type(rpc.remote("worker1", evaluate_later, args=(batch,)).to_here(), float)
+    assert_type(rpc.remote("worker1", Table, args=(3,), concurrency=1).owner().name, str)
+    with rpc.wait_all():
+        rpc.rpc_async("worker1", evaluate_later, args=(batch,))
     rpc.rpc_sync("worker1", 3)  # type: ignore[call-overload]  # what cannot be called
     table.look_up(1)  # type: ignore[attr-defined]  # the object's, not the reference's
+
+
+async def awaits() -> None:
+    """Waits on its own loop."""
+    assert_type(await rpc.rpc_async("worker1", evaluate_later, args=(torch.ones(1),)), float)
 
 
 def spawned(steps: int) -> float:

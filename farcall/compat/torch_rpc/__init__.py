@@ -6,13 +6,20 @@ Nothing is done here: see ``rpc`` and ``rref``. What has no counterpart is absen
 from __future__ import annotations
 
 import rpc as _rpc
-from farcall.compat.torch_rpc import api, constants, internal, server_process_global_profiler
+from farcall.compat.torch_rpc import (
+    api,
+    backend_registry,
+    constants,
+    functions,
+    internal,
+    options,
+    rref_proxy,
+    server_process_global_profiler,
+    testing,
+)
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
-from rpc import functions, options
 from rpc.agent.agent import Agent
-from rpc.lifecycle import backend_registry
 from rpc.profiling.server import ServerProfile
-from rref import proxy as rref_proxy
 
 __all__ = [
     "BackendType",
@@ -35,7 +42,7 @@ __all__ = [
 RRef = PyRRef = _rpc.RRef
 WorkerInfo = _rpc.WorkerInfo
 RpcAgent = TensorPipeAgent = Agent
-RpcBackendOptions = options.RpcBackendOptions
+RpcBackendOptions = _rpc.RpcBackendOptions
 TensorPipeRpcBackendOptions = options.TensorPipeRpcBackendOptions
 BackendType = backend_registry.BackendType
 BackendValue = backend_registry.BackendValue
@@ -53,13 +60,23 @@ init_backend = backend_registry.init_backend
 register_backend = backend_registry.register_backend
 
 _server_process_global_profile = ServerProfile
+_invoke_remote_builtin = api._invoke_remote_builtin
+_invoke_remote_python_udf = api._invoke_remote_python_udf
+_invoke_remote_torchscript = api._invoke_remote_torchscript
+_invoke_rpc_builtin = api._invoke_rpc_builtin
+_invoke_rpc_python_udf = api._invoke_rpc_python_udf
+_invoke_rpc_torchscript = api._invoke_rpc_torchscript
+_delete_all_user_and_unforked_owner_rrefs = api._delete_all_user_and_unforked_owner_rrefs
 _get_current_rpc_agent = api._get_current_rpc_agent
 _get_debug_info = api._get_debug_info
 _init_rpc_backend = api._init_rpc_backend
 _is_current_rpc_agent_set = api._is_current_rpc_agent_set
 _is_tensorpipe_available = True
 _rref_context_get_debug_info = api._rref_context_get_debug_info
+_set_and_start_rpc_agent = api._set_and_start_rpc_agent
 _set_rpc_timeout = api._set_rpc_timeout
+_TensorPipeRpcBackendOptionsBase = options._TensorPipeRpcBackendOptionsBase
+_testing = testing
 _DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
 _DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
 _DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC

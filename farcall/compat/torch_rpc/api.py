@@ -12,9 +12,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 import rpc
 import rref
-from farcall.compat.torch_rpc import internal
+from farcall.compat.torch_rpc import internal, invocations
 from farcall.compat.torch_rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from farcall.compat.torch_rpc.internal import _internal_rpc_pickler
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
@@ -58,6 +60,14 @@ _wait_all = rpc.wait_all
 get_rpc_timeout = rpc.get_rpc_timeout
 _set_rpc_timeout = rpc.set_rpc_timeout
 _is_current_rpc_agent_set = rpc.is_initialized
+_get_should_profile = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_invoke_rpc = invocations.invoke_rpc
+_invoke_rpc_builtin = invocations.invoke_rpc_builtin
+_invoke_rpc_python_udf = invocations.invoke_rpc_python_udf
+_invoke_rpc_torchscript = invocations.invoke_rpc_torchscript
+_invoke_remote_builtin = invocations.invoke_remote_builtin
+_invoke_remote_python_udf = invocations.invoke_remote_python_udf
+_invoke_remote_torchscript = invocations.invoke_remote_torchscript
 
 
 def _get_current_rpc_agent() -> Any:
@@ -77,6 +87,16 @@ def _require_initialized(function: Callable[P, R]) -> Callable[P, R]:
 def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
     """What a callee's name, rank or ``WorkerInfo`` means."""
     return rpc.get_worker_info(to)
+
+
+def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
+    """The type of a reference's object, or a future of it."""
+    return rref._get_type(blocking=blocking)
+
+
+def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    """The type of a reference's object, or a future of it."""
+    return rref._get_type(timeout, blocking)
 
 
 def _all_gather(
@@ -157,4 +177,10 @@ def _init_rpc_backend(
     rpc.init_with_store(backend, store, name or "", rank, world_size, rpc_backend_options)
 
 
-__getattr__ = without_counterpart("torch.distributed.rpc.api")
+_refuse = without_counterpart("torch.distributed.rpc.api")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_ALL_WORKER_NAMES":
+        return {info.name for info in rpc.get_worker_infos()} if rpc.is_initialized() else set()
+    return _refuse(name)

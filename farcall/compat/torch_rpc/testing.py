@@ -22,6 +22,9 @@ from rpc.testing.faults import Faults
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
 
+__path__: Final[list[str]] = []
+"""A package, as PyTorch's: who imports a module of it is told that there is none."""
+
 BACKEND: Final = "FAULTY_TENSORPIPE"
 
 FaultyTensorPipeAgent = Agent

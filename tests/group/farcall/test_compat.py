@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import sys
+import threading
 import warnings
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import dist_optim
+import rpc as ours
 import rref
 from tests.support.serving import in_processes
 from tests.support.workers import RunWorkers, Worker
@@ -100,69 +103,6 @@ def test_pytorch_need_not_have_imported_its_own() -> None:
     assert not hasattr(torch.distributed, "rpc")
 
 
-WITHOUT_COUNTERPART = {
-    "torch._C._distributed_rpc": {
-        "RemoteProfilerManager",
-        "_cleanup_python_rpc_handler",
-        "_destroy_rref_context",
-        "_disable_jit_rref_pickle",
-        "_disable_server_process_global_profiler",
-        "_enable_jit_rref_pickle",
-        "_enable_server_process_global_profiler",
-        "_invoke_remote_builtin",
-        "_invoke_remote_python_udf",
-        "_invoke_remote_torchscript",
-        "_invoke_rpc_builtin",
-        "_invoke_rpc_python_udf",
-        "_invoke_rpc_torchscript",
-        "_reset_current_rpc_agent",
-        "_set_profiler_node_id",
-        "enable_gil_profiling",
-    },
-    "torch._C._distributed_autograd": set(),
-    "torch.distributed.autograd": set(),
-    "torch.distributed.rpc.constants": set(),
-    "torch.distributed.rpc.internal": {
-        "_handle_exception",
-        "_pickler",
-        "_run_function",
-        "_start_record_function",
-        "_thread_local_tensor_tables",
-        "_unpickler",
-    },
-}
-"""PyTorch's names, of its own making, that are about how it is built and not about what it does."""
-
-
-@in_processes(1)
-def test_every_name_of_the_installed_pytorch_is_lent_or_refused() -> None:
-    names = {module: set(names_of_its_own(sys.modules[module])) for module in WITHOUT_COUNTERPART}
-    from farcall import compat
-
-    compat.install()
-    for module, theirs in names.items():
-        facade = importlib.import_module(module)
-        lacking = {name for name in theirs if not hasattr(facade, name)}
-        assert lacking == WITHOUT_COUNTERPART[module] & theirs, module
-        for name in lacking:
-            with pytest.raises(AttributeError, match=f"no counterpart of .*{name}"):
-                getattr(facade, name)
-
-
-def names_of_its_own(module: ModuleType) -> list[str]:
-    """What a module defines, or gets from PyTorch's extension; not what it imports for itself."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("__")
-        and not isinstance(value, ModuleType)
-        and name != "timedelta"
-        and name != "annotations"
-        and getattr(value, "__module__", module.__name__) not in ("typing", "enum", "abc")
-        and name != "TYPE_CHECKING"
-    ]
-
-
 @in_processes(1)
 def test_references_are_told_apart_by_the_extensions_class(worker: Worker) -> None:
     from farcall import compat
@@ -174,21 +114,6 @@ def test_references_are_told_apart_by_the_extensions_class(worker: Worker) -> No
         assert isinstance(torch_rpc().remote("worker0", dict), PyRRef)
     compat.uninstall()
     assert sys.modules["torch._C._distributed_rpc"].PyRRef is not PyRRef
-
-
-@in_processes(1)
-def test_what_has_no_counterpart_is_named() -> None:
-    from farcall import compat
-
-    compat.install()
-    rpc = torch_rpc()
-
-    with pytest.raises(
-        AttributeError, match=r"no counterpart of torch\.distributed\.rpc\._invoke_rpc_builtin"
-    ):
-        rpc._invoke_rpc_builtin  # noqa: B018
-    with pytest.raises(ImportError):
-        importlib.import_module("torch.distributed.rpc._utils")
 
 
 @in_processes(1)
@@ -280,3 +205,40 @@ def calls_through_torchs_names(worker: Worker) -> list[object]:
 
 def test_a_program_written_for_pytorch_runs(run_workers: RunWorkers) -> None:
     assert run_workers(calls_through_torchs_names, 2) == [[2, 1, {"worker0": 0, "worker1": 1}]] * 2
+
+
+def is_in_shutdown() -> bool:
+    """Whether this worker's program has come to its end."""
+    frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame is not None:
+        if frame.f_code is ours.shutdown.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def work_in_pool(rank: int, world_size: int, init_method: str) -> int:
+    rpc = torch_rpc()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=init_method)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    answers = 0
+    if rank == 0:
+        for other in range(1, world_size):
+            while not rpc.rpc_sync(other, is_in_shutdown):
+                pass
+            answers += rpc.rpc_sync(other, max, args=(1, 0)) + rpc.remote(other, max, args=(1, 0)).to_here()
+    rpc.shutdown()
+    return answers
+
+
+@in_processes(1)
+def test_workers_in_a_pool_serve_in_shutdown_until_all_are_there(worker: Worker) -> None:
+    """A pool's processes run one function after another: each round is a group."""
+    from farcall import compat
+
+    compat.install()
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        for number in range(2):
+            store = f"file://{worker.folder / f'store{number}'}"
+            places = [(rank, 3, store) for rank in range(3)]
+            assert pool.starmap(work_in_pool, places, chunksize=1) == [4, 0, 0]

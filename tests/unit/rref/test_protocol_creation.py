@@ -86,13 +86,32 @@ def test_what_two_sweeps_find_parked_is_given_up() -> None:
 # remote() that times out or fails
 
 
-def test_a_creation_that_timed_out_fails_for_its_creator_and_is_not_run_when_it_comes_late() -> None:
+def test_a_creation_that_timed_out_fails_for_its_creator_and_its_object_goes_with_the_reference() -> None:
     group = Group(2)
     ref = group.create(2, 1)
     rref = group.workers[2].refs[ref]
     group.give_up(2, ref)
     assert group.state(2, ref) is State.FAILED
     assert group.protocol(2).reason(ref) == "it timed out"
+    group.arrive(0)
+    group.finish(1, rref)
+    group.arrive(0)
+    assert group.said == []
+    assert not group.is_freed(rref)
+    group.release(2, ref)
+    assert group.said == [(2, 1, "abandon")]
+    group.deliver()
+    assert group.is_freed(rref)
+    assert group.remembered(1) == {"tombstones": 1}
+    group.drain()
+
+
+def test_a_creation_that_comes_after_its_failed_reference_was_dropped_is_not_run() -> None:
+    group = Group(2)
+    ref = group.create(2, 1)
+    rref = group.workers[2].refs[ref]
+    group.give_up(2, ref)
+    group.release(2, ref)
     group.deliver("abandon")
     group.arrive(0)
     assert rref not in group.workers[1].running
@@ -106,6 +125,7 @@ def test_a_child_confirmed_after_the_creation_was_given_up_is_refused_even_while
     group.call(2, 3, [ref])
     group.arrive(0)
     group.give_up(2, ref)
+    group.release(2, ref)
     group.deliver("abandon")
     for _ in range(3):
         group.sweep(1)
@@ -123,6 +143,7 @@ def test_a_refusal_that_overtakes_the_message_with_the_fork_voids_it() -> None:
     at_owner = group.pass_on(2, 1, ref)
     group.call(1, 3, [at_owner])
     group.give_up(2, ref)
+    group.release(2, ref)
     group.deliver_everything()
     group.arrive(0)
     (child,) = group.workers[3].refs
@@ -136,6 +157,7 @@ def test_a_failed_reference_cannot_be_sent() -> None:
     group.give_up(2, ref)
     with pytest.raises(RuntimeError, match="cannot be sent: it timed out"):
         group.protocol(2).fork(ref, 1)
+    group.release(2, ref)
     owner = group.protocol(1)
     group.deliver()
     with pytest.raises(RuntimeError, match="cannot be sent: it timed out"):

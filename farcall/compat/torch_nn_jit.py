@@ -1,0 +1,17 @@
+"""Stands in for ``torch.distributed.nn.jit``, which writes the code of PyTorch's remote modules.
+
+Ours need none, so nothing is here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from farcall.compat.torch_rpc.without_counterpart import without_counterpart
+
+__all__: list[str] = []
+
+__path__: Final[list[str]] = []
+"""A package, as PyTorch's: who imports a module of it is told that there is none."""
+
+__getattr__ = without_counterpart("torch.distributed.nn.jit")

@@ -1,0 +1,24 @@
+"""Stands in for ``torch.distributed.rpc.backend_registry``."""
+
+from __future__ import annotations
+
+from farcall.compat.torch_rpc.without_counterpart import without_counterpart
+from rpc.lifecycle.backend_registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+]
+
+__getattr__ = without_counterpart("torch.distributed.rpc.backend_registry")

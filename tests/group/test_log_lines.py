@@ -1,0 +1,64 @@
+"""A line of the log stands alone: whose it is, which function, for whom, how long, what happened."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from tests.support.serving import in_worker0
+
+
+def fail() -> None:
+    raise LookupError("as told")
+
+
+@rpc.functions.async_execution
+def fail_later() -> torch.futures.Future[Any]:
+    failed: torch.futures.Future[Any] = rpc.Future()
+    failed.set_exception(LookupError("as told"))
+    return failed
+
+
+async def fail_as_coroutine() -> None:
+    raise LookupError("as told")
+
+
+RAISED = (
+    (fail, (), "fail, called by worker 'worker0', raised LookupError after {} s: as told"),
+    (fail_later, (), "fail_later, called by worker 'worker0', raised LookupError after {} s: as told"),
+    (fail_as_coroutine, (), "fail_as_coroutine, called by worker 'worker0', raised LookupError after {} s: "),
+    (torch.add, (1, "one"), "torch.add, called by worker 'worker0', raised TypeError after {} s: add"),
+    (int, ("one",), "int, called by worker 'worker0', raised ValueError after {} s: invalid literal"),
+)
+
+
+class Kept(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@in_worker0(world_size=1)
+def test_what_a_callee_raises_is_in_its_log() -> None:
+    records: list[logging.LogRecord] = []
+    handler = Kept(records)
+    log = logging.getLogger("rpc.agent.request_runner")
+    log.addHandler(handler)
+    for level in (logging.INFO, logging.DEBUG):
+        log.setLevel(level)
+        for function, args, said in RAISED:
+            with pytest.raises((LookupError, TypeError, ValueError)):
+                rpc.rpc_sync("worker0", function, args)
+            line = re.escape("worker 'worker0': " + said).replace(r"\{\}", r"[\de.-]+")
+            record = records.pop()
+            assert re.match(line, record.getMessage()), record.getMessage()
+            assert (record.exc_info is not None) is (level == logging.DEBUG), "for those who debug"
+            assert not records
