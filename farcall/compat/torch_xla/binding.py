@@ -33,7 +33,8 @@ def _get_xla_sharding_spec(t: Tensor) -> str:
     """How a tensor is cut; of what nobody marked, ``{replicated}`` once workers have it, and '' before."""
     if not engine.is_logical(t):
         return ""
-    value = alias_of(t).value
+    alias = alias_of(t)
+    value = (alias.base or alias).value
     return sharding_spec(t) or ("{replicated}" if value is not None and value.remote is not None else "")
 
 
