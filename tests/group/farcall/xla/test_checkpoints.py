@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint import load as load_checkpoint
-from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
     create_default_local_save_plan,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from tests.group.farcall.xla.names import SimpleLinear, mesh_of, theirs
 from tests.group.spmd.driven import WORKERS, driven

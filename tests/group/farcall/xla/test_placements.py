@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import (
-    DeviceMesh,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    init_device_mesh,
-)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor
 
 from tests.group.farcall.xla.names import IN_ORDER, SimpleLinear, mesh_of, said, theirs
 from tests.group.spmd.driven import WORKERS, driven
