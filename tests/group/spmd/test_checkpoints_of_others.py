@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import spmd
 from spmd.checkpoint import SPMDLoadPlanner, SPMDSavePlanner
 from spmd.fsdp import FSDPv2
-from tests.support.serving import in_group, serve
+from tests.support.serving import first_of
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -94,5 +94,5 @@ def test_checkpoints_of_several_processes_and_ours_are_exchanged(run_workers: Ru
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = Path(folder) / "theirs", Path(folder) / "ours"
         run_workers(partial(as_a_group, action="save", path=theirs), ranks)
-        run_workers([in_group(partial(load_theirs_and_save_ours, theirs=theirs, ours=ours))] + [serve] * 4)
+        first_of(run_workers, load_theirs_and_save_ours, theirs, ours, world_size=5)
         run_workers(partial(as_a_group, action="load", path=ours), ranks)
