@@ -122,7 +122,7 @@ def infer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """What an operation raises for wrong arguments goes to the user; PyTorch logs it with a traceback, too."""
+    """What an operation raises for wrong arguments goes to the user; PyTorch would log it as well."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_nothing)
     try:

@@ -173,8 +173,8 @@ def _on_this_machine(workers: int | Sequence[str] | None) -> _Mode:
         workers = int(said)
     if not isinstance(workers, int) or workers < 1:
         raise SpmdError(
-            f"expected the number of workers, 1 or more, got {workers!r}. Names are those of workers of an RPC "
-            "group: call rpc.init_rpc first"
+            f"expected the number of workers, 1 or more, got {workers!r}. Names are those of workers of an "
+            "RPC group: call rpc.init_rpc first"
         )
     folder = Path(tempfile.mkdtemp(prefix="farcall-spmd-"))
     init_method = f"file://{folder / 'rendezvous'}"

@@ -22,14 +22,15 @@ EVERY_NAME = {
     "global_runtime_device_attributes world_size global_ordinal local_ordinal global_device_count "
     "process_index process_count device_type",
     "torch_xla.amp": "autocast",
-    "torch_xla.debug.metrics": "counter_names counter_value metric_names metric_data metrics_report clear_all "
-    "clear_counters",
+    "torch_xla.debug.metrics": "counter_names counter_value metric_names metric_data metrics_report "
+    "clear_all clear_counters",
     "torch_xla.debug.profiler": "StepTrace Trace start_server",
     "torch_xla.distributed.spmd.api": "auto_policy xla_distribute_module convert_to_xla_mesh",
-    "torch_xla.distributed.spmd": "auto_policy Mesh HybridMesh ShardingType ShardingSpec XLAShardedTensor XLAShard "
-    "mark_sharding mark_sharding_with_gradients annotate_custom_sharding clear_sharding wrap_if_sharded "
-    "wrap_as_sharded_tensor set_global_mesh get_global_mesh get_1d_mesh enable_manual_sharding "
-    "disable_manual_sharding xla_distribute_tensor xla_distribute_module xla_sharding shard_as "
+    "torch_xla.distributed.spmd": "auto_policy Mesh HybridMesh ShardingType ShardingSpec XLAShard "
+    "XLAShardedTensor mark_sharding mark_sharding_with_gradients annotate_custom_sharding clear_sharding "
+    "wrap_if_sharded wrap_as_sharded_tensor set_global_mesh get_global_mesh get_1d_mesh "
+    "enable_manual_sharding disable_manual_sharding xla_distribute_tensor xla_distribute_module xla_sharding "
+    "shard_as "
     "XLAPatchedLinear apply_xla_patch_to_nn_linear xla_patched_nn_linear_forward unwrap_sharded_tensor "
     "apply_backward_optimization_barrier convert_to_xla_mesh convert_to_xla_partition_spec "
     "_mark_manual_sharding",

@@ -168,6 +168,17 @@ def test_a_tensor_becomes_its_parts_and_is_put_together_again(spec: Any, part: A
 
 
 @driven
+def test_each_worker_draws_the_same_numbers_for_its_part() -> None:
+    x = theirs()
+    mesh = mesh_of(WORKERS)
+    parts = x.xs.enable_manual_sharding(torch.zeros(8, 3).to("xla"), (0, None), mesh=mesh)
+    torch.manual_seed(3)
+    whole = x.xs.disable_manual_sharding(parts + torch.rand_like(parts), (0, None), (8, 3), mesh=mesh)
+    torch.manual_seed(3)
+    assert whole.cpu().equal(torch.rand(2, 3).repeat(WORKERS, 1))
+
+
+@driven
 def test_the_global_mesh_serves_manual_sharding() -> None:
     x = theirs()
     x.xs.set_global_mesh(mesh_of(1, WORKERS))
