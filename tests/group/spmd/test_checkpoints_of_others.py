@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -49,7 +50,7 @@ def assert_is(state: dict[str, Any], seed: int) -> None:
 
 def as_a_group(worker: Worker, action: str, path: Path) -> None:
     """One rank of a program with FSDP and DTensor on gloo, which saves, or loads what the other has saved."""
-    store = dist.FileStore(str(path.parent / f"{action}-store"), worker.world_size)
+    store = FileStore(str(path.parent / f"{action}-store"), worker.world_size)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.world_size)
     try:
         mesh = init_device_mesh("cpu", (worker.world_size,))

@@ -502,7 +502,7 @@ def test_a_program_that_is_terminated_saves_once_and_ends_by_itself(tmp_path: Pa
         assert program.wait(60) == 0
     manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
     (step,) = manager.all_steps()
-    state = {"x": torch.zeros(5, 3), "step": 0}
+    state: dict[str, Any] = {"x": torch.zeros(5, 3), "step": 0}
     manager.restore(step, state)
     assert state["step"] == step
     assert state["x"].equal(torch.full((5, 3), float(step)))
