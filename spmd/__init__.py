@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         strict,
         sync,
     )
-    from spmd.sharding.auto import AutoPlan, auto_plan
+    from spmd.sharding.auto import AutoPlan, auto_plan, auto_policy
     from spmd.sharding.distribute import distribute_module, distribute_tensor
     from spmd.sharding.hybrid_mesh import HybridMesh
     from spmd.sharding.loader import DeviceLoader
@@ -66,6 +66,7 @@ __all__ = [
     "ShardingType",
     "annotate_custom_sharding",
     "auto_plan",
+    "auto_policy",
     "clear_sharding",
     "device",
     "disable_manual_sharding",
@@ -99,7 +100,7 @@ _PLACES: Final = {
         "spmd.engine.start",
     ),
     **dict.fromkeys(("distribute_module", "distribute_tensor"), "spmd.sharding.distribute"),
-    **dict.fromkeys(("AutoPlan", "auto_plan"), "spmd.sharding.auto"),
+    **dict.fromkeys(("AutoPlan", "auto_plan", "auto_policy"), "spmd.sharding.auto"),
     "HybridMesh": "spmd.sharding.hybrid_mesh",
     "DeviceLoader": "spmd.sharding.loader",
     **dict.fromkeys(("disable_manual_sharding", "enable_manual_sharding"), "spmd.sharding.manual"),

@@ -21,14 +21,19 @@ _OURS: Final = "farcall.compat.torch_xla"
 _LENT: Final[dict[str, str | None]] = {
     "torch_xla": f"{_OURS}.package",
     "torch_xla._XLAC": f"{_OURS}.binding",
+    "torch_xla.amp": f"{_OURS}.amp",
     "torch_xla.core": None,
     "torch_xla.core.xla_model": f"{_OURS}.model",
+    "torch_xla.debug": None,
+    "torch_xla.debug.metrics": f"{_OURS}.metrics",
+    "torch_xla.debug.profiler": f"{_OURS}.profiler",
     "torch_xla.distributed": None,
     "torch_xla.distributed.fsdp": "spmd.fsdp",
     "torch_xla.distributed.fsdp.utils": f"{_OURS}.fsdp_utils",
     "torch_xla.distributed.fsdp.wrap": "spmd.fsdp.wrap",
     "torch_xla.distributed.parallel_loader": f"{_OURS}.loader",
     "torch_xla.distributed.spmd": f"{_OURS}.sharding",
+    "torch_xla.distributed.spmd.api": f"{_OURS}.sharding",
     "torch_xla.distributed.spmd.debugging": "spmd.sharding.visualize",
     "torch_xla.distributed.spmd.xla_sharded_tensor": f"{_OURS}.sharding",
     "torch_xla.distributed.spmd.xla_sharding": f"{_OURS}.sharding",
@@ -36,11 +41,16 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.distributed.xla_multiprocessing": f"{_OURS}.launching",
     "torch_xla.experimental": None,
     "torch_xla.experimental.distributed_checkpoint": "spmd.checkpoint",
+    "torch_xla.experimental.distributed_checkpoint._helpers": f"{_OURS}.checkpoint_helpers",
+    "torch_xla.experimental.distributed_checkpoint.manager": "spmd.checkpoint.manager",
+    "torch_xla.experimental.distributed_checkpoint.planners": "spmd.checkpoint.planners",
+    "torch_xla.experimental.distributed_checkpoint.util": "spmd.checkpoint.priming",
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": "spmd.fsdp",
     "torch_xla.experimental.xla_sharded_tensor": f"{_OURS}.sharding",
     "torch_xla.experimental.xla_sharding": f"{_OURS}.sharding",
     "torch_xla.runtime": f"{_OURS}.runtime",
     "torch_xla.utils": None,
+    "torch_xla.utils.checkpoint": f"{_OURS}.rematerialization",
     "torch_xla.utils.utils": f"{_OURS}.sampling",
 }
 """What stands in for which module; None for a package that only holds others."""
@@ -91,5 +101,9 @@ def lend() -> None:
 def take_back() -> None:
     """Undo :func:`lend`."""
     sys.meta_path.remove(_lender)
+    for name, undo in (("device_name", "give_back"), ("operators", "take_away")):
+        module = sys.modules.get(f"{_OURS}.{name}")
+        if module is not None:
+            getattr(module, undo)()
     for name in [name for name, module in sys.modules.items() if isinstance(module, _Lent)]:
         del sys.modules[name]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import functools
 import logging
 import threading
@@ -121,8 +120,6 @@ class Future(torch.futures.Future[T]):
                 self._ending = None, error.with_traceback(None)  # whose frames refer to this future
                 if isinstance(error, KeyboardInterrupt):
                     interruption = error
-                else:
-                    error.__traceback__ = None  # its frames are ours, and have this future
             self._claim.release()
         _end(self, *ending)
         self._call = None
@@ -157,12 +154,9 @@ class Future(torch.futures.Future[T]):
         return cast("T", _value_of(self))
 
     def set_exception(self, result: T) -> None:
-        """Complete it with an exception. Whoever waits is given a copy, if it can be copied: what is raised
-        refers to the frames that it passes, and these to futures, into which the garbage collector cannot
-        look.
-        """
+        """Complete it with an exception; whoever waits is raised one like it."""
         if isinstance(result, Exception):
-            self._set_unwrap_func(_raise_copy)
+            self._set_unwrap_func(_raise_twin)
             self.set_result(cast("T", result))
         else:
             super().set_exception(result)  # PyTorch's own error
@@ -197,13 +191,6 @@ class Future(torch.futures.Future[T]):
             return False
         self._complete_here()
         return True
-
-    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # as PyTorch means it
-        """End the future with an error, an ``Exception``; whoever waits for it gets one like it."""
-        if not isinstance(result, Exception):
-            super().set_exception(result)  # type: ignore[arg-type]  # PyTorch's own error
-        self._set_unwrap_func(_raise_twin)
-        self.set_result(cast("T", result))
 
     def __repr__(self) -> str:
         call, asked = self._call, self._asked
@@ -314,18 +301,6 @@ class _Continuation:
         return self._context.run(self._callback, self._source)
 
 
-def _raise_copy(error: Exception) -> None:
-    try:
-        copied = copy.copy(error)
-    except Exception:  # of a class that takes other arguments
-        raise error from error.__cause__
-    if type(copied) is not type(error):
-        raise error from error.__cause__
-    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
-    copied.__suppress_context__ = error.__suppress_context__
-    raise copied
-
-
 def _raise_interruption() -> None:
     interruption, _thread_state.interruption = _thread_state.interruption, None
     if interruption is not None:
@@ -358,9 +333,8 @@ def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | N
 
 
 def _raise_twin(error: Exception) -> NoReturn:
-    """Raise an error like the one that a future has. What is raised refers, by its traceback, to the frames of
-    who waits, and these mostly to the future; and the garbage collector does not see what PyTorch's futures
-    have. Were it that very error, all that those frames have would stay for ever, references among it.
+    """Raise an error like the one that a future has: by its traceback, what is raised refers to the frames of
+    who waits, and these mostly refer to the future, into which the garbage collector cannot look.
     """
     raise _twin(error)
 

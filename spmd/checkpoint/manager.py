@@ -2,7 +2,7 @@
 
 A step's folder counts once ``.manager_metadata`` is in it, which is written last. A step that is saved again
 is written beside the old one, and takes its place when it is complete. So there is a whole checkpoint at any
-time, and ``kill -9`` costs the one under way at most.
+time, and ``kill -9`` costs the one under way at most. What it leaves half-written goes with the next save.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class CheckpointManager:
         self._room = threading.Semaphore(max_pending_async)
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
+        self._halves: list[str] = []
         self._known = self._found()
         self._terminated = threading.Event()
         self._has_saved_since = False
@@ -174,7 +175,9 @@ class CheckpointManager:
             name = str(step)
             is_there = any(each.step == step for each in self._known)
             target = name + _COMING if is_there else name
-            self._remove(target)
+            for each in {*self._halves, target}:
+                self._remove(each)
+            self._halves.clear()
             self._meet()
             with _alone(), _naming(f"{self.base_path}{target}"):
                 save(
@@ -275,13 +278,28 @@ class CheckpointManager:
                 paths[paths.index(path)] = place
         for path in paths:
             said = self._read(path)
-            if said is None or path.rpartition("/")[2] != str(said.step):
+            name = path.rpartition("/")[2]
+            if self._is_half(path, name, said is not None):
+                self._halves.append(name)
+            elif said is None or name != str(said.step):
                 others.append(path)
             else:
                 found.append(said)
         if others:
             _log.warning("Ignoring invalid checkpoints: %s", ", ".join(others))
+        if self._halves:
+            _log.warning(
+                "%s: saves that were ended in the middle. They do not count, and the next save removes them",
+                ", ".join(self._halves),
+            )
         return sorted(found, key=lambda each: each.time)
+
+    def _is_half(self, path: str, name: str, is_complete: bool) -> bool:
+        """Whether a manager that was killed has left that, and it is no checkpoint of somebody else's."""
+        number, _, state = name.partition(".")
+        if not number.isdecimal() or f".{state}" not in (".", _COMING, _GOING):
+            return False
+        return bool(state) or not (is_complete or self._files.exists(f"{path}/.metadata"))
 
     def _read(self, path: str) -> _Checkpoint | None:
         """What a folder holds, if it is complete."""

@@ -6,7 +6,7 @@ from nothing are registered for the device; others come through their tensors (`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from spmd.engine.dispatch import dispatch, is_composite
 from spmd.engine.handlers import HANDLERS
 from spmd.engine.logical_tensor import LogicalTensor, dispatch_with
 
-__all__ = ["set_up"]
+__all__ = ["operators_that_make_from_nothing", "set_up"]
 
 aten: Final = torch.ops.aten
 _library: Any = None
@@ -37,12 +37,8 @@ def set_up() -> torch.device:
     _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
     dispatch_with(dispatch)
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and not is_composite(name):
-            packet, _, overload = name.removeprefix("aten::").partition(".")
-            operator = getattr(getattr(aten, packet), overload or "default", None)
-            if operator is not None and _makes_from_nothing(operator):
-                _library.impl(name.removeprefix("aten::"), _kernel(operator), "PrivateUse1")
+    for name, operator in operators_that_make_from_nothing():
+        _library.impl(name, _kernel(operator), "PrivateUse1")
     _library.impl("_copy_from", HANDLERS[aten._copy_from.default], "PrivateUse1")
     # what it is composed of is chosen above autograd, and for devices of others always the same
     attention = aten.scaled_dot_product_attention.default
@@ -50,6 +46,16 @@ def set_up() -> torch.device:
     autocast.install(_library)
     _let_optimizers_take_lists()
     return DEVICE
+
+
+def operators_that_make_from_nothing() -> Iterator[tuple[str, Any]]:
+    """Those of ``aten`` that are given a device and no tensor, with the names that libraries know them by."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and not is_composite(name):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            operator = getattr(getattr(aten, packet), overload or "default", None)
+            if operator is not None and _makes_from_nothing(operator):
+                yield name.removeprefix("aten::"), operator
 
 
 def _makes_from_nothing(operator: Any) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -113,8 +116,23 @@ def infer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         DynamicOutputShapeException, DataDependentOutputException: that depends on values.
         Exception: what the operation raises for such arguments.
     """
-    with torch.no_grad(), _mode():
+    with torch.no_grad(), _quietly(), _mode():
         return _specs(operator(*_fakes(args), **{name: _fakes(each) for name, each in kwargs.items()}))
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """What an operation raises for wrong arguments goes to the user; PyTorch would log it as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _specs(tree: Any) -> Any:

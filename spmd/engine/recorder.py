@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from spmd.engine import operators
 from spmd.engine.aliases import Alias, Value, read
-from spmd.engine.errors import OperationError, ReshardingError
+from spmd.engine.errors import NotInSpmdModeError, OperationError, ReshardingError, SpmdError
 from spmd.engine.layouts import is_local
 from spmd.engine.metas import Spec, infer, spec_of
 from spmd.engine.operation import Operation
@@ -315,7 +315,10 @@ class Recorder:
         return results
 
     def _enter_value(self, value: Value) -> int:
-        if value.remote is not None and value.remote.error is not None:
+        if value.remote is None:
+            if value.data is None:
+                raise nowhere()
+        elif value.remote.error is not None:
             raise lost(value.remote.error)
         recording = self.recording
         recording.inputs.append(value)
@@ -464,8 +467,18 @@ class Recorder:
         return entry
 
 
-def lost(error: OperationError) -> OperationError:
+def nowhere() -> NotInSpmdModeError:
+    """For a tensor that no worker of this session has, or will have."""
+    return NotInSpmdModeError(
+        "this tensor is lost: it was made before spmd.shutdown(), or when a worker was lost already. Make it "
+        "anew; what is to outlive the mode is fetched with .cpu()"
+    )
+
+
+def lost(error: SpmdError) -> SpmdError:
     """For a tensor that was not computed, since an operation failed when it would have been."""
+    if not isinstance(error, OperationError):
+        return nowhere()
     again = OperationError(f"this tensor was never computed: {error}", error.where, error.operator)
     again.__cause__ = error
     return again

@@ -20,7 +20,7 @@ from torch import Tensor
 from rpc.errors import RpcError
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.aliases import Value
-from spmd.engine.errors import OperationError
+from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.logical_tensor import LogicalTensor
 from spmd.engine.messages import Answer, Step
 from spmd.engine.metas import Spec
@@ -28,7 +28,7 @@ from spmd.engine.parts import cut, has_blocks, holders, put_together
 from spmd.engine.places import Place, described
 from spmd.engine.poison import poisoned
 from spmd.engine.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
-from spmd.engine.recorder import Entry, Recorder, Recording, lost
+from spmd.engine.recorder import Entry, Recorder, Recording, lost, nowhere
 from spmd.engine.repetition import Repetition
 
 __all__ = ["Port", "Session"]
@@ -66,7 +66,7 @@ class _Remote:
     def __init__(self, number: int, freed: deque[int]) -> None:
         self.id = number
         self.freed = freed
-        self.error: OperationError | None = None
+        self.error: SpmdError | None = None
 
     def __del__(self) -> None:
         self.freed.append(self.id)
@@ -323,6 +323,12 @@ class Session:
             while self._under_way:
                 self._settle(self._under_way.popleft())
 
+    def end(self) -> None:
+        """The workers go, and what they have with them: nobody may take it for what others have later."""
+        self.drain()
+        for remote in list(self._remotes.values()):
+            remote.error = nowhere()
+
     def _parts(self, value: Value) -> list[Tensor]:
         """Each worker's part of a value that is still here."""
         assert value.data is not None, "a value that nobody has"
@@ -348,6 +354,10 @@ class Session:
                 parts = self._parts(value)
                 return {worker: parts[worker].clone() for worker in workers}
             self.recorder.flush()
+            if value.remote is None:
+                raise nowhere()
+            if not isinstance(value.remote.error, OperationError | None):
+                raise lost(value.remote.error)
             step = _UnderWay([], inputs=(value.remote.id,))
             self._send(step, self._ids, wanted=(value.remote.id,), workers=workers)
             while self._under_way[0] is not step:

@@ -103,7 +103,7 @@ class _Mode:
 
     def end(self) -> None:
         """Let the workers go."""
-        self.session.drain()
+        self.session.end()
         for port in self.ports:
             with suppress(RpcError):  # it is gone, and its values with it
                 port.worker.rpc_sync(timeout=_PATIENCE).close()
@@ -167,9 +167,15 @@ def _members(workers: int | Sequence[str] | None) -> list[str]:
 
 def _on_this_machine(workers: int | Sequence[str] | None) -> _Mode:
     if workers is None:
-        workers = int(os.environ.get("FARCALL_SPMD_WORKERS") or len(os.sched_getaffinity(0)))
+        said = os.environ.get("FARCALL_SPMD_WORKERS") or str(len(os.sched_getaffinity(0)))
+        if not said.isdecimal() or not int(said):
+            raise SpmdError(f"FARCALL_SPMD_WORKERS is {said!r}: expected the number of workers, 1 or more")
+        workers = int(said)
     if not isinstance(workers, int) or workers < 1:
-        raise SpmdError(f"expected the number of workers, 1 or more, got {workers!r}")
+        raise SpmdError(
+            f"expected the number of workers, 1 or more, got {workers!r}. Names are those of workers of an "
+            "RPC group: call rpc.init_rpc first"
+        )
     folder = Path(tempfile.mkdtemp(prefix="farcall-spmd-"))
     init_method = f"file://{folder / 'rendezvous'}"
     names = [f"spmd{rank}" for rank in range(workers)]

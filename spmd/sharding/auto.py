@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from spmd.engine.aliases import Alias
 from spmd.engine.auto.cost import local_bytes
@@ -21,11 +21,15 @@ from spmd.engine.parts import has_blocks
 from spmd.engine.program import REDISTRIBUTE, Layout, MeshKey, Program, Ref
 from spmd.engine.recorder import LIMIT, Recording
 from spmd.engine.session import Session, build
+from spmd.sharding.distribute import mesh_of
 from spmd.sharding.marks import mark_of
-from spmd.sharding.mesh import get_1d_mesh, get_global_mesh
+from spmd.sharding.mesh import Mesh, get_1d_mesh, get_global_mesh
 from spmd.sharding.op_sharding import OpSharding
 
-__all__ = ["AutoPlan", "AutoPlanLine", "Planner", "auto_plan"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["AutoPlan", "AutoPlanLine", "Planner", "auto_plan", "auto_policy", "choose"]
 
 _LIMIT: Final = 20 * LIMIT
 """Instructions that a first step may have, to be planned as one."""
@@ -99,6 +103,31 @@ def auto_plan() -> AutoPlan | None:
     return planner.plan if isinstance(planner, Planner) else None
 
 
+def choose(mesh: Mesh | None = None) -> None:
+    """Have shardings chosen from here on, as ``use_spmd(auto=True)`` does; a second call changes nothing.
+
+    Args:
+        mesh: over which; None for the global mesh, and without one all workers along one axis.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+    """
+    session = engine()
+    if isinstance(session, Session) and session.planner is None:
+        session.recorder.flush()
+        session.planner = Planner(session, mesh)
+
+
+def auto_policy(name: str, module: object, mesh: Mesh | DeviceMesh) -> None:
+    """A ``partition_fn`` for :func:`spmd.distribute_module` that leaves the choice to the cost model.
+
+    Example::
+
+        model = spmd.distribute_module(model, mesh, spmd.auto_policy)
+    """
+    choose(mesh_of(mesh))
+
+
 class Planner:
     """Chooses layouts once for a session. Called by it with each recording, under the recorder's lock.
 
@@ -106,8 +135,9 @@ class Planner:
         plan: what was chosen.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, mesh: Mesh | None = None) -> None:
         self.plan: AutoPlan | None = None
+        self._mesh = mesh
         self._recorder = session.recorder
         with self._recorder.lock:
             self._recorder.changes = {}
@@ -129,7 +159,7 @@ class Planner:
         ):
             return None
         self._recorder.changes, self._recorder.limit = None, LIMIT
-        return _Study(recording, origins, aliases, tensors, self._apply).run
+        return _Study(recording, origins, aliases, tensors, self._mesh, self._apply).run
 
     def _apply(
         self, plan: AutoPlan, layouts: list[tuple[Alias, Layout]], cuts: dict[tuple[object, ...], Layout]
@@ -151,9 +181,10 @@ class _Study:
         origins: dict[int, int],
         aliases: list[Alias],
         tensors: list[LogicalTensor],
+        mesh: Mesh | None,
         apply: Callable[[AutoPlan, list[tuple[Alias, Layout]], dict[tuple[object, ...], Layout]], None],
     ) -> None:
-        self._apply = apply
+        self._apply, self._mesh = apply, mesh
         specs = [value.spec for value in recording.inputs]
         self._uploads = {place for place, value in enumerate(recording.inputs) if value.data is not None}
         alive = [
@@ -182,7 +213,7 @@ class _Study:
     def run(self) -> None:
         """Choose, and lay out."""
         program = self._program
-        mesh = get_global_mesh()
+        mesh = self._mesh or get_global_mesh()
         if mesh is None or mesh.size() != engine().workers:  # it may be of an earlier session
             mesh = get_1d_mesh()
         key = MeshKey(tuple(map(int, mesh.device_ids)), tuple(mesh.mesh_shape))

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from spmd.engine import api as engine
 from spmd.engine.start import device
-from spmd.sharding.marks import is_marked, mark_sharding, op_sharding
+from spmd.sharding.marks import is_marked, mark_of, mark_sharding, op_sharding, remember
 from spmd.sharding.mesh import Mesh
 from spmd.sharding.movement import laid_out
-from spmd.sharding.op_sharding import ShardingType, layout_of
+from spmd.sharding.op_sharding import ShardingType
 from spmd.sharding.partition_spec import PartitionSpec
 from spmd.sharding.placing import place
 
@@ -27,6 +26,7 @@ __all__ = [
     "mesh_of",
     "partition_spec_of",
     "redistribute",
+    "spec_of",
 ]
 
 
@@ -50,14 +50,21 @@ def partition_spec_of(dims: int, placements: Sequence[Placement]) -> PartitionSp
         >>> partition_spec_of(2, [Shard(0), Replicate(), Shard(0)])
         ((0, 2), None)
     """
-    cut_by: list[list[int]] = [[] for _ in range(dims)]
-    for axis, placement in enumerate(placements):
+    for placement in placements:
         if isinstance(placement, Shard):
             if not -dims <= placement.dim < dims:
                 raise IndexError(f"{placement} is out of range for a tensor of {dims} dimensions")
-            cut_by[placement.dim].append(axis)
         elif not isinstance(placement, Replicate):
             raise ValueError(f"Unsupported placement type: {type(placement).__name__}")
+    return spec_of(dims, placements)
+
+
+def spec_of(dims: int, placements: Sequence[Placement]) -> PartitionSpec:
+    """The same, of any placements: what is neither ``Shard`` nor ``Replicate`` cuts nothing."""
+    cut_by: list[list[int]] = [[] for _ in range(dims)]
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            cut_by[placement.dim].append(axis)
     return tuple(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in cut_by)
 
 
@@ -155,17 +162,20 @@ def redistribute(
         raise ValueError("redistribute needs placements, one for each dimension of the mesh")
     if any(isinstance(each, Partial) for each in placements):
         raise NotImplementedError("a tensor cannot be made into partial sums: use Shard or Replicate")
-    if device_mesh is None:
-        key = engine.value_layout(t).mesh
-        if key is None:
-            raise ValueError("a replicated tensor is on no mesh: say on which it is to be cut")
-        devices = torch.tensor(key.devices).reshape(key.shape).numpy()
-    else:
-        devices = mesh_of(device_mesh).get_logical_mesh()
-    if len(placements) != devices.ndim:
+    mesh = _mesh_under(t) if device_mesh is None else mesh_of(device_mesh)
+    if len(placements) != len(mesh.mesh_shape):
         raise ValueError(
-            f"the mesh has {devices.ndim} dimensions, and there are {len(placements)} placements"
+            f"the mesh has {len(mesh.mesh_shape)} dimensions, and there are {len(placements)} placements"
         )
     spec = partition_spec_of(t.dim(), placements)
-    axes = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
-    return laid_out(t, layout_of(devices, axes, t.shape))  # type: ignore[arg-type]
+    return remember(laid_out(t, mesh.layout(spec, tuple(t.shape))), mesh, spec)
+
+
+def _mesh_under(t: Tensor) -> Mesh:
+    mark = mark_of(t)
+    if mark is not None and mark.mesh is not None:
+        return mark.mesh
+    key = engine.value_layout(t).mesh
+    if key is None:
+        raise ValueError("a replicated tensor is on no mesh: say on which it is to be cut")
+    return Mesh(key.devices, key.shape)

@@ -21,7 +21,13 @@ from spmd.sharding.marks import mark_manual, mark_sharding
 from spmd.sharding.mesh import Mesh, get_global_mesh
 from spmd.sharding.partition_spec import PartitionSpec, check_length
 
-__all__ = ["disable_manual_sharding", "enable_manual_sharding", "mark_manual_sharding"]
+__all__ = [
+    "disable_manual_sharding",
+    "enable_manual_sharding",
+    "mark_manual_sharding",
+    "whole_of",
+    "worker_parts",
+]
 
 
 def enable_manual_sharding(t: Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> Tensor:
@@ -45,6 +51,11 @@ def enable_manual_sharding(t: Tensor, partition_spec: PartitionSpec, *, mesh: Me
     """
     mesh = _given(mesh)
     mark_sharding(t, mesh, partition_spec)
+    return worker_parts(t)
+
+
+def worker_parts(t: Tensor) -> Tensor:
+    """A tensor that stands for each worker's shard of ``t``, however that is cut."""
     local: Tensor = _ToLocal.apply(t)  # type: ignore[no-untyped-call]
     return mark_manual(local)
 
@@ -72,7 +83,12 @@ def disable_manual_sharding(
             f"Input tensor is not manual sharded: a shard of {list(full_shape)} cut by {spec} has the shape "
             f"{list(shard)}, and this is {list(t.shape)}"
         )
-    whole: Tensor = _FromLocal.apply(t, full_shape, mesh.layout(spec, full_shape))  # type: ignore[no-untyped-call]
+    return whole_of(t, full_shape, mesh.layout(spec, full_shape))
+
+
+def whole_of(part: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
+    """The tensor of this shape and layout, of which ``part`` stands for each worker's shard."""
+    whole: Tensor = _FromLocal.apply(part, shape, layout)  # type: ignore[no-untyped-call]
     return whole
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "mark_sharding",
     "mark_sharding_with_gradients",
     "op_sharding",
+    "remember",
     "sharding_spec",
     "wrap_if_sharded",
 ]
@@ -88,10 +89,9 @@ def mark_sharding_with_gradients(t: Tensor, mesh: Mesh, partition_spec: Partitio
 
     Args and errors are those of :func:`mark_sharding`; ``t`` itself stays as it is.
     """
-    sharding = _checked(t, mesh, partition_spec)
+    _checked(t, mesh, partition_spec)
     marked: Tensor = _Marked.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-untyped-call]
-    setattr(marked, _MARK, Mark(sharding, mesh, tuple(partition_spec), is_data=False))
-    return marked
+    return remember(marked, mesh, tuple(partition_spec))
 
 
 class _Marked(torch.autograd.Function):
@@ -160,6 +160,12 @@ class Mark:
 def mark_of(t: Tensor) -> Mark | None:
     """What was said of a tensor last."""
     return getattr(t, _MARK, None)
+
+
+def remember(computed: Tensor, mesh: Mesh, spec: PartitionSpec) -> Tensor:
+    """Note what was said of a result, which lies so already."""
+    setattr(computed, _MARK, Mark(mesh.get_op_sharding(spec), mesh, spec, is_data=False))
+    return computed
 
 
 def mark_manual(t: Tensor) -> Tensor:

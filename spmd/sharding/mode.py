@@ -9,7 +9,7 @@ import torch
 from spmd.engine import start
 from spmd.engine.errors import SpmdError
 from spmd.engine.logical_tensor import LogicalTensor
-from spmd.sharding.auto import Planner
+from spmd.sharding.auto import choose
 from spmd.sharding.sharded_tensor import install
 
 __all__ = ["use_spmd"]
@@ -38,7 +38,7 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
         spmd.use_spmd(workers=4)
         model = model.to(spmd.device())
     """
-    session = start.use_spmd(workers)
+    start.use_spmd(workers)
     install(LogicalTensor)
     try:
         torch.zeros((), device=start.device(), requires_grad=True).backward()  # type: ignore[no-untyped-call]
@@ -49,4 +49,4 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
             "that: call use_spmd() before the first backward"
         ) from error
     if auto:
-        session.planner = Planner(session)
+        choose()

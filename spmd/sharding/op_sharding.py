@@ -121,6 +121,13 @@ class OpSharding:
         """How many workers hold each tile."""
         return len(self.devices) // math.prod(self.tiles)
 
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """How the engine says that a tensor of this shape is cut so."""
+        if not self.tiles:
+            return REPLICATED
+        devices = np.array(self.devices).reshape((*self.tiles, self.replicas))
+        return layout_of(devices, [(dim,) for dim in range(len(self.tiles))], shape)
+
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a shard with its padding, for a tensor of this shape."""
         if not self.tiles:

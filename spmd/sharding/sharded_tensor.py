@@ -17,10 +17,10 @@ from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from spmd.engine import api as engine
 from spmd.sharding import marks
-from spmd.sharding.distribute import redistribute
+from spmd.sharding.distribute import redistribute, spec_of
 from spmd.sharding.mesh import Mesh
 from spmd.sharding.op_sharding import OpSharding, ShardingType
-from spmd.sharding.partition_spec import resolve
+from spmd.sharding.partition_spec import PartitionSpec, resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,14 +111,39 @@ class ShardedTensor(metaclass=_AnyMarked):
         marked, for each dimension of the engine's mesh, and none where every worker holds all.
         """
         t: Tensor = self  # type: ignore[assignment]
-        mark = marks.mark_of(t)
-        if mark is None or mark.mesh is None or mark.sharding != marks.op_sharding(t):
+        mark = _valid_mark(t)
+        if mark is None or mark.mesh is None:
             return engine.value_layout(t).placements
         found: list[Placement] = [Replicate()] * len(mark.mesh.mesh_shape)
         for dim, axes in enumerate(resolve(mark.spec, mark.mesh.axis_names, len(found))):
             for axis in axes:
                 found[axis] = ShardPlacement(dim)
         return tuple(found)
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh that ``placements`` are of; ``()`` where every worker holds all and nobody
+        has said so.
+        """
+        t: Tensor = self  # type: ignore[assignment]
+        mark = _valid_mark(t)
+        if mark is not None and mark.mesh is not None:
+            return mark.mesh.mesh_shape
+        mesh = engine.value_layout(t).mesh
+        return () if mesh is None else tuple(mesh.shape)
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """The spec it was marked with; of what was never marked, one that says the same, with numbers."""
+        t: Tensor = self  # type: ignore[assignment]
+        mark = _valid_mark(t)
+        if mark is not None and mark.mesh is not None:
+            return mark.spec
+        return spec_of(t.dim(), engine.value_layout(t).placements)
+
+    def to_local(self) -> Tensor:
+        """The tensor: the driver has no other part of it. Workers' parts are ``local_shards``."""
+        return self  # type: ignore[return-value]
 
     def redistribute(
         self,
@@ -180,6 +205,12 @@ def install(tensors: type) -> None:
     for name, value in vars(ShardedTensor).items():
         if not name.startswith("_"):
             setattr(tensors, name, value)
+
+
+def _valid_mark(t: Tensor) -> marks.Mark | None:
+    """What was said of a tensor, if that is how it lies."""
+    mark = marks.mark_of(t)
+    return mark if mark is not None and mark.sharding == marks.op_sharding(t) else None
 
 
 def _padded(part: Tensor, shape: Sequence[int]) -> Tensor:

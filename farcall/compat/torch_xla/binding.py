@@ -1,18 +1,107 @@
-"""``torch_xla._XLAC``: how a tensor is cut, which programs ask its binding for."""
+"""``torch_xla._XLAC``: how a tensor is cut, and its parts, which programs ask its binding for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from spmd.engine import api as engine
+from spmd.engine.current import engine as session
+from spmd.engine.logical_tensor import alias_of
+from spmd.sharding.manual import mark_manual_sharding, whole_of, worker_parts
 from spmd.sharding.marks import is_marked, op_sharding, sharding_spec
 from spmd.sharding.op_sharding import OpSharding, ShardingType
 
-__all__ = ["OpSharding", "_get_xla_sharding_spec", "_get_xla_sharding_type"]
+__all__ = [
+    "OpSharding",
+    "_get_xla_op_sharding",
+    "_get_xla_sharding_spec",
+    "_get_xla_sharding_specs",
+    "_get_xla_sharding_type",
+    "_global_tensor_from_cpu_shards",
+    "_mark_manual_sharding",
+    "_spmd_full_to_shard_shape",
+    "_spmd_shard_to_full_shape",
+    "_xla_get_auto_sharding",
+]
 
 
 def _get_xla_sharding_spec(t: Tensor) -> str:
-    return sharding_spec(t)
+    """How a tensor is cut; of what nobody marked, ``{replicated}`` once workers have it, and '' before."""
+    if not engine.is_logical(t):
+        return ""
+    alias = alias_of(t)
+    value = (alias.base or alias).value
+    return sharding_spec(t) or ("{replicated}" if value is not None and value.remote is not None else "")
+
+
+def _get_xla_sharding_specs(tensors: Sequence[Tensor]) -> list[str]:
+    return [_get_xla_sharding_spec(t) for t in tensors]
 
 
 def _get_xla_sharding_type(t: Tensor) -> ShardingType | None:
     return op_sharding(t).type if is_marked(t) else None
+
+
+def _get_xla_op_sharding(t: Tensor) -> OpSharding | None:
+    return op_sharding(t) if is_marked(t) else None
+
+
+def _xla_get_auto_sharding() -> bool:
+    return getattr(session(), "planner", None) is not None
+
+
+def _mark_manual_sharding(t: Tensor, sharding: OpSharding | None = None) -> None:
+    mark_manual_sharding(t)
+
+
+def _spmd_full_to_shard_shape(t: Tensor) -> Tensor:
+    """A tensor that stands for each worker's part of one that is marked."""
+    if not is_marked(t):
+        raise RuntimeError("Input tensor is not sharded: call mark_sharding first")
+    return worker_parts(t)
+
+
+def _spmd_shard_to_full_shape(
+    t: Tensor, sharding: OpSharding, output_shape: Sequence[int], output_dtype: torch.dtype
+) -> Tensor:
+    """The tensor whose parts are said to be these."""
+    if not is_marked(t) or op_sharding(t).type is not ShardingType.MANUAL:
+        raise RuntimeError("Input tensor is not manual sharded: call _mark_manual_sharding first")
+    return whole_of(t, tuple(output_shape), sharding.layout(output_shape)).to(output_dtype)
+
+
+def _global_tensor_from_cpu_shards(
+    shards: Sequence[Tensor], sharding: OpSharding, global_shape: Sequence[int] | None = None
+) -> Tensor:
+    """A tensor on the device made of its workers' parts.
+
+    Args:
+        shards: on the CPU, one for each worker, all of one shape.
+        global_shape: of the whole, so that what is beyond it in the last parts is padding. Without it, parts
+            have no padding.
+
+    Raises:
+        RuntimeError: their number or shapes do not fit.
+    """
+    workers = engine.workers_count()
+    if len(shards) != workers:
+        raise RuntimeError(f"there are {len(shards)} shards for {workers} workers: each needs one")
+    part = tuple(shards[0].shape)
+    tiles = sharding.tiles or (1,) * len(part)
+    if global_shape is None:
+        global_shape = [size * count for size, count in zip(part, tiles, strict=True)]
+    fits = len(global_shape) == len(part) and sharding.shard_shape(global_shape) == part
+    if not fits or any(tuple(each.shape) != part for each in shards):
+        raise RuntimeError(
+            f"shards of {[list(each.shape) for each in shards]} do not make a tensor of {list(global_shape)} "
+            f"that is cut as {sharding}"
+        )
+    whole: Any = torch.empty(tuple(global_shape), dtype=shards[0].dtype)
+    for worker, each in enumerate(shards):
+        where = sharding.indices(global_shape, worker)
+        whole[where] = each[tuple(slice(0, place.stop - place.start) for place in where)]
+    return engine.uploaded_with(whole, sharding.layout(global_shape))

@@ -20,11 +20,14 @@ __all__ = [
     "add_step_closure",
     "get_local_ordinal",
     "get_ordinal",
+    "get_rng_state",
     "get_xla_supported_devices",
     "is_master_ordinal",
     "mark_step",
     "master_print",
+    "mesh_reduce",
     "optimizer_step",
+    "rendezvous",
     "save",
     "send_cpu_data_to_device",
     "set_rng_state",
@@ -32,6 +35,7 @@ __all__ = [
     "xla_device",
     "xla_device_hw",
     "xla_real_devices",
+    "xla_replication_devices",
     "xrt_world_size",
 ]
 
@@ -51,6 +55,11 @@ def get_xla_supported_devices(devkind: str | None = None, max_devices: int | Non
 def xla_device_hw(device: object) -> str:
     """The kind of hardware behind it."""
     return "CPU"
+
+
+def xla_replication_devices(local_devices: Sequence[object] | None = None) -> list[str]:
+    """What a step is replicated over: nothing but this one device."""
+    return []
 
 
 def xla_real_devices(devices: Sequence[object] | None = None) -> list[str]:
@@ -108,6 +117,21 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 def set_rng_state(seed: int, device: object = None) -> None:
     """Seed the generators."""
     torch.manual_seed(seed)
+
+
+def get_rng_state(device: object = None) -> int:
+    """The seed of the generators."""
+    return torch.initial_seed()
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    """What all processes have to say: the one."""
+    return [payload]
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """A function of what all processes have: the one."""
+    return reduce_fn([data])
 
 
 def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:

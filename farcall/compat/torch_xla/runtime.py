@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from farcall.compat.torch_xla import device_name, operators
 from spmd.engine.start import global_device_count as _workers
 from spmd.engine.start import is_spmd
+from spmd.sharding.auto import choose
 from spmd.sharding.devices import attributes
+from spmd.sharding.mesh import Mesh
 from spmd.sharding.mode import use_spmd as _use_spmd
 
 __all__ = [
@@ -19,6 +22,7 @@ __all__ = [
     "global_runtime_device_attributes",
     "global_runtime_device_count",
     "initialize_cache",
+    "is_bf16_supported",
     "is_spmd",
     "local_device_count",
     "local_ordinal",
@@ -31,9 +35,19 @@ __all__ = [
 
 
 def use_spmd(auto: bool = False) -> None:
-    """Begin SPMD mode; doing it twice is doing it once."""
+    """Begin SPMD mode, in which ``"xla"`` is a name of the logical device; doing it twice is doing it once.
+
+    ``auto``, or ``XLA_AUTO_SPMD=1``, has shardings chosen where the program says none, over a mesh of the
+    shape in ``XLA_AUTO_SPMD_MESH`` (``"2,2"``) if that is set. A second call may ask for it.
+    """
     if not is_spmd():
-        _use_spmd(auto=auto or os.environ.get("XLA_AUTO_SPMD", "0") == "1")
+        _use_spmd()
+    device_name.lend()
+    operators.define()
+    if auto or os.environ.get("XLA_AUTO_SPMD", "0") == "1":
+        shape = os.environ.get("XLA_AUTO_SPMD_MESH")
+        sizes = [int(each) for each in shape.split(",")] if shape else None
+        choose(None if sizes is None else Mesh(range(_workers()), sizes))
 
 
 def global_runtime_device_count() -> int:
@@ -56,6 +70,11 @@ def global_runtime_device_attributes() -> list[dict[str, Any]]:
 def device_type() -> str:
     """The kind of device."""
     return "CPU"
+
+
+def is_bf16_supported() -> bool:
+    """Whether workers compute with bfloat16."""
+    return True
 
 
 def initialize_cache(path: str, readonly: bool = False) -> None:

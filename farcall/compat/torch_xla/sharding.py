@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from farcall.compat.torch_xla import runtime as _runtime
 from farcall.compat.torch_xla.fsdp_utils import apply_xla_patch_to_nn_linear
 from spmd.engine import api as _engine
+from spmd.engine import start as _start
 from spmd.engine.parts import has_blocks
 from spmd.engine.program import Layout
+from spmd.sharding.auto import auto_policy
 from spmd.sharding.distribute import distribute_module as xla_distribute_module
 from spmd.sharding.distribute import distribute_tensor as xla_distribute_tensor
 from spmd.sharding.distribute import mesh_of as convert_to_xla_mesh
@@ -32,7 +35,7 @@ from spmd.sharding.marks import (
 from spmd.sharding.mesh import Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
 from spmd.sharding.op_sharding import ShardingType
 from spmd.sharding.sharded_tensor import Shard as XLAShard
-from spmd.sharding.sharded_tensor import ShardedTensor as XLAShardedTensor
+from spmd.sharding.sharded_tensor import ShardedTensor
 
 __all__ = [
     "HybridMesh",
@@ -46,6 +49,7 @@ __all__ = [
     "annotate_custom_sharding",
     "apply_backward_optimization_barrier",
     "apply_xla_patch_to_nn_linear",
+    "auto_policy",
     "clear_sharding",
     "convert_to_xla_mesh",
     "convert_to_xla_partition_spec",
@@ -121,12 +125,39 @@ def _cut(t: Tensor) -> Layout | None:
     return layout if layout.mesh is not None and has_blocks(layout) else None
 
 
-def wrap_as_sharded_tensor(t: Tensor) -> Tensor:
+class XLAShardedTensor(ShardedTensor):
+    """Ours, which can be called as theirs is: with a tensor, and how it is to be cut."""
+
+    def __new__(  # type: ignore[misc]
+        cls, elem: Tensor, mesh_shape: Any = None, partition_spec: Any = None
+    ) -> Tensor:
+        return wrap_as_sharded_tensor(elem, mesh_shape, partition_spec)
+
+
+def wrap_as_sharded_tensor(t: Tensor, mesh_shape: Any = None, partition_spec: Any = None) -> Tensor:
+    """The tensor, on the device.
+
+    Args:
+        mesh_shape: a shape for all workers in order, or a mesh; None leaves the tensor as it is.
+        partition_spec: how to cut it over that, in place of any earlier mark: a spec, or placements.
+    """
+    if not _engine.is_logical(t):
+        t = t.detach().to(_start.device()).requires_grad_(t.requires_grad)
+    if mesh_shape is None:
+        return t
+    mesh = (
+        Mesh(range(_engine.workers_count()), tuple(mesh_shape))
+        if isinstance(mesh_shape, (tuple, list))
+        else convert_to_xla_mesh(mesh_shape)
+    )
+    if any(isinstance(each, Placement) for each in partition_spec):
+        partition_spec = partition_spec_of(t.dim(), partition_spec)
+    return annotate_custom_sharding(t, mesh, tuple(partition_spec))
+
+
+def unwrap_sharded_tensor(t: Tensor) -> Tensor:
     """The tensor."""
     return t
-
-
-unwrap_sharded_tensor: Callable[[Tensor], Tensor] = wrap_as_sharded_tensor
 
 
 def xla_patched_nn_linear_forward(m: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  theirs

@@ -118,6 +118,8 @@ def _loss_rows(call: Call) -> list[Row]:
     backward = call.op.name() in {f"aten::{name}" for name in _LOSSES_BACKWARD}
     rows = []
     for dim in range(len(shape)):
+        if shape[dim] == 1:  # each worker would have all of it, and add that
+            continue
         inputs = tuple(broadcast(meta.shape, shape, dim) for meta in call.tensors)
         if backward and call["reduction"] != _NONE:
             inputs = (Replicate(), *inputs[1:])

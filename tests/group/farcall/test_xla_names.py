@@ -21,11 +21,19 @@ EVERY_NAME = {
     "torch_xla.runtime": "use_spmd is_spmd global_runtime_device_count addressable_runtime_device_count "
     "global_runtime_device_attributes world_size global_ordinal local_ordinal global_device_count "
     "process_index process_count device_type",
-    "torch_xla.distributed.spmd": "Mesh HybridMesh ShardingType ShardingSpec XLAShardedTensor XLAShard "
-    "mark_sharding mark_sharding_with_gradients annotate_custom_sharding clear_sharding wrap_if_sharded "
-    "wrap_as_sharded_tensor set_global_mesh get_global_mesh get_1d_mesh enable_manual_sharding "
-    "disable_manual_sharding xla_distribute_tensor xla_distribute_module xla_sharding shard_as "
-    "XLAPatchedLinear apply_xla_patch_to_nn_linear",
+    "torch_xla.amp": "autocast",
+    "torch_xla.debug.metrics": "counter_names counter_value metric_names metric_data metrics_report "
+    "clear_all clear_counters",
+    "torch_xla.debug.profiler": "StepTrace Trace start_server",
+    "torch_xla.distributed.spmd.api": "auto_policy xla_distribute_module convert_to_xla_mesh",
+    "torch_xla.distributed.spmd": "auto_policy Mesh HybridMesh ShardingType ShardingSpec XLAShard "
+    "XLAShardedTensor mark_sharding mark_sharding_with_gradients annotate_custom_sharding clear_sharding "
+    "wrap_if_sharded wrap_as_sharded_tensor set_global_mesh get_global_mesh get_1d_mesh "
+    "enable_manual_sharding disable_manual_sharding xla_distribute_tensor xla_distribute_module xla_sharding "
+    "shard_as "
+    "XLAPatchedLinear apply_xla_patch_to_nn_linear xla_patched_nn_linear_forward unwrap_sharded_tensor "
+    "apply_backward_optimization_barrier convert_to_xla_mesh convert_to_xla_partition_spec "
+    "_mark_manual_sharding",
     "torch_xla.distributed.spmd.debugging": "visualize_sharding visualize_tensor_sharding",
     "torch_xla.distributed.fsdp": "checkpoint_module",
     "torch_xla.distributed.fsdp.wrap": "always_wrap_policy lambda_auto_wrap_policy recursive_wrap "
@@ -34,7 +42,11 @@ EVERY_NAME = {
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": "SpmdFullyShardedDataParallel",
     "torch_xla.experimental.distributed_checkpoint": "SPMDSavePlanner SPMDLoadPlanner CheckpointManager "
     "prime_optimizer",
+    "torch_xla.utils.checkpoint": "checkpoint",
     "torch_xla.utils.utils": "SampleGenerator getenv_as",
+    "torch_xla._XLAC": "OpSharding _get_xla_sharding_spec _get_xla_sharding_specs _get_xla_sharding_type "
+    "_get_xla_op_sharding _global_tensor_from_cpu_shards _mark_manual_sharding _spmd_full_to_shard_shape "
+    "_spmd_shard_to_full_shape _xla_get_auto_sharding",
 }
 
 
@@ -49,6 +61,8 @@ def every_name(worker: Worker) -> None:
     compat.uninstall()
     assert importlib.util.find_spec("torch_xla") is None
     assert not [name for name in sys.modules if name.startswith("torch_xla")]
+    with pytest.raises(RuntimeError, match="xla"):
+        torch.ones(1).to("xla")
 
 
 def test_names_are_lent_as_long_as_the_layer_is_installed(run_workers: RunWorkers) -> None:
@@ -162,3 +176,38 @@ def guide(worker: Worker) -> None:
 
 def test_the_guides_steps_run_under_xlas_names(run_workers: RunWorkers) -> None:
     run_workers(guide, 3)
+
+
+def policy(worker: Worker) -> None:
+    """A module that their policy distributes, after the mode has begun."""
+    with worker.group():
+        if worker.rank:
+            return
+        compat.install()
+        torch_xla: Any = importlib.import_module("torch_xla")
+        xr: Any = importlib.import_module("torch_xla.runtime")
+        xs: Any = importlib.import_module("torch_xla.distributed.spmd")
+        tensor: Any = importlib.import_module("torch.distributed.tensor")
+        xr.use_spmd()
+        assert not torch_xla._XLAC._xla_get_auto_sharding()
+        mesh = tensor.DeviceMesh("xla", list(range(xr.global_runtime_device_count())))
+        model = tensor.distribute_module(Net(), mesh, xs.auto_policy)
+        assert torch_xla._XLAC._xla_get_auto_sharding()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 16, device="xla")).square().mean()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            torch_xla.sync()
+            losses.append(loss.item())
+        assert losses[0] > losses[1] > losses[2]
+        plan = sys.modules["spmd"].auto_plan()
+        assert plan.held_after < plan.held_before
+        assert "devices" in model.fc1.weight.sharding_spec
+        sys.modules["spmd"].shutdown()
+
+
+def test_their_policy_leaves_the_choice_to_the_cost_model(run_workers: RunWorkers) -> None:
+    run_workers(policy, 3)

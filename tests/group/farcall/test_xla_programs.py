@@ -189,7 +189,9 @@ xs.set_global_mesh(xs.Mesh(np.arange(n), (n, 1), ("fsdp", "model")))
 
 
 def shard_output(output, mesh):
-    found = output if isinstance(output, torch.Tensor) else output[0]
+    found = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if found is None:
+        found = output[0]
     xs.mark_sharding(found, mesh, ("fsdp", *[None] * (found.dim() - 1)))
 
 

@@ -26,7 +26,7 @@ import torch
 import spmd
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, fork_server_key
 
-__all__ = ["WORKERS", "driven", "driver"]
+__all__ = ["WORKERS", "drive", "driven", "driver"]
 
 WORKERS = 4
 _TIME_LIMIT = 120.0
@@ -60,6 +60,13 @@ def driver(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerProcess]:
     """The process that cases run in."""
+    yield from drive(request, tmp_path_factory)
+
+
+def drive(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerProcess]:
+    """Such a process, for a fixture of another scope."""
     runner = RunWorkers(request.config.stash[fork_server_key], tmp_path_factory.mktemp("spmd"))
     workers = runner.start([_drive] + [_serve] * WORKERS, time_limit=_TIME_LIMIT)
     workers[0].wait_for("ready")

@@ -275,6 +275,24 @@ def test_folders_without_a_checkpoint_are_ignored_with_a_warning() -> None:
 
 
 @driven
+def test_what_a_kill_has_left_half_written_goes_with_the_next_save() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        CheckpointManager(path, 1, chkpt_on_preemption=False).save(1, {"x": torch.ones(1)})
+        for left in ("2", "3", "1.coming", "1.going", "7.old", "mine"):
+            (path / left).mkdir()
+            (path / left / "__0_0.distcp").write_bytes(b"half")
+        (path / "3" / ".metadata").write_bytes(b"a checkpoint of somebody else's")
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        assert manager.all_steps() == [1]
+        assert len(os.listdir(path)) == 7  # whoever only reads removes nothing
+        manager.save(4, {"x": torch.ones(1)})
+        assert sorted(os.listdir(path)) == ["1", "3", "4", "7.old", "mine"]
+        manager.save(3, {"x": torch.ones(1)})
+        assert CheckpointManager(path, 1, chkpt_on_preemption=False).all_steps() == [1, 3, 4]
+
+
+@driven
 def test_a_save_in_the_background_has_the_state_of_its_step() -> None:
     with tempfile.TemporaryDirectory() as path:
         model = sharded()
@@ -445,6 +463,49 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path, st
     state = {"x": 0}
     manager.restore(1, state)
     assert state["x"] == 1
+    manager.save(3, {"x": 3})
+    assert sorted(os.listdir(tmp_path)) == ["1", "3"]
+
+
+TERMINATED = """
+import sys
+import torch
+import spmd
+from spmd.checkpoint import CheckpointManager
+
+spmd.use_spmd(workers=2)
+mesh = spmd.get_1d_mesh("data")
+x = spmd.mark_sharding(torch.zeros(5, 3).to(spmd.device()), mesh, ("data", None))
+manager = CheckpointManager(sys.argv[1], 1000)
+for step in range(1, 100_000):
+    x.add_(1)
+    if manager.save(step, {"x": x, "step": step}):
+        assert manager.reached_preemption(step)
+        break
+    if step == 3:
+        print("running", flush=True)
+spmd.shutdown()
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_that_is_terminated_saves_once_and_ends_by_itself(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", TERMINATED, str(tmp_path)],
+        cwd=Path(__file__).resolve().parents[3],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "running\n"
+        program.terminate()
+        assert program.wait(60) == 0
+    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
+    (step,) = manager.all_steps()
+    state: dict[str, Any] = {"x": torch.zeros(5, 3), "step": 0}
+    manager.restore(step, state)
+    assert state["step"] == step
+    assert state["x"].equal(torch.full((5, 3), float(step)))
 
 
 @pytest.mark.parametrize(

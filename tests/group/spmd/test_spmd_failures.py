@@ -142,15 +142,24 @@ def test_a_second_use_spmd_is_refused_until_shutdown() -> None:
     assert spmd.global_device_count() == 2
     with pytest.raises(AlreadyInSpmdModeError, match="2 workers already"):
         spmd.use_spmd()
-    old = there([1.0])
+    sent, kept = there([1.0]), there([2.0])
+    twice = sent * 2
+    spmd.sync()
+    recorded = twice + 1
     spmd.shutdown()
     with pytest.raises(NotInSpmdModeError, match="lost with the workers"):
-        old + 1
+        sent + 1
     with pytest.raises(NotInSpmdModeError):
         torch.ones(2, device="spmd")
     spmd.use_spmd(workers=["worker2"])  # once more, with others
     assert spmd.global_device_count() == 1
     assert there([2.0]).item() == 2.0
+    for old in (sent, twice, recorded, twice[:1]):
+        with pytest.raises(NotInSpmdModeError, match=r"made before spmd\.shutdown"):
+            old + 1
+        with pytest.raises(NotInSpmdModeError, match=r"made before spmd\.shutdown"):
+            old.cpu()
+    assert kept.item() == 2.0  # no worker ever had it
     spmd.shutdown()
 
 

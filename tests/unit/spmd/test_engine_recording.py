@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from spmd.engine.api import (
 )
 from spmd.engine.errors import NotInSpmdModeError, OperationError
 from spmd.engine.messages import Answer, Failure, Step
+from spmd.engine.metas import Spec, infer
 from spmd.engine.parts import cut, holders, put_together
 from spmd.engine.program import REPLICATED, Layout, MeshKey
 from spmd.engine.recorder import LIMIT
@@ -380,6 +382,7 @@ def test_a_tensor_is_cut_and_put_together(
     assert torch.equal(found, whole)
 
 
+<<<<<<< HEAD
 def test_a_loop_that_never_waits_soon_sends_programs_that_workers_have(
     both: tuple[Session, InlinePort],
 ) -> None:
@@ -392,3 +395,18 @@ def test_a_loop_that_never_waits_soon_sends_programs_that_workers_have(
         optimizer.zero_grad()
     assert len(port.steps) > 4
     assert all(each.definition is None for each in port.steps[3:])
+=======
+def test_wrong_arguments_are_told_of_by_the_error_alone() -> None:
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[assignment, method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        two, three = (Spec.of((size,), (1,), torch.float32) for size in (2, 3))
+        with pytest.raises(RuntimeError, match="broadcast"):
+            infer(torch.ops.aten.add.Tensor, (two, three), {})
+    finally:
+        log.removeHandler(handler)
+    assert not said
+>>>>>>> side/spmdparity

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from spmd.engine.program import REPLICATED, Layout, MeshKey
-from tests.unit.spmd.recorded import Recorder
+from tests.unit.spmd.recorded import Recorder, Value
 
 aten: Any = torch.ops.aten
 LINE: Final = MeshKey((0, 1), (2,))
@@ -141,6 +141,8 @@ def losses(rows: int) -> Iterator[Case]:
     x, y, target = r(rows, 3), r(rows, 3), upto(3, rows)
     one, scores = torch.tensor(1.0), x.log_softmax(1)
     for reduction in range(3):
+        for loss in (aten.mse_loss, aten.huber_loss, aten.binary_cross_entropy_with_logits):
+            yield case(loss.default, r(rows, 1), r(rows, 1).sigmoid(), reduction=reduction)
         yield case(aten.nll_loss_forward.default, scores, target, None, reduction, 0)
         yield case(aten.mse_loss.default, x, y, reduction)
         yield case(aten.binary_cross_entropy_with_logits.default, x, y.sigmoid(), None, None, reduction)
@@ -262,13 +264,17 @@ KINDS: Final[list[Callable[[int], Iterator[Case]]]] = [
 ]
 
 
-def layouts(shape: torch.Size, mesh: MeshKey) -> list[Layout]:
-    """All in which the parts are shards."""
-    kinds = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+def layouts(whole: Tensor, mesh: MeshKey) -> list[Layout]:
+    """All in which the parts are shards, or sums if these can be."""
+    kinds = [Replicate(), *(Shard(dim) for dim in range(whole.dim()))]
+    if whole.is_floating_point():
+        kinds.append(Partial())
     return [Layout.of(mesh, each) for each in itertools.product(kinds, repeat=len(mesh.shape))]
 
 
-@pytest.mark.parametrize(("mesh", "rows"), [(LINE, 8), (LINE, 5), (SQUARE, 8), (SQUARE, 5)])
+@pytest.mark.parametrize(
+    ("mesh", "rows"), [(LINE, 8), (LINE, 5), (LINE, 3), (SQUARE, 8), (SQUARE, 5), (SQUARE, 3)]
+)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_operators_on_parts(kind: Callable[[int], Iterator[Case]], mesh: MeshKey, rows: int) -> None:
     torch.manual_seed(0)
@@ -278,9 +284,19 @@ def test_operators_on_parts(kind: Callable[[int], Iterator[Case]], mesh: MeshKey
     def place(whole: Tensor) -> Any:
         if not whole.dim():
             return recorder.input(whole)
-        return recorder.input(whole, choice.choice(layouts(whole.shape, mesh)))
+        layout = choice.choice(layouts(whole, mesh))
+        if not layout.is_partial():
+            return recorder.input(whole, layout)
+        value = recorder.input(whole)
+        sums[value.index] = layout
+        return value
 
+    def as_sum(value: Value) -> Value:
+        return recorder.redistribute(value, sums.get(value.index, value.meta.layout))
+
+    sums: dict[int, Layout] = {}
     cases = [(op, *pytree.tree_map_only(Tensor, place, (args, kwargs))) for op, args, kwargs in kind(rows)]
+    cases = [(op, *pytree.tree_map_only(Value, as_sum, (args, kwargs))) for op, args, kwargs in cases]
     torch.manual_seed(0)
     for op, args, kwargs in cases:
         for result in pytree.tree_leaves(recorder.op(op, *args, **kwargs)):

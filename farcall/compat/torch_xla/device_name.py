@@ -1,0 +1,71 @@
+"""``"xla"`` as the name of the logical device: what is made there, or moved there, is on ``spmd:0``.
+
+PyTorch knows the word, and has no kernels behind it without ``torch_xla``. Operators that make tensors from
+nothing get ours. ``Tensor.to`` and ``torch.tensor`` ask for the current device of a kind before they come to
+any kernel, so they are told the number here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd.engine import device as engine
+from spmd.engine.current import DEVICE
+from spmd.engine.dispatch import dispatch
+
+__all__ = ["give_back", "lend"]
+
+_KIND: Final = "xla"
+_undo: Final[list[Callable[[], object]]] = []
+
+
+def lend() -> None:
+    """Have ``"xla"`` mean the logical device, until :func:`give_back`. Twice is once."""
+    if _undo:
+        return
+    engine.set_up()
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    _undo.append(library._destroy)
+    for name, operator in engine.operators_that_make_from_nothing():
+        library.impl(name, _here(operator), "XLA")
+    for owner, name in ((Tensor, "to"), (torch, "tensor"), (torch, "as_tensor")):
+        before = getattr(owner, name)
+        _undo.append(functools.partial(setattr, owner, name, before))
+        setattr(owner, name, _numbered(before))
+
+
+def give_back() -> None:
+    """Undo :func:`lend`."""
+    while _undo:
+        _undo.pop()()
+
+
+def _here(operator: Any) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return dispatch(operator, args, {**kwargs, "device": DEVICE})
+
+    return make
+
+
+def _numbered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function whose second argument, or ``device=``, may be the name of the kind alone."""
+
+    @functools.wraps(function)
+    def call(first: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if args and _means_us(args[0]):
+            args = (DEVICE, *args[1:])
+        elif kwargs and _means_us(kwargs.get("device")):
+            kwargs["device"] = DEVICE
+        return function(first, *args, **kwargs)
+
+    return call
+
+
+def _means_us(said: object) -> bool:
+    kind = said.type if isinstance(said, torch.device) else said
+    return isinstance(kind, str) and kind.partition(":")[0] == _KIND

@@ -1,0 +1,84 @@
+"""Loaders under XLA's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.group.farcall.xla.names import IN_ORDER, mesh_of, said, theirs
+from tests.group.spmd.driven import WORKERS, driven
+
+pytestmark = pytest.mark.processes
+
+ROWS = f"{{devices=[4,1]{IN_ORDER}}}"
+IMAGES = f"{{devices=[4,1,1,1]{IN_ORDER}}}"
+
+
+def first(batch: Any, specs: Any) -> Any:
+    """The first batch of a loader that has these two times."""
+    x = theirs()
+    loader = x.pl.MpDeviceLoader(x.xu.SampleGenerator(batch, 2), x.torch_xla.device(), input_sharding=specs)
+    batches = list(loader)
+    assert len(batches) == len(loader) == 2
+    return batches[0]
+
+
+def spec(*axes: Any, **options: Any) -> Any:
+    x = theirs()
+    return x.xs.ShardingSpec(x.xs.get_1d_mesh("data"), axes, **options)
+
+
+@pytest.mark.parametrize("rows", [8, WORKERS - 1])
+@driven
+def test_one_spec_cuts_what_has_its_rank(rows: int) -> None:
+    images, labels = first(
+        (torch.zeros(rows, 3, 8, 8), torch.zeros(rows, dtype=torch.int64)), spec("data", None, None, None)
+    )
+    assert images.size() == (rows, 3, 8, 8)
+    assert said(images) == IMAGES
+    assert said(labels) in ("", "{replicated}")
+    assert said(first(torch.randn(16, 128), spec("data", None))) == ROWS
+
+
+@driven
+def test_each_entry_has_a_spec_of_its_own_or_all_have_one() -> None:
+    batch = {"x": torch.randn(16, 128), "y": torch.randn(16, 12, 8)}
+    cut = first(batch, {"x": spec("data", None), "y": spec("data", None, None)})
+    assert said(cut["x"]) == ROWS
+    assert said(cut["y"]) == f"{{devices=[4,1,1]{IN_ORDER}}}"
+    cut = first({"x": torch.randn(16, 128), "y": torch.randn(16, 8)}, spec("data", None))
+    assert said(cut["x"]) == said(cut["y"]) == ROWS
+
+
+@driven
+def test_without_a_spec_all_workers_have_all() -> None:
+    batch = first({"x": torch.randn(16, 8), "y": torch.randn(16, 2, 2)}, None)
+    total = batch["x"].sum() + batch["y"].sum()
+    theirs().torch_xla.sync()
+    assert said(batch["x"]) == said(batch["y"]) == said(total) == "{replicated}"
+
+
+@driven
+def test_what_does_not_fit_is_raised_where_the_batch_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="should be a dict when input sharding is a dict"):
+        first(torch.randn(16, 128), {"x": spec("data", None)})
+    with pytest.raises(KeyError, match="missing from input_sharding"):
+        first({"x": torch.randn(16, 8), "y": torch.randn(16, 8)}, {"x": spec("data", None)})
+    with pytest.raises(RuntimeError, match="per-host batch size must be divisible by local runtime device"):
+        first(torch.zeros(WORKERS - 1, 3), spec("data", None, minibatch=True))
+
+
+@driven
+def test_data_is_sent_with_a_spec() -> None:
+    x = theirs()
+    whole, sharding = torch.arange(16.0).reshape(1, 16), x.xs.ShardingSpec(mesh_of(1, WORKERS), (0, 1))
+    assert sharding.can_apply(whole)
+    (sent,) = x.xm.send_cpu_data_to_device([whole], x.xm.xla_device(), input_sharding=sharding)
+    marked = whole.to(x.xm.xla_device())
+    x.xs.mark_sharding(marked, mesh_of(1, WORKERS), (0, 1))
+    assert said(sent) == said(marked) == f"{{devices=[1,4]{IN_ORDER}}}"
+    half = sent / 0.5
+    x.torch_xla.sync(wait=True)
+    assert half.cpu().equal(whole / 0.5)

@@ -1,0 +1,204 @@
+"""DTensor's interface on a mesh of ``"xla"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor
+
+from tests.group.farcall.xla.names import IN_ORDER, SimpleLinear, mesh_of, said, theirs
+from tests.group.spmd.driven import WORKERS, driven
+
+pytestmark = pytest.mark.processes
+
+ROWS = f"{{devices=[4,1]{IN_ORDER}}}"
+
+
+def flat() -> DeviceMesh:
+    theirs()
+    return init_device_mesh("xla", (WORKERS,))
+
+
+def square() -> DeviceMesh:
+    theirs()
+    return DeviceMesh("xla", torch.arange(WORKERS).reshape(2, 2))
+
+
+def given(t: torch.Tensor, mesh: DeviceMesh, *placements: Any) -> Any:
+    return distribute_tensor(t, mesh, placements)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@driven
+def test_tensors_are_distributed(requires_grad: bool) -> None:
+    x = theirs()
+    made = given(torch.randn(12, 3, requires_grad=requires_grad, device="xla"), flat(), Shard(0))
+    assert isinstance(made, x.xs.XLAShardedTensor)
+    assert made.sharding_spec == said(made) == ROWS
+    assert made.global_tensor.size() == (12, 3)
+    assert made.local_shards[0].data.size() == (3, 3)
+    assert made.global_tensor.requires_grad == requires_grad
+    assert made.is_leaf
+
+
+@driven
+def test_meshes_are_converted() -> None:
+    x = theirs()
+    convert = x.xs.api.convert_to_xla_mesh
+    for mesh, shape in ((flat(), (4,)), (square(), (2, 2)), (DeviceMesh("xla", [[0, 1, 2, 3]]), (1, 4))):
+        found = convert(mesh)
+        assert isinstance(found, x.xs.Mesh)
+        assert (found.mesh_shape, found.axis_names) == (shape, mesh.mesh_dim_names)
+        assert list(found.device_ids) == mesh.mesh.flatten().tolist()
+    named = convert(DeviceMesh("xla", list(range(4)), mesh_dim_names=("data_parallel",)))
+    assert named.axis_names == ("data_parallel",)
+    turned = DeviceMesh("xla", torch.tensor([[0, 2], [1, 3]]))
+    assert convert(turned).get_logical_mesh().tolist() == [[0, 2], [1, 3]]
+    with pytest.raises(AssertionError):
+        convert(DeviceMesh("xla", list(range(WORKERS - 1))))
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements", "spec"),
+    [
+        ((100, 50), (Shard(0),), (0, None)),
+        ((100, 50), (Shard(1),), (None, 0)),
+        ((100, 50, 25), (Shard(0),), (0, None, None)),
+        ((100, 50), (Replicate(),), (None, None)),
+        ((100, 50), (Shard(0), Shard(1)), (0, 1)),
+        ((100, 50), (Shard(0), Replicate()), (0, None)),
+        ((101, 51), (Shard(1), Shard(1)), (None, (0, 1))),
+    ],
+)
+@driven
+def test_placements_are_those_that_were_given(shape: Any, placements: Any, spec: Any) -> None:
+    x = theirs()
+    mesh = flat() if len(placements) == 1 else square()
+    whole = torch.randn(shape)
+    made = given(whole, mesh, *placements)
+    assert made.placements == placements
+    assert made.partition_spec == spec == x.xs.convert_to_xla_partition_spec(whole, placements)
+    assert made.mesh_shape == tuple(mesh.mesh.shape)
+    assert (made.shape, made.dtype) == (whole.shape, whole.dtype)
+    assert made.cpu().equal(whole)
+
+
+@driven
+def test_a_tensor_is_wrapped_with_a_mesh_and_wrapped_anew_with_another() -> None:
+    x = theirs()
+    t = torch.randn(100, 50).to("xla")
+    wrap = x.xs.xla_sharding.wrap_as_sharded_tensor
+    one = wrap(t, mesh_shape=(WORKERS,), partition_spec=(0, None))
+    assert isinstance(one, x.xs.XLAShardedTensor)
+    assert (one.mesh_shape, one.partition_spec, one.placements) == ((4,), (0, None), (Shard(0),))
+    other = wrap(one, mesh_shape=(2, 2), partition_spec=(0, 1))
+    assert (other.mesh_shape, other.partition_spec) == ((2, 2), (0, 1))
+    assert other.placements == (Shard(0), Shard(1))
+
+
+@driven
+def test_the_whole_tensor_is_the_drivers_local_one() -> None:
+    x = theirs()
+    whole = torch.randn(1000, 8, requires_grad=True)
+    made = x.xs.XLAShardedTensor(whole, flat(), [Shard(0)])
+    assert made.sharding_spec == ROWS
+    assert made.requires_grad
+    torch.autograd.backward(made.sum())
+    local = made.to_local()
+    assert local.requires_grad
+    assert local.cpu().equal(whole)
+    assert local.grad.cpu().equal(torch.ones(1000, 8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "mesh", "placements", "spec", "text"),
+    [
+        ((8,), (0,), (4,), (Shard(0),), (0,), "devices=[4]"),
+        ((8, 16), (0, None), (4,), (Shard(0),), (0, None), "devices=[4,1]"),
+        ((8, 16), (0, None), (4,), (Shard(1),), (None, 0), "devices=[1,4]"),
+        ((8, 16), (0, None), (4,), (Replicate(),), (None, None), "replicated"),
+        ((4, 8, 16), (0, None, None), (4,), (Shard(0),), (0, None, None), "devices=[4,1,1]"),
+        ((8, 16), (0, None), (2, 2), (Replicate(), Shard(1)), (None, 1), "devices=[1,2,2]"),
+        ((8, 16), (0, None), (2, 2), (Replicate(), Shard(0)), (1, None), "devices=[2,1,2]"),
+    ],
+)
+@driven
+def test_tensors_are_redistributed(
+    shape: Any, before: Any, mesh: Any, placements: Any, spec: Any, text: str
+) -> None:
+    x = theirs()
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        whole = torch.randint(100, shape).to(dtype)
+        marked = x.xs.mark_sharding(whole.to("xla"), mesh_of(*mesh), before)
+        moved = marked.redistribute(mesh_of(*mesh), placements, async_op=dtype is torch.int32)
+        assert (moved.partition_spec, moved.placements) == (spec, placements)
+        assert moved.global_tensor is not marked.global_tensor
+        x.torch_xla.sync()
+        assert text in said(moved)
+        assert moved.dtype == dtype
+        assert moved.cpu().equal(whole)
+
+
+@driven
+def test_what_follows_from_redistributed_tensors() -> None:
+    x = theirs()
+    mesh, a, b = mesh_of(WORKERS), torch.randn(8, 16), torch.randn(8, 16)
+    one, other = (
+        x.xs.mark_sharding(each.to("xla"), mesh, (0, None)).redistribute(mesh, [Shard(1)]) for each in (a, b)
+    )
+    assert torch.relu(one).cpu().equal(torch.relu(a))
+    assert (one + other).cpu().equal(a + b)
+    assert (one * other).sharding_spec == f"{{devices=[1,4]{IN_ORDER}}}"
+
+
+@driven
+def test_what_cannot_be_placed_is_refused() -> None:
+    mesh = mesh_of(WORKERS)
+    t = theirs().xs.mark_sharding(torch.randn(8, 16).to("xla"), mesh, (0, None))
+    for placements, error in (
+        ([Shard(2)], IndexError),
+        ([Shard(0), Shard(1)], ValueError),
+        ([Partial()], NotImplementedError),
+    ):
+        with pytest.raises(error):
+            t.redistribute(mesh, placements)
+    with pytest.raises(ValueError, match="Unsupported placement type"):
+        given(torch.randn(8), flat(), Partial())
+
+
+@driven
+def test_modules_are_distributed_and_train() -> None:
+    def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if isinstance(module, nn.Linear):
+            for parameter in module.parameters():
+                distribute_tensor(parameter, mesh, [Shard(0)])
+
+    model: Any = distribute_module(SimpleLinear().to("xla"), flat(), cut)
+    before = said(model.fc1.weight)
+    assert before == ROWS
+    assert said(model.fc2.weight) != ""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(16, 128, device="xla")).square().mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        theirs().torch_xla.sync()
+        losses.append(loss.item())
+        assert said(model.fc1.weight) == before
+    assert losses[0] > losses[-1]
+
+
+@driven
+def test_tensor_parallel_placements_give_what_whole_weights_give() -> None:
+    theirs()
+    data, up, down = torch.rand(2, 32), torch.randn(16, 32), torch.randn(8, 16)
+    wanted = torch.relu(data @ up.T) @ down.T
+    hidden = torch.relu(given(data, flat(), Replicate()) @ given(up, flat(), Shard(0)).T)
+    found = hidden @ given(down, flat(), Shard(1)).T
+    torch.testing.assert_close(found.cpu(), wanted)

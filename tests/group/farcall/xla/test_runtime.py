@@ -1,0 +1,135 @@
+"""The runtime and the device under XLA's names."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.group.farcall.xla.names import IN_ORDER, mesh_of, said, theirs
+from tests.group.spmd.driven import WORKERS, driven
+
+pytestmark = pytest.mark.processes
+
+
+@driven
+def test_there_is_one_process_with_one_device() -> None:
+    x = theirs()
+    ones = "world_size global_device_count local_device_count addressable_device_count process_count"
+    assert [getattr(x.xr, name)() for name in (*ones.split(), "local_process_count")] == [1] * 6
+    assert [getattr(x.xr, name)() for name in ("global_ordinal", "local_ordinal", "process_index")] == [0] * 3
+    assert x.xr.is_spmd()
+    assert x.xr.global_runtime_device_count() == x.xr.addressable_runtime_device_count() == WORKERS
+    assert len(x.xr.global_runtime_device_attributes()) == WORKERS
+    assert (x.xm.xrt_world_size(), x.xm.get_ordinal(), x.xm.get_local_ordinal()) == (1, 0, 0)
+    assert x.xm.is_master_ordinal()
+    assert len(x.xm.get_xla_supported_devices("CPU")) == 1
+
+
+@driven
+def test_the_device_is_of_the_kind_of_the_runtime() -> None:
+    x = theirs()
+    device = x.xm.xla_device()
+    assert device == x.torch_xla.device() == x.torch_xla.devices()[0]
+    kind = x.xr.device_type()
+    assert x.xm.xla_real_devices([device]) == [f"{kind}:0"]
+    assert x.xm.xla_device_hw(device) == kind
+    assert x.xm.xla_replication_devices([device]) == []
+
+
+@driven
+def test_the_word_xla_names_the_device() -> None:
+    x = theirs()
+    device, data = x.xm.xla_device(), torch.randn(2, 3, requires_grad=True)
+    linear = torch.nn.Linear(3, 2).to("xla")
+    made: list[Any] = [
+        data.to("xla"),
+        data.to(torch.device("xla:0"), torch.float64),
+        torch.zeros(2, device="xla"),
+        torch.tensor([1.0], device=torch.device("xla")),
+        torch.zeros_like(data, device="xla"),
+        torch.nn.Linear(3, 2, device="xla").weight,
+        linear.weight,
+        linear(data.to(device="xla")),
+    ]
+    assert {each.device for each in made} == {device}
+    assert made[0].to("xla") is made[0]
+    torch.autograd.backward(made[0].sum())
+    assert data.grad is not None
+    assert data.grad.equal(torch.ones(2, 3))
+    with torch.device("xla"):
+        assert torch.ones(1).device == device
+
+
+@driven
+def test_groups_of_the_backend_xla_are_refused() -> None:
+    theirs()
+    importlib.import_module("torch_xla.distributed.xla_backend")
+    with pytest.raises((AssertionError, RuntimeError), match="mixed with other distributed libraries"):
+        dist.init_process_group("xla", init_method="xla://")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@driven
+def test_what_is_not_marked_computes_as_on_any_device() -> None:
+    theirs()
+    a = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8]], device="xla")
+    b = torch.tensor([[8.0, 7, 6, 5, 4, 3, 2, 1]], device="xla")
+    assert (a + b).tolist()[0] == [9.0] * 8
+    ones = torch.arange(9, dtype=torch.float, device="xla")
+    assert (ones + ones).tolist() == list(range(0, 18, 2))
+
+
+@driven
+def test_what_is_marked_equals_what_is_not() -> None:
+    x = theirs()
+    t = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8]], device="xla")
+    x.xs.mark_sharding(t, mesh_of(1, WORKERS), (0, 1))
+    assert torch.allclose(t + 0, torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8], device="xla"))
+    other = torch.randn(2, 2)
+    cut = x.xs.mark_sharding(other.to("xla"), mesh_of(1, WORKERS), (0, 1))
+    assert (cut + other.to("xla")).cpu().equal(other + other)
+    assert x.xs.mark_sharding(cut + cut, mesh_of(WORKERS, 1), (0, 1)).cpu().equal(other + other)
+
+
+@driven
+def test_lower_precision_is_asked_for_by_device() -> None:
+    theirs()
+    amp: Any = importlib.import_module("torch_xla.amp")
+    a, b = torch.ones(2, 3, device="xla"), torch.ones(3, 2, device="xla")
+    for device in (a.device, "xla"):
+        with amp.autocast(device, dtype=torch.bfloat16):
+            assert torch.matmul(a, b).dtype == torch.bfloat16
+    assert torch.matmul(a, b).dtype == torch.float32
+
+
+@driven
+def test_random_numbers_are_those_of_one_device() -> None:
+    x = theirs()
+    x.xm.set_rng_state(7)
+    assert x.xm.get_rng_state() == 7
+    drawn = torch.randn(6, 4, device="xla")
+    marked = x.xs.mark_sharding(torch.randn(6, 4, device="xla"), mesh_of(WORKERS), (0, None))
+    torch.manual_seed(7)
+    assert drawn.cpu().equal(torch.randn(6, 4))
+    assert marked.cpu().equal(torch.randn(6, 4))
+    assert said(marked) == f"{{devices=[4,1]{IN_ORDER}}}"
+
+
+@driven
+def test_names_of_tools_around_training_do_what_one_process_needs() -> None:
+    x = theirs()
+    profiler: Any = importlib.import_module("torch_xla.debug.profiler")
+    metrics: Any = importlib.import_module("torch_xla.debug.metrics")
+    with profiler.StepTrace("step", step_num=1), profiler.Trace("forward"):
+        t = torch.ones(4, device="xla") * 2
+    x.torch_xla.sync()
+    assert metrics.counter_value("CompileTime") is None
+    assert metrics.metric_data("ExecuteTime") is None
+    assert isinstance(metrics.metrics_report(), str)
+    assert x.xm.rendezvous("here", b"one") == [b"one"]
+    assert x.xm.mesh_reduce("loss", t.sum().item(), max) == 8.0

@@ -1,0 +1,190 @@
+"""Workers' parts under XLA's names: shards, tensors made from parts, manual sharding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from tests.group.farcall.xla.names import mesh_of, said, theirs
+from tests.group.spmd.driven import WORKERS, driven
+
+pytestmark = pytest.mark.processes
+
+
+def cut(whole: torch.Tensor, shape: tuple[int, ...], spec: Any) -> Any:
+    return theirs().xs.mark_sharding(whole.to("xla"), mesh_of(*shape), spec)
+
+
+# ---- shards
+
+
+@pytest.mark.parametrize("size", [WORKERS, WORKERS + 1, 2])
+@driven
+def test_each_worker_has_a_shard_with_its_place_and_padding(size: int) -> None:
+    whole = torch.arange(float(size))
+    length = math.ceil(size / WORKERS)
+    shards = cut(whole, (WORKERS,), (0,)).local_shards
+    assert len(shards) == WORKERS
+    for number, shard in enumerate(shards):
+        begin, end = min(number * length, size), min((number + 1) * length, size)
+        assert isinstance(shard, theirs().xs.XLAShard)
+        assert shard.data.device.type == "cpu"
+        assert shard.indices == [slice(begin, end, 1)]
+        assert shard.data.equal(pad(whole[begin:end], (0, length - end + begin)))
+        assert shard.unpadded_data.equal(whole[shard.indices])
+        assert shard.replica_id == 0
+
+
+@driven
+def test_replicas_have_numbers() -> None:
+    whole = torch.arange(256.0).reshape(16, 16)
+    for number, shard in enumerate(cut(whole, (2, 2), (None, 1)).local_shards):
+        begin = number % 2 * 8
+        assert shard.indices == [slice(0, 16, 1), slice(begin, begin + 8, 1)]
+        assert shard.data.equal(whole[shard.indices])
+        assert shard.replica_id == number // 2
+    for number, shard in enumerate(cut(whole, (2, 2), (None, None)).local_shards):
+        assert shard.indices is ...
+        assert shard.data.equal(whole)
+        assert shard.unpadded_data.equal(whole)
+        assert shard.replica_id == number
+
+
+@driven
+def test_a_scalar_is_replicated() -> None:
+    x = theirs()
+    t = torch.tensor(1.0).to("xla")
+    marked = x.xs.mark_sharding(t, mesh_of(1, WORKERS), ())
+    assert marked == t
+    assert marked.sharding_type == x.xs.ShardingType.REPLICATED
+    assert [shard.replica_id for shard in marked.local_shards] == list(range(WORKERS))
+    assert all(shard.indices is ... and shard.data.item() == 1.0 for shard in marked.local_shards)
+
+
+@driven
+def test_shards_can_be_loaded_back() -> None:
+    whole = torch.arange(4.0) + 1
+    t = cut(whole, (WORKERS,), (0,))
+    shards = t.local_shards
+    for shard in shards:
+        shard.data *= -1
+    t.load_local_shards_(shards)
+    assert t.cpu().equal(-whole)
+    with pytest.raises(RuntimeError):
+        t.load_local_shards_(shards[:-1])
+    for shard in shards:
+        shard.data = torch.randn(2)
+    with pytest.raises(RuntimeError):
+        t.load_local_shards_(shards)
+    replicated = cut(whole, (WORKERS,), (None,))
+    with pytest.raises(RuntimeError):
+        replicated.load_local_shards_(replicated.local_shards)
+
+
+# ---- tensors made from parts
+
+
+def made(parts: list[torch.Tensor], shape: tuple[int, ...], spec: Any, *size: Any) -> torch.Tensor:
+    sharding = mesh_of(*shape).get_op_sharding(spec)
+    t: torch.Tensor = theirs().torch_xla._XLAC._global_tensor_from_cpu_shards(parts, sharding, *size)
+    return t.cpu()
+
+
+@driven
+def test_parts_that_are_alike_make_a_replicated_tensor() -> None:
+    part = torch.arange(4)
+    assert made([part] * 4, (4,), (None,)).equal(part)
+    assert made([part] * 4, (4,), (None,), part.shape).equal(part)
+    for wrong in ((5,), (3,), (2, 2)):
+        with pytest.raises(RuntimeError):
+            made([part] * 4, (4,), (None,), torch.Size(wrong))
+    assert made([part[:1]] * 4, (2, 2), (None,)).equal(part[:1])
+
+
+@driven
+def test_parts_are_put_together() -> None:
+    ones = [torch.tensor([number]) for number in range(4)]
+    assert made(ones, (4,), (0,)).tolist() == [0, 1, 2, 3]
+    assert made(ones, (4,), (0,), torch.Size((1,))).tolist() == [0]  # the rest is padding
+    with pytest.raises(RuntimeError):
+        made(ones[:-1], (4,), (0,))
+    for wrong in ((8,), (1, 4)):
+        with pytest.raises(RuntimeError):
+            made(ones, (4,), (0,), torch.Size(wrong))
+    squares = [torch.tensor([[number]]) for number in range(4)]
+    assert made(squares, (2, 2), (0, 1)).tolist() == [[0, 1], [2, 3]]
+    assert made(squares[:2] * 2, (2, 2), (None, 1)).tolist() == [[0, 1]]
+
+
+@driven
+def test_what_is_beyond_the_size_is_padding_up_to_one_part() -> None:
+    rows = [torch.arange(4) + 4 * number for number in range(4)]
+    assert made(rows, (4,), (0,)).equal(torch.arange(16))
+    for missing in range(4):
+        assert made(rows, (4,), (0,), torch.Size((16 - missing,))).equal(torch.arange(16 - missing))
+    for wrong in (17, 12, 1):
+        with pytest.raises(RuntimeError):
+            made(rows, (4,), (0,), torch.Size((wrong,)))
+
+
+# ---- manual sharding
+
+
+@driven
+def test_only_what_is_computed_can_be_marked_manual() -> None:
+    x = theirs()
+    data = torch.zeros(3, 2).to("xla")
+    with pytest.raises(RuntimeError, match="data tensors as manual"):
+        x.xs._mark_manual_sharding(data)
+    marked = x.xs._mark_manual_sharding(data + 1)
+    assert (marked.sharding_type, marked.sharding_spec) == (x.xs.ShardingType.MANUAL, "{manual}")
+
+
+@pytest.mark.parametrize(("spec", "part"), [((0, 1), (8, 2)), ((None, None), (8, 8))])
+@driven
+def test_a_tensor_becomes_its_parts_and_is_put_together_again(spec: Any, part: Any) -> None:
+    x = theirs()
+    binding, mesh = x.torch_xla._XLAC, mesh_of(1, WORKERS)
+    t = torch.randn(8, 8).to("xla")
+    with pytest.raises(RuntimeError, match="not sharded"):
+        binding._spmd_full_to_shard_shape(t)
+    sharding = mesh.get_op_sharding(spec)
+    with pytest.raises(RuntimeError, match="not manual sharded"):
+        binding._spmd_shard_to_full_shape(t, sharding, t.shape, t.dtype)
+    marked = x.xs.mark_sharding(t, mesh, spec)
+    with pytest.raises(RuntimeError, match="not manual sharded"):
+        binding._spmd_shard_to_full_shape(marked.global_tensor, sharding, t.shape, t.dtype)
+    parts = binding._spmd_full_to_shard_shape(marked.global_tensor)
+    assert tuple(parts.shape) == part
+    assert said(parts) == "{manual}"
+    changed = x.xs._mark_manual_sharding(parts + 1)
+    whole = binding._spmd_shard_to_full_shape(changed.global_tensor, sharding, t.shape, t.dtype)
+    assert said(whole) == (str(sharding) if spec[0] is not None else said(whole))
+    assert whole.cpu().equal(t.cpu() + 1)
+
+
+@driven
+def test_each_worker_draws_the_same_numbers_for_its_part() -> None:
+    x = theirs()
+    mesh = mesh_of(WORKERS)
+    parts = x.xs.enable_manual_sharding(torch.zeros(8, 3).to("xla"), (0, None), mesh=mesh)
+    torch.manual_seed(3)
+    whole = x.xs.disable_manual_sharding(parts + torch.rand_like(parts), (0, None), (8, 3), mesh=mesh)
+    torch.manual_seed(3)
+    assert whole.cpu().equal(torch.rand(2, 3).repeat(WORKERS, 1))
+
+
+@driven
+def test_the_global_mesh_serves_manual_sharding() -> None:
+    x = theirs()
+    x.xs.set_global_mesh(mesh_of(1, WORKERS))
+    t = torch.zeros(8, 8).to("xla")
+    parts = x.xs.enable_manual_sharding(t, (0, 1))
+    assert tuple(parts.shape) == (8, 8 // WORKERS)
+    whole = x.xs.disable_manual_sharding(parts + 1, (0, 1), t.shape)
+    assert tuple(whole.shape) == (8, 8)
+    assert whole.cpu().equal(t.cpu() + 1)
