@@ -382,7 +382,6 @@ def test_a_tensor_is_cut_and_put_together(
     assert torch.equal(found, whole)
 
 
-<<<<<<< HEAD
 def test_a_loop_that_never_waits_soon_sends_programs_that_workers_have(
     both: tuple[Session, InlinePort],
 ) -> None:
@@ -395,7 +394,8 @@ def test_a_loop_that_never_waits_soon_sends_programs_that_workers_have(
         optimizer.zero_grad()
     assert len(port.steps) > 4
     assert all(each.definition is None for each in port.steps[3:])
-=======
+
+
 def test_wrong_arguments_are_told_of_by_the_error_alone() -> None:
     said: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -409,4 +409,3 @@ def test_wrong_arguments_are_told_of_by_the_error_alone() -> None:
     finally:
         log.removeHandler(handler)
     assert not said
->>>>>>> side/spmdparity

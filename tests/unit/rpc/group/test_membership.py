@@ -100,7 +100,7 @@ def test_a_successor_is_not_forgotten_with_who_had_its_name() -> None:
 
 
 def test_the_latest_that_are_gone_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_GONE_MOST", 2)
+    monkeypatch.setattr(module, "MAX_GONE", 2)
     made = view()
     for incarnation in (7, 8, 9):
         made.leave(incarnation, "it left")
