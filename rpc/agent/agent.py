@@ -72,11 +72,11 @@ class Agent:
 
     Args:
         options: of the backend.
-        listen_host: where TCP listens, a host name or address.
+        listen_host: where to listen for other hosts, a host name or address.
         listen_port: 0 for any.
         authenticator: has other workers prove that they belong to the job; None to ask nothing.
         transports: which to use; default: those for this system.
-        tls: encrypts what goes over TCP.
+        tls: encrypts what goes over a network.
 
     Attributes:
         extensions: what stands on this agent, by name: each part's own object, where its code finds it again.
@@ -134,9 +134,12 @@ class Agent:
         self.peers = PeerTable(self._make_peer, self._connect, hooks.joined, self.events)
         self.peer, self.peer_for = self.peers.find, self.peers.ensure
         self.peer_by_incarnation = self.peers.by_incarnation
+        context = TransportContext(
+            self.loop, options.send_queue_bytes, tls=tls, tickets=authenticator, options=options
+        )
         self.connections = Connections(
             self.loop,
-            make_transports(TransportContext(self.loop, options.send_queue_bytes, tls=tls), transports),
+            make_transports(context, transports),
             self,
             options.max_message_bytes,
             authenticator,
