@@ -83,7 +83,8 @@ class GrpcTransport:
             await call.send_initial_metadata(((_SPEAKS, "1"),))
             stream = GrpcStream(self._loop, call)
             accepted(self._connection(stream, _place(call)))
-            await stream.run()
+            with contextlib.suppress(asyncio.CancelledError):  # the other side is gone, or the agent's loop ends
+                await stream.run()
 
         method = grpc.stream_stream_rpc_method_handler(connect)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
