@@ -15,10 +15,12 @@ import errno
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Protocol
 
 import grpc
+
+from farcall.transport import forking
 
 __all__ = ["MESSAGE_BYTES", "Call", "GrpcStream", "as_os_error"]
 
@@ -54,13 +56,19 @@ class GrpcStream:
     """A ``ByteStream`` over a call, for as long as ``run`` runs.
 
     ``write`` may be called from any thread, by one at a time, everything else on the loop's.
+
+    Args:
+        remote: where its channel has connected to, if it is this side's.
     """
 
     descriptor: int | None = None
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, call: Call) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, call: Call, remote: Collection[forking.Place] = ()
+    ) -> None:
         self._loop = loop
         self._call = call
+        self._remote = remote
         self._readable: Callable[[], object] | None = None
         self._writable: Callable[[], object] | None = None
         self._left: deque[tuple[bytes, int]] = deque()
@@ -148,6 +156,7 @@ class GrpcStream:
 
     def abandon(self) -> None:
         self._closed = True
+        forking.abandon(self, remote=self._remote)
 
     # ---- the call
 

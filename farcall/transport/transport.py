@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
+from farcall.transport import forking  # before gRPC
+
 try:
     import grpc
 
@@ -59,6 +61,7 @@ class GrpcTransport:
     scheme = "grpc"
 
     def __init__(self, context: TransportContext) -> None:
+        forking.begin()
         options = context.options
         self._context = context
         self._loop = context.loop
@@ -94,7 +97,7 @@ class GrpcTransport:
         at = self._options.advertise or (
             f"[{bound}]:{port}" if family == socket.AF_INET6 else f"{bound}:{port}"
         )
-        return GrpcListener(self._loop, server, probes, f"grpc:{at}{self._name}")
+        return GrpcListener(self._loop, server, probes, f"grpc:{at}{self._name}", port)
 
     def _is_ours(self, call: Any) -> bool:
         tickets = self._context.tickets
@@ -107,6 +110,8 @@ class GrpcTransport:
 
     async def connect(self, address: str) -> StreamConnection:
         place, _, name = address.removeprefix("grpc:").partition("/")
+        found = await self._loop.getaddrinfo(*parse_listen(place), type=socket.SOCK_STREAM)
+        remote = {forking.place(where) for *_, where in found}
         channel = self._channel(place, name)
         try:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(**self._credentials())
@@ -119,7 +124,7 @@ class GrpcTransport:
         except BaseException:
             await channel.close()
             raise
-        stream = GrpcStream(self._loop, call)
+        stream = GrpcStream(self._loop, call, remote)
         self._keep(self._run(stream, call, channel))
         return self._connection(stream, address)
 
@@ -201,8 +206,11 @@ class GrpcTransport:
 class GrpcListener:
     """A server, until closed. On the loop's thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, server: Any, probes: Probes, address: str) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, server: Any, probes: Probes, address: str, port: int
+    ) -> None:
         self.address = address
+        self._port = port
         self._loop = loop
         self._server = server
         self._probes = probes
@@ -227,8 +235,9 @@ class GrpcListener:
             await self._server.stop(_GRACE_SECONDS)
 
     def abandon(self) -> None:
-        """In a forked child: nothing of gRPC's can be used there."""
+        """In a forked child: let go of the descriptors, which the parent goes on using."""
         self._open = False
+        forking.abandon(self, local=self._port)
 
 
 class _Shown(grpc.AuthMetadataPlugin):  # type: ignore[misc]  # grpc has no types
