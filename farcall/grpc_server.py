@@ -1,4 +1,4 @@
-"""What every gRPC server of farcall has: a port that is its own, TLS, health (``grpc.health.v1``) and reflection."""
+"""What every gRPC server of farcall has: a port of its own, TLS, health (``grpc.health.v1``), reflection."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _try(host: str, port: int) -> None:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(where)
     except OSError as error:
-        why = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+        why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
         raise OSError(error.errno, f"cannot listen at {host}:{port}: {why}") from error
 
 
@@ -73,9 +73,7 @@ class Probes:
         self._services = services
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
     async def serving(self) -> None:
         """It serves from now on."""

@@ -364,9 +364,9 @@ class AgentOptions(RpcBackendOptions):
 
 @dataclass(eq=False, kw_only=True)
 class GrpcRpcBackendOptions(AgentOptions):
-    """Options of the backend that speaks gRPC, for networks that let nothing else pass: all connections between
-    workers, also those on one host, are streams over HTTP/2. Large tensors go through shared memory on one
-    host, as always; ``shared_memory_bytes=0`` sends them over gRPC, too.
+    """Options of the backend that speaks gRPC, for networks that let nothing else pass: all connections
+    between workers, also those on one host, are streams over HTTP/2. Large tensors go through shared memory
+    on one host, as always; ``shared_memory_bytes=0`` sends them over gRPC, too.
 
     Takes what ``AgentOptions`` takes, and:
 

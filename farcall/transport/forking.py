@@ -1,9 +1,9 @@
 """gRPC and ``os.fork``: a child cannot use what its parent has made of it, nor anything new.
 
-gRPC's threads are not there in the child, and its locks may be held by them. So nothing of it is called or freed
-there. What the child must do is close the descriptors, since the parent's connections last as long as they do,
-and whoever is at the other end would not notice that the parent has died. gRPC does not tell which they are; the
-addresses do.
+gRPC's threads are not there in the child, and its locks may be held by them. So nothing of it is called or
+freed there. What the child must do is close the descriptors, since the parent's connections last as long as
+they do, and whoever is at the other end would not notice that the parent has died. gRPC does not tell which
+they are; the addresses do.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Place", "abandon", "begin", "place"]
 Place = tuple[str, int]
 """Address and port."""
 
-# gRPC's own way to live on in a child starts threads there, on the descriptors of the parent's. It looks here when
-# it is imported, which this file does not do.
+# gRPC's own way to live on in a child starts threads there, on the descriptors of the parent's. It looks here
+# when it is imported, which this file does not do.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _process: int | None = None
@@ -39,8 +39,8 @@ def begin() -> None:
         _process = os.getpid()
     elif _process != os.getpid():
         raise ForkedProcessError(
-            f"gRPC cannot be used here: this process was forked from process {_process}, which uses it. Start "
-            "it by another method than fork (multiprocessing's 'spawn'), or fork before init_rpc"
+            f"gRPC cannot be used here: this process was forked from process {_process}, which uses it. "
+            "Start it by another method than fork (multiprocessing's 'spawn'), or fork before init_rpc"
         )
 
 

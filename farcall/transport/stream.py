@@ -1,11 +1,13 @@
 """Bytes in both directions over one gRPC call whose requests and responses are both streams.
 
-A message is a ``ConnectRequest`` or ``ConnectResponse`` of ``proto/farcall/v1/worker.proto``, written and read by
-hand, since protobuf would copy what is in it once more: it is a sequence of fields, each of them a tag, a length
-and bytes. Several messages one behind the other are a message, too, so small ones that wait go out as one.
+A message is a ``ConnectRequest`` or ``ConnectResponse`` of ``proto/farcall/v1/worker.proto``, written and
+read by hand, since protobuf would copy what is in it once more: it is a sequence of fields, each of them a
+tag, a length and bytes. Several messages one behind the other are a message, too, so small ones that wait go
+out as one.
 
-Whoever writes only leaves messages; the loop's thread, to which gRPC's calls belong, sends them, one at a time, as
-gRPC takes them. What has been left and not taken is bounded, and so is what has come and was not read.
+Whoever writes only leaves messages; the loop's thread, to which gRPC's calls belong, sends them, one at a
+time, as gRPC takes them. What has been left and not taken is bounded, and so is what has come and was not
+read.
 """
 
 from __future__ import annotations

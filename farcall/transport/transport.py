@@ -1,4 +1,4 @@
-"""The transport: a gRPC server for those who connect, and a channel of its own for each connection to others."""
+"""The transport: a gRPC server for those who connect, and a channel for each connection to others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ METHOD: Final = "Connect"
 _TICKET: Final = "farcall-ticket"
 """In the metadata of a call: that its maker has the job's token."""
 _SPEAKS: Final = "farcall-transport"
-"""In the metadata of the answer: that the call has been accepted, by a worker and not by what is on the way."""
+"""In the metadata of the answer: that a worker has accepted the call, and not what is on the way to it."""
 
 _LINGER_SECONDS: Final = 1.0
 """How long the other side may take to notice that this one has ended a call."""
@@ -86,14 +86,16 @@ class GrpcTransport:
             await call.send_initial_metadata(((_SPEAKS, "1"),))
             stream = GrpcStream(self._loop, call)
             accepted(self._connection(stream, _place(call)))
-            with contextlib.suppress(asyncio.CancelledError):  # the other side is gone, or the agent's loop ends
+            with contextlib.suppress(
+                asyncio.CancelledError
+            ):  # the other side is gone, or the agent's loop ends
                 await stream.run()
 
         method = grpc.stream_stream_rpc_method_handler(connect)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
         probes = Probes(server, (SERVICE,))
         tls = self._context.tls
-        port = bind(server, bound, port, None if tls is None else server_credentials(tls.options))
+        port = bind(server, str(bound), port, None if tls is None else server_credentials(tls.options))
         at = self._options.advertise or (
             f"[{bound}]:{port}" if family == socket.AF_INET6 else f"{bound}:{port}"
         )

@@ -114,7 +114,9 @@ def _check(
             f"for {backend!r}, not {options!r}"
         )
     if backend is BackendType.GRPC and not isinstance(options, GrpcRpcBackendOptions):
-        raise TypeError(f"`rpc_backend_options` must be `GrpcRpcBackendOptions` for {backend!r}, not {options!r}")
+        raise TypeError(
+            f"`rpc_backend_options` must be `GrpcRpcBackendOptions` for {backend!r}, not {options!r}"
+        )
     return backend, options
 
 

@@ -1,7 +1,8 @@
 """What a transport is: it listens, it connects, and either way yields connections that carry frames.
 
 ``unix`` and ``tcp`` each are one file beside this one, gRPC's is ``farcall.transport``; all yield the
-``StreamConnection`` of ``stream.py``. ``rpc.testing`` has one in memory. ``registry.py`` finds them by name. An address is ``SCHEME:REST``.
+``StreamConnection`` of ``stream.py``. ``rpc.testing`` has one in memory. ``registry.py`` finds them by name.
+An address is ``SCHEME:REST``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rpc.runtime.limited_log import LimitedLog
 from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
-from rpc.transport.byte_stream import SocketStream
+from rpc.transport.byte_stream import DescriptorStream, SocketStream
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
 from rpc.transport.tls import Acceptor, TlsStream, shake_hands
@@ -126,7 +126,11 @@ class TcpTransport:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)
         else:
             _give_up_on_silence(sock)
-        stream = (TlsStream if isinstance(sock, ssl.SSLSocket) else SocketStream)(self._loop, sock)
+        stream: DescriptorStream
+        if isinstance(sock, ssl.SSLSocket):
+            stream = TlsStream(self._loop, sock)
+        else:
+            stream = SocketStream(self._loop, sock)
         return StreamConnection(self._context, stream, description, CAPTURED_BYTES, over_network=True)
 
 
