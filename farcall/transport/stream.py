@@ -325,7 +325,7 @@ def as_os_error(error: Exception) -> OSError:
         if text in details.lower():
             return OSError(number, f"{os.strerror(number)} ({details})")
     if re.search("handshake failed|certificate", details, re.IGNORECASE):
-        return OSError(errno.EPROTO, f"no TLS with it: {details}")
+        return ConnectionError(f"no TLS with it: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
         return OSError(errno.ECONNRESET, details)
-    return OSError(errno.EPROTO, f"{code.name}: {details}")
+    return ConnectionError(f"{code.name}: {details}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 from collections.abc import Callable, Coroutine
@@ -86,9 +85,7 @@ class GrpcTransport:
             await call.send_initial_metadata(((_SPEAKS, "1"),))
             stream = GrpcStream(self._loop, call)
             accepted(self._connection(stream, _place(call)))
-            with contextlib.suppress(
-                asyncio.CancelledError
-            ):  # the other side is gone, or the agent's loop ends
+            with contextlib.suppress(asyncio.CancelledError):  # the other side is gone, or the loop ends
                 await stream.run()
 
         method = grpc.stream_stream_rpc_method_handler(connect)
@@ -212,7 +209,7 @@ class GrpcListener:
         self, loop: asyncio.AbstractEventLoop, server: Any, probes: Probes, address: str, port: int
     ) -> None:
         self.address = address
-        self._port = port
+        self.port = port
         self._loop = loop
         self._server = server
         self._probes = probes
@@ -239,7 +236,7 @@ class GrpcListener:
     def abandon(self) -> None:
         """In a forked child: let go of the descriptors, which the parent goes on using."""
         self._open = False
-        forking.abandon(self, local=self._port)
+        forking.abandon(self, local=self.port)
 
 
 class _Shown(grpc.AuthMetadataPlugin):  # type: ignore[misc]  # grpc has no types
@@ -260,7 +257,7 @@ def _refusal(code: Any, details: str | None) -> OSError:
         return as_os_error(_Status(code, details))
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return PermissionError(f"it refused the connection: {details}")
-    return ConnectionError(errno.EPROTO, f"what answers is no worker: {code.name} {details or ''}")
+    return ConnectionError(f"what answers is no worker: {code.name} {details or ''}")
 
 
 class _Status(grpc.RpcError):  # type: ignore[misc]
