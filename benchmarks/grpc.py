@@ -2,8 +2,8 @@
 
 Both have two processes, and take turns in rounds, so that what else the machine does meets both. A bare call
 is an echo of a few bytes, by itself or on a stream that stays open; a bare tensor is 64 MB of bytes in pieces
-over such a stream, which the receiver puts together in fresh memory, as a tensor of its own needs: the best of
-three sizes of pieces counts. The ratios are those of the medians.
+over such a stream, which the receiver puts together in fresh memory, as it does a tensor: the best of three
+sizes of pieces counts. The ratios are those of the medians.
 """
 
 from __future__ import annotations
