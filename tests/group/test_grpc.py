@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -259,11 +260,11 @@ def listen_twice(worker: Worker) -> str:
     join(worker, token=TOKEN)
     taken = current_agent().addresses[0].rpartition(":")[2]
     rpc.shutdown()
-    import socket
-
-    with socket.create_server(("127.0.0.1", int(taken))):
-        with pytest.raises(OSError, match="cannot listen on '127.0.0.1', port"):
-            join(worker, token=TOKEN, listen=f"127.0.0.1:{taken}")
+    with (
+        socket.create_server(("127.0.0.1", int(taken))),
+        pytest.raises(OSError, match=r"cannot listen on '127\.0\.0\.1', port \d+: .*in use"),
+    ):
+        join(worker, token=TOKEN, listen=f"127.0.0.1:{taken}")
     join(worker, token=TOKEN, listen=f"127.0.0.1:{taken}", init_method=worker.init_method + "-2")
     address = current_agent().addresses[0]
     rpc.shutdown()
