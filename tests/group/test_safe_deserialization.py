@@ -15,6 +15,7 @@ from rpc.errors import RemoteError, SerializationError
 from rpc.group.workers import Member
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
+from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.refusals import refused
 from tests.support.serving import in_group, serve
@@ -309,6 +310,7 @@ def attack(worker: Worker) -> list[str]:
         return list(rpc.rpc_sync("worker0", what_ran))
 
 
+@backend.over_sockets
 def test_hostile_pickles_do_not_run(run_workers: RunWorkers) -> None:
     workers = run_workers.start(join_late, 1)
     workers[0].wait_for("ready")

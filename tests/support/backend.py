@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
+import pytest
+
 NAME: Final = os.environ.get("FARCALL_TEST_BACKEND", "")
 """``"grpc"``, or empty: the default."""
 
@@ -13,6 +15,9 @@ BETWEEN_HOSTS: Final = NAME or "tcp"
 
 PRELOADED: Final = ("farcall.transport.transport",) if NAME == "grpc" else ()
 """What workers over that backend import."""
+
+over_sockets: Final = pytest.mark.skipif(NAME == "grpc", reason="it is about what is sent over a socket")
+"""Marks tests that speak to a worker's socket themselves, or look at it."""
 
 if NAME not in ("", "grpc"):
     raise ValueError(f"FARCALL_TEST_BACKEND is grpc or nothing, not {NAME!r}")
