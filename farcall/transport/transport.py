@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import re
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +27,7 @@ except ImportError as error:
 from farcall.transport.stream import MESSAGE_BYTES, GrpcStream, as_os_error
 from farcall.v1 import worker_pb2
 from rpc.options import GrpcRpcBackendOptions, parse_listen
-from rpc.rendezvous.address import is_loopback
+from rpc.rendezvous.address import host_identity, is_loopback
 from rpc.runtime.limited_log import LimitedLog
 from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
 from rpc.transport.stream import StreamConnection
@@ -41,6 +43,11 @@ _TICKET: Final = "farcall-ticket"
 """In the metadata of a call: that its maker has the job's token."""
 _SPEAKS: Final = "farcall-transport"
 """In the metadata of the answer: that a worker has accepted the call, and not what is on the way to it."""
+
+_PROCESS: Final = "farcall-process"
+"""In the metadata of both: which process of which host, so that one which is stopped can be told from one
+that computes.
+"""
 
 _LINGER_SECONDS: Final = 1.0
 """How long the other side may take to notice that this one has ended a call."""
@@ -82,9 +89,9 @@ class GrpcTransport:
             if not self._is_ours(call):
                 refusals.log(logging.WARNING, "refused %s: it has no ticket of this job's", _place(call))
                 await call.abort(grpc.StatusCode.UNAUTHENTICATED, "this worker wants a ticket of its job's")
-            await call.send_initial_metadata(((_SPEAKS, "1"),))
+            await call.send_initial_metadata(((_SPEAKS, "1"), (_PROCESS, _own_process())))
             stream = GrpcStream(self._loop, call)
-            accepted(self._connection(stream, _place(call)))
+            accepted(self._connection(stream, _place(call), call.invocation_metadata()))
             with contextlib.suppress(asyncio.CancelledError):  # the other side is gone, or the loop ends
                 await stream.run()
 
@@ -114,8 +121,8 @@ class GrpcTransport:
         channel = self._channel(place, name)
         try:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(**self._credentials())
-            answer = await call.initial_metadata()
-            if _SPEAKS not in dict(answer or ()):
+            answer = await call.initial_metadata() or ()
+            if _SPEAKS not in dict(answer):
                 raise _refusal(await call.code(), await call.details())
         except grpc.RpcError as error:
             await channel.close()
@@ -125,7 +132,7 @@ class GrpcTransport:
             raise
         stream = GrpcStream(self._loop, call, remote)
         self._keep(self._run(stream, call, channel))
-        return self._connection(stream, address)
+        return self._connection(stream, address, answer)
 
     async def _run(self, stream: GrpcStream, call: Any, channel: Any) -> None:
         receiving = self._loop.create_task(stream.receive())
@@ -153,16 +160,19 @@ class GrpcTransport:
         return grpc.aio.secure_channel(place, credentials, settings)
 
     def _credentials(self) -> dict[str, Any]:
-        """The ticket, as credentials of the call. Without TLS gRPC allows none, so it goes as what they are
-        made of.
+        """What a call is made with: the ticket, as credentials of the call. Without TLS gRPC allows none, so
+        it goes as what they are made of.
         """
-        tickets = self._context.tickets
+        tickets, process = self._context.tickets, (_PROCESS, _own_process())
         if tickets is None:
-            return {}
-        shown = ((_TICKET, tickets.ticket()),)
+            return {"metadata": (process,)}
+        ticket = (_TICKET, tickets.ticket())
         if self._context.tls is None:
-            return {"metadata": shown}
-        return {"credentials": grpc.metadata_call_credentials(_Shown(shown))}
+            return {"metadata": (process, ticket)}
+        return {
+            "metadata": (process,),
+            "credentials": grpc.metadata_call_credentials(_Shown((ticket,))),
+        }
 
     # ---- both
 
@@ -193,8 +203,12 @@ class GrpcTransport:
         ]
         return settings
 
-    def _connection(self, stream: GrpcStream, description: str) -> StreamConnection:
-        return StreamConnection(self._context, stream, description, CAPTURED_BYTES)
+    def _connection(
+        self, stream: GrpcStream, description: str, metadata: Iterable[tuple[str, Any]]
+    ) -> StreamConnection:
+        connection = StreamConnection(self._context, stream, description, CAPTURED_BYTES)
+        connection.process = _process(dict(metadata).get(_PROCESS))
+        return connection
 
     def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
@@ -245,6 +259,23 @@ class _Shown(grpc.AuthMetadataPlugin):  # type: ignore[misc]  # grpc has no type
 
     def __call__(self, context: Any, callback: Callable[[Any, Any], None]) -> None:
         callback(self._metadata, None)
+
+
+def _own_process() -> str:
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+    return f"{host_identity()} {namespace} {os.getpid()}"
+
+
+def _process(text: object) -> int | None:
+    """Whose that is, if it is one of this host's; None if it is not known."""
+    if not isinstance(text, str) or not text:
+        return None
+    where, _, number = text.rpartition(" ")
+    here, _, _ = _own_process().rpartition(" ")
+    return int(number) if where == here and re.fullmatch("[0-9]{1,10}", number) else None
 
 
 def _place(call: Any) -> str:

@@ -19,9 +19,9 @@ from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.serving import open_gate, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, WorkerProcess, Workers
+from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
 
 pytestmark = backend.over_sockets
-from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
 
 PREFIX = struct.Struct("<QQIIB3x")
 """Of a frame: body length, call id, header length, segment count, kind."""
