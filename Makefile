@@ -5,7 +5,9 @@
 #   make test-fast    the tests that need no processes of their own
 #   make test-nightly what is slow and rarely finds anything: more examples of each kind, 3,000 random programs
 #   make lint         ruff and mypy
-#   make conformance  PyTorch's own test suites of RPC and of process groups, against farcall
+#   make test-grpc    the tests of groups of workers, over the backend GRPC
+#   make conformance  PyTorch's own test suites of RPC and of process groups, against farcall;
+#                     BACKEND=grpc: over the backend GRPC
 #   make proto        the code of the schemas in proto/
 #   make bench        farcall beside torch.distributed.rpc
 #   make clean        remove caches and builds; `make distclean` removes the environment too
@@ -25,13 +27,14 @@ READY := $(VENV)/.ready
 CONSTRAINTS := requirements/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PYTEST_ARGS ?=
+BACKEND ?=
 
 # The first interpreter that is new enough and can make a virtual environment.
 SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-fast test-nightly lint conformance proto bench clean distclean setup
+.PHONY: demo test test-fast test-nightly test-grpc lint conformance proto bench clean distclean setup
 
 demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
@@ -44,9 +47,14 @@ test-fast: $(READY)
 
 test-nightly: $(READY)
 	FARCALL_TEST_EFFORT=20 $(BIN)/python -m pytest --timeout 900 $(PYTEST_ARGS)
+	$(MAKE) test-grpc
 	$(BIN)/python -m tests.fuzz.autograd.programs --count 3000
 	$(BIN)/python -m tests.fuzz.autograd.programs --count 300 --faults errors
 	$(BIN)/python -m tests.fuzz.autograd.programs --count 300 --faults deaths
+
+test-grpc: $(READY)
+	FARCALL_TEST_BACKEND=grpc $(BIN)/python -m pytest tests/group --timeout 180 \
+		--ignore tests/group/farcall --ignore tests/group/spmd $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -55,7 +63,7 @@ lint: $(READY)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 conformance: $(READY)
-	$(BIN)/python -m pytest tests/conformance/suites.py $(PYTEST_ARGS)
+	FARCALL_TEST_BACKEND=$(BACKEND) $(BIN)/python -m pytest tests/conformance/suites.py $(PYTEST_ARGS)
 
 proto: $(READY)
 	$(BIN)/python proto/generate.py

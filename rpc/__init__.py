@@ -41,7 +41,13 @@ from rpc.lifecycle.backend_registry import (
 from rpc.lifecycle.local_processes import LocalGroup, local_group, spawn
 from rpc.lifecycle.startup import init_rpc, init_with_store
 from rpc.lifecycle.worker_watch import on_worker_joined, on_worker_lost
-from rpc.options import AgentOptions, RpcBackendOptions, TensorPipeRpcBackendOptions, TlsOptions
+from rpc.options import (
+    AgentOptions,
+    GrpcRpcBackendOptions,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    TlsOptions,
+)
 from rpc.runtime import events
 from rpc.runtime.current import is_initialized
 from rpc.serialization.portable import PortablePickler
@@ -54,6 +60,7 @@ __all__ = [
     "AgentOptions",
     "BackendType",
     "Future",
+    "GrpcRpcBackendOptions",
     "LocalGroup",
     "PortablePickler",
     "RRef",

@@ -16,6 +16,7 @@ from rpc.errors import InvalidOptionError
 
 __all__ = [
     "AgentOptions",
+    "GrpcRpcBackendOptions",
     "InvalidOptionError",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
@@ -124,7 +125,7 @@ def _transports(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise _wrong_type(name, value, "a sequence of names")
     names = tuple(value)
-    known = {"unix", "tcp", *(point.name for point in entry_points(group="farcall.transports"))}
+    known = {"unix", "tcp", "grpc", *(point.name for point in entry_points(group="farcall.transports"))}
     if not names or not known.issuperset(names):
         raise InvalidOptionError(f"{name} must name at least one of {sorted(known)}, got {value!r}")
     return names
@@ -133,6 +134,17 @@ def _transports(name: str, value: object) -> tuple[str, ...]:
 def _listen(name: str, value: object) -> str:
     text = _string(name, value)
     parse_listen(text)
+    return text
+
+
+def _advertise(name: str, value: object) -> str:
+    text = _string(name, value)
+    try:
+        _, port = parse_listen(text)
+    except InvalidOptionError as error:
+        raise InvalidOptionError(str(error).replace("listen", name, 1)) from None
+    if not port:
+        raise InvalidOptionError(f"{name} must be HOST:PORT or [IPV6]:PORT, got {text!r}")
     return text
 
 
@@ -348,6 +360,38 @@ class AgentOptions(RpcBackendOptions):
     def set_devices(self, devices: Iterable[DeviceLike]) -> None:
         """Set the local CUDA devices that the agent uses."""
         self.devices = devices
+
+
+@dataclass(eq=False, kw_only=True)
+class GrpcRpcBackendOptions(AgentOptions):
+    """Options of the backend that speaks gRPC, for networks that let nothing else pass: all connections
+    between workers, also those on one host, are streams over HTTP/2. Large tensors go through shared memory
+    on one host, as always; ``shared_memory_bytes=0`` sends them over gRPC, too.
+
+    Takes what ``AgentOptions`` takes, and:
+
+    Args:
+        transports: default ``("grpc",)``; ``("unix", "grpc")`` has workers of one host talk directly.
+        tls: encrypt, by gRPC's credentials, with certificates on both sides. Workers check that a certificate
+            has the name which its worker has told the group.
+        advertise: ``HOST:PORT`` under which other workers reach this one, where that is not where it listens:
+            that of a proxy or load balancer (default ``None``: where it listens).
+        keepalive: after so many seconds without a sign of the other side, it is asked for one by a ping of
+            HTTP/2, which also keeps proxies from closing the connection (default 30); 0: never. What has
+            no answer within ``keepalive_timeout`` seconds (default 60) is made again.
+
+    Example::
+
+        options = rpc.GrpcRpcBackendOptions(listen="0.0.0.0:50051", advertise="worker0.example:443")
+        rpc.init_rpc("worker0", backend=rpc.BackendType.GRPC, rpc_backend_options=options)
+    """
+
+    transports: _Option[tuple[str, ...] | None, Iterable[str] | None] = _Option(
+        ("grpc",), _or_none(_transports)
+    )
+    advertise: _Option[str | None, str | None] = _Option(None, _or_none(_advertise))
+    keepalive: _Option[float, float] = _Option(30.0, _seconds_or_zero)
+    keepalive_timeout: _Option[float, float] = _Option(60.0, _positive_seconds)
 
 
 @dataclass(eq=False, kw_only=True)

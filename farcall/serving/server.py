@@ -9,14 +9,12 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
+from farcall.grpc_server import OPTIONS, Probes, bind, server_credentials
 from farcall.serving import inference, service
 from farcall.serving.admission import Limits
 from farcall.serving.callers import BearerTokens, Callers
@@ -94,16 +92,10 @@ def serve(
     served = {
         name: each if isinstance(each, Endpoint) else Endpoint(each) for name, each in endpoints.items()
     }
-    credentials = None if tls is None else _credentials(tls, client_certificates)
+    credentials = None if tls is None else server_credentials(tls, client_certificates)
     server = Server(served, limits or Limits(), callers, tracebacks=tracebacks)
     server._start(host, port, credentials, metrics_port)
     return server
-
-
-def _credentials(tls: TlsOptions, client_certificates: bool) -> Any:
-    pair = (Path(tls.key).read_bytes(), Path(tls.cert).read_bytes())
-    authority = Path(tls.ca).read_bytes() if client_certificates else None
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=client_certificates)
 
 
 class Server:
@@ -199,24 +191,19 @@ class Server:
                 ("grpc.max_receive_message_length", self._limits.message_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", _STREAMS),
-                ("grpc.so_reuseport", 0),
+                *OPTIONS,
             ],
         )
         calls = Calls(served, self._callers, tracebacks=self._tracebacks)
         server.add_generic_rpc_handlers((service.handlers(served, calls), inference.handlers(served, calls)))
-        probes = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(probes, server)
-        for name in ("", *_SERVICES):
-            await probes.set(name, health_pb2.HealthCheckResponse.SERVING)
-        reflection.enable_server_reflection(
-            (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
-        self.port = _bind(server, f"[{host}]" if ":" in host else host, port, credentials)
+        probes = Probes(server, _SERVICES)
+        await probes.serving()
+        self.port = bind(server, host, port, credentials)
         await server.start()
         begun.set_result(None)
         grace = await asyncio.wrap_future(self._grace)
         served.admission.draining = True
-        await probes.enter_graceful_shutdown()
+        await probes.ending()
         deadline = math.inf if grace is None else self._loop.time() + grace
         with contextlib.suppress(TimeoutError):  # new calls still come, and hear that they are refused
             async with asyncio.timeout(grace):
@@ -228,16 +215,3 @@ class Server:
         await server.stop(_PARTING)
         await stopping
         self._cut_off = served.slots.in_threads
-
-
-def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
-    place = f"{host}:{port}"
-    try:
-        bound: int = (
-            server.add_insecure_port(place)
-            if credentials is None
-            else server.add_secure_port(place, credentials)
-        )
-    except RuntimeError as error:
-        raise OSError(f"cannot listen at {place}: is the port taken, and the address this host's?") from error
-    return bound

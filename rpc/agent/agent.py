@@ -70,11 +70,11 @@ class Agent:
 
     Args:
         options: of the backend.
-        listen_host: where TCP listens, a host name or address.
+        listen_host: where to listen for other hosts, a host name or address.
         listen_port: 0 for any.
         authenticator: has other workers prove that they belong to the job; None to ask nothing.
         transports: which to use; default: those for this system.
-        tls: encrypts what goes over TCP.
+        tls: encrypts what goes over a network.
         ground: what it stands on; default: threads of its own and the transports named.
 
     Attributes:
@@ -108,7 +108,7 @@ class Agent:
         self.tape: Tape | None = None
         self.observer: tuple[str, Callable[[Any, Recording | None], Observation]] | None = None
         self.closed = False
-        ground = ground or Ground.of_process(options, transports, tls)
+        ground = ground or Ground.of_process(options, transports, tls, authenticator)
         self._process = ground.process
         self.events = Events()
         self.hooks = hooks = Hooks()

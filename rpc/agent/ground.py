@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from rpc.group.handshake import Authenticator
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
 from rpc.runtime.loop import LoopThread
@@ -29,11 +30,17 @@ class Ground:
 
     @classmethod
     def of_process(
-        cls, options: AgentOptions, transports: Iterable[str] | None, tls: TlsContexts | None
+        cls,
+        options: AgentOptions,
+        transports: Iterable[str] | None,
+        tls: TlsContexts | None,
+        authenticator: Authenticator | None,
     ) -> Self:
         """The real one; arguments as for ``Agent``."""
         process = ProcessTuning(options.switch_interval, options.kept_memory_bytes)
         thread = LoopThread("farcall-loop", "a blocking call on the agent's thread would stop it")
         executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)
-        context = TransportContext(thread.loop, options.send_queue_bytes, tls=tls)
+        context = TransportContext(
+            thread.loop, options.send_queue_bytes, tls=tls, tickets=authenticator, options=options
+        )
         return cls(thread, executor, make_transports(context, transports), process)

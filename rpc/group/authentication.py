@@ -5,6 +5,9 @@ that was said before. The acceptor's challenge and the dialler's proof each brin
 for another connection; each names its role, so none can be given back as one's own; and the hello that it
 covers names both workers, so none is good between two others.
 
+*Tickets.* Transports that have a place for it show one before there is a connection to shake hands over: a
+nonce, and a proof over it. Who has listened can show it again, and gets as far as the handshake.
+
 *Records.* What workers leave in the store is sealed under the name of its key: whoever writes to the store
 without the token can delete or repeat records, which at worst keeps a group from forming, but make none.
 
@@ -39,6 +42,19 @@ class TokenAuthenticator:
 
     def __init__(self, token: bytes) -> None:
         self._key = _derive(token, "handshake")
+        self._ticket_key = _derive(token, "ticket")
+
+    def ticket(self) -> str:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return (nonce + hmac.digest(self._ticket_key, nonce, "sha256")).hex()
+
+    def is_ticket(self, text: str) -> bool:
+        try:
+            ticket = bytes.fromhex(text)
+        except ValueError:
+            return False
+        nonce, mac = ticket[:_NONCE_BYTES], ticket[_NONCE_BYTES:]
+        return hmac.compare_digest(mac, hmac.digest(self._ticket_key, nonce, "sha256"))
 
     def challenge(self) -> dict[str, Any]:
         return {"nonce": secrets.token_bytes(_NONCE_BYTES)}

@@ -27,6 +27,7 @@ from typing import Any, Final, Protocol
 
 from rpc.errors import ProtocolError
 from rpc.group.workers import Member
+from rpc.transport.base import Tickets
 from rpc.wire.frames import Kind, pack_header
 
 __all__ = [
@@ -90,7 +91,7 @@ _SAID_BY: Final = {
 """Who says each kind of message, and what it is called."""
 
 
-class Authenticator(Protocol):
+class Authenticator(Tickets, Protocol):
     """Proves to the other side that this worker belongs to the job, and has it prove the same.
 
     Headers are maps that msgpack can encode. ``said`` is a digest of all messages before the proof. Whoever

@@ -56,7 +56,7 @@ class Member:
         incarnation: a random number drawn when the agent started; a worker that comes back under its
             old name has another.
         host: identity of the host and network namespace; equal where Unix sockets can connect.
-        addresses: where the worker listens, best first: ``unix:@NAME`` and ``tcp:HOST:PORT``.
+        addresses: where the worker listens, best first: ``unix:@NAME``, ``tcp:HOST:PORT``.
         main: the program that runs as ``__main__``, and the names that it defines: see ``main_identity``.
         max_message_bytes: the largest message that it accepts.
         safe: it reads no pickles.

@@ -9,7 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 
 from rpc.errors import RpcError
 from rpc.lifecycle.own_backend import start_agent
-from rpc.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, AgentOptions, TensorPipeRpcBackendOptions
+from rpc.options import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_RPC_TIMEOUT,
+    AgentOptions,
+    GrpcRpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+)
 
 
 class BackendValue(NamedTuple):
@@ -73,7 +79,11 @@ class BackendType(metaclass=_OpenEnumeration):
 
 BackendType._members = {
     name: BackendType(name, BackendValue(options, start_agent))
-    for name, options in (("FARCALL", AgentOptions), ("TENSORPIPE", TensorPipeRpcBackendOptions))
+    for name, options in (
+        ("FARCALL", AgentOptions),
+        ("TENSORPIPE", TensorPipeRpcBackendOptions),
+        ("GRPC", GrpcRpcBackendOptions),
+    )
 }
 
 

@@ -42,6 +42,7 @@ from rpc.runtime import file_limit
 from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.serialization.exceptions import text_of
 from rpc.serialization.functions import main_identity
+from rpc.transport.registry import load as load_transports
 from rpc.transport.tls import TlsContexts
 from rpc.transport.unix import UnixTransport
 
@@ -105,6 +106,8 @@ def _start(
     on_one_host = options.listen is None and (credential.automatic or is_loopback(host))
     if transports is None and on_one_host and UnixTransport.available:
         transports = ("unix",)  # the kernel knows there whose processes connect
+    if transports is not None:
+        load_transports(transports)
     authenticator = None if token is None else TokenAuthenticator(token)
     tls = None if options.tls is None else TlsContexts.of(options.tls)
     agent = Agent(options, host, port, authenticator=authenticator, transports=transports, tls=tls)

@@ -14,7 +14,7 @@ from rpc.lifecycle import backend_registry
 from rpc.lifecycle.backend_registry import BackendType
 from rpc.lifecycle.logs import show_log
 from rpc.lifecycle.own_backend import start_agent
-from rpc.options import AgentOptions, RpcBackendOptions
+from rpc.options import AgentOptions, GrpcRpcBackendOptions, RpcBackendOptions
 from rpc.rendezvous.init_method import open_store, resolve_group
 from rpc.runtime import file_limit
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
@@ -116,6 +116,10 @@ def _check(
         raise TypeError(
             "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions` or `AgentOptions` "
             f"for {backend!r}, not {options!r}"
+        )
+    if backend is BackendType.GRPC and not isinstance(options, GrpcRpcBackendOptions):
+        raise TypeError(
+            f"`rpc_backend_options` must be `GrpcRpcBackendOptions` for {backend!r}, not {options!r}"
         )
     return backend, options
 

@@ -117,8 +117,8 @@ def probe(member: Member) -> bool | None:
         scheme, _, rest = address.partition(":")
         if scheme == "unix" and here and rest.startswith("@"):
             return _answers(socket.AF_UNIX, b"\0" + rest[1:].encode())
-        if scheme == "tcp":
-            host, _, port = rest.rpartition(":")
+        if scheme in ("tcp", "grpc"):
+            host, _, port = rest.partition("/")[0].rpartition(":")
             host = host.removeprefix("[").removesuffix("]")
             try:
                 family, _, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]

@@ -1,7 +1,8 @@
 """What a transport is: it listens, it connects, and either way yields connections that carry frames.
 
-``unix`` and ``tcp`` each are one file beside this one; both yield the ``StreamConnection`` of ``stream.py``.
-``rpc.testing`` has one in memory. ``registry.py`` finds them by name. An address is ``SCHEME:REST``.
+``unix`` and ``tcp`` each are one file beside this one, gRPC's is ``farcall.transport``; all yield the
+``StreamConnection`` of ``stream.py``. ``rpc.testing`` has one in memory. ``registry.py`` finds them by name.
+An address is ``SCHEME:REST``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from rpc.errors import RpcError
+from rpc.options import RpcBackendOptions
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.tasks import Task
 from rpc.transport.inline_read import InlineReader, Receiver, Spinners
@@ -33,6 +35,7 @@ __all__ = [
     "Listener",
     "QueueFull",
     "SilentOwner",
+    "Tickets",
     "Transport",
     "TransportContext",
 ]
@@ -49,16 +52,31 @@ CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 """Why a connection is lost at whose end the other side has closed it."""
 
 
+class Tickets(Protocol):
+    """What a transport that has a place for it shows when it connects, so that strangers get no further. The
+    handshake asks for a proof all the same.
+    """
+
+    def ticket(self) -> str:
+        """One that is good for this job, in printable ASCII."""
+
+    def is_ticket(self, text: str) -> bool:
+        """Whether a worker of this job has made it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransportContext:
     """What all transports of one agent are made with: its loop, how many bytes may be queued for a peer
-    before callers wait, its threads that spin, and how to encrypt what goes over a network, if at all.
+    before callers wait, its threads that spin, how to encrypt what goes over a network, if at all, what shows
+    that a connection is the job's, and the options, for what is a transport's own affair.
     """
 
     loop: asyncio.AbstractEventLoop
     send_queue_bytes: int
     spinners: Spinners = field(default_factory=Spinners)
     tls: TlsContexts | None = None
+    tickets: Tickets | None = None
+    options: RpcBackendOptions | None = None
 
 
 class ConnectionClosed(RpcError):

@@ -1,7 +1,7 @@
 """Bytes to and from another process, whatever is below: what stream transports are made of.
 
-A ``ByteStream`` is non-blocking, so any thread may use it, and the loop watches its descriptor.
-``SocketStream`` is the one over a socket; one that encrypts would wrap another.
+A ``ByteStream`` is non-blocking, so any thread may use it, and tells the loop when there is something to do.
+``SocketStream`` is the one over a socket, ``TlsStream`` that over one which encrypts; others need no socket.
 
 *System calls that keep the interpreter.* ``socket.send`` lets go of the GIL round the system call, and in a
 process whose other threads compute, it gets the GIL back a switch interval later: milliseconds for a call
@@ -13,8 +13,11 @@ the socket itself, which says whether it would block or is broken. That keeps ``
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import functools
+import os
 import platform
 import select
 import socket
@@ -26,6 +29,7 @@ __all__ = [
     "AVAILABLE",
     "ONE",
     "ByteStream",
+    "DescriptorStream",
     "Number",
     "ReceiveBuffer",
     "SocketStream",
@@ -70,13 +74,23 @@ ONE: Final = ctypes.c_uint64(1)
 class ByteStream(Protocol):
     """An ordered, reliable stream of bytes in both directions. No method blocks."""
 
-    plain: bool
-    """Whether what comes on the descriptor is what ``read_into`` returns, so that a thread may read it
-    itself.
-    """
+    @property
+    def is_flushed(self) -> bool:
+        """Whether what was written is out of this process's hands: nothing that happens to it matters now."""
 
-    def fileno(self) -> int:
-        """The descriptor that is readable, or writable, when there may be something to do."""
+    @property
+    def descriptor(self) -> int | None:
+        """One on which that comes which ``read_into`` returns, so that a thread may receive it there itself;
+        None if there is none.
+        """
+
+    def on_readable(self, callback: Callable[[], object] | None) -> None:
+        """Call this on the loop's thread whenever there may be something to read; None: no more. On that
+        thread, as what follows.
+        """
+
+    def on_writable(self, callback: Callable[[], object] | None) -> None:
+        """As ``on_readable``, for when something may be written, or what was written may be flushed."""
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
         """Write as much as is taken now; returns how many bytes that are. ``OSError`` if the stream is
@@ -88,22 +102,60 @@ class ByteStream(Protocol):
         None if there are none now. ``OSError`` if the stream is broken.
         """
 
+    def shut_down(self) -> None:
+        """Have whoever reads find the end of the stream."""
+
     def close(self) -> None:
-        """Close the descriptor. Nobody may be in another method."""
+        """Let go of it. Nobody may be in another method."""
+
+    def abandon(self) -> None:
+        """In a forked child: let go of what the parent goes on using."""
 
 
-class SocketStream:
-    """A connected stream socket, which it owns. Small writes keep the interpreter."""
+class DescriptorStream:
+    """What streams over a socket have in common: they own it, and the loop watches its descriptor."""
 
-    plain = True
+    is_flushed = True
+    """The kernel has what was written."""
+    descriptor: int | None = None
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.socket = sock
+        self._loop = loop
         self._descriptor = sock.fileno()
 
-    def fileno(self) -> int:
-        return self._descriptor
+    def on_readable(self, callback: Callable[[], object] | None) -> None:
+        if callback is None:
+            self._loop.remove_reader(self._descriptor)
+        else:
+            self._loop.add_reader(self._descriptor, callback)
+
+    def on_writable(self, callback: Callable[[], object] | None) -> None:
+        if callback is None:
+            self._loop.remove_writer(self._descriptor)
+        else:
+            self._loop.add_writer(self._descriptor, callback)
+
+    def shut_down(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def abandon(self) -> None:
+        descriptor = self.socket.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class SocketStream(DescriptorStream):
+    """A connected stream socket, which it owns. Small writes keep the interpreter."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        super().__init__(loop, sock)
+        self.descriptor = self._descriptor
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
         size = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
@@ -122,9 +174,6 @@ class SocketStream:
             return self.socket.recvmsg_into(buffers)[0]
         except (BlockingIOError, InterruptedError):
             return None
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 class ReceiveBuffer:

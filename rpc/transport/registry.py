@@ -18,7 +18,7 @@ from typing import Final, cast
 
 from rpc.transport.base import Transport, TransportContext
 
-__all__ = ["names", "transports"]
+__all__ = ["load", "names", "transports"]
 
 GROUP: Final = "farcall.transports"
 
@@ -27,6 +27,7 @@ Factory = Callable[[TransportContext], Transport]
 _OURS: Final = {
     "unix": "rpc.transport.unix:UnixTransport",
     "tcp": "rpc.transport.tcp:TcpTransport",
+    "grpc": "farcall.transport.transport:GrpcTransport",
 }
 """Best first."""
 
@@ -36,6 +37,17 @@ _BY_DEFAULT: Final = ("unix", "tcp") if sys.platform == "linux" else ("tcp",)
 def names() -> list[str]:
     """All that can be named."""
     return [*_OURS, *(point.name for point in entry_points(group=GROUP) if point.name not in _OURS)]
+
+
+def load(names: Iterable[str]) -> None:
+    """Import what transports of these names need, before anything is begun.
+
+    Raises:
+        ImportError: something is not installed.
+        ValueError: there is none of that name.
+    """
+    for name in names:
+        _find(name)
 
 
 def transports(context: TransportContext, chosen: Iterable[str] | None = None) -> dict[str, Transport]:

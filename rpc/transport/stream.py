@@ -8,8 +8,6 @@ removed, so that no thread can write to a descriptor number that already belongs
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import ssl
 from collections.abc import Sequence
 from functools import partial
@@ -18,9 +16,8 @@ from typing import Final
 from rpc.errors import ProtocolError
 from rpc.transport import byte_stream
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
-from rpc.transport.byte_stream import ReceiveBuffer, SocketStream
+from rpc.transport.byte_stream import ByteStream, ReceiveBuffer
 from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
-from rpc.transport.tls import TlsStream
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import Outgoing, Reassembly, Target
 from rpc.wire.frames import PREAMBLE, Decoder, Frame
@@ -38,10 +35,13 @@ _RELEASE_SECONDS: Final = 0.001
 
 
 class StreamConnection:
-    """Frames over a connected stream socket, which it owns.
+    """Frames over a stream of bytes, which it owns.
 
     ``send``, ``send_small`` and ``flush`` may be called from any thread, everything else on the loop's only.
     Arguments are as for ``WriteQueue``.
+
+    Args:
+        over_network: it may lead over a network, where several connections may get more of it than one does.
     """
 
     owner: ConnectionOwner
@@ -49,19 +49,23 @@ class StreamConnection:
     def __init__(
         self,
         context: TransportContext,
-        sock: socket.socket,
+        stream: ByteStream,
         description: str,
         captured_bytes: int = CAPTURE_ALL,
+        *,
+        over_network: bool = False,
     ) -> None:
         self._loop = loop = context.loop
-        self._stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock)
+        self._stream = stream
         self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES, _HANDSHAKE_RECEIVE_BYTES)
         decoder.arriving.find_target = self._find_target
-        readable = byte_stream.AVAILABLE and self._stream.plain
-        self._scratch = ReceiveBuffer(decoder.scratch) if readable else None
+        self._descriptor = stream.descriptor if byte_stream.AVAILABLE else None
+        self._scratch: ReceiveBuffer | None = None
         self.reader: InlineReader | None = None
-        if AVAILABLE and self._scratch is not None:
-            self.reader = InlineReader(self, sock.fileno(), decoder, self._scratch, context.spinners)
+        if self._descriptor is not None:
+            self._scratch = ReceiveBuffer(decoder.scratch)
+            if AVAILABLE:
+                self.reader = InlineReader(self, self._descriptor, decoder, self._scratch, context.spinners)
         self._queue = WriteQueue(
             loop,
             self._stream,
@@ -77,7 +81,7 @@ class StreamConnection:
         self.send_sign, self.carry = self._queue.send_sign, self._queue.carry
         self.remains = self._queue.remains
         self.malformed = False
-        self.over_network = sock.family in (socket.AF_INET, socket.AF_INET6)
+        self.over_network = over_network
         self.received_anything = False
         self.process: int | None = None
         self._open = True
@@ -95,7 +99,7 @@ class StreamConnection:
     def start(self, owner: ConnectionOwner) -> None:
         """Begin to receive, and send the preamble."""
         self.owner = owner
-        self._loop.add_reader(self._stream.fileno(), self._readable)
+        self._stream.on_readable(self._readable)
         self.send_sign(PREAMBLE)
 
     def set_frame_limits(self, received: int, sent: int) -> None:
@@ -178,9 +182,9 @@ class StreamConnection:
         offset = decoder.scratch_offset
         if not self._open:
             return 0, 0
-        if offset >= 0 and self._scratch is not None:
+        if offset >= 0 and self._scratch is not None and self._descriptor is not None:
             capacity = decoder.scratch_end - offset
-            count = self._scratch.receive(self._stream.fileno(), offset, capacity)
+            count = self._scratch.receive(self._descriptor, offset, capacity)
             if count > 0:
                 return count, capacity
         target = decoder.target
@@ -222,7 +226,7 @@ class StreamConnection:
 
     def _prepare(self) -> None:
         if self._open and self.reader is not None and self.reader.prepare():
-            self._loop.remove_reader(self._stream.fileno())
+            self._stream.on_readable(None)
             self._loop.add_reader(self.reader.watched(), self._readable)
             self._watched_by_epoll = True
 
@@ -266,7 +270,9 @@ class StreamConnection:
         if flush and self._queue.finish():
             self._closing = reason
             return
-        self._loop.remove_reader(self._stream.fileno() if self.reader is None else self.reader.watched())
+        self._stream.on_readable(None)
+        if self._watched_by_epoll and self.reader is not None:
+            self._loop.remove_reader(self.reader.watched())
         with self._queue.lock:
             self._open = False
             self._queue.close()
@@ -275,8 +281,7 @@ class StreamConnection:
             if self.reader is None or self.reader.lease.take(LOOP):
                 self._close_descriptors()
             else:  # the thread that reads notices, and closes them when it has left
-                with contextlib.suppress(OSError):
-                    self._stream.socket.shutdown(socket.SHUT_RDWR)
+                self._stream.shut_down()
         self._decoder.clear()  # the rest of the connection may live until garbage is collected
         self.owner.connection_lost(self, reason)
 
@@ -286,6 +291,4 @@ class StreamConnection:
         if self.reader is not None:
             self.reader.closed = True
             self.reader.close()
-        descriptor = self._stream.socket.detach()
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._stream.abandon()

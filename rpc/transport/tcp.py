@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import sys
 from asyncio.staggered import staggered_race
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any, Final
 
 from rpc.runtime.limited_log import LimitedLog
 from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
+from rpc.transport.byte_stream import DescriptorStream, SocketStream
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
-from rpc.transport.tls import Acceptor, shake_hands
+from rpc.transport.tls import Acceptor, TlsStream, shake_hands
 
 __all__ = ["TcpTransport"]
 
@@ -124,7 +126,12 @@ class TcpTransport:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)
         else:
             _give_up_on_silence(sock)
-        return StreamConnection(self._context, sock, description, CAPTURED_BYTES)
+        stream: DescriptorStream
+        if isinstance(sock, ssl.SSLSocket):
+            stream = TlsStream(self._loop, sock)
+        else:
+            stream = SocketStream(self._loop, sock)
+        return StreamConnection(self._context, stream, description, CAPTURED_BYTES, over_network=True)
 
 
 def _give_up_on_silence(sock: socket.socket) -> None:

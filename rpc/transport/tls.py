@@ -9,15 +9,18 @@ and only the loop's thread reads, since what comes on the socket is not what ``r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import chain
+from typing import Any, Final
 
 from rpc.errors import InvalidOptionError
 from rpc.options import TlsOptions
+from rpc.transport.byte_stream import DescriptorStream
 
 __all__ = ["Acceptor", "TlsContexts", "TlsStream", "shake_hands"]
 
@@ -42,6 +45,8 @@ class TlsContexts:
 
     server: ssl.SSLContext
     client: ssl.SSLContext
+    options: TlsOptions
+    """The files that they were made of."""
 
     @classmethod
     def of(cls, options: TlsOptions) -> TlsContexts:
@@ -57,18 +62,37 @@ class TlsContexts:
                 context.load_verify_locations(options.ca)
             except OSError as error:
                 raise InvalidOptionError(f"{options}: {error.strerror or error}") from error
-        return cls(server, client)
+        return cls(server, client, options)
+
+    def own_name(self) -> str:
+        """The name in this worker's certificate, found by a handshake with oneself: the first DNS name, else
+        the first address, else the common name. ``InvalidOptionError`` if there is none, or the authority
+        has not signed it.
+        """
+        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.client.wrap_bio(to_client, to_server)
+        server = self.server.wrap_bio(to_server, to_client, server_side=True)
+        try:
+            for side in (client, server, client, server):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+            certificate: dict[str, Any] = client.getpeercert() or {}
+        except (ssl.SSLError, ValueError) as error:
+            raise InvalidOptionError(f"{self.options}: the certificate is not good: {error}") from error
+        names = [*certificate.get("subjectAltName", ()), *chain(*certificate.get("subject", ()))]
+        for wanted in ("DNS", "IP Address", "commonName"):
+            for kind, name in names:
+                if kind == wanted:
+                    return str(name)
+        raise InvalidOptionError(f"{self.options}: the certificate names nobody")
 
 
-class TlsStream:
+class TlsStream(DescriptorStream):
     """A ``ByteStream`` over a socket whose TLS handshake is over, which it owns. From any thread."""
 
-    plain = False
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        sock.setblocking(False)
-        self.socket = sock
-        self._descriptor = sock.fileno()
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket) -> None:
+        super().__init__(loop, sock)
+        self.socket: ssl.SSLSocket = sock
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._begun = 0
         """How many bytes ``ssl`` has begun to write: it must be given the same again. They are taken from the
@@ -76,9 +100,6 @@ class TlsStream:
         """
         self._broken: OSError | None = None
         """What the next read raises."""
-
-    def fileno(self) -> int:
-        return self._descriptor
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
         written, total = 0, sum(map(len, pieces))
@@ -116,9 +137,6 @@ class TlsStream:
                     filled += count
                     rest = rest[count:]
         return filled
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def _next(pieces: Sequence[bytes | memoryview], skipped: int, limit: int) -> bytes | memoryview:

@@ -13,6 +13,7 @@ from typing import Final
 
 from rpc.runtime.limited_log import LimitedLog
 from rpc.transport.base import Accepted, TransportContext
+from rpc.transport.byte_stream import SocketStream
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
 
@@ -51,7 +52,7 @@ class UnixTransport:
                 refusals.log(logging.WARNING, "turned away a process of user %d on unix:@%s", user, name)
                 connected.close()
                 return
-            connection = StreamConnection(self._context, connected, f"process {process} on this host")
+            connection = self._connection(connected, f"process {process} on this host")
             connection.process = process or None
             accepted(connection)
 
@@ -71,12 +72,15 @@ class UnixTransport:
             process, user = _peer_process(sock)
             if user != os.geteuid():
                 raise PermissionError(f"{address} belongs to user {user}, not to user {os.geteuid()}")
-            connection = StreamConnection(self._context, sock, address)
+            connection = self._connection(sock, address)
             connection.process = process or None
             return connection
         except BaseException:
             sock.close()
             raise
+
+    def _connection(self, sock: socket.socket, description: str) -> StreamConnection:
+        return StreamConnection(self._context, SocketStream(self._context.loop, sock), description)
 
 
 def _peer_process(sock: socket.socket) -> tuple[int, int]:

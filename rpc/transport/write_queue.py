@@ -221,19 +221,19 @@ class WriteQueue:
                 self.lock.release()
 
     def finish(self) -> bool:
-        """On the loop's thread: call ``emptied`` when everything is written; false if it is, or never will
-        be.
+        """On the loop's thread: call ``emptied`` when everything is written and flushed; false if it is, or
+        never will be.
         """
-        if not self or self.error is not None:
+        if self.error is not None or (not self and self._stream.is_flushed):
             return False
         self._finishing = True
-        self._loop.add_writer(self._stream.fileno(), self._writable)
+        self._stream.on_writable(self._writable)
         return True
 
     def close(self) -> None:
         """On the loop's thread, with ``lock``: nothing more is sent. The caller closes the stream."""
         self._open, self._held_up = False, True
-        self._loop.remove_writer(self._stream.fileno())
+        self._stream.on_writable(None)
         self._forget()
 
     def abandon(self) -> None:
@@ -484,13 +484,13 @@ class WriteQueue:
 
     def _watch(self) -> None:
         if self._open:
-            self._loop.add_writer(self._stream.fileno(), self._writable)
+            self._stream.on_writable(self._writable)
 
     def _writable(self) -> None:
         if not self.lock.acquire(False):
             if not self._finishing:
                 # Leave it to who has the lock, since the event would come again and again meanwhile.
-                self._loop.remove_writer(self._stream.fileno())
+                self._stream.on_writable(None)
                 self._stalled = False
                 self.drain()
             return
@@ -499,10 +499,10 @@ class WriteQueue:
             if not self or self.error is not None:
                 self._stalled = False
                 if not self._finishing:  # else it comes here again until it is closed
-                    self._loop.remove_writer(self._stream.fileno())
+                    self._stream.on_writable(None)
         finally:
             self.lock.release()
         if self and self.error is None:
             self.drain()
-        elif self._finishing:
+        elif self._finishing and (self._stream.is_flushed or self.error is not None):
             self._emptied()

@@ -16,6 +16,7 @@ import torch
 import rpc
 from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
+from tests.support import backend
 from tests.support.serving import WAIT_SECONDS, in_worker0, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
@@ -187,7 +188,7 @@ def test_a_running_call_answers_in_vain_and_leaves_nothing() -> None:
     assert rpc.rpc_sync("worker1", are_freed)
 
 
-@in_worker0(transports=["tcp"])
+@in_worker0(transports=[backend.BETWEEN_HOSTS])
 def test_a_cancelled_method_keeps_its_object_while_its_arguments_are_on_their_way() -> None:
     for _ in range(20):
         rref: rpc.RRef[list[Any]] = rpc.remote("worker1", list)

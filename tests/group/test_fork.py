@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import rpc
 from rpc.errors import ForkedProcessError, WorkerLostError
 from rpc.options import AgentOptions
+from tests.support import backend
 from tests.support.serving import in_worker0, open_gate, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker
@@ -116,6 +117,7 @@ def test_what_a_child_inherits_is_of_no_use_to_it_and_goes_on_here() -> None:
     assert works()
 
 
+@pytest.mark.skipif(backend.NAME == "grpc", reason="gRPC cannot be used in a forked child")
 @in_worker0()
 def test_a_child_may_start_an_agent_of_its_own(worker: Worker) -> None:
     def join() -> int:

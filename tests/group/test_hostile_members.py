@@ -17,12 +17,15 @@ from rpc.bulk.shared_memory.packing import Message, pack
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
 from rref.requests import CREATE, name_creation
+from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.serving import open_gate, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, WorkerProcess, Workers
 from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
+
+pytestmark = backend.over_sockets
 
 PREFIX = struct.Struct("<QQIIB3x")
 """Of a frame: body length, call id, header length, segment count, kind."""

@@ -14,6 +14,7 @@ import torch
 
 import rpc
 from rpc.errors import RemoteError, RpcTimeoutError, SerializationError
+from tests.support import backend
 from tests.support.orders import ask, dismiss, start_followers
 from tests.support.serving import WAIT_SECONDS, first_of, in_group, in_worker0, serve
 from tests.support.transfers import ACROSS, MIB, begin_to_send, echo, small_call, total, waiting
@@ -181,6 +182,7 @@ def test_sending_takes_no_memory_and_receiving_takes_it_once(run_workers: RunWor
         here, there = peak(), rpc.rpc_sync("worker1", peak)
         rpc.rpc_sync("worker1", torch.numel, args=(tensor,))
         assert peak() - here < size // 8
-        assert rpc.rpc_sync("worker1", peak) - there < size + size // 8
+        allowed = size // 4 if backend.NAME == "grpc" else size // 8  # gRPC keeps some 20 MB on their way
+        assert rpc.rpc_sync("worker1", peak) - there < size + allowed
 
     first_of(run_workers, task, **ACROSS)

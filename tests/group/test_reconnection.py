@@ -13,6 +13,7 @@ import dist_autograd
 import rpc
 from rpc.errors import MessageLostError
 from rpc.runtime.current import current_agent
+from tests.support import backend
 from tests.support.cutting import cut, cutting, until_cut
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
@@ -49,7 +50,7 @@ def call_while_cut(worker: Worker, transport: str) -> None:
         worker.report("done")
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", [backend.NAME] if backend.NAME else ["unix", "tcp"])
 def test_calls_in_flight_run_exactly_once_however_often_their_connection_breaks(
     run_workers: RunWorkers, transport: str
 ) -> None:
@@ -113,7 +114,7 @@ def total(tensor: torch.Tensor) -> float:
 
 def send_large_while_cut(worker: Worker, stripes: int) -> None:
     """Over a network, as it were: nothing goes through shared memory."""
-    options = {"transports": ["tcp"], "shared_memory_bytes": 0, "tcp_stripes": stripes}
+    options = {"transports": [backend.BETWEEN_HOSTS], "shared_memory_bytes": 0, "tcp_stripes": stripes}
     with worker.group(rpc_timeout=0, **options):
         if worker.rank:
             worker.wait_for("done")
@@ -146,7 +147,7 @@ def test_a_large_message_arrives_whole_or_its_call_says_what_became_of_it(
 
 def exchange_bulk_while_cut(worker: Worker) -> None:
     """What collectives between hosts are made of."""
-    with worker.group(rpc_timeout=0, transports=["tcp"], shared_memory_bytes=0):
+    with worker.group(rpc_timeout=0, transports=[backend.BETWEEN_HOSTS], shared_memory_bytes=0):
         agent = current_agent()
         other = agent.peer(f"worker{1 - worker.rank}")
         for number in range(60):

@@ -18,6 +18,7 @@ from rpc.serialization import neutral as neutral_codec
 from rpc.serialization.codecs import NEUTRAL, PICKLE
 from rpc.serialization.pickler import Reducers
 from rpc.wire.frames import Kind
+from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.refusals import refused
 from tests.support.serving import in_group, serve
@@ -335,6 +336,7 @@ def attack(worker: Worker) -> list[str]:
         return list(rpc.rpc_sync("worker0", what_ran))
 
 
+@backend.over_sockets
 def test_hostile_messages_do_not_run(run_workers: RunWorkers) -> None:
     workers = run_workers.start(join_late, 1)
     workers[0].wait_for("ready")

@@ -8,6 +8,7 @@ import torch
 
 import rpc
 from rpc.bulk.shared_memory import exchange
+from tests.support import backend
 from tests.support.serving import in_worker0
 from tests.support.shared_memory import (
     arriving_in_segment,
@@ -63,6 +64,7 @@ def test_all_kinds_of_tensors_arrive() -> None:
                 assert sent.requires_grad == back.requires_grad, kind
 
 
+@backend.over_sockets  # until memory is shared, a network's transport sends large tensors from where they are
 @in_worker0()
 def test_arguments_are_captured_when_the_call_returns() -> None:
     send_through_segments("worker1", 4 * MIB)

@@ -21,6 +21,7 @@ import rpc
 from rpc.errors import WorkerLostError
 from rpc.group.connection_state import State
 from rpc.runtime.current import current_agent
+from tests.support import backend
 from tests.support.serving import wait_at_gate
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
@@ -137,6 +138,7 @@ def first_contact(worker: Worker) -> None:
         assert future.wait() == 2
 
 
+@backend.over_sockets  # of a stopped process, whose kernel goes on accepting
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(25.0, marks=pytest.mark.nightly)])
 def test_the_first_contact_may_find_a_stopped_worker(run_workers: RunWorkers, seconds: float) -> None:
     workers = run_workers.start(first_contact, 2)

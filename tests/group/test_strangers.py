@@ -19,10 +19,13 @@ import rpc
 from rpc.bulk.striping import _Lanes
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import PREAMBLE, Kind
+from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.serving import first_of, in_group, serve
 from tests.support.transfers import ACROSS, MIB
 from tests.support.workers import RunWorkers, Worker, WorkerProcess
+
+pytestmark = backend.over_sockets
 
 TOKEN = "a token that only the tests know"
 

@@ -17,11 +17,14 @@ import torch
 import rpc
 from benchmarks.striping import limit_connections
 from rpc.errors import MessageLostError
+from tests.support import backend
 from tests.support.orders import ask, dismiss, follow_orders, start_followers
 from tests.support.serving import first_of, in_group, report
 from tests.support.streams import until
 from tests.support.transfers import ACROSS, MIB, all_are_lost, begin_to_send, echo, small_call, total
 from tests.support.workers import RunWorkers, Worker
+
+pytestmark = backend.over_sockets
 
 STRIPED: dict[str, Any] = {**ACROSS, "tcp_stripes": 4}
 

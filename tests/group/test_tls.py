@@ -9,6 +9,7 @@ import torch
 
 import rpc
 from rpc.errors import WorkerLostError
+from tests.support import backend
 from tests.support.certificates import Authority
 from tests.support.serving import first_of
 from tests.support.transfers import ACROSS, MIB, echo
@@ -48,6 +49,7 @@ def call_with(worker: Worker, folder: str, names: list[str]) -> str:
         rpc.shutdown(graceful=False)
 
 
+@backend.over_sockets
 def test_a_worker_whose_certificate_is_another_authoritys_is_cut_off(
     run_workers: RunWorkers, tmp_path: Path
 ) -> None:

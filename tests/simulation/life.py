@@ -78,7 +78,9 @@ class Plan:
             deeds.append(Deed(chance.random() * seconds, what, chance.getrandbits(32), length))
 
         many, faults = (2 * workers, 30) if workers else (pick((20, 50, 100)), pick((0, 2, 6, 12)))
-        weights = pick(({"call": 8, "create": 3, "own": 2, "touch": 3, "release": 4}, dict.fromkeys(PROGRAMS, 1)))
+        weights = pick(
+            ({"call": 8, "create": 3, "own": 2, "touch": 3, "release": 4}, dict.fromkeys(PROGRAMS, 1))
+        )
         for what in chance.choices(list(weights), list(weights.values()), k=many):
             add(what)
         silence = patience * (2.0 if excused else 0.4)
@@ -280,7 +282,9 @@ class _Seen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        self._truth.broken(f"{self._truth.current} logs: {record.getMessage()}{f': {error!r}' if error else ''}")
+        self._truth.broken(
+            f"{self._truth.current} logs: {record.getMessage()}{f': {error!r}' if error else ''}"
+        )
 
 
 @contextmanager
@@ -300,5 +304,3 @@ def _errors_seen(truth: Truth) -> Iterator[None]:
             each.removeHandler(seen)
             each.setLevel(level)
             each.propagate = propagate
-
-

@@ -124,5 +124,3 @@ def _some(truth: Truth, here: Worker, chance: Random, count: int) -> list[tuple[
     """So many references of a program, or fewer, which it may pass on."""
     usable = [(tag, ref) for tag, ref in truth.held[here] if is_usable(ref)]
     return chance.sample(usable, min(count, len(usable)))
-
-

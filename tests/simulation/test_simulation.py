@@ -153,5 +153,3 @@ def test_it_is_noticed_when(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_worker_costs_others_does_not_grow_with_the_square() -> None:
     assert too_steep([*measure(8), *measure(32)]) == []
-
-

@@ -11,6 +11,7 @@ from typing import Any
 
 from rpc.runtime.loop import LoopThread
 from rpc.transport.base import Connection, SilentOwner, TransportContext
+from rpc.transport.byte_stream import SocketStream
 from rpc.transport.stream import StreamConnection
 from rpc.wire.frames import PREAMBLE, Decoder, Frame, encode
 
@@ -80,7 +81,7 @@ def open_connection(
 
     def start() -> StreamConnection:
         context = TransportContext(asyncio.get_running_loop(), send_queue_bytes)
-        connection = StreamConnection(context, sock, "the peer")
+        connection = StreamConnection(context, SocketStream(context.loop, sock), "the peer")
         connection.set_frame_limits(1 << 30, 1 << 30)
         connection.start(owner)
         return connection

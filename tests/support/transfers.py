@@ -9,9 +9,10 @@ import torch
 
 import rpc
 from rpc.errors import RpcError, WorkerLostError
+from tests.support import backend
 
 MIB = 1 << 20
-ACROSS: dict[str, Any] = {"transports": ["tcp"], "shared_memory_bytes": 0}
+ACROSS: dict[str, Any] = {"transports": [backend.BETWEEN_HOSTS], "shared_memory_bytes": 0}
 """Options of workers that are to behave as if they were on different hosts."""
 
 waiting: list[rpc.Future[Any]] = []

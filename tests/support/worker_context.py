@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from tests.support import backend
+
 
 @dataclass(frozen=True)
 class WorkerSpec:
@@ -93,13 +95,11 @@ class Worker:
     def join(self, **options: Any) -> None:
         """Joins the run's RPC group, and leaves the leaving to the test; options as for :meth:`group`."""
         import rpc
-        from rpc.options import AgentOptions
 
         # The rendezvous ends before the run does: its error says more.
         given: dict[str, Any] = {"init_method": self.init_method, "rendezvous_timeout": 15.0}
         size = None if options.get("dynamic") else self.world_size
-        backend_options = AgentOptions(**given | options)
-        rpc.init_rpc(self.name, rank=self.rank, world_size=size, rpc_backend_options=backend_options)
+        rpc.init_rpc(self.name, rank=self.rank, world_size=size, **backend.use(given | options))
 
     def post(self, message: tuple[Any, ...]) -> None:
         """Sends one message of the fixture's own protocol."""
@@ -130,6 +130,7 @@ def worker_main(descriptor: int) -> int:
     spec: WorkerSpec = cloudpickle.loads(channel.recv_bytes())
     worker = _current = Worker(spec, channel)
     os.chdir(spec.folder)
+    backend.make_default()
     _seed(spec.rank)
     try:
         function: Callable[..., Any]

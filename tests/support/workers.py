@@ -35,7 +35,7 @@ from typing import Any, TypeAlias
 import cloudpickle
 import pytest
 
-from tests.support import leftovers
+from tests.support import backend, leftovers
 from tests.support.fork_server import ForkServer
 from tests.support.worker_context import Worker, WorkerSpec, current_worker, worker_main
 from tests.support.worker_process import Failure, WorkerProcess, WorkersFailed
@@ -69,6 +69,7 @@ PRELOADED = (
     "farcall.compat",
     "spmd",
     "spmd.engine.start",
+    *backend.PRELOADED,
 )
 
 

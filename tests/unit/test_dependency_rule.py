@@ -54,11 +54,15 @@ ROOMS = (
 REPLACED = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_rpc")
 """PyTorch's own, which must not be needed."""
 
-HEAVY_AT_IMPORT = ("sklearn", "scipy", "torch._dynamo", "torch._inductor")
+HEAVY_AT_IMPORT = ("sklearn", "scipy", "grpc", "torch._dynamo", "torch._inductor")
 """What importing the packages must not bring along, beyond what ``import torch`` does."""
 
-SERVING = ROOT / "farcall" / "serving"
-"""What needs the extra ``serve``."""
+WITH_EXTRAS = {
+    ROOT / "farcall" / "serving": ("grpc", "serve"),
+    ROOT / "farcall" / "transport": ("grpc",),
+    ROOT / "farcall" / "grpc_server.py": ("grpc",),
+}
+"""What needs extras, and which."""
 
 OTHER_NAMES = {
     "googleapis-common-protos": "google",
@@ -240,10 +244,13 @@ def test_what_a_file_imports_is_installed_with_the_distribution() -> None:
     """Else it is missing wherever nothing else happens to have brought it along."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = {*sys.stdlib_module_names, *MAY_IMPORT, *imported_as(project["dependencies"]), "farcall_guard"}
-    with_extra = known | imported_as(project["optional-dependencies"]["serve"])
-    assert not offences(
-        lambda path, name: name not in (with_extra if path.is_relative_to(SERVING) else known)
-    )
+    extras = project["optional-dependencies"]
+
+    def may_import(path: Path) -> set[str]:
+        needed = (names for place, names in WITH_EXTRAS.items() if path.is_relative_to(place))
+        return known.union(*(imported_as(extras[name]) for names in needed for name in names))
+
+    assert not offences(lambda path, name: name not in may_import(path))
 
 
 def imported_as(requirements: list[str]) -> set[str]:

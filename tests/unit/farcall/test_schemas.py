@@ -78,7 +78,7 @@ def test_names_are_written_as_is_usual(schemas: list[descriptor_pb2.FileDescript
 
 def test_each_method_has_messages_of_its_own(schemas: list[descriptor_pb2.FileDescriptorProto]) -> None:
     services = [service for file in schemas for service in file.service]
-    assert [service.name for service in services] == ["FarcallService"]
-    for method in services[0].method:
+    assert [service.name for service in services] == ["FarcallService", "WorkerService"]
+    for method in (method for service in services for method in service.method):
         assert method.input_type == f".farcall.v1.{method.name}Request"
         assert method.output_type == f".farcall.v1.{method.name}Response"

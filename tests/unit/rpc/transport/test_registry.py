@@ -35,7 +35,7 @@ def test_a_transport_of_another_package_is_there_when_it_is_named(context: Trans
     made = transports(context, ["pigeon", "tcp"])
     assert list(made) == ["tcp", "pigeon"]
     assert made["pigeon"].context is context  # type: ignore[attr-defined]
-    assert names() == ["unix", "tcp", "pigeon"]
+    assert names() == ["unix", "tcp", "grpc", "pigeon"]
 
 
 def test_ours_come_best_first_in_whatever_order_they_are_named(context: TransportContext) -> None:
@@ -45,5 +45,5 @@ def test_ours_come_best_first_in_whatever_order_they_are_named(context: Transpor
 
 @pytest.mark.usefixtures("package")
 def test_an_unknown_name_is_an_error_that_says_what_there_is(context: TransportContext) -> None:
-    with pytest.raises(ValueError, match="there is no transport 'smoke': there are unix, tcp, pigeon"):
+    with pytest.raises(ValueError, match="there is no transport 'smoke': there are unix, tcp, grpc, pigeon"):
         transports(context, ["tcp", "smoke"])

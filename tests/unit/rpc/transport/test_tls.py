@@ -11,6 +11,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,9 @@ from tests.support.certificates import Authority
 from tests.support.streams import SOON, Recorder, Sockets, send, until
 
 LIMIT = 1 << 30
+
+NO_LOOP: Any = None
+"""Nothing waits for these streams."""
 
 
 class Side:
@@ -148,7 +152,7 @@ def test_what_is_sent_cannot_be_read_on_the_network(
 
     thread = threading.Thread(target=shake_hands)
     thread.start()
-    stream = TlsStream(contexts.client.wrap_socket(client_side))
+    stream = TlsStream(NO_LOOP, contexts.client.wrap_socket(client_side))
     thread.join(SOON)
     with contextlib.closing(stream):
         assert stream.write([b"a secret", b" in two pieces"]) == 22
@@ -171,7 +175,7 @@ def test_a_write_that_is_not_taken_goes_on_with_the_same_bytes(
     server.start()
     client = contexts.client.wrap_socket(near)
     server.join(SOON)
-    stream, (other,) = TlsStream(client), done
+    stream, (other,) = TlsStream(NO_LOOP, client), done
     data = random.Random(2).randbytes(1 << 20)
     received = bytearray()
 
@@ -280,7 +284,7 @@ def connected(authority: Authority, sockets: Sockets, buffer: int) -> tuple[TlsS
     server.start()
     client = contexts.client.wrap_socket(near)
     server.join(SOON)
-    return TlsStream(client), done[0]
+    return TlsStream(NO_LOOP, client), done[0]
 
 
 def test_memory_of_the_caller_may_change_while_its_bytes_wait(authority: Authority, sockets: Sockets) -> None:
@@ -318,7 +322,7 @@ def test_what_came_before_the_connection_broke_is_not_lost(authority: Authority,
     socket.socket.sendall(other, forged)
     message, behind = bytearray(20), bytearray(100)
     buffers = [memoryview(message), memoryview(behind)]
-    select.select([stream], [], [], SOON)
+    select.select([stream.socket], [], [], SOON)
     assert stream.read_into(buffers) == 20
     assert message == b"the end of a message"
     with pytest.raises(ssl.SSLError):

@@ -28,16 +28,9 @@ class Loop:
 
     def __init__(self) -> None:
         self.soon: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self.writer: Callable[[], object] | None = None
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: Any) -> None:
         self.soon.append((callback, arguments))
-
-    def add_writer(self, descriptor: int, callback: Callable[[], object]) -> None:
-        self.writer = callback
-
-    def remove_writer(self, descriptor: int) -> None:
-        self.writer = None
 
     def run(self) -> None:
         """Do what is to be done now."""
@@ -54,17 +47,28 @@ class Stream:
         within: called once, by the next write, before it takes anything.
     """
 
-    plain = False
+    is_flushed = True
+    descriptor: int | None = None
 
     def __init__(self, room: float = float("inf")) -> None:
+        self.writer: Callable[[], object] | None = None
         self.room = room
         self.taken = bytearray(PREAMBLE)
         self.writes: list[int] = []
         self.error: OSError | None = None
         self.within: Callable[[], object] = int
 
-    def fileno(self) -> int:
-        return 7
+    def on_readable(self, callback: Callable[[], object] | None) -> None:
+        pass
+
+    def on_writable(self, callback: Callable[[], object] | None) -> None:
+        self.writer = callback
+
+    def shut_down(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
 
     def read_into(self, buffers: Sequence[memoryview]) -> int | None:
         return None
@@ -115,8 +119,8 @@ class Queue:
         """The stream takes so much more, and the loop goes on."""
         self.stream.room = room
         self.loop.run()
-        while self.stream.room and self.loop.writer is not None and self.queue:
-            self.loop.writer()
+        while self.stream.room and self.stream.writer is not None and self.queue:
+            self.stream.writer()
             self.loop.run()
 
     def arrived(self) -> list[Frame]:
@@ -166,7 +170,7 @@ def test_whatever_the_stream_takes_at_a_time_all_arrives_and_what_is_small_in_or
     small = [number for number in queue.numbers() if sizes[number] <= 70_000]
     assert small == sorted(small)
     assert not queue.queue
-    assert queue.loop.writer is None
+    assert queue.stream.writer is None
 
 
 @pytest.mark.parametrize("where", ["a finalizer", "another thread"])
@@ -198,7 +202,7 @@ def test_what_is_left_to_the_loop_while_it_writes_is_sent() -> None:
     queue.stream.within = lambda: queue.send(2)
     queue.give_room()
     assert queue.numbers() == [1, 2]
-    assert queue.loop.writer is None
+    assert queue.stream.writer is None
 
 
 def test_while_the_stream_takes_nothing_only_the_loop_writes() -> None:
@@ -215,11 +219,11 @@ def test_the_loop_leaves_to_a_thread_that_has_the_lock_what_it_finds_it_writing(
     queue = Queue(room=5)
     queue.send(1)
     queue.loop.run()
-    writer = queue.loop.writer
+    writer = queue.stream.writer
     assert writer is not None
     with queue.queue.lock:
         writer()
-        assert queue.loop.writer is None  # else it would be called again and again
+        assert queue.stream.writer is None  # else it would be called again and again
     queue.stream.room = 1000
     queue.queue.drain()
     assert queue.numbers() == [1]
@@ -433,8 +437,8 @@ def test_who_waits_until_all_is_written_is_told_though_another_thread_wrote_it()
     queue.coalesce(1)
     assert queue.queue.finish()
     queue.queue.drain()
-    assert queue.loop.writer is not None
-    queue.loop.writer()
+    assert queue.stream.writer is not None
+    queue.stream.writer()
     assert queue.told == ["emptied"]
 
 

@@ -1,0 +1,275 @@
+"""The backend GRPC in real processes: what works over it, and what goes wrong as it does over TCP.
+
+``make test-grpc`` runs the other tests of groups over it as well.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dist_autograd
+import rpc
+from rpc.errors import WorkerLostError
+from rpc.runtime.current import current_agent
+from tests.support import backend
+from tests.support.certificates import Authority
+from tests.support.relay import Relay
+from tests.support.serving import serve, wait_at_gate
+from tests.support.transfers import MIB, echo
+from tests.support.workers import RunWorkers, Worker
+
+TOKEN = "a token that only the tests know"
+
+
+def join(worker: Worker, **options: Any) -> None:
+    given = {"init_method": worker.init_method, "rendezvous_timeout": 15.0, "shared_memory_bytes": 0}
+    arguments = backend.use(given | options, "grpc")
+    rpc.init_rpc(worker.name, rank=worker.rank, world_size=worker.world_size, **arguments)
+
+
+def ways_to_work(worker: Worker, options: dict[str, Any]) -> list[str]:
+    """Uses a bit of everything; returns where the workers listen."""
+    join(worker, **options)
+    addresses = list(current_agent().addresses)
+    if worker.rank == 0:
+        large = torch.arange(4 * MIB)
+        futures = [rpc.rpc_async("worker1", echo, args=(large,)) for _ in range(2)]
+        assert [rpc.rpc_sync("worker1", echo, args=(number,)) for number in range(100)] == list(range(100))
+        assert all(torch.equal(future.wait(), large) for future in futures)
+        assert rpc.remote("worker1", echo, args=(large,)).to_here().equal(large)
+        with pytest.raises(ZeroDivisionError):
+            rpc.rpc_sync("worker1", divmod, args=(1, 0))
+        weight = torch.ones(3, requires_grad=True)
+        with dist_autograd.context() as context:
+            product = rpc.rpc_sync("worker1", torch.mul, args=(weight, 3 * torch.ones(3)))
+            dist_autograd.backward(context, [product.sum()])
+            assert dist_autograd.get_gradients(context)[weight].equal(3 * torch.ones(3))
+    rpc.shutdown()
+    return addresses
+
+
+def test_calls_tensors_references_and_gradients_go_over_grpc(run_workers: RunWorkers) -> None:
+    for (address,) in run_workers(ways_to_work, 2, args=({},)):
+        assert re.fullmatch(r"grpc:127\.0\.0\.1:\d+", address)
+
+
+def test_certificates_are_checked_on_both_sides_and_known_by_name(
+    run_workers: RunWorkers, tmp_path: Path
+) -> None:
+    tls = Authority(tmp_path).issue(host="trainer.test")
+    for (address,) in run_workers(ways_to_work, 2, args=({"tls": tls, "token": TOKEN},)):
+        assert re.fullmatch(r"grpc:127\.0\.0\.1:\d+/trainer\.test", address)
+
+
+def call_with(worker: Worker, folder: str, names: list[str]) -> str:
+    cert, key = (f"{folder}/{names[worker.rank]}.{what}.pem" for what in ("cert", "key"))
+    ca = f"{folder}/{names[worker.rank]}.ca.pem"
+    join(worker, tls=rpc.TlsOptions(cert, key, ca), token=TOKEN)
+    try:
+        if worker.rank == 0:
+            worker.wait_for("end")
+            return ""
+        with pytest.raises(WorkerLostError) as caught:
+            rpc.rpc_sync("worker0", echo, args=(1,))
+        return str(caught.value)
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+@pytest.mark.nightly
+def test_a_worker_whose_certificate_is_another_authoritys_is_cut_off(
+    run_workers: RunWorkers, tmp_path: Path
+) -> None:
+    for name in ("ours", "theirs"):
+        Authority(tmp_path, name).issue()
+    workers = run_workers.start(call_with, 2, args=(str(tmp_path), ["ours", "theirs"]))
+    said = workers[1].result()
+    workers[0].tell("end")
+    assert "worker 'worker0' (id 0) is gone: " in said
+    assert "no TLS with it" in said
+
+
+def join_with(worker: Worker, tls: rpc.TlsOptions) -> str:
+    with pytest.raises(rpc.errors.InvalidOptionError) as caught:
+        join(worker, tls=tls, token=TOKEN)
+    return str(caught.value)
+
+
+def test_a_certificate_that_the_own_authority_has_not_signed_is_refused_at_once(
+    run_workers: RunWorkers, tmp_path: Path
+) -> None:
+    wrong = Authority(tmp_path, "theirs").issue(ca=Authority(tmp_path, "ours").certificate)
+    (said,) = run_workers(join_with, 1, args=(wrong,))
+    assert "the certificate is not good" in said
+
+
+# ---- strangers
+
+
+def come_without_a_ticket(worker: Worker) -> dict[str, Any]:
+    """What a stranger hears at this worker's port: of each way to speak to it, status and answer."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+    from farcall.transport.transport import SERVICE
+
+    join(worker, token=TOKEN)
+    agent = current_agent()
+    at = agent.addresses[0].removeprefix("grpc:")
+    said: dict[str, Any] = {}
+    with grpc.insecure_channel(at) as channel:
+        connect = channel.stream_stream(f"/{SERVICE}/Connect")
+        good = agent.connections.authenticator.ticket()
+        for name, ticket, message in (
+            ("none", None, b""),
+            ("made up", "00" * 64, b""),
+            ("none at all", "x", b""),
+            ("garbage", good, b"\xff" * 100),
+            ("garbage within", good, b"\x0a\x04GET "),
+        ):
+            metadata = () if ticket is None else (("farcall-ticket", ticket),)
+            call = connect(iter([message]), metadata=metadata, timeout=20)
+            try:
+                said[name] = b"".join(call), call.code().name
+            except grpc.RpcError as error:
+                said[name] = error.code().name
+        probe = health_pb2.HealthCheckRequest(service=SERVICE)
+        said["health"] = health_pb2_grpc.HealthStub(channel).Check(probe, timeout=20).status
+        said["services"] = list(ProtoReflectionDescriptorDatabase(channel).get_services())
+    rpc.shutdown()
+    return said
+
+
+def test_strangers_are_told_that_a_worker_is_there_and_nothing_else(run_workers: RunWorkers) -> None:
+    (said,) = run_workers(come_without_a_ticket, 1)
+    assert {said[name] for name in ("none", "made up", "none at all")} == {"UNAUTHENTICATED"}
+    for name in ("garbage", "garbage within"):
+        answer, status = said[name]
+        assert status == "OK"
+        assert len(answer) < 32  # the preamble
+    assert said["health"] == 1
+    assert "farcall.v1.WorkerService" in said["services"]
+
+
+# ---- faults
+
+
+def wait_for_the_other(worker: Worker, options: dict[str, Any]) -> str:
+    join(worker, rpc_timeout=0, **options)
+    if worker.rank:
+        worker.wait_for("never")
+    try:
+        with pytest.raises(WorkerLostError) as caught:
+            rpc.rpc_sync("worker1", wait_at_gate)
+        return str(caught.value)
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+def test_the_death_of_a_worker_is_noticed_at_once(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(wait_for_the_other, 2, args=({"lost_after": 0},))
+    workers[1].wait_for("at the gate")
+    workers[1].kill()
+    said = workers[0].result()
+    assert "the connection was closed by the other side without a goodbye; its process has died" in said
+
+
+@pytest.mark.nightly
+def test_a_stopped_worker_is_lost_within_the_bound(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(wait_for_the_other, 2, args=({"lost_after": 2},))
+    workers[1].wait_for("at the gate")
+    workers[1].stop()
+    assert "it has given no sign of life for 2 s" in workers[0].result()
+    workers[1].kill()
+
+
+_counts: dict[int, int] = {}
+
+
+def count(number: int) -> int:
+    _counts[number] = _counts.get(number, 0) + 1
+    return number
+
+
+def counted() -> dict[int, int]:
+    return _counts
+
+
+def call_through_a_relay(worker: Worker, port: int) -> int:
+    """Worker 1 is reached through a relay, which resets connections; returns how many calls were made."""
+    join(worker, rpc_timeout=0, advertise=f"127.0.0.1:{port}" if worker.rank else None)
+    if worker.rank:
+        from farcall.transport.transport import GrpcListener
+
+        (listener,) = (
+            each for each in current_agent().connections.connections([]) if isinstance(each, GrpcListener)
+        )
+        worker.report("listening", listener.port)
+        worker.wait_for("done")
+    made = 0
+    if not worker.rank:
+        worker.wait_for("go")
+        for _ in range(5):
+            futures = [rpc.rpc_async("worker1", count, args=(made + index,)) for index in range(50)]
+            worker.report("calling")
+            assert [future.wait() for future in futures] == list(range(made, made + 50))
+            made += 50
+        assert rpc.rpc_sync("worker1", counted) == dict.fromkeys(range(made), 1)
+        worker.report("done")
+    rpc.shutdown()
+    return made
+
+
+def test_connections_that_a_proxy_resets_are_made_again_and_calls_run_once(run_workers: RunWorkers) -> None:
+    with Relay() as relay:
+        workers = run_workers.start(call_through_a_relay, 2, args=(relay.port,))
+        relay.target = workers[1].wait_for("listening")
+        workers[0].tell("go")
+        resets = 0
+        for _ in range(5):
+            workers[0].wait_for("calling")
+            resets += relay.reset()
+        workers[0].wait_for("done")
+        workers[1].tell("done")
+        assert workers.results()[0] == 250
+        assert resets
+
+
+# ---- who does not ask for it
+
+
+def modules_of_grpc(worker: Worker) -> list[str]:
+    serve(worker)
+    return [name for name in sys.modules if name.partition(".")[0] == "grpc"]
+
+
+@pytest.mark.skipif(backend.NAME == "grpc", reason="here everything goes over gRPC")
+def test_the_default_backend_does_not_import_grpc(run_workers: RunWorkers) -> None:
+    assert run_workers(modules_of_grpc, 1) == [[]]
+
+
+def listen_twice(worker: Worker) -> str:
+    join(worker, token=TOKEN)
+    taken = current_agent().addresses[0].rpartition(":")[2]
+    rpc.shutdown()
+    with (
+        socket.create_server(("127.0.0.1", int(taken))),
+        pytest.raises(OSError, match=r"cannot listen on '127\.0\.0\.1', port \d+: .*in use"),
+    ):
+        join(worker, token=TOKEN, listen=f"127.0.0.1:{taken}")
+    join(worker, token=TOKEN, listen=f"127.0.0.1:{taken}", init_method=worker.init_method + "-2")
+    address = current_agent().addresses[0]
+    rpc.shutdown()
+    return "" if address.endswith(taken) else address
+
+
+def test_a_port_that_is_taken_is_named_and_one_that_is_free_again_can_be_had(run_workers: RunWorkers) -> None:
+    assert run_workers(listen_twice, 1) == [""]

@@ -1,0 +1,71 @@
+"""A proxy of TCP between workers, which a test can have reset all connections."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from typing import Self
+
+__all__ = ["Relay"]
+
+
+class Relay:
+    """Listens on loopback, and passes what comes on to ``target``, a port, once that is known.
+
+    A context manager, which ends its threads.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.target = 0
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.reset()
+        for thread in self._threads:
+            thread.join()
+
+    def reset(self) -> int:
+        """Break all connections, so that both sides are told by their kernels; returns how many."""
+        pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for each in pair:
+                with contextlib.suppress(OSError):
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    each.shutdown(socket.SHUT_RD)  # wakes the thread that receives
+                each.close()
+        return len(pairs)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:
+                    near.close()
+                    continue
+                self._pairs.append((near, far))
+                self._start(self._pass_on, near, far)
+                self._start(self._pass_on, far, near)
+
+    def _start(self, target: object, *args: socket.socket) -> None:
+        thread = threading.Thread(target=target, args=args)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
