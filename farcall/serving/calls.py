@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -20,9 +20,14 @@ from farcall.serving.errors import details_of, status_of, text_of
 from farcall.serving.host import Host
 from farcall.values import Malformed
 
-__all__ = ["Caller", "Calls", "parse"]
+__all__ = ["Caller", "Calls", "beside_the_loop", "parse"]
 
 M = TypeVar("M", bound=Message)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_AT_ONCE_BYTES: Final = 64 << 10
+"""So much is read in less than a handful of milliseconds, whatever it says."""
 
 _DETAILS: Final = "grpc-status-details-bin"
 _NOT_SERVED: Final = "-"
@@ -53,6 +58,15 @@ def parse(kind: type[M], request: bytes) -> M:
         return kind.FromString(request)
     except (DecodeError, UnicodeDecodeError) as error:
         raise Malformed(f"the request is no {kind.DESCRIPTOR.full_name}: {error}") from None
+
+
+async def beside_the_loop(size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What a function returns that reads or writes about ``size`` bytes: of many, on a thread, so that others
+    need not wait for a message of a million values.
+    """
+    if size <= _AT_ONCE_BYTES:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 class Calls:

@@ -17,7 +17,7 @@ import torch
 
 import farcall
 from farcall.kserve import inference_pb2 as pb
-from farcall.serving.calls import Caller, Calls, parse
+from farcall.serving.calls import Caller, Calls, beside_the_loop, parse
 from farcall.serving.endpoint import Endpoint, TensorSpec
 from farcall.serving.errors import Unknown
 from farcall.serving.host import Host
@@ -104,10 +104,10 @@ class _Service:
         )
 
     async def infer(self, request: bytes, caller: Caller) -> pb.ModelInferResponse:
-        message = parse(pb.ModelInferRequest, request)
+        message = await beside_the_loop(len(request), parse, pb.ModelInferRequest, request)
         caller.served = message.model_name
         endpoint = self._host.find(message.model_name, streams=False)
-        inputs = _inputs(message)
+        inputs = await beside_the_loop(len(request), _inputs, message)
         names = endpoint.signature.parameters if endpoint.signature else endpoint.inputs
         by_name = any(name in names for name in inputs)
         args, kwargs = ([], inputs) if by_name else (list(inputs.values()), {})

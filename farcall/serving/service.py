@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import grpc
+import torch
 
 import farcall
-from farcall.serving.calls import Caller, Calls, parse
+from farcall.serving.calls import Caller, Calls, beside_the_loop, parse
 from farcall.serving.endpoint import Endpoint, TensorSpec
 from farcall.serving.errors import details_of
 from farcall.serving.host import Host
@@ -29,6 +30,9 @@ _STARS: Final[dict[object, str]] = {
 }
 
 _TENSORS: Final = TorchTensors()
+
+_BYTES_OF_A_VALUE: Final = 16
+_LOOKED_AT: Final = 64
 
 
 def handlers(host: Host, calls: Calls) -> Any:
@@ -57,42 +61,64 @@ class _Service:
         return pb.DescribeResponse(served=served, version=farcall.__version__)
 
     async def call(self, request: bytes, caller: Caller) -> pb.CallResponse:
-        invocation = parse(pb.CallRequest, request).call
-        caller.served = invocation.name
-        return pb.CallResponse(value=await self._value(invocation, caller))
+        message = await beside_the_loop(len(request), parse, pb.CallRequest, request)
+        caller.served = message.call.name
+        return pb.CallResponse(value=await self._value(message.call, len(request), caller))
 
     async def stream(self, request: bytes, caller: Caller) -> AsyncIterator[pb.StreamCallResponse]:
-        invocation = parse(pb.StreamCallRequest, request).call
+        message = await beside_the_loop(len(request), parse, pb.StreamCallRequest, request)
+        invocation = message.call
         caller.served = invocation.name
-        args, kwargs = _arguments(invocation)
+        args, kwargs = await beside_the_loop(len(request), _arguments, invocation)
         results = self._host.stream(invocation.name, args, kwargs, caller=caller.name, seconds=caller.seconds)
         try:
             async for each in results:
-                yield pb.StreamCallResponse(value=to_value(each, _TENSORS))
+                yield pb.StreamCallResponse(value=await _message(each))
         finally:
             await results.aclose()  # type: ignore[attr-defined]
 
     async def batch(self, request: bytes, caller: Caller) -> pb.BatchResponse:
-        invocations = parse(pb.BatchRequest, request).calls
+        message = await beside_the_loop(len(request), parse, pb.BatchRequest, request)
+        invocations = message.calls
         self._host.admission.check_together(len(invocations))
         names = {each.name for each in invocations}
         caller.served = names.pop() if len(names) == 1 else caller.served
         return pb.BatchResponse(
-            results=await asyncio.gather(*(self._result(each, caller) for each in invocations))
+            results=await asyncio.gather(*(self._result(each, len(request), caller) for each in invocations))
         )
 
-    async def _result(self, invocation: pb.Invocation, caller: Caller) -> pb.Result:
+    async def _result(self, invocation: pb.Invocation, size: int, caller: Caller) -> pb.Result:
         try:
-            return pb.Result(value=await self._value(invocation, caller))
+            return pb.Result(value=await self._value(invocation, size, caller))
         except Exception as error:
             return pb.Result(error=details_of(error, tracebacks=self._tracebacks))
 
-    async def _value(self, invocation: pb.Invocation, caller: Caller) -> value_pb2.Value:
-        args, kwargs = _arguments(invocation)
+    async def _value(self, invocation: pb.Invocation, size: int, caller: Caller) -> value_pb2.Value:
+        args, kwargs = await beside_the_loop(size, _arguments, invocation)
         result = await self._host.call(
             invocation.name, args, kwargs, caller=caller.name, seconds=caller.seconds
         )
-        return to_value(result, _TENSORS)
+        return await _message(result)
+
+
+async def _message(result: Any) -> value_pb2.Value:
+    return await beside_the_loop(_size(result), to_value, result, _TENSORS)
+
+
+def _size(value: Any) -> int:
+    """About how many bytes a value takes as a message; what is nested deeper counts for nothing."""
+    match value:
+        case torch.Tensor():
+            return value.numel() * value.itemsize
+        case str() | bytes():
+            return len(value)
+        case list() | tuple():
+            looked_at = [each for each in value[:_LOOKED_AT] if not isinstance(each, list | tuple | dict)]
+            nested = sum(map(_size, looked_at))
+            return _BYTES_OF_A_VALUE * len(value) + nested
+        case dict():
+            return _size(list(value.values()))
+    return _BYTES_OF_A_VALUE
 
 
 def _arguments(invocation: pb.Invocation) -> tuple[list[Any], dict[str, Any]]:

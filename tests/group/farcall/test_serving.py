@@ -30,6 +30,7 @@ import rpc
 from farcall import client as clients
 from farcall.client import CallError, Client, ServedError
 from farcall.serving import Batching, Endpoint, Limits, Server, TensorSpec
+from farcall.serving.tensors import TorchTensors
 from farcall.v1 import service_pb2, value_pb2
 from rref import RemoteModule
 from tests.support.certificates import Authority
@@ -433,6 +434,25 @@ def test_what_is_malformed_is_the_callers_error_and_the_server_lives_on(
     assert seen <= {CODE.OK, CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.INTERNAL}
     assert CODE.INVALID_ARGUMENT in seen
     assert float(connect(server).call("scale", 1.0)) == 3.0
+
+
+def test_a_large_request_that_is_being_read_holds_up_no_other(
+    serve: Serve, connect: Connect, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = TorchTensors.decode
+
+    def slowly(tensors: TorchTensors, message: value_pb2.Tensor) -> torch.Tensor:
+        gate()
+        return decode(tensors, message)
+
+    monkeypatch.setattr(TorchTensors, "decode", slowly)
+    server = serve({"scale": Scale(), "count": lambda: 7})
+    with ThreadPoolExecutor(1) as threads:
+        large = threads.submit(connect(server).call, "scale", np.ones((200, 200), np.float32))
+        gate.entered.acquire()
+        assert connect(server).call("count") == 7
+        gate.open.set()
+        assert large.result(60).sum() == 120_000
 
 
 def test_values_that_are_nested_too_deeply(serve: Serve) -> None:
