@@ -73,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{count + 1} runs, {failed} failed, {time.perf_counter() - began:.0f} s", flush=True)
     seconds = time.perf_counter() - began
     cpu = time.process_time() - cpu
-    print(f"{len(seeds)} runs, {happened} steps, {failed} failed, {seconds:.1f} s, {cpu:.1f} s of processor time")
+    print(
+        f"{len(seeds)} runs, {happened} steps, {failed} failed, {seconds:.1f} s, {cpu:.1f} s of the processor"
+    )
     return failed
 
 

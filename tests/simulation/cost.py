@@ -2,9 +2,9 @@
 
 python -m tests.simulation.cost [--workers 10 100 1000]
 
-Counts the messages that workers send, per worker and for the one that sends most, and the bytes of memory that
-each phase leaves allocated per worker (Python's allocator, as ``tracemalloc`` sees it). Fails if anything grows
-faster than the group does: for the whole group, that is faster than by the square.
+Counts the messages that workers send, per worker and for the one that sends most, and the bytes of memory
+that each phase leaves allocated per worker (Python's allocator, as ``tracemalloc`` sees it). Fails if
+anything grows faster than the group does: for the whole group, that is faster than by the square.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def measure(workers: int) -> list[Cost]:
 def too_steep(costs: Sequence[Cost]) -> list[str]:
     """What grows faster than the group, in words."""
     found: list[str] = []
-    for before, after in ((a, b) for a in costs for b in costs if a.phase == b.phase and a.workers < b.workers):
+    for before, after in (
+        (a, b) for a in costs for b in costs if a.phase == b.phase and a.workers < b.workers
+    ):
         limit = after.workers / before.workers * _STEEPNESS
         for what in ("messages", "most", "memory"):
             low, high = getattr(before, what), getattr(after, what)
@@ -233,7 +235,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         _kept.clear()
     steep = too_steep(costs)
-    print("\n".join(steep) or "nothing grows faster than the group: all of it together, no faster than the square")
+    print(
+        "\n".join(steep)
+        or "nothing grows faster than the group: all of it together, no faster than the square"
+    )
     return len(steep)
 
 

@@ -1,4 +1,4 @@
-"""What simulated workers do: they use farcall as users do, but never wait, and tell the truth what they see."""
+"""What simulated workers do: they use farcall as users do, but never wait, and tell what they see."""
 
 from __future__ import annotations
 
@@ -124,5 +124,3 @@ def _some(truth: Truth, here: Worker, chance: Random, count: int) -> list[tuple[
     """So many references of a program, or fewer, which it may pass on."""
     usable = [(tag, ref) for tag, ref in truth.held[here] if is_usable(ref)]
     return chance.sample(usable, min(count, len(usable)))
-
-

@@ -12,7 +12,8 @@ from tests.simulation.worker import Worker
 
 QUIET = replace(
     Plan.of(0),
-    workers=2, static=True, lost_after=6.0, reconnect_within=5.0, latency=0.01, tail=0.0, excused=False, deeds=(),
+    workers=2, static=True, lost_after=6.0, reconnect_within=5.0, latency=0.01, tail=0.0, excused=False,
+    deeds=(),
 )  # fmt: skip
 
 
