@@ -421,6 +421,7 @@ class Connections:
         greeting.welcome((number, peer.received))
         peer.step(Event.ACCEPT)
         peer.dialled = False
+        peer.accepted_at = peer.received + peer.signs
         peer.process = greeting.connection.process
         self._establish(greeting, peer, (number, hello.session[1]))
 
@@ -579,11 +580,12 @@ class _Farewell(SilentOwner):
 
 
 def _has_lost_it(hello: Hello, peer: Peer) -> bool:
-    """Whether a worker to which there is a connection has lost that one, and is not just late with an attempt
-    that has crossed it: it has had as many, or has never learned that this side has accepted the last.
+    """Whether a worker to which there is a connection has lost that one, and its attempt is not just late: it
+    has had as many, or may not have learned that this side has accepted the last, over which nothing came.
     """
     connections = peer.session.connections
-    return hello.session[0] == connections or (hello.session[0] == connections - 1 and not peer.dialled)
+    unheard = not peer.dialled and peer.received + peer.signs == peer.accepted_at
+    return hello.session[0] == connections or (hello.session[0] == connections - 1 and unheard)
 
 
 def _drop(connection: Connection, reason: str) -> None:

@@ -90,6 +90,8 @@ class Peer:
         """Of a worker on this host, once there was a connection."""
         self.dialled = False
         """Whether this side made the connection, and not the other."""
+        self.accepted_at = 0
+        """How many messages and signs had come when this side last accepted the other's attempt."""
         self._connect = connect
         self.connection: Connection | None = None
         """While there is one."""

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - began
     cpu = time.process_time() - cpu
     print(
-        f"{len(seeds)} runs, {happened} steps, {failed} failed, {seconds:.1f} s, {cpu:.1f} s of processor time"
+        f"{len(seeds)} runs, {happened} steps, {failed} failed, {seconds:.1f} s, {cpu:.1f} s of the processor"
     )
     return failed
 

@@ -2,9 +2,9 @@
 
 python -m tests.simulation.cost [--workers 10 100 1000]
 
-Counts the messages that workers send, per worker and for the one that sends most, and the bytes of memory that
-each phase leaves allocated per worker (Python's allocator, as ``tracemalloc`` sees it). Fails if anything grows
-faster than the group does: for the whole group, that is faster than by the square.
+Counts the messages that workers send, per worker and for the one that sends most, and the bytes of memory
+that each phase leaves allocated per worker (Python's allocator, as ``tracemalloc`` sees it). Fails if
+anything grows faster than the group does: for the whole group, that is faster than by the square.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One run: a group of workers, what their programs do, what goes wrong, and the end, all decided by a seed.
 
 Faults are of two lengths. Short ones together last less than the options ``lost_after`` and
-``reconnect_within`` allow, so nobody who lives may be given up; long ones excuse that. When all are over, every
-call ends within what the options say; the programs drop their references, and then nothing may be left: no
-object, no entry of any table, no message that is kept to be sent again.
+``reconnect_within`` allow, so nobody who lives may be given up; long ones excuse that. When all are over,
+every call ends within what the options say; the programs drop their references, and then nothing may be left:
+no object, no entry of any table, no message that is kept to be sent again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Plan:
 
     @classmethod
     def of(cls, seed: int, workers: int = 0) -> Plan:
-        """That of a seed; for a group of so many workers, if it does not matter what the seed says of that."""
+        """That of a seed; with ``workers``, for a group of so many."""
         chance = Random(seed)
         pick = chance.choice
         lost_after, reconnect_within = pick((6.0, 30.0)), pick((5.0, 30.0))
@@ -91,8 +91,8 @@ class Plan:
             add(what, length)
         deeds.sort(key=lambda deed: deed.time)
         return cls(
-            seed, workers or pick((2, 3, 3, 4, 5)), static and not workers, lost_after, reconnect_within, latency, tail, excused, seconds,
-            tuple(deeds),
+            seed, workers or pick((2, 3, 3, 4, 5)), static and not workers, lost_after, reconnect_within,
+            latency, tail, excused, seconds, tuple(deeds),
         )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ class Life:
 
     @contextmanager
     def begun(self) -> Iterator[list[Worker]]:
-        """The workers that form the group, for who decides by himself what happens; ``end`` checks the rest."""
+        """The workers of the group, for who decides by himself what happens; ``end`` checks the rest."""
         with self.clock.ruling(), self.truth.watching(), _errors_seen(self.truth):
             try:
                 self._begin()

@@ -122,12 +122,12 @@ class SimulatedNetwork(MemoryNetwork):
                 found[end] = None
         return list(found)
 
-    def cut(self, end: MemoryConnection, *, half: bool) -> None:
+    def cut(self, end: MemoryConnection, *, half: bool, loss: float = 0.7) -> None:
         """A connection breaks: of what is on its way something may still arrive. With ``half``, the other end
         does not learn of it.
         """
         for each in (end, end.other):
-            while each.inbox and each.inbox[-1] is not None and self.clock.chance.random() < 0.7:
+            while each.inbox and each.inbox[-1] is not None and self.clock.chance.random() < loss:
                 each.inbox.pop()
             self._severed.add(each)
         self._reset(end)

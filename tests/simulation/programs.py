@@ -1,4 +1,4 @@
-"""What simulated workers do: they use farcall as users do, but never wait, and tell the truth what they see."""
+"""What simulated workers do: they use farcall as users do, but never wait, and tell what they see."""
 
 from __future__ import annotations
 

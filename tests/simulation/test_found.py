@@ -12,7 +12,8 @@ from tests.simulation.worker import Worker
 
 QUIET = replace(
     Plan.of(0),
-    workers=2, static=True, lost_after=6.0, reconnect_within=5.0, latency=0.01, tail=0.0, excused=False, deeds=(),
+    workers=2, static=True, lost_after=6.0, reconnect_within=5.0, latency=0.01, tail=0.0, excused=False,
+    deeds=(),
 )  # fmt: skip
 
 
@@ -34,13 +35,24 @@ def test_a_worker_whose_end_of_a_connection_went_unheard_is_greeted_again() -> N
 
 
 def test_a_worker_that_has_crossed_another_lets_that_one_in() -> None:
-    life = Life(replace(QUIET, lost_after=30.0, reconnect_within=30.0))
+    life = Life(replace(QUIET, seed=2, lost_after=30.0, reconnect_within=30.0))
     with life.begun() as workers:
         small, large = sorted(workers, key=lambda worker: worker.incarnation)
         large.loop.paused_until = life.clock.now + 12.0
         connect(life, small, large)
+        life.clock.run(0.1)
         (end,) = life.network.live()
-        life.network.cut(end, half=False)  # the other finds that, and what came after it, when it goes on
+        life.network.cut(end, half=False, loss=0.0)  # the other finds all hellos at once when it goes on
+        life.end()
+
+
+def test_a_hello_that_comes_late_ends_no_later_connection() -> None:
+    life = Life(replace(QUIET, latency=0.5, lost_after=1.8))
+    with life.begun() as (here, there):
+        connect(life, here, there)
+        life.network.latency = 0.01
+        (end,) = life.network.live()
+        life.network.cut(end if end.place == here.place else end.other, half=True, loss=0.0)
         life.end()
 
 

@@ -1,4 +1,4 @@
-"""Groups live as they are promised to, whatever goes wrong; the same each time; and what is broken is noticed."""
+"""Groups live as is promised, whatever goes wrong, and the same each time; what is broken is noticed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,9 +37,13 @@ def small_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_promises_hold_in_many_lives() -> None:
-    for seed in range(60):
+def live(seeds: Iterable[int]) -> None:
+    for seed in seeds:
         Life(Plan.of(seed)).run()
+
+
+def test_promises_hold_in_many_lives() -> None:
+    live(range(60))
 
 
 @pytest.mark.nightly
@@ -144,8 +148,7 @@ def test_it_is_noticed_when(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, attribute, breaking, message = BREAKAGES[name]
     monkeypatch.setattr(where, attribute, breaking(getattr(where, attribute)))
     with pytest.raises(Violation, match=message):
-        for seed in range(ENOUGH):
-            Life(Plan.of(seed)).run()
+        live(range(ENOUGH))
 
 
 # ---- what it costs

@@ -2,8 +2,8 @@
 
 At each step: nothing runs twice, no call ends twice, with the answer to another, in an error that it has no
 right to, or later than it must; no object is made twice, or freed while a worker that lives refers to it; no
-reference fails whose object is there for its holder; and no worker that lives is given up, unless it could not
-be heard for as long as the options say. At the end, nothing is left (``life``).
+reference fails whose object is there for its holder; and no worker that lives is given up, unless it could
+not be heard for as long as the options say. At the end, nothing is left (``life``).
 """
 
 from __future__ import annotations
@@ -243,10 +243,10 @@ class Truth:
             return
         for worker in self.living:
             for held, ref in self.held[worker]:
-                if held == tag and state_of(ref) is not State.FAILED:
-                    if not self.estranged(worker.incarnation, known.owner):
-                        state = state_of(ref).name
-                        self.broken(f"object {tag} is freed, but {worker} refers to it ({state})")
+                state = state_of(ref)
+                if held != tag or state is State.FAILED or self.estranged(worker.incarnation, known.owner):
+                    continue
+                self.broken(f"object {tag} is freed, but {worker} refers to it ({state.name})")
 
     def hold(self, worker: Worker, tag: int, ref: RRef[Any]) -> None:
         """A program has got a reference, and keeps it."""
