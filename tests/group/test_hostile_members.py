@@ -22,7 +22,7 @@ from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.serving import open_gate, wait_at_gate
 from tests.support.tracked import Tracked
-from tests.support.workers import RunWorkers, WorkerProcess, Workers
+from tests.support.workers import TIME_LIMIT, RunWorkers, WorkerProcess, Workers
 from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
 
 pytestmark = backend.over_sockets
@@ -96,8 +96,8 @@ def say_goodbye(at: Target) -> None:
         assert peer.is_hung_up()
 
 
-def start_group(run_workers: RunWorkers) -> Workers:
-    workers = start_followers(run_workers, 1, dynamic=True)
+def start_group(run_workers: RunWorkers, time_limit: float = TIME_LIMIT) -> Workers:
+    workers = start_followers(run_workers, 1, time_limit, dynamic=True)
     add_follower(workers, dynamic=True)
     return workers
 
@@ -351,7 +351,7 @@ def blocks() -> int:
 
 @pytest.mark.nightly
 def test_members_that_have_left_take_no_memory(run_workers: RunWorkers) -> None:
-    workers = start_group(run_workers)
+    workers = start_group(run_workers, time_limit=200)
     at = ask(workers[1], target)
     ask(workers[0], come_and_go, at, 0, 300)
     before = ask(workers[1], blocks)

@@ -131,6 +131,6 @@ def test_a_worker_that_was_stopped_while_it_served_the_store_is_out_of_the_group
     sees(workers[1], ["worker1", "worker2"])
     sees(workers[2], ["worker1", "worker2"])
     workers[0].resume()
+    until(lambda: "is out of its group: others had lost it" in workers[0].log.read_text())
     sees(workers[0], ["worker0"])
     only_group(workers, workers.add(follow_orders_at, args=(free_port,)), [1, 2])
-    assert "is out of its group: others had lost it" in workers[0].log.read_text()

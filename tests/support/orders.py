@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers
+from tests.support.workers import TIME_LIMIT, RunWorkers, Worker, WorkerProcess, Workers
 
 
 def follow_orders(worker: Worker, **options: Any) -> None:
@@ -26,9 +26,11 @@ def follow_orders(worker: Worker, **options: Any) -> None:
             worker.report("done", order())
 
 
-def start_followers(run_workers: RunWorkers, size: int, **options: Any) -> Workers:
+def start_followers(
+    run_workers: RunWorkers, size: int, time_limit: float = TIME_LIMIT, **options: Any
+) -> Workers:
     """Workers in one group that wait for orders."""
-    workers = run_workers.start(follow_orders, size, kwargs=options)
+    workers = run_workers.start(follow_orders, size, kwargs=options, time_limit=time_limit)
     workers.wait_for("ready")
     return workers
 
