@@ -32,6 +32,7 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is documented there
 
 import dist_autograd
 import rpc
@@ -232,7 +233,7 @@ class Load:
     def collect_until_over(self) -> None:
         """Collectives among the first four. The first says when they end, by the value that it sends."""
         rank = self.worker.rank
-        store = dist.FileStore(str(self.worker.folder / "process-group"), STAYERS)
+        store = FileStore(str(self.worker.folder / "process-group"), STAYERS)
         try:
             dist.init_process_group(
                 "farcall", store=store, rank=rank, world_size=STAYERS, timeout=timedelta(seconds=120)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import select
 import statistics
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from rpc.runtime.current import current_agent
 from tests.support.fork_server import ForkServer
 from tests.support.serving import wait_at_gate
 from tests.support.streams import until
-from tests.support.workers import RunWorkers, Worker, WorkersFailed, worker_main
+from tests.support.workers import RunWorkers, Worker, WorkerProcess, WorkersFailed, worker_main
 
 KILLED_BAR: Final = 0.05
 LOST_AFTER: Final = 5.0
@@ -84,8 +85,10 @@ def wait_and_say_when(worker: Worker, **options: Any) -> None:
     rpc.shutdown(graceful=False)
 
 
-def noticed(run_workers: RunWorkers, how: Callable[[Any], None], **options: Any) -> tuple[float, str]:
-    """How long after it the other hears, and what."""
+def noticed(
+    run_workers: RunWorkers, how: Callable[[WorkerProcess], None], **options: Any
+) -> tuple[float, float, str]:
+    """When it was begun, and when the other hears, and what."""
     workers = run_workers.start(
         [
             lambda worker: wait_and_say_when(worker, **options),
@@ -102,31 +105,43 @@ def noticed(run_workers: RunWorkers, how: Callable[[Any], None], **options: Any)
     when, text = workers[0].wait_for("lost")
     workers[1].kill()
     workers.results()
-    return when - begun, text
+    return begun, when, text
 
 
 def killed(run_workers: RunWorkers) -> list[Line]:
-    """``kill -9``."""
-    late, times = _late(), []
+    """``kill -9``, from the signal, and from when the kernel has ended the process."""
+    late, times, beyond = _late(), [], []
+    ended: list[float] = []
+
+    def kill(worker: WorkerProcess) -> None:
+        process = os.pidfd_open(worker.pid)
+        worker.kill()
+        select.select([process], [], [])
+        ended.append(time.monotonic())
+        os.close(process)
+
     for _ in range(20):
-        took, _ = noticed(run_workers, lambda worker: worker.kill())
-        times.append(took)
-    figures = " / ".join(map(_ms, (min(times), statistics.median(times), max(times))))
-    said = f"{figures} (a sleeper is {_ms(late)} late)"
-    bar = f"{_ms(KILLED_BAR)} in the median"
+        begun, when, _ = noticed(run_workers, kill)
+        times.append(when - begun)
+        beyond.append(when - ended[-1])
     return [
         (
-            "kill -9 is noticed after (min / median / max of 20)",
-            said,
-            bar,
-            statistics.median(times) < KILLED_BAR,
+            f"kill -9 is noticed {after} (min / median / max of 20)",
+            f"{' / '.join(_ms(each) for each in (min(some), statistics.median(some), max(some)))}{more}",
+            f"{_ms(KILLED_BAR)} in the median",
+            statistics.median(some) < KILLED_BAR,
+        )
+        for after, some, more in (
+            ("after", times, f" (a sleeper is {_ms(late)} late)"),
+            ("beyond what the kernel takes to end the process", beyond, ""),
         )
     ]
 
 
 def stopped(run_workers: RunWorkers) -> list[Line]:
     """``SIGSTOP``, of a worker from which something is awaited."""
-    took, text = noticed(run_workers, lambda worker: worker.stop(), lost_after=LOST_AFTER)
+    begun, when, text = noticed(run_workers, lambda worker: worker.stop(), lost_after=LOST_AFTER)
+    took = when - begun
     kept = took < LOST_AFTER + 0.5 and "is stopped" in text
     return [
         (

@@ -66,15 +66,15 @@ def outcome(target: Target, data: bytes) -> Failure | None:
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
     def expired(number: int, frame: FrameType | None) -> None:
-        raise HangError(f"an input takes more than {HANG_SECONDS:g} s")
+        raise HangError(f"an input takes more than {HANG_SECONDS:g} s of a CPU")
 
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
+    before = signal.signal(signal.SIGPROF, expired)
+    signal.setitimer(signal.ITIMER_PROF, HANG_SECONDS)  # the machine may have other things to do
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 class _Coverage:

@@ -91,7 +91,8 @@ def _feed(decoder: Decoder, data: bytes) -> None:
         count = min(len(room), len(stream), step)
         room[:count] = stream[:count]
         for frame in decoder.received(count):
-            if not isinstance(frame.header, dict) or sum(map(len, frame.buffers)) > LIMIT:
+            header: object = frame.header
+            if not isinstance(header, dict) or sum(map(len, frame.buffers)) > LIMIT:
                 raise Broken(f"a frame beyond the limits: {frame.kind}")
         if decoder.arriving.promised < 0 or decoder.arriving.promised > 2 * LIMIT:
             raise Broken(f"{decoder.arriving.promised} bytes are promised")
@@ -125,7 +126,7 @@ def seed_headers() -> list[bytes]:
     return [
         pack_header({"batch": [0, 1, [["rref", ["delete", [1, 2], [3, 4]]]]]}),
         pack_header({"member": ["worker0", 0, 1 << 62, "host", ["unix:@a"], "", 1 << 30], "wanted": 3}),
-        pack_header({1: None, "text": "\ud800", "deep": [[[[{"a": {}}]]]], "bytes": b"x" * 300}),
+        pack_header({"none": None, "text": "\ud800", "deep": [[[[{"a": {}}]]]], "bytes": b"x" * 300}),
         b"\x81\xa1k" + b"\xdd\x00\x00\x04\x01" + b"\xc0" * 1025,
         b"\x81\xa1k" + b"\xdd\x00\x10\x00\x00",
         b"\x81\xa1k" + b"\x91" * 200,

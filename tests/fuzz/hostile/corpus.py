@@ -26,6 +26,7 @@ def load(target: str, folder: Path = FOLDER) -> list[bytes]:
 
 def add_inputs(target: str, inputs: Iterable[bytes], folder: Path = FOLDER) -> int:
     """Add those that are new; how many."""
+    folder.mkdir(exist_ok=True)
     new = sorted(set(inputs) - set(load(target, folder)), key=len)
     with (folder / f"{target}.txt").open("a") as file:
         file.writelines(b64encode(each).decode() + "\n" for each in new)
@@ -34,6 +35,7 @@ def add_inputs(target: str, inputs: Iterable[bytes], folder: Path = FOLDER) -> i
 
 def add_failure(target: str, data: bytes, what: str, folder: Path = FOLDER) -> None:
     """Add an input that has broken something, and what."""
+    folder.mkdir(exist_ok=True)
     if data not in load(target, folder):
         with (folder / f"{target}.txt").open("a") as file:
             file.write(f"# {' '.join(what.split())[:100]}\n{b64encode(data).decode()}\n")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import rpc
+from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Kind, encode
@@ -113,7 +114,8 @@ def serve(name: str, folder: str, order: Connection[Any, Any]) -> None:
 
 def meet() -> Target:
     """At the honest member: what one needs to know to attack the victim."""
-    return _at_victim(target)
+    at: Target = _at_victim(target)
+    return at
 
 
 def _at_victim(function: Callable[[], Any]) -> Any:
@@ -124,7 +126,7 @@ def look(what: Callable[[], Any]) -> Any:
     """At the honest member: what the victim says of itself; a text if it does not answer."""
     try:
         return _at_victim(what)
-    except rpc.RpcError as error:
+    except RpcError as error:
         return f"the victim does not answer: {error}"
 
 
