@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import queue
+import signal
 import tempfile
 import threading
 from multiprocessing.process import BaseProcess
@@ -129,7 +130,9 @@ class Crew:
         """Start a process, which will join by itself."""
         context = multiprocessing.get_context("spawn")
         self._processes[name] = context.Process(target=be_a_trainer, args=(name, self._meeting), daemon=True)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the server only
         self._processes[name].start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.started += 1
 
     def set_to_work(self, worker: rpc.WorkerInfo) -> None:
