@@ -23,8 +23,10 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import queue
+import signal
 import tempfile
 import threading
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -129,7 +131,10 @@ class Crew:
         """Start a process, which will join by itself."""
         context = multiprocessing.get_context("spawn")
         self._processes[name] = context.Process(target=be_a_trainer, args=(name, self._meeting), daemon=True)
+        resource_tracker.ensure_running()  # else it starts with the first of them, and unblocks signals
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the server only
         self._processes[name].start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.started += 1
 
     def set_to_work(self, worker: rpc.WorkerInfo) -> None:

@@ -42,7 +42,7 @@ class Finding:
 def examine() -> Iterator[Finding]:
     """Look at this machine."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    newer = "" if version >= (2, 6) else "Install PyTorch 2.6 or newer."
+    newer = "" if version >= (2, 13) else "Install PyTorch 2.13 or newer: older ones are not tested."
     yield Finding(
         "versions",
         f"farcall {farcall.__version__}, Python {platform.python_version()}, PyTorch {torch.__version__}",

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -330,6 +331,7 @@ def _uninterrupted() -> Iterator[None]:
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
     """Ctrl-C comes when this is over; a process that is started meanwhile says itself when it may come."""
+    resource_tracker.ensure_running()  # else it starts with the first process, and unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
