@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-FEWEST: Final = 371 + 276
+FEWEST: Final = 391 + 276
 """So many tests must be left, of RPC and of process groups."""
 
 _SHOWS_CALLS = (
