@@ -180,7 +180,8 @@ def _source(step: Step, metas: Sequence[Meta | None]) -> tuple[Any, ...]:
 def _size(step: Step, metas: Sequence[Meta | None]) -> int:
     meta = metas[step.args[0].index]
     assert meta is not None
-    return math.prod(meta.shape) * int(meta.dtype.itemsize)
+    size: int = math.prod(meta.shape) * meta.dtype.itemsize
+    return size
 
 
 def _is_gather(step: Step) -> bool:
