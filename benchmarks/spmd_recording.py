@@ -91,7 +91,7 @@ def _operations(table: Table) -> None:
             z = weight
             for _ in range(10):
                 z = z * 1.5
-            z.sum().backward()
+            z.sum().backward()  # type: ignore[no-untyped-call]
 
         kinds: dict[str, Callable[[], object]] = {
             "x + y": lambda: x + y,

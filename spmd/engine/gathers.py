@@ -42,8 +42,7 @@ def gather_ahead(
     for place, step in enumerate(groups.steps):
         if place in groups.taken:
             continue
-        group = groups.by_place.get(place)
-        done.append(step if group is None else group.arrive())
+        done.append(groups.by_place[place].arrive() if place in groups.by_place else step)
         done += [each.start() for each in starts.get(place, ())]
     return done
 
@@ -181,7 +180,8 @@ def _source(step: Step, metas: Sequence[Meta | None]) -> tuple[Any, ...]:
 def _size(step: Step, metas: Sequence[Meta | None]) -> int:
     meta = metas[step.args[0].index]
     assert meta is not None
-    return math.prod(meta.shape) * meta.dtype.itemsize
+    size: int = math.prod(meta.shape) * meta.dtype.itemsize
+    return size
 
 
 def _is_gather(step: Step) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from spmd.engine.layouts import local_shape, plan
+from spmd.engine.metas import contiguous_stride
 from spmd.engine.passes import copied_outputs, may_alias, optimize, overlaps, overwriting
 from spmd.engine.program import (
     FROM_LOCAL,
@@ -179,8 +181,9 @@ class LinkedProgram:
         source, target = instruction.args
         meta = self._metas[source.index]
         assert meta is not None
+        turned = meta.stride != contiguous_stride(meta.shape)
         moves = [
-            (each, self._meshes(each.mesh).get_group(each.axis))
+            (replace(each, turned=turned), self._meshes(each.mesh).get_group(each.axis))
             for each in plan(meta.shape, meta.layout, target, self._rank)
         ]
 

@@ -94,6 +94,8 @@ class Move:
         strided: in how many pieces the dimension is, each of which is sharded; 1 for all but DTensor's
             ``_StridedShard``.
         source, source_lengths: what an exchange gathers.
+        turned: shards are sent as rows, whatever ``dim`` is, so that a transposed weight is not copied; the
+            same for all workers, whatever strides their parts have.
     """
 
     kind: str
@@ -106,6 +108,7 @@ class Move:
     strided: int = 1
     source: int = 0
     source_lengths: tuple[int, ...] = ()
+    turned: bool = False
 
 
 def plan(shape: Sequence[int], source: Layout, target: Layout, rank: int) -> list[Move]:

@@ -132,7 +132,10 @@ def begin_reducing(
 def _begin_scattering(
     tensors: Sequence[Tensor], moves: Sequence[Move], group: Any, divisor: int, blocks: bool
 ) -> Begun:
-    shards = [_rows_of_shards(each, step) for each, step in zip(tensors, moves, strict=True)]
+    shards = [
+        [_turned(each, step) for each in _shards(local, step)]
+        for local, step in zip(tensors, moves, strict=True)
+    ]
     shapes = [each[step.place].shape for each, step in zip(shards, moves, strict=True)]
     if len(tensors) == 1:
         parts = [each.reshape(-1) for each in shards[0]]
@@ -147,17 +150,19 @@ def _begin_scattering(
         if divisor > 1:
             result.div_(divisor)
         pieces = result.split_with_sizes([shape.numel() for shape in shapes])
-        return [
-            piece.view(shape).movedim(0, step.dim)
-            for piece, shape, step in zip(pieces, shapes, moves, strict=True)
-        ]
+        found = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        return [_turned_back(each, step) for each, step in zip(found, moves, strict=True)]
 
     return Begun(group.reduce_scatter([result], [parts], options), results)
 
 
-def _rows_of_shards(local: Tensor, step: Move) -> list[Tensor]:
-    """Shards of any dimension, as rows."""
-    return [each.movedim(step.dim, 0) for each in _shards(local, step)]
+def _turned(local: Tensor, step: Move) -> Tensor:
+    """As it is sent."""
+    return local.movedim(step.dim, 0) if step.turned else local
+
+
+def _turned_back(received: Tensor, step: Move) -> Tensor:
+    return received.movedim(0, step.dim) if step.turned else received
 
 
 def begin_gathering(
@@ -169,24 +174,27 @@ def begin_gathering(
         which: of these are the results, so that what is wanted twice comes once.
         blocks: it is waited for at once.
     """
-    rows = [each.movedim(step.dim, 0) for each, step in zip(tensors, moves, strict=True)]
-    sizes = [
-        [step.lengths[place] * math.prod(each.shape[1:]) for each, step in zip(rows, moves, strict=True)]
-        for place in range(group.size())
+    dims = [0 if step.turned else step.dim for step in moves]
+    rows = [_turned(each, step) for each, step in zip(tensors, moves, strict=True)]
+    shapes = [
+        [(*each.shape[:dim], length, *each.shape[dim + 1 :]) for length in step.lengths]
+        for each, dim, step in zip(rows, dims, moves, strict=True)
     ]
+    sizes = [[math.prod(shape) for shape in of_rank] for of_rank in zip(*shapes, strict=True)]
     flat = rows[0].new_empty(sum(map(sum, sizes)))
     parts = list(flat.split_with_sizes([sum(each) for each in sizes]))
     given = rows[0].reshape(-1) if len(rows) == 1 else torch.cat([each.reshape(-1) for each in rows])
-    are_contiguous = [each.is_contiguous() for each in tensors]
-    shapes = [each.shape[1:] for each in rows]
 
     def results() -> list[Tensor]:
         pieces = [part.split_with_sizes(each) for part, each in zip(parts, sizes, strict=True)]
         found = []
-        for place, (shape, step) in enumerate(zip(shapes, moves, strict=True)):
-            whole = flat if len(moves) == 1 else torch.cat([of_rank[place] for of_rank in pieces])
-            result = whole.view(sum(step.lengths), *shape).movedim(0, step.dim)
-            found.append(result.contiguous() if are_contiguous[place] else result)
+        for place, (dim, of_ranks, step) in enumerate(zip(dims, shapes, moves, strict=True)):
+            if len(moves) == 1 and dim == 0:
+                whole = flat.view(sum(step.lengths), *of_ranks[0][1:])
+            else:
+                views = [each[place].view(shape) for each, shape in zip(pieces, of_ranks, strict=True)]
+                whole = torch.cat(views, dim)
+            found.append(_turned_back(whole, step))
         return [found[each] for each in which]
 
     return Begun(_all_gather(given, parts, group, blocks), results)
@@ -216,14 +224,14 @@ def _reduce(local: Tensor, step: Move, group: Any) -> Tensor:
 
 
 def _gather(local: Tensor, step: Move, group: Any) -> Tensor:
-    """Shards are sent as rows, whatever dimension they are of, so that a transposed weight is not copied."""
-    rows = local.movedim(step.dim, 0)
-    whole = rows.new_empty((sum(step.lengths), *rows.shape[1:]))
-    parts = list(whole.split_with_sizes(list(step.lengths)))
+    if step.strided == 1:
+        (result,) = begin_gathering([local], moves=[step], group=group, which=[0], blocks=True).finish()
+        return result
+    rows = local.movedim(step.dim, 0)  # whose pieces are one after another
+    parts = [rows.new_empty((length, *rows.shape[1:])) for length in step.lengths]
     all_gather(rows, parts, group)
-    if step.strided > 1:
-        pieces = [part.chunk(step.strided) for part in parts]
-        whole = torch.cat([piece for together in zip(*pieces, strict=True) for piece in together])
+    pieces = [part.chunk(step.strided) for part in parts]
+    whole = torch.cat([piece for together in zip(*pieces, strict=True) for piece in together])
     result = whole.movedim(0, step.dim)
     return result.contiguous() if local.is_contiguous() else result
 

@@ -334,6 +334,90 @@ def test_what_is_gathered_next_comes_along() -> None:
     assert [[name for name, _ in each] for each in calls] == [["allgather"]] * 2
 
 
+def test_what_is_gathered_again_soon_comes_once_and_stays_till_then() -> None:
+    rows = Layout(LINE, (Shard(0),))
+    shard, whole = Meta((6, 2), (2, 1), torch.float32, rows), Meta((6, 2), (2, 1), torch.float32)
+    instructions = (
+        Instruction(REDISTRIBUTE, (Ref(0), REPLICATED), (), (whole,)),
+        Instruction("aten::exp", (Ref(1),), (), (whole,)),
+        Instruction(REDISTRIBUTE, (Ref(0), REPLICATED), (), (whole,)),
+        Instruction("aten::neg", (Ref(3),), (), (whole,)),
+    )
+    x = torch.randn(6, 2)
+    calls, results = calls_of_parts(Program((shard,), instructions, (2, 4)), [x], rows)
+    assert [name for name, _ in calls] == ["allgather"]
+    for first, second in results:
+        torch.testing.assert_close(first, x.exp())
+        torch.testing.assert_close(second, -x)
+
+
+def calls_of_parts(
+    program: Program, inputs: Sequence[Tensor], layout: Layout
+) -> tuple[list[tuple[str, int]], list[list[Tensor]]]:
+    """As ``calls_of``, for inputs that are laid out so."""
+    world = World()
+    calls: list[list[tuple[str, int]]] = [[], []]
+
+    def body(rank: int) -> list[Tensor]:
+        mesh = CountingMesh(world.mesh(LINE, rank), calls[rank])
+        linked = LinkedProgram(program, rank, lambda key: mesh)
+        for _ in range(2):
+            calls[rank].clear()
+            results = linked.run([take_shard(each, layout, rank).clone() for each in inputs], ())
+        return results
+
+    return calls[0], in_threads(2, body)
+
+
+def test_what_is_being_gathered_is_not_overwritten() -> None:
+    rows, large = Layout(LINE, (Shard(0),)), (1 << 20) + 2
+    shard, whole = Meta((large,), (1,), torch.float32, rows), Meta((large,), (1,), torch.float32)
+    instructions = (
+        Instruction(REDISTRIBUTE, (Ref(0), REPLICATED), (), (whole,)),
+        Instruction("aten::neg", (Ref(1),), (), (shard,)),  # by then, it is on its way
+        Instruction(REDISTRIBUTE, (Ref(1), REPLICATED), (), (whole,)),
+        Instruction("aten::exp", (Ref(4),), (), (whole,)),
+        Instruction("aten::relu", (Ref(2),), (), (whole,)),
+    )
+    world, x, y = World(), torch.rand(large), torch.rand(large)
+    log: list[list[str]] = [[], []]
+
+    class Waiting:
+        """It does nothing until it is waited for, as one that runs beside may do."""
+
+        def __init__(self, rank: int) -> None:
+            self._group, self._rank = world.mesh(LINE, rank).get_group(0), rank
+
+        def size(self) -> int:
+            return int(self._group.size())
+
+        def allgather(self, *args: Any) -> Any:
+            log[self._rank].append("begins")
+            work = type("Work", (), {})()
+
+            def wait() -> None:
+                log[self._rank].append("arrives")
+                self._group.allgather(*args)
+
+            work.wait = wait
+            return work
+
+    def body(rank: int) -> list[Tensor]:
+        group = Waiting(rank)
+        mesh = type("Mesh", (), {"get_group": lambda self, axis: group})()
+        linked = LinkedProgram(Program((shard, shard), instructions, (3, 5, 6)), rank, lambda key: mesh)
+        for _ in range(2):
+            log[rank].clear()
+            results = linked.run([take_shard(each, rows, rank).clone() for each in (x, y)], ())
+        return results
+
+    for rank, (turned, second, first) in enumerate(in_threads(2, body)):
+        torch.testing.assert_close(turned, -take_shard(y, rows, rank))
+        torch.testing.assert_close(second, y.exp())
+        torch.testing.assert_close(first, x)
+    assert log == [["begins", "arrives"] * 2] * 2  # the second begins when the first has come
+
+
 # ---- numbers, errors, the common generator
 
 
