@@ -34,7 +34,7 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.distributed.parallel_loader": f"{_OURS}.loader",
     "torch_xla.distributed.spmd": f"{_OURS}.sharding",
     "torch_xla.distributed.spmd.api": f"{_OURS}.sharding",
-    "torch_xla.distributed.spmd.debugging": "spmd.sharding.visualize",
+    "torch_xla.distributed.spmd.debugging": f"{_OURS}.debugging",
     "torch_xla.distributed.spmd.xla_sharded_tensor": f"{_OURS}.sharding",
     "torch_xla.distributed.spmd.xla_sharding": f"{_OURS}.sharding",
     "torch_xla.distributed.xla_backend": f"{_OURS}.process_group",

@@ -34,7 +34,8 @@ EVERY_NAME = {
     "XLAPatchedLinear apply_xla_patch_to_nn_linear xla_patched_nn_linear_forward unwrap_sharded_tensor "
     "apply_backward_optimization_barrier convert_to_xla_mesh convert_to_xla_partition_spec "
     "_mark_manual_sharding",
-    "torch_xla.distributed.spmd.debugging": "visualize_sharding visualize_tensor_sharding",
+    "torch_xla.distributed.spmd.debugging": "visualize_sharding visualize_tensor_sharding "
+    "construct_v1_sharding_str",
     "torch_xla.distributed.fsdp": "checkpoint_module",
     "torch_xla.distributed.fsdp.wrap": "always_wrap_policy lambda_auto_wrap_policy recursive_wrap "
     "size_based_auto_wrap_policy transformer_auto_wrap_policy",

@@ -46,7 +46,7 @@ def test_a_spec_says_where_a_tensor_is_and_keeps_its_value(
     t = whole.to(x.xm.xla_device())
     marked = x.xs.mark_sharding(t, mesh_of(*mesh, names=names and tuple(names)), spec)
     assert isinstance(marked, x.xs.XLAShardedTensor)
-    assert said(t) == text
+    assert said(t) == text == x.xs.debugging.construct_v1_sharding_str(t)
     assert marked.sharding_spec == text
     assert (t + whole.to("xla")).cpu().equal(whole + whole)
     assert t.cpu().equal(whole)
