@@ -95,7 +95,7 @@ def read(stream: GrpcStream, *sizes: int) -> bytes | None:
 async def test_what_is_written_is_what_protobuf_reads(call: Call, stream: GrpcStream) -> None:
     written = b""
     for size in (1, 127, 128, 1000, 200_000, MIB):
-        pieces = [b"a" * (size // 2), memoryview(b"b" * (size - size // 2))]
+        pieces: list[bytes | memoryview] = [b"a" * (size // 2), memoryview(b"b" * (size - size // 2))]
         await until(lambda: stream.is_flushed)
         assert stream.write(pieces) == size
         written += b"".join(pieces)
@@ -231,6 +231,7 @@ def test_where_something_is_not_installed_the_error_says_what_to_install(
 ) -> None:
     for module in ("farcall.transport.transport", "farcall.grpc_server"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setitem(sys.modules, "grpc_health", None)
+    for missing in ("grpc_health", "grpc_health.v1"):
+        monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=re.escape("pip install 'farcall[grpc]'")):
         registry.load(["tcp", "grpc"])
