@@ -64,7 +64,7 @@ def collect_all(futures: list[TorchFuture]) -> torch.futures.Future[list[TorchFu
             left = left - 1 if error is None else -1
             done = left
         if error is not None:
-            collected.set_exception(error)  # type: ignore[arg-type]  # the stubs have it take a value
+            collected.set_exception(error)
         elif done == 0:
             collected.set_result(list(futures))
 

@@ -153,13 +153,13 @@ class Future(torch.futures.Future[T]):
                     raise RpcTimeoutError(f"{self!r} was not completed within {timeout:g} s; it goes on")
         return cast("T", _value_of(self))
 
-    def set_exception(self, result: T) -> None:
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # as PyTorch means it
         """Complete it with an exception; whoever waits is raised one like it."""
         if isinstance(result, Exception):
             self._set_unwrap_func(_raise_twin)
             self.set_result(cast("T", result))
         else:
-            super().set_exception(result)  # PyTorch's own error
+            super().set_exception(result)  # type: ignore[arg-type]  # PyTorch's own error
 
     def result(self, timeout: float | None = None) -> T:
         """As ``wait``, under the name that ``concurrent.futures`` has."""

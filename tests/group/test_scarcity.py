@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import rpc
-from farcall.launching import record
+from farcall.reporting import record
 from rpc.errors import RendezvousError, RpcError
 from rpc.rendezvous.token import user_key
 from spmd.checkpoint import manager

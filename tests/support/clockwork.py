@@ -32,6 +32,9 @@ class Clockwork:
         self.soon: list[Callable[[], object]] = []
         self.woken = 0
 
+    def time(self) -> float:
+        return self.now
+
     def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: Any) -> None:
         self.woken += 1
         self.call_soon(callback, *arguments)

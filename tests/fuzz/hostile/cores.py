@@ -28,6 +28,7 @@ from rpc.group.handshake import Handshake, Hello, Lane, Refusal, Role, Welcomed
 from rpc.group.handshake import Message as Said
 from rpc.group.membership import Membership
 from rpc.group.workers import Member, WorkerInfo
+from rpc.serialization.codecs import NEUTRAL
 from rpc.serialization.safe import AllowList
 from rpc.serialization.serializer import Serializer
 from rpc.serialization.settings import Settings
@@ -176,8 +177,8 @@ class _Other:
     main: str = ""
 
 
-def run_pickle(data: bytes) -> None:
-    """What safe mode reads: a header, and buffers, of which the first is the pickle."""
+def run_neutral(data: bytes) -> None:
+    """What safe mode reads: a header, and buffers, of which the first is the message."""
     match unpacked(data):
         case [dict(header), *buffers] if all(isinstance(each, bytes) for each in buffers):
             pass
@@ -186,12 +187,13 @@ def run_pickle(data: bytes) -> None:
     safe = _serializers()[1]
     mutable = [memoryview(bytearray(each)) for each in buffers]
     other: Any = _Other()
-    error = safe.load_exception(header, mutable, None, other)
+    error = safe.load_exception(header, mutable, None, other, codec=NEUTRAL)
     if not isinstance(error, Exception):
         raise Broken(f"an exception that is a {type(error).__name__}")
     str(error)
-    _look(safe.load_call, header, mutable, other)
-    _look(safe.loads, header, mutable, other)
+    codec = safe.between(peer_is_safe=False)
+    _look(codec.load_call, header, mutable, other)
+    _look(codec.loads, header, mutable, other)
 
 
 def _look(load: Any, *message: Any) -> None:
@@ -208,7 +210,7 @@ def _look(load: Any, *message: Any) -> None:
             parts.extend(part)
 
 
-def seed_pickles() -> list[bytes]:
+def seed_neutral() -> list[bytes]:
     plain, _ = _serializers()
     other: Any = _Other()
     shared = torch.arange(6)
@@ -219,11 +221,12 @@ def seed_pickles() -> list[bytes]:
         *(torch.empty(2, device="meta"), torch.ones(2, dtype=torch.complex64).conj(), [shared, shared]),
         *(torch.nn.Parameter(torch.ones(1)), Setting([1, 2]), torch.float32, torch.Size([1, 2])),
     ]
-    payloads = [plain.dumps(value, other) for value in values]
-    payloads += [plain.dump_call(triple, (torch.ones(2), 1), {"y": "z"}, other)]
+    codec = plain.between(peer_is_safe=True)
+    payloads = [codec.dumps(value, other) for value in values]
+    payloads += [codec.dump_call(triple, (torch.ones(2), 1), {"y": "z"}, other)]
     payloads += [
-        plain.dump_call(Setting, ([1],), {}, other),
-        plain.dump_exception(ValueError("bad"), "w", other),
+        codec.dump_call(Setting, ([1],), {}, other),
+        plain.dump_exception(ValueError("bad"), "w", other, codec=NEUTRAL),
     ]
     return [packed([each.header, *(bytes(buffer) for buffer in each.buffers)]) for each in payloads]
 
@@ -559,7 +562,7 @@ TARGETS: Final = (
     Target("frames", run_frames, (ProtocolError,), seed_frames),
     Target("header", run_header, (ProtocolError,), seed_headers),
     Target("segment", run_segment, (ProtocolError,), seed_segments),
-    Target("pickle", run_pickle, (RpcError,), seed_pickles, of_values=True),
+    Target("neutral", run_neutral, (RpcError,), seed_neutral, of_values=True),
     Target("value", run_value, (Malformed,), seed_values),
     Target("handshake", run_handshake, (ProtocolError,), seed_handshakes, of_values=True),
     Target("session", run_session, (ProtocolError,), seed_sessions, of_values=True),

@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 import rpc
 from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
+from rpc.serialization.codecs import NEUTRAL
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Kind, encode
 from tests.fuzz.hostile import corpus
@@ -228,7 +229,7 @@ def my_incarnation() -> int:
 
 def seeds() -> list[bytes]:
     """Connections that are well-formed, more or less."""
-    calls = Serializer()
+    calls = Serializer().between(peer_is_safe=True)
     other: Any = type("Other", (), {"name": "victim", "main": ""})()
     call = [bytes(each) for each in calls.dump_call(count, ("words",), {}, other).buffers]
     made = [bytes(each) for each in calls.dump_call(Shelf, (), {}, other).buffers]
@@ -241,18 +242,21 @@ def seeds() -> list[bytes]:
     def said(*messages: Any) -> list[Any]:
         return control(*[["rref", message] for message in messages])
 
-    hello = {"member": ["x", 1, ME, "h", [], "", 1], "wanted": VICTIM, "group": "g"}
+    hello = {"member": ["x", 1, ME, "h", [], "", 1, False], "wanted": VICTIM, "group": "g"}
     mine, theirs, others = [ME, 7], [VICTIM, 1], [HONEST, 1]
     member: list[list[Any]] = [
-        [[Kind.CALL, 1, {}, call, 0]],
-        [[Kind.CALL, 2, {"rref": [[VICTIM, theirs, [ME, 3]], [HONEST, others, [ME, 4]]]}, call, 0]],
-        [[32, 1, {}, made, 0], said(["delete", mine, [ME, 8]])],
-        [said(["abandon", mine, "why"]), [32, 1, {}, made, 0]],
+        [[Kind.CALL, 1, {}, call, NEUTRAL]],
+        [[Kind.CALL, 2, {"rref": [[VICTIM, theirs, [ME, 3]], [HONEST, others, [ME, 4]]]}, call, NEUTRAL]],
+        [[32, 1, {}, made, NEUTRAL], said(["delete", mine, [ME, 8]])],
+        [said(["abandon", mine, "why"]), [32, 1, {}, made, NEUTRAL]],
         [
             [33, 1, {}, [(1).to_bytes(8, "little") * 2], 0],
-            [34, 2, {"object": theirs, "method": "put"}, call, 0],
+            [34, 2, {"object": theirs, "method": "put"}, call, NEUTRAL],
         ],
-        [[Kind.REPLY, 1, {}, value, 0], [Kind.FAILURE, 2, {"!": ["x"], "type": "ValueError"}, value, 0]],
+        [
+            [Kind.REPLY, 1, {}, value, NEUTRAL],
+            [Kind.FAILURE, 2, {"!": ["x"], "type": "ValueError"}, value, NEUTRAL],
+        ],
         [said(["fence", ME, "dead"])],
         [
             said(
@@ -297,18 +301,26 @@ def seeds() -> list[bytes]:
         ],
         [[Kind.OPENING, 3, {}, [bytes(28)], 0], [Kind.CHUNK, 3, {}, [bytes(70_000)], 0]],
         [
-            [48, 1, {"autograd": [1, 2]}, value, 0],
-            [49, 1, {}, value, 0],
-            [51, 1, {}, value, 0],
-            [53, 1, {}, value, 0],
+            [48, 1, {"autograd": [1, 2]}, value, NEUTRAL],
+            [49, 1, {}, value, NEUTRAL],
+            [51, 1, {}, value, NEUTRAL],
+            [53, 1, {}, value, NEUTRAL],
         ],
     ]
     before: list[list[Any]] = [
         [0, [Kind.HELLO, 0, hello, [], 0], [Kind.PROOF, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0]],
-        [0, [Kind.LANE, 0, {"token": b"t" * 16, "number": 1}, [], 0], [Kind.CALL, 1, {}, call, 0]],
+        [0, [Kind.LANE, 0, {"token": b"t" * 16, "number": 1}, [], 0], [Kind.CALL, 1, {}, call, NEUTRAL]],
         [0, b"GET / HTTP/1.1\r\n\r\n"],
-        [1, [Kind.PROOF, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0], [Kind.CALL, 1, {}, call, 0]],
-        [1, [Kind.WELCOME, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0], [Kind.CALL, 1, {}, call, 0]],
+        [
+            1,
+            [Kind.PROOF, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0],
+            [Kind.CALL, 1, {}, call, NEUTRAL],
+        ],
+        [
+            1,
+            [Kind.WELCOME, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0],
+            [Kind.CALL, 1, {}, call, NEUTRAL],
+        ],
     ]
     return [packed([2, *each]) for each in member] + [packed(each) for each in before]
 

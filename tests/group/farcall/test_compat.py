@@ -168,7 +168,7 @@ def test_wait_all_and_collect_all_end_with_the_first_error() -> None:
     failing: rpc.Future[int] = rpc.Future()
     collected = torch.futures.collect_all([blocked, failing])
     assert not collected.done()
-    failing.set_exception(ValueError("no"))  # type: ignore[arg-type]
+    failing.set_exception(ValueError("no"))
     with pytest.raises(ValueError, match="no"):
         torch.futures.wait_all([blocked, failing])
     with pytest.raises(ValueError, match="no"):

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_a_future_that_has_failed_keeps_nothing_of_those_who_waited(
         held = Held()
         future = Future.for_call(owner.call(timeout=0.01))
         if error is not None:
-            owner.answer(future._call, error)
+            owner.answer(cast("PendingCall", future._call), error)
         for _ in range(2):
             with pytest.raises(RpcTimeoutError if error is None else type(error)):
                 future.wait()

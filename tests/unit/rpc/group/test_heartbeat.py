@@ -40,7 +40,9 @@ class Watched:
         self.peer.established(self.connection)
         self.lost: list[str] = []
         loop: Any = self.clock
-        self.heartbeat = Heartbeat(loop, lambda: [self.peer], self._lose, lambda *_: None, lost_after)
+        self.heartbeat = Heartbeat(
+            loop, lambda: [self.peer], self._lose, lambda *_: None, lambda _: None, lost_after
+        )
         self.heartbeat.begin()
 
     def _lose(self, peer: Peer, reason: str) -> None:
