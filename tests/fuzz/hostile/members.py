@@ -236,6 +236,8 @@ def seeds() -> list[bytes]:
     made[0] = (7).to_bytes(8, "little") + (8).to_bytes(8, "little") + made[0]
     value = [bytes(each) for each in calls.dumps(3, other).buffers]
 
+    called = [Kind.CALL, 1, {}, call, NEUTRAL]
+
     def control(*messages: Any, start: int = 1, acknowledged: int = 0) -> list[Any]:
         return [Kind.CONTROL, 0, {"batch": [acknowledged, start, list(messages)]}, [], 0]
 
@@ -309,7 +311,7 @@ def seeds() -> list[bytes]:
     ]
     before: list[list[Any]] = [
         [0, [Kind.HELLO, 0, hello, [], 0], [Kind.PROOF, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0]],
-        [0, [Kind.LANE, 0, {"token": b"t" * 16, "number": 1}, [], 0], [Kind.CALL, 1, {}, call, NEUTRAL]],
+        [0, [Kind.LANE, 0, {"token": b"t" * 16, "number": 1}, [], 0], called],
         [0, b"GET / HTTP/1.1\r\n\r\n"],
         [
             1,
