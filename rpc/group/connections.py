@@ -77,6 +77,10 @@ _REDIAL_SECONDS: Final = 3.0
 
 _QUIET_SECONDS: Final = 0.0005
 
+_LEAVER_SECONDS: Final = 1.0
+_LEAVER_PAUSE: Final = 0.01
+"""Who leaves and comes back under its name may be heard on its new connection before its goodbye on the old."""
+
 _MAY_PASS: Final = frozenset(
     (
         errno.ECONNABORTED,
@@ -396,6 +400,10 @@ class Connections:
 
     def _judge(self, greeting: Greeting, hello: Hello) -> None:
         assert self._view is not None
+        recent = self.loop.time() - greeting.began < _LEAVER_SECONDS
+        if recent and not self._view.static and self._view.holder(hello.member) is not None:
+            self.loop.call_later(_LEAVER_PAUSE, self._judge_again, greeting, hello)
+            return
         known = self._view.find(hello.member.incarnation)
         peer = self._events.peer_for(known) if known else None
         is_lost = peer is not None and peer.connected and _has_lost_it(hello, peer)
@@ -429,8 +437,10 @@ class Connections:
         if greeting in self._greetings:
             self._judge(greeting, hello)
             return
-        peer = self._events.peer_for(hello.member)  # it has broken again
-        if not peer.connected:
+        assert self._view is not None
+        known = self._view.find(hello.member.incarnation)
+        peer = self._events.peer_for(known) if known else None
+        if peer is not None and not peer.connected:  # it has broken again
             self.connect(peer)
 
     def _refuse(self, greeting: Greeting, refusal: Refusal) -> None:

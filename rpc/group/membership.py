@@ -61,6 +61,17 @@ class Membership:
         self._add(member)
         return True
 
+    def holder(self, member: Member) -> Member | None:
+        """Another present member that has the name or the id of this one."""
+        for other in (self._by_name.get(member.name), self._by_id.get(member.id)):
+            if (
+                other is not None
+                and other.incarnation != member.incarnation
+                and other.incarnation in self._by_incarnation
+            ):
+                return other
+        return None
+
     def _add(self, member: Member) -> None:
         self._by_name[member.name] = member
         self._by_id[member.id] = member

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -309,3 +310,20 @@ def test_only_what_is_large_and_far_away_is_not_captured(make_node: MakeNode) ->
         peer.send([memory], size, aliased=True)
         ((piece,),) = sent_when_established(peer)
         assert (piece is not memory) is captured
+
+
+def test_who_leaves_and_comes_back_under_its_name_may_be_heard_before_its_goodbye(
+    make_node: MakeNode,
+) -> None:
+    node, before, again = make_node("node"), make_node("worker"), make_node("worker")
+    again.member = replace(again.member, info=before.member.info)
+    node.form_group(before.member, static=False)
+    before.form_group(node.member, static=False)
+    again.form_group(node.member, static=False)
+    before.send(node, 1)
+    node.wait_until(lambda: node.received)
+    again.send(node, 2)
+    until(lambda: node.connections.handshaking)
+    before.leave()
+    node.wait_until(lambda: ("worker", 2) in node.received)
+    assert again.gone == []
