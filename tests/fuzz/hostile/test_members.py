@@ -1,4 +1,4 @@
-"""An agent survives what strangers and members send it: what has broken something once, and some mutations."""
+"""An agent survives what strangers and members send it: what has broken something once, some mutations."""
 
 from __future__ import annotations
 
