@@ -273,7 +273,11 @@ def layouts(whole: Tensor, mesh: MeshKey) -> list[Layout]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rows"), [(LINE, 8), (LINE, 5), (LINE, 3), (SQUARE, 8), (SQUARE, 5), (SQUARE, 3)]
+    ("mesh", "rows"),
+    [
+        *((mesh, rows) for mesh in (LINE, SQUARE) for rows in (8, 5)),
+        *(pytest.param(mesh, 3, marks=pytest.mark.nightly) for mesh in (LINE, SQUARE)),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_operators_on_parts(kind: Callable[[int], Iterator[Case]], mesh: MeshKey, rows: int) -> None:
