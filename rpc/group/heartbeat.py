@@ -133,9 +133,10 @@ class Heartbeat:
 
     def _look_at_full(self) -> None:
         """Have those acknowledge for whom too much is kept."""
-        full = {peer.incarnation: peer for peer in self._peers() if peer.session.full and peer.lost is None}
+        there = (peer for peer in self._peers() if peer.lost is None)
+        full = {peer.incarnation: peer for peer in there if peer.session.is_full()}
         signs = {incarnation: peer.session.first for incarnation, peer in full.items() if peer.sign_expected}
-        ask, silent = self._acknowledging.look(time.monotonic(), signs)
+        ask, silent = self._acknowledging.look(self._loop.time(), signs)
         for incarnation in ask:
             full[incarnation].sign(_ANSWER)
         for incarnation in silent:
@@ -146,7 +147,7 @@ class Heartbeat:
 
     def _keeps_too_much(self, peer: Peer, acknowledged: str) -> None:
         session = peer.session
-        if session.full:  # else it has been lost just now
+        if session.is_full():  # else it has been lost just now
             what = f"{len(session.sent)} messages ({session.kept >> 20} MiB) are kept for it"
             self._lose(
                 peer, f"it does not acknowledge what it gets: {what}, and it acknowledged {acknowledged}"

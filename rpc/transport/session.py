@@ -16,6 +16,7 @@ not known to have arrived then are lost, and whoever has sent them is told.
 ``MAX_UNACKNOWLEDGED``, twice what a receiver lets come before it acknowledges. Callers wait then, as they do
 for a queue that is full: a receiver whose acknowledgements are only slow goes on getting what it can take.
 One that acknowledges nothing for as long as a silent one may be silent is lost (``rpc.group.heartbeat``).
+Nothing is reckoned where a *light* message is sent, and nobody looks while there are ``FEW``.
 
 No I/O; see ``rpc.group.peer`` for which thread calls what.
 """
@@ -28,25 +29,30 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from rpc.errors import ProtocolError
+from rpc.wire.chunking import WHOLE_BYTES
 
-__all__ = ["ACKNOWLEDGE_EVERY", "MAX_UNACKNOWLEDGED", "Session"]
+__all__ = ["ACKNOWLEDGE_EVERY", "FEW", "LIGHT_BYTES", "MAX_UNACKNOWLEDGED", "Session"]
 
 ACKNOWLEDGE_EVERY: Final = 128
 
 MAX_UNACKNOWLEDGED: Final = 64 << 20
-"""In bytes. A message costs its own and ``_MESSAGE_BYTES``, so there are at most 2¹⁹."""
+"""In bytes. A message costs its own, and ``LIGHT_BYTES`` at least, so there are at most 2¹⁶."""
 
-_MESSAGE_BYTES: Final = 128
+LIGHT_BYTES: Final = 1 << 10
+"""A message that is no longer needs to be in ``sent`` only."""
+
+FEW: Final = MAX_UNACKNOWLEDGED // WHOLE_BYTES - 1
+"""So many messages cannot be too much: a message in one frame is no longer than ``WHOLE_BYTES``."""
 
 
 class Session:
     """One end.
 
     Attributes:
-        sent: messages that were begun to be written and are not acknowledged, in order.
+        sent: messages that were begun to be written and are not acknowledged, in order. One that is light may
+            be appended as it is, by whoever writes; others are noted.
         kept: how many bytes they cost.
-        full: that is too much, so senders are to wait.
-        got_full, got_room: called when that changes, on any thread.
+        got_room: called when it is full no more, if somebody has found it full, on any thread.
         connections: how many there have been.
         numbers: of large messages.
         large: the beginnings of those that are under way, by number, and the connection that they began on.
@@ -60,17 +66,17 @@ class Session:
     """
 
     __slots__ = (
-        *("_dropped", "_noted", "connections", "first", "full", "got_full", "got_room"),
-        *("large", "numbers", "sent"),
+        *("_found_full", "_heavy_dropped", "_heavy_noted", "connections", "first"),
+        *("got_room", "large", "numbers", "sent"),
     )
 
     def __init__(self) -> None:
         self.sent: deque[bytes] = deque()
-        self.full = False
-        self.got_full: Callable[[], object] = int
         self.got_room: Callable[[], object] = int
-        self._noted = 0  # in bytes, in all: only writers change it, one at a time
-        self._dropped = 0  # of these: only who reads changes it
+        self._found_full = False
+        # What messages cost beyond ``LIGHT_BYTES``, in all:
+        self._heavy_noted = 0  # only writers change it, one at a time
+        self._heavy_dropped = 0  # only who reads changes it
         self.first = 0
         """How many messages are acknowledged and dropped."""
         self.connections = 0
@@ -79,15 +85,21 @@ class Session:
 
     @property
     def kept(self) -> int:
-        return self._noted - self._dropped
+        return len(self.sent) * LIGHT_BYTES + self._heavy_noted - self._heavy_dropped
 
     def note(self, message: bytes) -> None:
         """A message is begun to be written, behind all others."""
-        self._noted += len(message) + _MESSAGE_BYTES
+        self._heavy_noted += max(0, len(message) - LIGHT_BYTES)
         self.sent.append(message)
-        if self._noted - self._dropped > MAX_UNACKNOWLEDGED and not self.full:
-            self.full = True
-            self.got_full()
+
+    def is_full(self) -> bool:
+        """Whether so much is kept that senders are to wait; ``got_room`` is called then when it is not any
+        more. From any thread.
+        """
+        if self.kept <= MAX_UNACKNOWLEDGED:
+            return False
+        self._found_full = True
+        return self.kept > MAX_UNACKNOWLEDGED  # an acknowledgement may have come just before
 
     def acknowledged(self, count: int) -> None:
         """The receiver has taken in so many, in all. Those whose writers have not noted them yet, as may be
@@ -95,10 +107,12 @@ class Session:
         """
         sent = self.sent
         for _ in range(min(count - self.first, len(sent))):
-            self._dropped += len(sent.popleft()) + _MESSAGE_BYTES
+            size = len(sent.popleft())
+            if size > LIGHT_BYTES:
+                self._heavy_dropped += size - LIGHT_BYTES
             self.first += 1
-        if self.full and self.kept <= MAX_UNACKNOWLEDGED:
-            self.full = False
+        if self._found_full and self.kept <= MAX_UNACKNOWLEDGED:
+            self._found_full = False
             self.got_room()
 
     def resume(self, count: int, unsent: Iterable[bytes]) -> list[bytes]:
@@ -122,8 +136,7 @@ class Session:
         self.acknowledged(count)
         again = list(self.sent)
         self.sent.clear()
-        self._noted = self._dropped = 0
-        self.full = False
+        self._heavy_noted = self._heavy_dropped = 0
         return again
 
     def begin_large(self, head: bytes) -> int:

@@ -35,7 +35,7 @@ from rpc.runtime.blocking import wait_while
 from rpc.runtime.interrupts import protected
 from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.byte_stream import ByteStream
-from rpc.transport.session import Session
+from rpc.transport.session import FEW, LIGHT_BYTES, Session
 from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage, Outgoing
 from rpc.wire.frames import chunk_prefix, chunked
 
@@ -93,7 +93,9 @@ class WriteQueue:
         self.lane = 0
         """The number of this connection among those."""
         self._session: Session | None = None
-        self._sent: Callable[[bytes], object] = deque[bytes](maxlen=0).append  # which keeps nothing
+        self._kept = deque[bytes](maxlen=0)  # which keeps nothing
+        self._note_light: Callable[[bytes], object] = self._kept.append
+        self._note: Callable[[bytes], object] = self._kept.append
         self._loop = loop
         self._stream = stream
         self._queue_limit = queue_limit
@@ -110,8 +112,6 @@ class WriteQueue:
         self._flushing = False
         self._finishing = False
         self._open = True
-        self._held_up = False
-        """Whether it is closed, or waits for acknowledgements."""
         self._newest_sign: memoryview | None = None
         """The acknowledgement in the queue, while nobody has begun to write it."""
 
@@ -136,8 +136,7 @@ class WriteQueue:
             self.send_small(b"".join(buffers), wait)
             return
         in_chunks = size > WHOLE_BYTES and len(buffers) > 1
-        if not self._is_ready(wait, in_chunks):
-            return
+        self._make_ready(wait, in_chunks)
         pieces = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in buffers]
         if last:
             self._last = b"".join(pieces)  # not into the queue, where it would overtake what is being sent
@@ -153,8 +152,8 @@ class WriteQueue:
     @protected
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         """Send a frame in one piece; see ``Connection.send_small``."""
-        if (self._queued_bytes or self._held_up or self.error) and not self._is_ready(wait, False):
-            return
+        if self._queued_bytes or len(self._kept) > FEW or self.error or not self._open:
+            self._make_ready(wait, False)
         if coalesce:
             self._enqueue(frame, len(frame))
             if len(self._queue) >= _COALESCED_FRAMES:
@@ -196,8 +195,9 @@ class WriteQueue:
 
     def carry(self, session: Session) -> None:
         """Note in ``session`` what is sent from now on. On the loop's thread, before other threads send."""
-        session.got_full, session.got_room = self._hold_up, self._go_on
-        self._session, self._sent = session, session.note
+        session.got_room = self._go_on
+        self._session, self._kept = session, session.sent
+        self._note_light, self._note = session.sent.append, session.note
 
     def remains(self) -> list[bytes]:
         """On the loop's thread, once it is closed: the frames that were not begun to be written."""
@@ -232,43 +232,38 @@ class WriteQueue:
 
     def close(self) -> None:
         """On the loop's thread, with ``lock``: nothing more is sent. The caller closes the stream."""
-        self._open, self._held_up = False, True
+        self._open = False
         self._stream.on_writable(None)
         self._forget()
 
     def abandon(self) -> None:
         """In a forked child: nothing more is sent."""
-        self._open, self._held_up = False, True
+        self._open = False
 
-    def _is_ready(self, wait: float, in_chunks: bool) -> bool:
-        """Whether there is any point in sending; waits for room if asked to."""
+    def _make_ready(self, wait: float, in_chunks: bool) -> None:
+        """Wait for room if asked to; ``ConnectionClosed`` if nothing can be sent."""
         if wait and (self.outgoing.is_full() if in_chunks else self._is_full()):
             self._before_waiting()
             deadline = monotonic() + wait
             if not (self.outgoing.wait_for_room(deadline) if in_chunks else self._wait_for_room(deadline)):
                 session = self._session
                 what = "take what is queued for it"
-                if session is not None and session.full:
+                if session is not None and session.is_full():
                     what = f"acknowledge what it got: {len(session.sent)} messages, {session.kept} bytes"
                 raise QueueFull(f"{self.description} does not {what}")
         if not self._open:
             raise ConnectionClosed(f"the connection to {self.description} is closed")
         # After a write error it is about to be closed: what was received before is still being read. What is
         # queued until then is sent over the next connection, if there is one.
-        return True
 
     def _is_full(self) -> bool:
         if not self._open or self.error is not None:
             return False
         session = self._session
-        return self._queued_bytes > self._queue_limit or (session is not None and session.full)
-
-    def _hold_up(self) -> None:
-        self._held_up = True
+        return self._queued_bytes > self._queue_limit or (session is not None and session.is_full())
 
     def _go_on(self) -> None:
-        """From any thread. (That it is closed meanwhile, who writes finds out as well.)"""
-        self._held_up = not self._open
+        """From any thread."""
         with self._count_lock:
             self._room.notify_all()
 
@@ -309,7 +304,10 @@ class WriteQueue:
                 return False
             count = self._stream.write((frame,))
             if count == size and type(frame) is bytes:
-                self._sent(frame)
+                if size <= LIGHT_BYTES:
+                    self._note_light(frame)
+                else:
+                    self._note(frame)
             elif count < size:
                 left = deque((frame,))
                 self._discard(left, count)
@@ -469,13 +467,16 @@ class WriteQueue:
             if length > count:
                 if count:
                     if type(pieces[0]) is bytes:
-                        self._sent(pieces[0])
+                        self._note(pieces[0])
                     pieces[0] = memoryview(pieces[0])[count:]
                 break
             count -= length
             piece = pieces.popleft()
             if type(piece) is bytes:
-                self._sent(piece)
+                if length <= LIGHT_BYTES:
+                    self._note_light(piece)
+                else:
+                    self._note(piece)
             elif piece is _CHUNK_END:
                 chunk_ended = True
         return chunk_ended

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rpc.transport.base import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.session import Session
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
-from rpc.wire.chunking import CHUNK_BYTES
+from rpc.wire.chunking import CHUNK_BYTES, WHOLE_BYTES
 from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode, encode_small
 from tests.support.streams import SOON, until
 
@@ -456,9 +456,9 @@ def test_when_the_loop_has_ended_nothing_raises() -> None:
 
 def full_session() -> Session:
     """One for which a single small message is too much."""
-    session = Session()
-    session.note(bytes(64 << 20))
-    session.full = False
+    session, message = Session(), bytes(WHOLE_BYTES)
+    for _ in range((64 << 20) // len(message)):
+        session.note(message)
     return session
 
 
@@ -467,13 +467,13 @@ def test_callers_wait_while_too_much_is_not_acknowledged_and_others_do_not() -> 
     session = full_session()
     here.queue.carry(session)
     here.send(1)
-    with pytest.raises(QueueFull, match="does not acknowledge what it got: 2 messages"):
+    with pytest.raises(QueueFull, match="does not acknowledge what it got: 257 messages"):
         here.send(2, wait=0.01)
     here.send(3, wait=0)
     waiting = threading.Thread(target=here.send, args=(4,))
     waiting.start()
     until(lambda: "waits" in here.told[1:])
-    session.acknowledged(1)
+    session.acknowledged(2)
     waiting.join(SOON)
     assert here.numbers() == [1, 3, 4]
 
