@@ -311,7 +311,7 @@ def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | N
 def _raise_twin(error: Exception) -> NoReturn:
     """Raise an error like the one that a future has. What is raised refers, by its traceback, to the frames
     of who waits, and these mostly to the future; and the garbage collector does not see what PyTorch's
-    futures have. Were it that very error, all that those frames have would stay for ever, references among it.
+    futures have. Were it that very error, all that those frames have would stay for ever, references too.
     """
     raise _twin(error)
 
