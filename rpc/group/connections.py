@@ -380,6 +380,8 @@ class Connections:
     def _judge(self, greeting: _Greeting, hello: Hello) -> None:
         assert self._view is not None
         known = self._view.find(hello.member.incarnation)
+        if known is None and hello.group == self.group and not self._view.static:
+            self._replace(hello.member)
         peer = self._events.peer_for(known) if known else None
         is_lost = peer is not None and peer.connected and _has_lost_it(hello, peer)
         refusal = judge(
@@ -407,6 +409,18 @@ class Connections:
         peer.accepted_at = peer.received + peer.signs
         peer.process = greeting.connection.process
         self._establish(greeting, peer, (number, hello.session[1]))
+
+    def _replace(self, newcomer: Member) -> None:
+        """A newcomer is let into a dynamic group under a name or id only when who had it has ended: that one,
+        if there is no connection to it, is not about to have another.
+        """
+        assert self._view is not None
+        for rival in self._view.rivals(newcomer):
+            peer = self._events.peer_for(rival)
+            if not (peer.connected or peer.is_self):
+                self.lose(
+                    peer, f"it has ended, as worker '{newcomer.name}' (id {newcomer.id}) has come since"
+                )
 
     def _judge_again(self, greeting: _Greeting, hello: Hello) -> None:
         if greeting in self._greetings:
