@@ -79,7 +79,7 @@ _QUIET_SECONDS: Final = 0.0005
 
 _LEAVER_SECONDS: Final = 1.0
 _LEAVER_PAUSE: Final = 0.01
-"""Who leaves and comes back may be heard on its new connection before its goodbye on the old."""
+"""Who leaves and comes back under its name may be heard before its goodbye on the old connection is."""
 
 _MAY_PASS: Final = frozenset(
     (
