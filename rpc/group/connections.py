@@ -57,7 +57,7 @@ MAX_STRANGERS: Final = 256
 is slow: how many may come at a time is for the transports to limit.
 """
 
-_PAUSES: Final = (0.002, 0.004, 0.008, 0.016, 0.2)
+_PAUSES: Final = (0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.2)
 """Seconds between attempts to connect, the last for all others. Of a process that is just dying, connections
 may end before its address refuses.
 """
