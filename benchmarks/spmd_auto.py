@@ -110,10 +110,10 @@ def main(argv: list[str] | None = None) -> int:
             found[way].append(_turn(way, arguments.workers, arguments.steps, chosen))
     base = _figures(found[WAYS[0]])
     console = Console(highlight=False)
-    table = Table("", "ms a step", "sent, MB", "held, MB", title=f"{arguments.workers} workers, {chosen}")
+    table = Table("(by data parallel's)", "ms a step", "sent, MB", "held, MB")
     for way in WAYS:
         cells = [
-            f"{each:.3f} ({each / other:.2f} of it)" if other else f"{each:.3f}"
+            f"{each:.3f} ({each / other:.2f})" if other else f"{each:.3f}"
             for each, other in zip(_figures(found[way]), base, strict=True)
         ]
         table.add_row(way, *cells)

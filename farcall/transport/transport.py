@@ -49,6 +49,9 @@ _PROCESS: Final = "farcall-process"
 that computes.
 """
 
+_OVER: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
+"""What gRPC raises where a call is over already."""
+
 _LINGER_SECONDS: Final = 1.0
 """How long the other side may take to notice that this one has ended a call."""
 _GRACE_SECONDS: Final = 10.0
@@ -138,7 +141,7 @@ class GrpcTransport:
         receiving = self._loop.create_task(stream.receive())
         try:
             await stream.send()
-            with contextlib.suppress(Exception):  # the call is over already
+            with contextlib.suppress(*_OVER):
                 await call.done_writing()
             await asyncio.wait([receiving], timeout=_LINGER_SECONDS)
         finally:

@@ -57,7 +57,7 @@ MAX_STRANGERS: Final = 256
 is slow: how many may come at a time is for the transports to limit.
 """
 
-_PAUSES: Final = (0.002, 0.004, 0.008, 0.016, 0.2)
+_PAUSES: Final = (0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.2)
 """Seconds between attempts to connect, the last for all others. Of a process that is just dying, connections
 may end before its address refuses.
 """
@@ -79,7 +79,7 @@ _QUIET_SECONDS: Final = 0.0005
 
 _LEAVER_SECONDS: Final = 1.0
 _LEAVER_PAUSE: Final = 0.01
-"""Who leaves and comes back under its name may be heard on its new connection before its goodbye on the old."""
+"""Who leaves and comes back under its name may be heard before its goodbye on the old connection is."""
 
 _MAY_PASS: Final = frozenset(
     (
@@ -400,11 +400,13 @@ class Connections:
 
     def _judge(self, greeting: Greeting, hello: Hello) -> None:
         assert self._view is not None
+        known = self._view.find(hello.member.incarnation)
+        if known is None and hello.group == self.group and not self._view.static:
+            self._replace(hello.member)
         recent = self.loop.time() - greeting.began < _LEAVER_SECONDS
-        if recent and not self._view.static and self._view.holder(hello.member) is not None:
+        if recent and not self._view.static and self._view.rivals(hello.member):
             self.loop.call_later(_LEAVER_PAUSE, self._judge_again, greeting, hello)
             return
-        known = self._view.find(hello.member.incarnation)
         peer = self._events.peer_for(known) if known else None
         is_lost = peer is not None and peer.connected and _has_lost_it(hello, peer)
         refusal = judge(
@@ -432,6 +434,18 @@ class Connections:
         peer.accepted_at = peer.received + peer.signs
         peer.process = greeting.connection.process
         self._establish(greeting, peer, (number, hello.session[1]))
+
+    def _replace(self, newcomer: Member) -> None:
+        """A newcomer is let into a dynamic group under a name or id only when who had it has ended: that one,
+        if there is no connection to it, is not about to have another.
+        """
+        assert self._view is not None
+        for rival in self._view.rivals(newcomer):
+            peer = self._events.peer_for(rival)
+            if not (peer.connected or peer.is_self):
+                self.lose(
+                    peer, f"it has ended, as worker '{newcomer.name}' (id {newcomer.id}) has come since"
+                )
 
     def _judge_again(self, greeting: Greeting, hello: Hello) -> None:
         if greeting in self._greetings:

@@ -52,25 +52,17 @@ class Membership:
                 member.name,
                 self._gone[member.incarnation],
             )
-        for other, what in (
-            (self._by_name.get(member.name), f"name '{member.name}'"),
-            (self._by_id.get(member.id), f"id {member.id}"),
-        ):
-            if other is not None and other.incarnation in self._by_incarnation:
-                raise GroupMismatchError(f"the {what} is taken by worker '{other.name}' (id {other.id})")
+        for other in self.rivals(member):
+            what = f"name '{member.name}'" if other.name == member.name else f"id {member.id}"
+            raise GroupMismatchError(f"the {what} is taken by worker '{other.name}' (id {other.id})")
         self._add(member)
         return True
 
-    def holder(self, member: Member) -> Member | None:
-        """Another present member that has the name or the id of this one."""
-        for other in (self._by_name.get(member.name), self._by_id.get(member.id)):
-            if (
-                other is not None
-                and other.incarnation != member.incarnation
-                and other.incarnation in self._by_incarnation
-            ):
-                return other
-        return None
+    def rivals(self, member: Member) -> list[Member]:
+        """The present members that have its name or id, and are other incarnations."""
+        named = dict.fromkeys((self._by_name.get(member.name), self._by_id.get(member.id)))
+        there = [each for each in named if each is not None and each.incarnation in self._by_incarnation]
+        return [each for each in there if each.incarnation != member.incarnation]
 
     def _add(self, member: Member) -> None:
         self._by_name[member.name] = member

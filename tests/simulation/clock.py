@@ -165,7 +165,7 @@ class WorkerLoop(asyncio.AbstractEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
 
-    def create_task(self, coro: Any, **_: Any) -> asyncio.Task[Any]:  # type: ignore[override]
+    def create_task(self, coro: Any, **_: Any) -> asyncio.Task[Any]:
         return asyncio.Task(coro, loop=self)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ NEIGHBOURS: Final = 3
 _SAMPLE: Final = 10
 """Of so many workers the memory of membership is measured: of a thousand, that would take minutes."""
 
-_STEEPNESS: Final = 1.3
+_STEEPNESS: Final = 2.0
 """How much faster than the group anything may grow, which starts from a few bytes or messages."""
 
 
@@ -224,6 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.cost")
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])
+    logging.getLogger("rpc").setLevel(logging.ERROR)  # that one dies is told by many
     costs: list[Cost] = []
     print(f"{'':20} {'workers':>8} {'messages each':>14} {'most':>8} {'bytes each':>12}")
     for workers in parser.parse_args(arguments).workers:

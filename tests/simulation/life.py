@@ -109,7 +109,7 @@ class Life:
         self.truth.tell = tell
         self.network.say = None if tell is None else self.truth.say
         self._options = AgentOptions(lost_after=plan.lost_after, reconnect_within=plan.reconnect_within)
-        self._world = WorkerLoop(self.clock, "-")
+        self._world = WorkerLoop(self.clock, "-")  # type: ignore[abstract]
         self._by_loop: dict[WorkerLoop, Worker] = {}
         self._bound = plan.lost_after + plan.reconnect_within + CONNECT_SECONDS + 10.0
         self._ids = 0
@@ -218,7 +218,12 @@ class Life:
             if each.alive or any(other.agent.view.find(each.incarnation) for other in living)
         }
         free = sorted({each.member.id for each in self.truth.workers.values()} - taken)
-        worker = self._new_worker(chance.choice(free) if free and chance.random() < 0.7 else -1)
+        self.join(chance.choice(free) if free and chance.random() < 0.7 else -1)
+
+    def join(self, worker_id: int = -1) -> None:
+        """A newcomer, under a name that is new or free."""
+        living = self.truth.living
+        worker = self._new_worker(worker_id)
         self.truth.say(f"{worker} joins")
         current._agent = worker.agent
         worker.join([each.member for each in (*living, worker)], static=False)

@@ -138,7 +138,7 @@ class Worker:
     ) -> None:
         name = f"w{worker_id}"
         place = f"{name}-{incarnation}"
-        self.loop = WorkerLoop(network.clock, place)
+        self.loop = WorkerLoop(network.clock, place)  # type: ignore[abstract]  # as much as is needed
         network.loops[place] = self.loop
         self.agent = agent = Agent(options, place, ground=ground(network, self.loop))
         agent.incarnation = incarnation

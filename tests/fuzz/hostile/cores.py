@@ -448,7 +448,7 @@ class References:
                             packed([message])
                             self.protocols[peer].receive(me, message)
                         case Free(rref):
-                            if rref in self.freed:
+                            if rref in self.freed and rref[0] != _HOSTILE:  # who may use its own ids again
                                 raise Broken(f"object {rref} is freed twice")
                             self.freed.add(rref)
                             self._check_free(me, rref)

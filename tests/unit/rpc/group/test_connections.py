@@ -323,7 +323,7 @@ def test_who_leaves_and_comes_back_under_its_name_may_be_heard_before_its_goodby
     before.send(node, 1)
     node.wait_until(lambda: node.received)
     again.send(node, 2)
-    until(lambda: node.connections.handshaking)
+    until(lambda: again.gone or any(each.hello for each in list(node.connections._greetings)))
     before.leave()
     node.wait_until(lambda: ("worker", 2) in node.received)
     assert again.gone == []
