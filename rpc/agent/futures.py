@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from copy import copy
+from struct import calcsize
 from time import monotonic
 from typing import Any, Final, NoReturn, TypeVar, cast
 
@@ -48,6 +49,7 @@ S = TypeVar("S")
 F = TypeVar("F", bound="torch.futures.Future[Any]")
 
 _NO_DEVICES: Final[list[torch.device]] = []
+_POINTER_BYTES: Final = calcsize("P")
 # PyTorch's methods in Python only call these.
 _construct = torch._C.Future.__init__
 _is_done = torch._C.Future.done
@@ -341,13 +343,14 @@ def _raise_twin(error: Exception) -> NoReturn:
 
 def _twin(error: Exception) -> Exception:
     kind = type(error)
+    weak = _POINTER_BYTES if kind.__weakrefoffset__ > 0 else 0
     try:
-        if kind.__basicsize__ == Exception.__basicsize__:  # it has its arguments and a dict, and nothing else
+        if kind.__basicsize__ - weak == Exception.__basicsize__:  # it has its arguments and a dict, no more
             twin = kind.__new__(kind, *error.args)
-            twin.args = error.args
             twin.__dict__.update(error.__dict__)
         else:
             twin = copy(error)
+        twin.args = error.args  # whatever its class makes of what it is given
     except Exception:
         return error
     twin.__cause__, twin.__context__ = error.__cause__, error.__context__

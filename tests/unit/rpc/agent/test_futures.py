@@ -65,6 +65,22 @@ def test_each_who_waits_for_a_failed_future_gets_an_error_like_the_one_it_has() 
         )  # fmt: skip
 
 
+class Coded(Exception):
+    """Its class makes its arguments of what it is given."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"failed with code {code}")
+        self.code = code
+
+
+def test_an_error_of_a_class_with_its_own_arguments_says_what_it_said() -> None:
+    future: Future[None] = Future()
+    future.set_exception(Coded(5))
+    with pytest.raises(Coded) as caught:
+        future.wait()
+    assert (caught.value.args, caught.value.code) == (("failed with code 5",), 5)
+
+
 # ---- waiting without a future, as rpc_sync does
 
 
@@ -404,8 +420,8 @@ def test_ctrl_c_in_decoding_and_in_a_callback_is_raised_once(owner: Owner) -> No
     assert later.wait() == 2
 
 
-class Unlike(Exception):
-    """Cannot be copied: its class takes other arguments than it has."""
+class Unlike(OSError):
+    """Cannot be copied: its class takes other arguments than it has, and it is more than these."""
 
     def __init__(self) -> None:
         super().__init__("unlike", "others")
