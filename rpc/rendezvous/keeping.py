@@ -10,7 +10,8 @@ Of a member that was lost, the one with the smallest id takes the entries out.
 
 *One group goes on, never two.* Members may lose each other and live: the network between them was gone for
 long, or a process was stopped. What is in the log is the group then. Who has lost others takes their entries
-out, unless its own are out already. Who finds its own out leaves: all that it still knows is lost to it. So
+out, unless its own are out already; of two that do so at once, the store tells one to stop. Who finds its own
+out leaves: all that it still knows is lost to it. So
 does a member that comes back to a log in which, before its own entry, stands a living one that it has lost.
 
 Theory: *of any two workers that live, one finds the other.* A joiner reads all entries before its own, a
@@ -266,16 +267,22 @@ class Keeper:
         entries = {
             each.arrival.member.incarnation: each.arrival.member for each in log.read() if each.arrival
         }
-        for incarnation, looks in list(self._dead.items()):
+        # In the order of ids, as whoever takes this one out: of two, one stops before it goes on to others.
+        for incarnation in sorted(self._dead, key=lambda each: entries[each].id if each in entries else -1):
             alive = incarnation in entries and self._tell(entries[incarnation]) is not False
-            if alive and looks > 1:
-                self._dead[incarnation] = looks - 1
+            if alive and self._dead[incarnation] > 1:
+                self._dead[incarnation] -= 1
                 continue
             del self._dead[incarnation]
-            if not alive or incarnation in self._may_live:
-                self._may_live.discard(incarnation)
-                for place in log.places(incarnation):
-                    log.remove(place)
+            if alive and incarnation not in self._may_live:
+                continue
+            if alive and not log.may_take_out(self._me.incarnation, incarnation):
+                self._dead.clear()  # that one takes this one out, and the rest is up to it
+                self._may_live.clear()
+                break
+            self._may_live.discard(incarnation)
+            for place in log.places(incarnation):
+                log.remove(place)
         log.trim()
 
 

@@ -423,6 +423,17 @@ class Log:
             self._close(index)
         return found
 
+    def may_take_out(self, me: int, other: int) -> bool:
+        """Of two members that have lost each other and live, whether ``me`` takes the other out: the first to
+        ask does, and never both.
+        """
+        one, two = sorted((me, other))
+        mine = b"%x" % me
+        try:
+            return self._store.swap(f"parted/{one:x}-{two:x}", b"", mine) == mine
+        except ForeignRecordError:
+            return False
+
     def remove(self, index: int) -> None:
         """The member of a dynamic group is gone."""
         self._store.set(f"arrival/{index}/verdict", Verdict(Kind.GONE).pack())

@@ -8,7 +8,7 @@ from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, Kind, Pace, Verdict
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.init_method import open_store
-from rpc.rendezvous.keeping import Keeper
+from rpc.rendezvous.keeping import Keeper, Loss
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import Log, SharedStore
 from tests.unit.rpc.rendezvous.conftest import Connect, StartWorker, Workers, in_thread, results
@@ -36,6 +36,39 @@ def test_worker_that_left_is_not_known_to_later_ones(connect: Connect, workers: 
     join_dynamic(connect(), two.member, 5)
     assert keep(first).leave()
     assert _names(join_dynamic(connect(), three.member, 5).others) == {"worker1"}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_of_parts_that_take_each_other_out_at_once_one_stays(
+    memory: SharedStore, workers: Workers, parts: int
+) -> None:
+    """Each leader, when it is about to take the others out, leaves the others the time to do the same."""
+    groups = [join_dynamic(memory, worker.member, 5) for worker in workers(1 + parts)]
+    me = [group.me for group in groups]
+    out: set[str] = set()
+    turns = iter(range(1, parts + 1))
+
+    def tell(_: Member) -> bool:
+        for other in turns:
+            keepers[other]._look()
+        return True
+
+    keepers = [
+        Keeper(group, 5, lambda own=group.me: [own], list, lambda _, own=group.me: out.add(own.name), bool,
+               tell=tell)
+        for group in groups
+    ]  # fmt: skip
+    for keeper, own in zip(keepers, me, strict=True):
+        for lost in me:
+            if lost is not own:
+                keeper.worker_gone(Loss(lost.incarnation, may_live=True))
+                keeper._wait(0)
+        keeper._dead = dict.fromkeys(keeper._dead, 1)
+    keepers[0]._look()
+    for keeper in keepers:
+        keeper._check_at = 0
+        keeper._look()
+    assert len(out) == parts
 
 
 def test_ids_are_given_to_those_without_rank(connect: Connect, start_worker: StartWorker) -> None:
