@@ -328,7 +328,9 @@ class WriteQueue:
         if outgoing.other_lanes or not self._write_beginning(message, aliased):
             if aliased:
                 message.replace(self._capture)
-            outgoing.add(message)
+            if not outgoing.add(message) and session is not None and session.large.pop(number, None):
+                # Not sent, and not said to be lost: it could be long after this connection.
+                raise ConnectionClosed(f"the connection to {self.description} is broken")
 
     def _write_beginning(self, message: ChunkedMessage, aliased: bool) -> bool:
         """As ``_write_now``, for a message in chunks, of which others are left to the loop."""

@@ -157,16 +157,19 @@ class Outgoing:
         """Whether too much is to be sent."""
         return self.unsent > self._queue_limit and not self._closed
 
-    def add(self, message: ChunkedMessage) -> None:
-        """Send a message too, or what is left of it; it is opened when its turn comes."""
+    def add(self, message: ChunkedMessage) -> bool:
+        """Send a message too, or what is left of it; it is opened when its turn comes. False if nothing can be
+        sent any more.
+        """
         with self._lock:
             if self._closed:
-                return
+                return False
             self.unsent += message.unsent
             if message.lanes:
                 self._open.append(message)
             else:
                 self._waiting.append(message)
+        return True
 
     def shorten(self) -> None:
         """Something small waits behind a chunk: have the next ones short, for a while."""
@@ -180,13 +183,15 @@ class Outgoing:
             begins = lane == 0 and self._begin_next()
             if not self._open:
                 return []
-            message = self._open.popleft()
+            message = self._open[0]  # which stays there, as others look whether there is one
             before = message.unsent
             pieces = self.chunk(message, lane)
             self.unsent -= before - message.unsent
             self._room.notify_all()
             if message.unsent:
-                self._open.append(message)
+                self._open.rotate(-1)
+            else:
+                self._open.popleft()
         if begins or not self:  # which the end of a lane waits for
             for wake in self.other_lanes:
                 wake()
@@ -199,7 +204,8 @@ class Outgoing:
         open_bytes = sum(message.size for message in self._open)
         if self._open and open_bytes + self._waiting[0].size > self.max_bytes:
             return False
-        self._open.appendleft(self._waiting.popleft())
+        self._open.appendleft(self._waiting[0])
+        self._waiting.popleft()
         return True
 
     def chunk(self, message: ChunkedMessage, lane: int) -> list[Any]:

@@ -498,6 +498,17 @@ def test_who_waits_for_acknowledgements_is_told_when_it_is_closed() -> None:
     assert len(errors) == 1
 
 
+def test_a_large_message_that_finds_the_connection_broken_is_for_the_next() -> None:
+    """Not lost: who resumes after it would not know of it."""
+    here, session = Queue(), Session()
+    here.queue.carry(session)
+    here.stream.error = BrokenPipeError(32, "Broken pipe")
+    here.send(1)
+    with pytest.raises(ConnectionClosed):
+        here.send(2, LARGE)
+    assert not session.large
+
+
 def alive(count: int) -> bytes:
     return encode_small(Kind.ALIVE, count, {}, (), 0)
 

@@ -139,3 +139,20 @@ def test_the_end_of_a_lane_takes_nothing_from_others_and_the_end_of_the_first_ta
     assert first.arriving.promised == 300_000
     first.clear()
     assert first.arriving.promised == 0
+
+
+def test_while_a_lane_takes_a_chunk_others_find_the_message_still_there() -> None:
+    """Else what is to be said last could be said before its end."""
+    seen: list[bool] = []
+
+    def prefix_of_chunk(number: int, offset: int, length: int) -> bytes:
+        seen.append(bool(sender) and sender.has_for(1))
+        return chunk_prefix(number, offset, length)
+
+    sender = Outgoing(prefix_of_chunk, LIMIT, 1 << 40)
+    pieces, length = encode(Kind.CALL, 1, {}, [b"pickle", bytes(1_700_000)])
+    sender.add(chunked(pieces, length, 1))
+    while sender:
+        sender.next(0)
+    assert len(seen) > 1
+    assert all(seen)
