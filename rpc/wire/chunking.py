@@ -158,8 +158,8 @@ class Outgoing:
         return self.unsent > self._queue_limit and not self._closed
 
     def add(self, message: ChunkedMessage) -> bool:
-        """Send a message too, or what is left of it; it is opened when its turn comes. False if nothing can be
-        sent any more.
+        """Send a message too, or what is left of it; it is opened when its turn comes. False if nothing can
+        be sent any more.
         """
         with self._lock:
             if self._closed:
