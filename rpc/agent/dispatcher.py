@@ -252,7 +252,8 @@ class Dispatcher:
         what = f"a large message to worker '{peer.name}' was lost when their connection broke"
         if kind in (Kind.REPLY, Kind.FAILURE):
             error = MessageLostError(f"the call ran, and its answer was lost: {what}", peer.name)
-            self._agent.fail(peer, call_id, error)
+            # Not here: it may have to wait for room, which this thread is to make.
+            self._agent.run_soon([(lambda _: self._agent.fail(peer, call_id, error), None)])
         elif call_id:
             call = self._agent.calls.answered(call_id, peer)
             error = MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)

@@ -328,8 +328,10 @@ class WriteQueue:
         if outgoing.other_lanes or not self._write_beginning(message, aliased):
             if aliased:
                 message.replace(self._capture)
-            if not outgoing.add(message) and session is not None and session.large.pop(number, None):
-                # Not sent, and not said to be lost: it could be long after this connection.
+            if outgoing.add(message) or session is None:
+                return
+            # What takes the place of this connection may have been resumed, and hear of no loss any more.
+            if session.large.pop(number, None) is not None:
                 raise ConnectionClosed(f"the connection to {self.description} is broken")
 
     def _write_beginning(self, message: ChunkedMessage, aliased: bool) -> bool:

@@ -8,10 +8,12 @@ from typing import Any
 
 from rpc.agent.dispatcher import Dispatcher
 from rpc.agent.request_runner import Request
+from rpc.errors import MessageLostError
 from rpc.runtime.events import Events
 from rpc.runtime.executor import Task
 from rpc.runtime.mailbox import Counter
 from rpc.serialization.serializer import Serializer
+from rpc.wire.frames import Kind, encode
 
 
 class Agent:
@@ -53,3 +55,19 @@ def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more() -> Non
     confirm()
     assert ran == [request]
     assert agent.told[-1] == 0
+
+
+def test_that_an_answer_was_lost_is_said_by_a_thread_that_may_wait() -> None:
+    """Who hears of the loss reads, and acknowledgements make the room for which it would wait."""
+    agent: Any = Agent()
+    failed: list[tuple[object, int, BaseException]] = []
+    tasks: list[Task] = []
+    agent.fail, agent.run_soon = lambda *answer: failed.append(answer), tasks.extend
+    peer: Any = SimpleNamespace(name="worker1")
+    head = bytes(encode(Kind.REPLY, 7, {}, [b"value"])[0][0])
+    Dispatcher(agent, lambda _: None, {}).message_lost(peer, head)
+    assert not failed
+    [task] = tasks
+    agent.run(task)
+    [(to, call_id, error)] = failed
+    assert (to, call_id, type(error)) == (peer, 7, MessageLostError)
