@@ -339,7 +339,7 @@ class WriteQueue:
         if self._queue or self.outgoing or not self.lock.acquire(False):
             return False
         try:
-            if self._queue or self.outgoing or not self._open:
+            if self._queue or self.outgoing or not self._open or self.error is not None:
                 return False
             # What would have to be copied otherwise, this thread writes as long as the kernel takes it.
             end = (

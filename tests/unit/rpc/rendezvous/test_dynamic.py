@@ -53,11 +53,10 @@ def test_of_parts_that_take_each_other_out_at_once_one_stays(
             keepers[other]._look()
         return True
 
-    keepers = [
-        Keeper(group, 5, lambda own=group.me: [own], list, lambda _, own=group.me: out.add(own.name), bool,
-               tell=tell)
-        for group in groups
-    ]  # fmt: skip
+    def leader(me: Member, group: DynamicGroup) -> Keeper:
+        return Keeper(group, 5, lambda: [me], list, lambda _: out.add(me.name), bool, tell=tell)
+
+    keepers = [leader(group.me, group) for group in groups]
     for keeper, own in zip(keepers, me, strict=True):
         for lost in me:
             if lost is not own:
