@@ -11,7 +11,8 @@ makes of that only what an ``AllowList`` names:
 - what travels beside the message (remote references).
 
 Names are looked up in a dict: nothing is imported, and no attribute is followed. Only admitted classes and
-the rebuilding functions of this package are called while a message is read, never an allowed function.
+the rebuilding functions of this package are called while a message is read, never an allowed function. What
+was there before, such as a member of an admitted enumeration, keeps its attributes.
 
 *Failures* are rebuilt from their type, text and traceback alone: as builtin exceptions, farcall's own, or
 those of admitted classes, called with the text; as a ``RemoteError`` where that is not possible.
@@ -34,7 +35,6 @@ from __future__ import annotations
 import builtins
 import collections
 import datetime as dt
-import functools
 from collections import ChainMap
 from collections.abc import Callable
 from typing import Any, Final, TypeGuard
@@ -156,8 +156,8 @@ def _ordered_dict() -> Any:
 def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
     """What may be called while a message is read, by the name that messages use."""
     named: dict[Callable[..., Any], Callable[..., Any]] = {
-        tensor_kinds.sparse_coo: functools.partial(tensor_kinds.sparse_coo, check=True),
-        tensor_kinds.sparse_compressed: functools.partial(tensor_kinds.sparse_compressed, check=True),
+        tensor_kinds.sparse_coo: checked.sparse_coo,
+        tensor_kinds.sparse_compressed: checked.sparse_compressed,
         tensor_kinds.on_meta: checked.on_meta,
         tensor_kinds.constant: checked.constant,
         collections.OrderedDict: _ordered_dict,
