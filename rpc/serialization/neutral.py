@@ -22,7 +22,8 @@ number content
 A reader admits what an allow-list names (``safe``), or whatever can be imported. It makes nothing that is not
 written there, imports nothing for an allow-list, and looks for how much there is before it makes any of it.
 A list or map that holds itself cannot be written, one that occurs twice arrives as two, as does a tuple or a
-frozen set. An allow-list's reader gives items and attributes only to objects that nobody else has.
+frozen set; a ``bytearray`` arrives as ``bytes``. An allow-list's reader gives items and attributes only to
+objects that nobody else has.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from __future__ import annotations
 import copyreg
 import pickle
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, Protocol
@@ -315,7 +316,9 @@ class Reader:
             made[key] = value
 
     def _set_state(self, made: Any, state: Any, *, is_new: bool) -> None:
-        if self._allow is not None and not (is_new and self._allow.may_have_state(type(made))):
+        is_module_state = type(made) is OrderedDict and type(state) is dict and state.keys() == {"_metadata"}
+        is_admitted = self._allow is None or (is_new and self._allow.may_have_state(type(made)))
+        if not is_admitted and not is_module_state:
             raise SerializationError(f"attributes of {with_article(type(made))}")
         set_state = getattr(made, "__setstate__", None)
         if set_state is not None:

@@ -4,7 +4,8 @@ A pickle is a program for a small machine, and Python's own machine imports and 
 names. So a worker in safe mode reads no pickles: its peers write to it in another codec (``neutral``), and it
 makes of that only what an ``AllowList`` names:
 
-- scalars, texts, bytes, lists, tuples, dicts, sets; dates and times; ``OrderedDict``, ``deque``;
+- scalars, texts, bytes, lists, tuples, dicts, sets; dates and times; ``deque``, ``OrderedDict`` (with what
+  ``Module.state_dict`` notes in it);
 - tensors: strided and sparse ones of all types, parameters, meta tensors, sizes, dtypes, devices, layouts;
 - functions passed to ``allow_function``, as what is called or as an argument;
 - instances of classes passed to ``allow_class``;

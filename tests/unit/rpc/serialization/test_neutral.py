@@ -295,6 +295,16 @@ def test_sparse_indices_have_memory_for_each(allow: AllowList) -> None:
     refused(made(named(kinds, "sparse_compressed"), *parts, layout, False), allow, "memory for each")
 
 
+def test_the_state_of_a_module(allow: AllowList) -> None:
+    state = torch.nn.Linear(2, 1).state_dict()
+    arrived = send(state, at=safely(allow))
+    assert type(arrived) is type(state)
+    assert vars(arrived) == vars(state)
+    assert all(torch.equal(arrived[name], state[name]) for name in state)
+    other = made(named("collections", "OrderedDict"), state={"_metadata": {}, "keys": 1})
+    refused(other, allow, "attributes of an OrderedDict")
+
+
 def test_sets_within_sets_are_not_shared(allow: AllowList) -> None:
     """Equal ones of which each holds the one before twice take for ever to be compared."""
     inner = made(named("builtins", "frozenset"), [1])
