@@ -10,7 +10,7 @@ from rpc.errors import SerializationError
 from rpc.serialization import tensor_kinds, tensors
 from rpc.serialization.memory import layout_of
 
-__all__ = ["constant", "on_meta", "placed"]
+__all__ = ["constant", "on_meta", "placed", "sparse_compressed", "sparse_coo"]
 
 _CONSTANTS: Final = {
     name: value
@@ -54,3 +54,22 @@ def on_meta(dtype: Any, shape: Any, stride: Any, requires_grad: Any) -> torch.Te
     _check_shape(shape, stride)
     _item_size(dtype)
     return tensor_kinds.on_meta(dtype, shape, stride, bool(requires_grad))
+
+
+def sparse_coo(indices: Any, values: Any, *others: Any) -> torch.Tensor:
+    """``tensor_kinds.sparse_coo``."""
+    _check_memory(indices)
+    return tensor_kinds.sparse_coo(indices, values, *others, check=True)
+
+
+def sparse_compressed(starts: Any, indices: Any, values: Any, *others: Any) -> torch.Tensor:
+    """``tensor_kinds.sparse_compressed``."""
+    _check_memory(starts)
+    _check_memory(indices)
+    return tensor_kinds.sparse_compressed(starts, indices, values, *others, check=True)
+
+
+def _check_memory(indices: Any) -> None:
+    """Indices are looked through, each of them; strides of 0 make any number of a few bytes."""
+    if type(indices) is not torch.Tensor or indices.nbytes > indices.untyped_storage().nbytes():
+        raise SerializationError("the indices of a sparse tensor are no tensor with memory for each of them")

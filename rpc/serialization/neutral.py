@@ -14,12 +14,16 @@ number content
 4      *name* of what both sides have: ``[module, qualified name]``
 5      *object*: ``[made by, arguments, state, items, pairs, set by]``, as Python's ``__reduce__`` returns;
        where nothing made it, the first argument is its class
-6      *again*: the number of a tensor or an object (but a tuple's) that came before, from 0 on
+6      *again*: the number of a tensor or an object that came before, from 0 on; never that of a tuple or
+       a frozen set, which is written again: of such, shared in turn, what hashes or compares one would
+       take for ever
 ====== ============================================================================================
 
 A reader admits what an allow-list names (``safe``), or whatever can be imported. It makes nothing that is not
 written there, imports nothing for an allow-list, and looks for how much there is before it makes any of it.
-A list or map that holds itself cannot be written, one that occurs twice arrives as two.
+A list or map that holds itself cannot be written, one that occurs twice arrives as two, as does a tuple or a
+frozen set; a ``bytearray`` arrives as ``bytes``. An allow-list's reader gives items and attributes only to
+objects that nobody else has.
 """
 
 from __future__ import annotations
@@ -27,12 +31,13 @@ from __future__ import annotations
 import copyreg
 import pickle
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, Protocol
 
 import msgpack
+import torch
 
 from rpc.errors import RpcError, SerializationError, with_article
 from rpc.runtime.interrupts import interruptible, protected
@@ -53,6 +58,9 @@ _MAX_DEPTH: Final = 100
 """Extensions within extensions: each takes C stack."""
 
 _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
+_REPEATED: Final = (tuple, frozenset)
+_FILLED: Final = (set, frozenset, deque, torch.Size)
+"""These take whatever has elements; a tensor of a few bytes has as many as it likes."""
 
 
 class Admission(Protocol):
@@ -124,11 +132,11 @@ class Writer(Departing):
             return msgpack.ExtType(_NAME, self.write([module, reduced]))
         self._known[id(value)] = None, value
         extension = self._reduced(*reduced)
-        if isinstance(value, tuple):
+        if isinstance(value, _REPEATED):
             del self._known[id(value)]
         else:
             self._known[id(value)] = self._numbered, value
-            self._numbered += 1
+        self._numbered += 1
         return extension
 
     def _reduced(
@@ -253,11 +261,16 @@ class Reader:
         number = _exactly(self.read(content), int)
         if not 0 <= number < len(self._known):
             raise SerializationError(f"object {number} has not come before")
-        return self._known[number]
+        known = self._known[number]
+        if isinstance(known, _REPEATED):
+            raise SerializationError(f"object {number} is {with_article(type(known))}, and comes once")
+        return known
 
     def _object(self, content: bytes) -> Any:
         made_by, arguments, state, items, pairs, set_by = self.read(content)
-        made = self._make(made_by, _exactly(arguments, list))
+        made, is_shared = self._make(made_by, _exactly(arguments, list))
+        if is_shared and not (items is pairs is state is None):
+            raise SerializationError(f"items or attributes of {with_article(type(made))} that others have")
         if items is not None:
             self._extend(made, _exactly(items, list))
         if pairs is not None:
@@ -267,18 +280,25 @@ class Reader:
             set_by(made, state)
         elif state is not None:
             self._set_state(made, state, is_new=made_by is None)
-        if not isinstance(made, tuple):
-            self._known.append(made)
+        self._known.append(made)
         return made
 
-    def _make(self, made_by: Any, arguments: list[Any]) -> Any:
+    def _make(self, made_by: Any, arguments: list[Any]) -> tuple[Any, bool]:
+        """The object, and whether an allow-list's reader finds that it was there before: a member of an
+        enumeration, the only instance of a class.
+        """
         if made_by is not None:
             self._check_construct(made_by)
-            return made_by(*arguments)
-        kind, *others = arguments
-        if not isinstance(kind, type) or not (self._allow is None or self._allow.may_have_state(kind)):
-            raise SerializationError(f"{_called(kind)} is not admitted: no instance of it is made")
-        return kind.__new__(kind, *others)
+            is_checked = self._allow is not None and made_by in _FILLED
+            if is_checked and arguments and type(arguments[0]) not in (list, tuple):
+                raise SerializationError(f"elements of {with_article(type(arguments[0]))}")
+        else:
+            kind = arguments[0]
+            if not isinstance(kind, type) or not (self._allow is None or self._allow.may_have_state(kind)):
+                raise SerializationError(f"{_called(kind)} is not admitted: no instance of it is made")
+            made_by = kind.__new__
+        made, references = _count(made_by, arguments)
+        return made, self._allow is not None and references > _count(object, [])[1]
 
     def _check_construct(self, function: Any) -> None:
         if not callable(function) or not (self._allow is None or self._allow.may_construct(function)):
@@ -296,7 +316,9 @@ class Reader:
             made[key] = value
 
     def _set_state(self, made: Any, state: Any, *, is_new: bool) -> None:
-        if self._allow is not None and not (is_new and self._allow.may_have_state(type(made))):
+        is_module_state = type(made) is OrderedDict and type(state) is dict and state.keys() == {"_metadata"}
+        is_admitted = self._allow is None or (is_new and self._allow.may_have_state(type(made)))
+        if not is_admitted and not is_module_state:
             raise SerializationError(f"attributes of {with_article(type(made))}")
         set_state = getattr(made, "__setstate__", None)
         if set_state is not None:
@@ -339,6 +361,12 @@ def read(allow: Admission | None, data: Any, /, *, buffers: Iterable[Any] = ()) 
         if allow is None and not isinstance(error, ValueError | TypeError):
             raise  # of a user's own class
         raise SerializationError(f"a value is malformed: {type(error).__name__}: {error}") from error
+
+
+def _count(make: Callable[..., Any], arguments: list[Any]) -> tuple[Any, int]:
+    """What is made, and how many references there are to it; more than to a new object, if others have it."""
+    made = make(*arguments)
+    return made, sys.getrefcount(made)
 
 
 def _exactly(value: Any, kind: type) -> Any:

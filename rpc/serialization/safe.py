@@ -4,14 +4,16 @@ A pickle is a program for a small machine, and Python's own machine imports and 
 names. So a worker in safe mode reads no pickles: its peers write to it in another codec (``neutral``), and it
 makes of that only what an ``AllowList`` names:
 
-- scalars, texts, bytes, lists, tuples, dicts, sets; dates and times; ``OrderedDict``, ``deque``;
+- scalars, texts, bytes, lists, tuples, dicts, sets; dates and times; ``deque``, ``OrderedDict`` (with what
+  ``Module.state_dict`` notes in it);
 - tensors: strided and sparse ones of all types, parameters, meta tensors, sizes, dtypes, devices, layouts;
 - functions passed to ``allow_function``, as what is called or as an argument;
 - instances of classes passed to ``allow_class``;
 - what travels beside the message (remote references).
 
 Names are looked up in a dict: nothing is imported, and no attribute is followed. Only admitted classes and
-the rebuilding functions of this package are called while a message is read, never an allowed function.
+the rebuilding functions of this package are called while a message is read, never an allowed function. What
+was there before, such as a member of an admitted enumeration, keeps its attributes.
 
 *Failures* are rebuilt from their type, text and traceback alone: as builtin exceptions, farcall's own, or
 those of admitted classes, called with the text; as a ``RemoteError`` where that is not possible.
@@ -34,7 +36,6 @@ from __future__ import annotations
 import builtins
 import collections
 import datetime as dt
-import functools
 from collections import ChainMap
 from collections.abc import Callable
 from typing import Any, Final, TypeGuard
@@ -156,8 +157,8 @@ def _ordered_dict() -> Any:
 def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
     """What may be called while a message is read, by the name that messages use."""
     named: dict[Callable[..., Any], Callable[..., Any]] = {
-        tensor_kinds.sparse_coo: functools.partial(tensor_kinds.sparse_coo, check=True),
-        tensor_kinds.sparse_compressed: functools.partial(tensor_kinds.sparse_compressed, check=True),
+        tensor_kinds.sparse_coo: checked.sparse_coo,
+        tensor_kinds.sparse_compressed: checked.sparse_compressed,
         tensor_kinds.on_meta: checked.on_meta,
         tensor_kinds.constant: checked.constant,
         collections.OrderedDict: _ordered_dict,

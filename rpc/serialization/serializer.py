@@ -42,6 +42,8 @@ class Serializer:
         memory.warm_up()
         self.allow = AllowList(settings.allowed) if safe else None
         """What safe mode admits; None without safe mode."""
+        self._exceptions = (self.allow or settings.allowed).exception
+        """Makes those that come without a pickle."""
         self._reducers = Reducers()
         self._carriers: dict[str, Carrier] = {}
         self.brings_nothing: Final = self._carriers.keys().isdisjoint
@@ -153,7 +155,7 @@ class Serializer:
             return self.codecs[codec].loads(header, buffers, arrivals, source)
 
         if codec == NEUTRAL:
-            return exceptions.load_exception(header, source, None, (self.allow or AllowList()).exception)
+            return exceptions.load_exception(header, source, None, self._exceptions)
         return exceptions.load_exception(header, source, load if buffers else None)
 
     def without_exception(self, header: dict[str, Any], reason: BaseException) -> Payload:

@@ -79,9 +79,9 @@ def check_entries(packed: memoryview, what: str = "a frame's header", most: int 
         left = count
         if left > end - position:
             raise ProtocolError(f"{what} is not msgpack: it ends too soon")
-        if entries + left > most or len(above) > _MAX_DEPTH:
-            raise ProtocolError(
-                f"{what} has more than {most} entries, or is nested more than {_MAX_DEPTH} deep"
-            )
+        if entries + left > most:
+            raise ProtocolError(f"{what} has more than {most} entries")
+        if len(above) > _MAX_DEPTH:
+            raise ProtocolError(f"{what} is nested more than {_MAX_DEPTH} deep")
     if position > end:
         raise ProtocolError(f"{what} is not msgpack: it ends too soon")

@@ -6,7 +6,7 @@ import enum
 import random
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 import pytest
@@ -243,6 +243,16 @@ class Level(enum.Enum):
     LOW = 1
 
 
+class Only:
+    """An admitted class with one instance."""
+
+    _instance: Any = None
+
+    def __new__(cls) -> Self:
+        cls._instance = cls._instance or super().__new__(cls)
+        return cls._instance  # type: ignore[no-any-return]  # of that class
+
+
 def test_only_what_the_value_makes_itself_gets_attributes(allow: AllowList) -> None:
     allow.cls(Settings)
     allow.cls(Level)
@@ -253,6 +263,56 @@ def test_only_what_the_value_makes_itself_gets_attributes(allow: AllowList) -> N
     )
     assert Settings.safe
     assert not hasattr(Level.LOW, "safe")
+
+
+@pytest.mark.parametrize("kind", ["Level", "Only"])
+def test_what_was_there_before_is_not_changed(allow: AllowList, kind: str) -> None:
+    allow.cls(Level)
+    allow.cls(Only)
+    arguments = [1] if kind == "Level" else []
+    refused(made(None, named(__name__, kind), *arguments, state={"safe": False}), allow, "that others have")
+    assert not hasattr(Level.LOW, "safe")
+    assert Only().__dict__ == {}
+
+
+@pytest.mark.parametrize(
+    "kind", ["builtins.set", "builtins.frozenset", "collections.deque", "torch.Size"], ids=str
+)
+def test_a_container_is_not_filled_from_a_tensor_without_end(allow: AllowList, kind: str) -> None:
+    endless = tensor("uint8", [1 << 62], [0], b"x")
+    refused(made(named(*kind.split(".")), endless), allow, "elements of a Tensor")
+
+
+def test_sparse_indices_have_memory_for_each(allow: AllowList) -> None:
+    """Each is looked at."""
+    kinds = "rpc.serialization.tensor_kinds"
+    shape, many = ext(TUPLE, [5]), 1 << 60
+    indices, values = tensor("int64", [1, many], [0, 0], b"x" * 8), tensor("uint8", [many], [0], b"x")
+    refused(made(named(kinds, "sparse_coo"), indices, values, shape, False, False), allow, "memory for each")
+    parts = [tensor("int64", [many, 3], [0, 1], bytes(24)), tensor("int64", [many, 0], [0, 1], b"")]
+    parts += [tensor("uint8", [many, 0], [0, 1], b""), ext(TUPLE, [many, 2, 4])]
+    layout = made(named(kinds, "constant"), "sparse_csr")
+    refused(made(named(kinds, "sparse_compressed"), *parts, layout, False), allow, "memory for each")
+
+
+def test_the_state_of_a_module(allow: AllowList) -> None:
+    state = torch.nn.Linear(2, 1).state_dict()
+    arrived = send(state, at=safely(allow))
+    assert type(arrived) is type(state)
+    assert vars(arrived) == vars(state)
+    assert all(torch.equal(arrived[name], state[name]) for name in state)
+    other = made(named("collections", "OrderedDict"), state={"_metadata": {}, "keys": 1})
+    refused(other, allow, "attributes of an OrderedDict")
+
+
+def test_sets_within_sets_are_not_shared(allow: AllowList) -> None:
+    """Equal ones of which each holds the one before twice take for ever to be compared."""
+    inner = made(named("builtins", "frozenset"), [1])
+    refused([inner, made(named("builtins", "frozenset"), [ext(AGAIN, 0)])], allow, "comes once")
+    shared = frozenset([1])
+    arrived = send([shared, frozenset([shared]), x := torch.ones(2), x], at=safely(allow))
+    assert arrived[:2] == [shared, frozenset([shared])]
+    assert arrived[2] is arrived[3]
 
 
 def test_slots_that_a_class_does_not_have(allow: AllowList) -> None:
@@ -278,7 +338,7 @@ def test_constants_are_looked_up_where_nothing_is_imported(allow: AllowList) -> 
 def test_a_tuple_cannot_be_made_large_by_naming_it_again(allow: AllowList) -> None:
     allow.cls(Pair)
     pair = made(None, named(callees.__name__, "Pair"), 1, 2)
-    refused([pair, ext(AGAIN, 0)], allow, "has not come before")
+    refused([pair, ext(AGAIN, 0)], allow, "comes once")
     refused([ext(TUPLE, [1]), ext(AGAIN, 0)], allow, "has not come before")
 
 

@@ -13,7 +13,7 @@ from rpc.serialization import tensor_kinds
 from rpc.serialization.codecs import NEUTRAL, PICKLE
 from rpc.serialization.safe import AllowList
 from rpc.serialization.serializer import Serializer
-from rpc.serialization.settings import allow_class, allow_function, process_settings
+from rpc.serialization.settings import Settings, allow_class, allow_function, process_settings
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point, Slotted
 from tests.unit.rpc.serialization.journey import (
@@ -166,6 +166,14 @@ def test_a_failure_that_cannot_be_made_so_is_told_of(allow: AllowList, error: Ex
     arrived = failed(allow, error)
     assert type(arrived) is RemoteError
     assert str(error) in str(arrived)
+
+
+def test_a_failure_in_safe_mode_is_itself_where_pickles_are_read() -> None:
+    settings = Settings()
+    settings.allowed.cls(OurError)
+    reader = Serializer(settings)
+    header = reader.dump_exception(OurError("ours"), "worker", codec=NEUTRAL).header
+    assert type(reader.load_exception(header, [], None, CALLER, codec=NEUTRAL)) is OurError
 
 
 def test_the_pickle_of_a_failure_is_not_read(allow: AllowList) -> None:
