@@ -4,10 +4,10 @@
 
     python -m tests.soak.serving --clients 64 --seconds 60
 
-The server is a process of its own; each client has a connection of its own. They call, stream, give streams up,
-send several calls in one message, and have calls joined. It prints what the server was like at each tenth of the
-time. It fails if a call fails or has a wrong result, if memory or descriptors grow, or if a call that comes
-as the server is stopped is neither answered nor told ``UNAVAILABLE``.
+The server is a process of its own; each client has a connection of its own. They call, stream, give streams
+up, send several calls in one message, and have calls joined. It prints what the server was like at each tenth
+of the time. It fails if a call fails or has a wrong result, if memory or descriptors grow, or if a call that
+comes as the server is stopped is neither answered nor told ``UNAVAILABLE``.
 """
 
 from __future__ import annotations
@@ -173,7 +173,11 @@ class _Caller:
 
 
 async def _load(
-    count: int, seconds: float, port: int, server: multiprocessing.process.BaseProcess, stop: Callable[[], None]
+    count: int,
+    seconds: float,
+    port: int,
+    server: multiprocessing.process.BaseProcess,
+    stop: Callable[[], None],
 ) -> list[str]:
     """Prints what happens; returns what is wrong."""
     assert server.pid is not None
