@@ -29,6 +29,12 @@ R = TypeVar("R")
 _AT_ONCE_BYTES: Final = 64 << 10
 """So much is read in less than a handful of milliseconds, whatever it says."""
 
+_TURN: Final = 0.02
+_QUIET_TURNS: Final = 5
+"""Turns of the loop, of so many seconds at least, without a new call, after which gRPC has handed over all
+that came. Turns, since a machine that is busy may give the loop no time for seconds.
+"""
+
 _DETAILS: Final = "grpc-status-details-bin"
 _NOT_SERVED: Final = "-"
 
@@ -85,6 +91,30 @@ class Calls:
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._came = 0
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def gather(self, longest: float) -> None:
+        """Have calls that come wait until ``release``; returns when no more come.
+
+        gRPC answers ``CANCELLED`` for what it has not handed over when a server is stopped. Who waits for an
+        answer makes no more calls, so that after this there is nothing of that kind.
+
+        Args:
+            longest: seconds after which it returns whatever comes.
+        """
+        self._open.clear()
+        loop = asyncio.get_running_loop()
+        end, quiet = loop.time() + longest, 0
+        while quiet < _QUIET_TURNS and loop.time() < end:
+            before = self._came
+            await asyncio.sleep(_TURN)
+            quiet = quiet + 1 if self._came == before else 0
+
+    def release(self) -> None:
+        """Let those go on that wait since ``gather``."""
+        self._open.set()
 
     async def all_answered(self) -> None:
         """Wait until every call that has come is answered, to the last byte."""
@@ -93,6 +123,7 @@ class Calls:
     def _comes(self, context: Any) -> None:
         self._under_way += 1
         self._idle.clear()
+        self._came += 1
         context.add_done_callback(self._goes)
 
     def _goes(self, _: Any) -> None:
@@ -132,6 +163,7 @@ class Calls:
         begun = perf_counter()
         code, text = grpc.StatusCode.OK, ""
         try:
+            await self._open.wait()
             yield caller
         except (asyncio.CancelledError, GeneratorExit):
             code = grpc.StatusCode.CANCELLED

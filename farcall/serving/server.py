@@ -34,6 +34,9 @@ _PARTING: Final = 1.0
 """Seconds for calls that came as the server was stopped to hear so. Streams without an end, such as those of
 who watches its health, are cut off then."""
 
+_GATHERING: Final = 3.0
+"""Seconds at most for calls to cease, once all that were taken are answered."""
+
 _STREAMS: Final = 1000
 """Calls that one connection may have under way."""
 
@@ -208,7 +211,11 @@ class Server:
         with contextlib.suppress(TimeoutError):  # new calls still come, and hear that they are refused
             async with asyncio.timeout(grace):
                 await served.admission.empty()
+        await calls.gather(min(deadline - self._loop.time(), _GATHERING))
         stopping = asyncio.create_task(server.stop(max(0.0, min(deadline - self._loop.time(), _NO_END))))
+        self._loop.call_soon(
+            calls.release
+        )  # after GOAWAY, so that clients' next calls are not for this server
         answered = asyncio.create_task(calls.all_answered())
         await asyncio.wait((stopping, answered), return_when=asyncio.FIRST_COMPLETED)
         answered.cancel()

@@ -1,0 +1,125 @@
+"""How much ``farcall.serve`` takes at once, and who may call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+import farcall
+from farcall import client as clients
+from farcall.client import CallError, ServedError
+from farcall.serving import Batching, Endpoint, Limits
+from tests.support.certificates import Authority
+from tests.support.gateway import Connect, Gate, Scale, Serve
+
+CODE = grpc.StatusCode
+TOKEN = "a token of one caller"
+
+
+def test_what_is_more_than_a_server_takes_is_refused_at_once(
+    serve: Serve, connect: Connect, gate: Gate
+) -> None:
+    client = connect(serve({"gate": gate}, limits=Limits(in_flight=1, queue=1)))
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(client.call, "gate")
+        assert gate.entered.acquire(timeout=60)
+        others = [pool.submit(client.call, "gate") for _ in range(2)]
+        refused = next(each for each in _as_they_fail(others))
+        gate.open.set()
+        assert refused.code is CODE.RESOURCE_EXHAUSTED
+        assert "2 calls run or wait" in refused.text
+        assert running.result(60) == "through"
+
+
+def _as_they_fail(futures: list[Any]) -> Iterator[ServedError]:
+    from concurrent.futures import as_completed
+
+    for each in as_completed(futures, timeout=60):
+        error = each.exception()
+        assert isinstance(error, ServedError)
+        yield error
+
+
+def test_a_caller_has_a_limit_of_his_own(serve: Serve, connect: Connect, gate: Gate) -> None:
+    tokens = {"ann": "the token of ann...", "bob": "the token of bob..."}
+    server = serve({"gate": gate, "scale": Scale()}, tokens=tokens, limits=Limits(per_caller=1))
+    ann, bob = (connect(server, token=token) for token in tokens.values())
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(ann.call, "gate")
+        assert gate.entered.acquire(timeout=60)
+        with pytest.raises(ServedError, match="1 calls of ann run or wait") as caught:
+            ann.call("scale", 1.0)
+        assert caught.value.code is CODE.RESOURCE_EXHAUSTED
+        assert float(bob.call("scale", 1.0)) == 3.0
+        gate.open.set()
+        running.result(60)
+
+
+def test_a_message_that_is_too_large_is_refused(serve: Serve, connect: Connect) -> None:
+    client = connect(serve({"scale": Scale()}, limits=Limits(message_bytes=4096)))
+    with pytest.raises(CallError) as caught:
+        client.call("scale", np.zeros(4096))
+    assert caught.value.code is CODE.RESOURCE_EXHAUSTED
+    assert float(client.call("scale", 1.0)) == 3.0
+
+
+def test_calls_that_come_together_are_run_as_one(serve: Serve, connect: Connect) -> None:
+    calls: list[int] = []
+
+    def double(rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return rows * 2
+
+    client = connect(serve({"double": Endpoint(double, batching=Batching(8, 60.0))}))
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda value: client.call("double", np.full((1, 2), value)), range(8)))
+    assert calls == [8]
+    assert [result.tolist() for result in results] == [[[2 * value] * 2] for value in range(8)]
+
+
+# ---- who may call
+
+
+@pytest.mark.parametrize("token", [None, "another token......"])
+def test_who_has_no_token_is_refused(serve: Serve, connect: Connect, token: str | None) -> None:
+    server = serve({"scale": Scale()}, tokens=TOKEN)
+    with pytest.raises(CallError) as caught:
+        connect(server, token=token).call("scale", 1.0)
+    assert caught.value.code is CODE.UNAUTHENTICATED
+    assert float(connect(server, token=TOKEN).call("scale", 1.0)) == 3.0
+
+
+def test_certificates_of_the_same_authority_may_call(serve: Serve, connect: Connect, tmp_path: Path) -> None:
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    tls = ours.issue(host="localhost")
+    server = serve({"scale": Scale()}, tls=tls)
+    mine = clients.Tls(ours.certificate, tls.cert, tls.key)
+    assert float(connect(server, tls=mine).call("scale", 1.0)) == 3.0
+    foreign = others.issue(host="localhost")
+    for wrong in (clients.Tls(ours.certificate), clients.Tls(ours.certificate, foreign.cert, foreign.key)):
+        with pytest.raises(CallError) as caught:
+            connect(server, tls=wrong).call("scale", 1.0)
+        assert caught.value.code is CODE.UNAVAILABLE
+
+
+def test_beyond_this_host_callers_must_be_known() -> None:
+    with pytest.raises(ValueError, match=r"whoever reaches 0\.0\.0\.0 could call"):
+        farcall.serve({"scale": Scale()}, host="0.0.0.0")
+
+
+def test_no_token_is_not_an_empty_one() -> None:
+    with pytest.raises(ValueError, match="tokens is empty"):
+        farcall.serve({"scale": Scale()}, tokens="")
+
+
+def test_a_taken_port(serve: Serve) -> None:
+    port = serve({"scale": Scale()}).port
+    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}"):
+        farcall.serve({"scale": Scale()}, port=port)

@@ -1,0 +1,88 @@
+"""Requests to ``farcall.serve`` that are malformed, large, or nested deeply."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from farcall.serving.tensors import TorchTensors
+from farcall.v1 import service_pb2, value_pb2
+from tests.support.effort import EFFORT
+from tests.support.gateway import Connect, Gate, Scale, Serve
+
+CODE = grpc.StatusCode
+
+
+def test_what_is_malformed_is_the_callers_error_and_the_server_lives_on(
+    serve: Serve, connect: Connect
+) -> None:
+    server = serve({"scale": Scale()})
+    call = service_pb2.Invocation(name="scale")
+    call.args.add().tensor.MergeFrom(
+        value_pb2.Tensor(dtype=value_pb2.DTYPE_FLOAT32, shape=[2, 2], data=bytes(16))
+    )
+    call.kwargs["shift"].number = 1.0
+    genuine = service_pb2.CallRequest(call=call).SerializeToString()
+    chance = random.Random(0)
+    seen = set()
+    with grpc.insecure_channel(f"localhost:{server.port}") as channel:
+        methods = [
+            channel.unary_unary(f"/farcall.v1.FarcallService/{name}")
+            for name in ("Call", "Batch", "Describe")
+        ]
+        methods.append(channel.unary_unary("/inference.GRPCInferenceService/ModelInfer"))
+        for _ in range(500 * EFFORT):
+            mutated = bytearray(genuine)
+            for _ in range(chance.randint(1, 4)):
+                mutated[chance.randrange(len(mutated))] = chance.randrange(256)
+            answer = chance.choice(methods).with_call
+            try:
+                seen.add(answer(bytes(mutated[: chance.randint(1, len(mutated))]), timeout=60)[1].code())
+            except grpc.RpcError as error:
+                seen.add(error.code())
+    assert seen <= {CODE.OK, CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.INTERNAL}
+    assert CODE.INVALID_ARGUMENT in seen
+    assert float(connect(server).call("scale", 1.0)) == 3.0
+
+
+def test_a_large_request_that_is_being_read_holds_up_no_other(
+    serve: Serve, connect: Connect, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = TorchTensors.decode
+
+    def slowly(tensors: TorchTensors, message: value_pb2.Tensor) -> torch.Tensor:
+        gate()
+        return decode(tensors, message)
+
+    monkeypatch.setattr(TorchTensors, "decode", slowly)
+    server = serve({"scale": Scale(), "count": lambda: 7})
+    with ThreadPoolExecutor(1) as threads:
+        large = threads.submit(connect(server).call, "scale", np.ones((200, 200), np.float32))
+        gate.entered.acquire()
+        assert connect(server).call("count") == 7
+        gate.open.set()
+        assert large.result(60).sum() == 120_000
+
+
+def test_values_that_are_nested_too_deeply(serve: Serve) -> None:
+    server = serve({"scale": Scale()})
+    value = b""
+    for _ in range(2000):  # a Value with a List with a Value, and so on
+        value = b"\x3a" + _length(b"\x0a" + _length(value))
+    request = b"\x0a" + _length(b"\x0a\x05scale" + b"\x12" + _length(value))
+    with grpc.insecure_channel(f"localhost:{server.port}") as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/farcall.v1.FarcallService/Call")(request, timeout=60)
+    assert caught.value.code() is CODE.INVALID_ARGUMENT
+
+
+def _length(data: bytes) -> bytes:
+    size, digits = len(data), bytearray()
+    while size >= 128:
+        digits.append(size & 127 | 128)
+        size >>= 7
+    return bytes([*digits, size]) + data
