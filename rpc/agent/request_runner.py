@@ -261,8 +261,14 @@ class RequestRunner:
                 error = asyncio.CancelledError()
             if error is not None:
                 self.fail(peer, call_id, error, what)
+                return
+            result = None if what is None else f"the result of {what}"
+            try:
+                payload = self.dump_reply(peer, value, result, request.recording, codec)
+            except BaseException as failure:
+                self.fail(peer, call_id, failure, what)
             else:
-                self.reply(peer, call_id, value, what, request.recording, codec)
+                self.answer(peer, Kind.REPLY, call_id, payload)
 
         return answer
 

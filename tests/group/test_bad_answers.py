@@ -51,8 +51,8 @@ def test_a_result_that_cannot_be_sent_is_named_and_stays() -> None:
     inside = r"because of \['locks'\]\[1\] in it, of type _thread.lock: cannot pickle '_thread.lock' object"
     for function, name in (
         (make_locked, f" of {__name__}.make_locked"),
-        (make_locked_slowly, ""),
-        (promise_locked, ""),
+        (make_locked_slowly, " of make_locked_slowly"),
+        (promise_locked, " of promise_locked"),
     ):
         text = f"^cannot send the result{name}, of type dict, to worker 'worker0', {inside}$"
         for to in ("worker0", "worker1"):
