@@ -16,15 +16,22 @@ from torch import Tensor
 from spmd.engine.aliases import Alias, Value, read
 from spmd.engine.current import engine
 from spmd.engine.logical_tensor import LogicalTensor, alias_of, wrap
-from spmd.engine.program import REPLICATED
+from spmd.engine.program import REPLICATED, Layout
 
-__all__ = ["gathered", "saving_shards"]
+__all__ = ["gathered", "keep_changes", "saving_shards"]
 
 
 def gathered(parameter: Tensor) -> Tensor:
     """A parameter, whole; its gradient comes back in the layout of the parameter."""
     whole: Tensor = _Gathered.apply(parameter)  # type: ignore[no-untyped-call]
     return whole
+
+
+def keep_changes(parameter: Tensor, whole: Tensor | None) -> None:
+    """Write to the shard what a module has changed in the whole, as ``nn.Embedding(max_norm=1.0)`` does."""
+    if isinstance(whole, LogicalTensor) and type(whole._alias) is _Whole and whole._alias.version:
+        with torch.no_grad():
+            parameter.copy_(whole)
 
 
 @contextlib.contextmanager
@@ -46,18 +53,33 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
         recorder = engine().recorder
         with recorder.lock:
-            shard = read(recorder, alias_of(parameter))
-            ctx.layout = shard.spec.layout
-            return wrap(_Whole(_Shard(shard)))
+            value = read(recorder, alias_of(parameter))
+            ctx.shard = _Shard(value, parameter)
+            ctx.layout = value.spec.layout
+            return wrap(_Whole(ctx.shard))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (gradient,) = gradients
+        ctx.shard.refuse_change()
+        laid_out: Tensor = _LaidOut.apply(gradient, ctx.layout)  # type: ignore[no-untyped-call]
+        return laid_out
+
+
+class _LaidOut(torch.autograd.Function):
+    """A gradient, as its parameter is cut. It has gradients, too."""
+
+    @staticmethod
+    def forward(_: Any, gradient: Tensor, layout: Layout) -> Tensor:
         recorder = engine().recorder
         alias = alias_of(gradient)
         with recorder.lock:
-            value = recorder.moved(read(recorder, alias), ctx.layout)
-            return wrap(Alias(value, alias.spec.laid_out(ctx.layout)))
+            value = recorder.moved(read(recorder, alias), layout)
+            return wrap(Alias(value, alias.spec.laid_out(layout)))
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 class _Shard:
@@ -66,14 +88,29 @@ class _Shard:
     It is gathered once for all that was saved of it, however often the module has used it.
     """
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Value, parameter: Tensor) -> None:
         self._value = value
+        self._parameter = parameter
+        self._version = parameter._version
         self._saved = self._left = 0
         self._again: _Whole | None = None
+        self._changed = False
 
     def gather(self) -> Value:
         """The whole, gathered now."""
         return engine().recorder.redistributed(self._value, REPLICATED)
+
+    def refuse_change(self) -> None:
+        """Raise the error of one device if the parameter had changed when backward asked for it.
+
+        It is not raised there: on the thread of a device, a hook that raises ends the process.
+        """
+        if self._changed:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a parameter of shape {tuple(self._parameter.shape)} that is wrapped by FSDPv2; "
+                "change parameters after backward"
+            )
 
     def save(self) -> None:
         """Backward will ask for it, once more."""
@@ -82,6 +119,7 @@ class _Shard:
 
     def take(self) -> _Whole:
         """The whole, as long as somebody else is to come for it. The recorder is locked."""
+        self._changed |= self._parameter._version != self._version
         found = self._again or _Whole(self)
         self._left -= 1
         if self._left <= 0:  # another backward over the same graph gathers once more

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from spmd.fsdp.checkpointing import GATHERED
-from spmd.fsdp.gathering import gathered, saving_shards
+from spmd.fsdp.gathering import gathered, keep_changes, saving_shards
 from spmd.fsdp.wrap import Policy, recursive_wrap
 from spmd.sharding.marks import is_marked, mark_sharding
 from spmd.sharding.mesh import Mesh, get_global_mesh
@@ -88,6 +88,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         if extra_data_axis is not None and mesh.get_axis_name_idx(extra_data_axis) is None:
             raise ValueError(f"The provided {extra_data_axis} axis is not in the mesh.")
         super().__init__()
+        bare = place(module)  # all at once: what modules share stays shared
         if auto_wrap_policy is not None:
             wrapper = auto_wrapper_callable or SpmdFullyShardedDataParallel
             options: dict[str, Any] = {
@@ -98,7 +99,10 @@ class SpmdFullyShardedDataParallel(nn.Module):
             recursive_wrap(module, auto_wrap_policy, wrapper, only_wrap_children=True, **options)
         self._cut: set[Tensor] = set()
         self._mesh = mesh
-        self._orig_module = self._placed(module)
+        for each in module.modules():
+            self._cut_parameters(each)
+        _give_values(bare)
+        self._orig_module = module
         vars(module)[GATHERED] = self._gathered
         self._extra_data_axis = extra_data_axis
         self._shard_output = shard_output or self._cut_batch
@@ -122,20 +126,6 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self._orig_module[key]  # type: ignore[index]
-
-    def _placed(self, module: nn.Module) -> nn.Module:
-        bare = place(module)
-        for each in module.modules():
-            self._cut_parameters(each)
-        for each in bare:
-            reset = getattr(each, "reset_parameters", None)
-            if reset is None:
-                raise RuntimeError(
-                    f"{type(each).__name__} has parameters on the meta device and no reset_parameters() to "
-                    "give them values: define it, or make the module on the CPU"
-                )
-            reset()
-        return module
 
     def _cut_parameters(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -161,6 +151,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
                 yield
         finally:
             for module, name, parameter in replaced:
+                keep_changes(parameter, module._parameters[name])
                 module._parameters[name] = parameter
 
     def _cut_batch(self, output: Any, mesh: Mesh) -> None:
@@ -182,6 +173,18 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
 FSDPv2 = SpmdFullyShardedDataParallel
 """Its short name."""
+
+
+def _give_values(bare: Sequence[nn.Module]) -> None:
+    """To modules that were on the meta device."""
+    for each in bare:
+        reset = getattr(each, "reset_parameters", None)
+        if reset is None:
+            raise RuntimeError(
+                f"{type(each).__name__} has parameters on the meta device and no reset_parameters() to "
+                "give them values: define it, or make the module on the CPU"
+            )
+        reset()
 
 
 def _spec(t: Tensor, axis: str | tuple[str, str], *, largest: bool = False) -> PartitionSpec:

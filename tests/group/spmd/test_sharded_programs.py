@@ -179,6 +179,57 @@ def test_what_layers_share_stays_shared(made_on: str) -> None:
 
 
 @driven
+def test_modules_that_a_policy_wraps_share_what_they_shared() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    alone = copy.deepcopy(model)
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)
+    wrapped = FSDPv2(model, mesh=fsdp_mesh(), auto_wrap_policy=policy)
+    assert len(list(wrapped.parameters())) == 3
+    assert_trains_alike(wrapped, alone, fsdp_mesh())
+
+
+@driven
+def test_gradients_of_gradients_come_to_wrapped_parameters() -> None:
+    model = layers()
+    alone = copy.deepcopy(model)
+    wrapped = FSDPv2(model, mesh=fsdp_mesh(), auto_wrap_policy=BY_LAYER)
+    x = torch.randn(8, 8)
+    for each, inputs in (
+        (wrapped, spmd.mark_sharding(on_device(x), fsdp_mesh(), ("fsdp", None))),
+        (alone, x),
+    ):
+        loss = each(inputs).square().mean()
+        first = torch.autograd.grad(loss, list(each.parameters()), create_graph=True)
+        torch.autograd.backward(loss + sum(grad.square().sum() for grad in first))
+    for one, other in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-5, atol=1e-5)
+
+
+@driven
+def test_a_wrapped_parameter_that_changed_before_backward_is_refused() -> None:
+    wrapped = FSDPv2(layers(), mesh=fsdp_mesh(), auto_wrap_policy=BY_LAYER)
+    loss = wrapped(on_device(torch.randn(8, 8))).sum()
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(loss)
+
+
+@driven
+def test_what_a_wrapped_module_changes_in_place_stays_changed() -> None:
+    embedding = nn.Embedding(8, 4, max_norm=1.0)
+    alone = copy.deepcopy(embedding)
+    wrapped = FSDPv2(embedding, mesh=fsdp_mesh())
+    ids = torch.arange(8)
+    torch.testing.assert_close(wrapped(on_device(ids)).detach().cpu(), alone(ids).detach())
+    torch.testing.assert_close(wrapped.weight.detach().cpu(), alone.weight.detach())
+
+
+@driven
 def test_marked_parameters_stay_as_they_are() -> None:
     linear = nn.Linear(8, 8).to(spmd.device())
     spmd.mark_sharding(linear.weight, fsdp_mesh(), (None, None))
