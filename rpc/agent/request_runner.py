@@ -156,7 +156,7 @@ class RequestRunner:
         if self.observe is not None:
             request.recording = self.observe(request.recording)
         load = agent.serializer.codecs[codec].load_call
-        # The arguments have what arrived from here on: whoever still knows of the request keeps nothing of it.
+        # The arguments have it from here on: whoever still knows of the request keeps nothing of it.
         arrivals, request.arrivals = request.arrivals, None
         return load(header, buffers, arrivals, peer, connect=connect)
 
