@@ -112,7 +112,6 @@ class RequestRunner:
             return
         if value is LATER:
             request.frame.buffers.clear()
-            request.arrivals = None  # the arguments have what they need
             return
         if request.cancelled:  # by now
             self.fail(request.peer, request.frame.call_id, asyncio.CancelledError())  # type: ignore[unreachable]
@@ -157,7 +156,9 @@ class RequestRunner:
         if self.observe is not None:
             request.recording = self.observe(request.recording)
         load = agent.serializer.codecs[codec].load_call
-        return load(header, buffers, request.arrivals, peer, connect=connect)
+        # The arguments have it from here on: whoever still knows of the request keeps nothing of it.
+        arrivals, request.arrivals = request.arrivals, None
+        return load(header, buffers, arrivals, peer, connect=connect)
 
     def start(
         self,
