@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import spmd
-from spmd.collectives import formation
 from rpc.errors import WorkerLostError
+from spmd.collectives import formation
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from tests.support.process_groups import by_messages, process_group
 from tests.support.serving import in_all
