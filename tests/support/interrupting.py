@@ -26,18 +26,23 @@ def interrupted(wait: Callable[[], Any]) -> None:
 
     Returns when ``wait`` has raised ``KeyboardInterrupt``. If it waits on, so does this.
     """
-    raised = threading.Event()
+    raised, begun = threading.Event(), threading.Event()
     main = threading.get_native_id()
 
     def press_until_raised() -> None:
+        begun.wait()  # before, it may sleep until this thread has started
         until(lambda: process_state(main) == "S")
         press()
         while not raised.wait(_AGAIN_SECONDS):
             press()
 
+    def begin() -> None:
+        begun.set()
+        wait()
+
     thread = threading.Thread(target=press_until_raised)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        wait()
+        begin()
     raised.set()
     thread.join()
