@@ -9,8 +9,10 @@ import pytest
 
 from rpc.agent.request_runner import Request, RequestRunner
 from rpc.errors import NotInitializedError
+from rpc.runtime.events import Events
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Counter
+from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
 
@@ -32,14 +34,26 @@ def make() -> tuple[RequestRunner, Counter]:
     return RequestRunner(agent), postponed  # all that it asks of an agent here
 
 
-def test_an_answer_that_comes_later_is_in_the_codec_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    replies: list[tuple[Any, ...]] = []
-    peer: Any = object()
-    runner, _ = make()
-    monkeypatch.setattr(runner, "reply", lambda *reply: replies.append(reply))
-    later = runner.replier(Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7)))
+class Codec:
+    """Writes nothing else."""
+
+    def dumps(self, value: str, *_: Any, **__: Any) -> Payload:
+        return Payload({}, [value.encode()], 7)
+
+
+def test_an_answer_that_comes_later_is_in_the_codec_of_its_request() -> None:
+    sent: list[tuple[int, int, list[bytes], int]] = []
+
+    def send(_: object, kind: int, call_id: int, payload: Payload) -> None:
+        sent.append((kind, call_id, payload.buffers, payload.codec))
+
+    agent: Any = SimpleNamespace(
+        serializer=SimpleNamespace(codecs={7: Codec()}), tape=None, events=Events(), send=send
+    )
+    peer: Any = SimpleNamespace(name="caller", lost=None)
+    later = RequestRunner(agent).replier(Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7)))
     later("value", None)
-    assert replies == [(peer, 5, "value", None, None, 7)]
+    assert sent == [(Kind.REPLY, 5, [b"value"], 7)]
 
 
 def test_after_stop_no_coroutine_begins() -> None:
