@@ -262,14 +262,9 @@ class RequestRunner:
                 error = asyncio.CancelledError()
             if error is not None:
                 self.fail(peer, call_id, error, what)
-                return
-            result = None if what is None else f"the result of {what}"
-            try:
-                payload = self.dump_reply(peer, value, result, request.recording, codec)
-            except BaseException as failure:
-                self.fail(peer, call_id, failure, what)
             else:
-                self.answer(peer, Kind.REPLY, call_id, payload)
+                result = None if what is None else f"the result of {what}"
+                self.reply(peer, call_id, value, result, request.recording, codec, by=what)
 
         return answer
 
@@ -283,14 +278,16 @@ class RequestRunner:
         of: object = None,
         recording: Recording | Observation | None = None,
         codec: int | None = None,
+        *,
+        by: object = None,
     ) -> None:
         """Answer a request with the value of ``of``, a function or a text; if it cannot be sent, with that
-        error.
+        error, as one raised ``by`` what ``of`` says unless it is given.
         """
         try:
             payload = self.dump_reply(peer, value, of, recording, codec)
         except BaseException as error:
-            self.fail(peer, call_id, error, of)
+            self.fail(peer, call_id, error, of if by is None else by)
         else:
             self.answer(peer, Kind.REPLY, call_id, payload)
 
