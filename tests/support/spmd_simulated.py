@@ -6,7 +6,6 @@ program, since nobody else computes: it is of use to tests that count.
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from spmd.engine.messages import Answer, Step
 from spmd.engine.program import MeshKey
 from spmd.engine.session import Session
 from spmd.engine.worker import WorkerEngine
+from tests.support.spmd_session import InlinePort
 
 __all__ = ["Group", "SimulatedWorker", "peak_memory", "simulated_session"]
 
@@ -76,39 +76,27 @@ class Group:
         return self._count("alltoall", sum(each.nbytes for each in inputs[1:]))
 
 
-class SimulatedWorker:
-    """The first of many workers.
+class SimulatedWorker(InlinePort):
+    """One of many workers.
 
     Attributes:
-        steps: all that it was told.
         sent: bytes, by operation.
-        engine: with its values; None: it computes nothing.
     """
 
-    def __init__(self, size: int, *, computes: bool) -> None:
-        self.name = "simulated"
+    def __init__(self, *, computes: bool) -> None:
+        super().__init__("simulated")
         self.sent: Counter[str] = Counter()
-        self.steps: list[Step] = []
-        self.engine = WorkerEngine(0, lambda key: _Mesh(key, self.sent)) if computes else None
-        self._size = size
+        self.engine = WorkerEngine(0, lambda key: _Mesh(key, self.sent))
+        self._computes = computes
 
     def send(self, step: Step) -> Any:
-        """Do it at once."""
+        """Do it at once, or nothing."""
+        if self._computes:
+            return super().send(step)
         self.steps.append(step)
         future: torch.futures.Future[Any] = torch.futures.Future()
-        if self.engine is None:
-            future.set_result(Answer())
-        else:
-            future.set_result(self.engine.run(pickle.loads(pickle.dumps(step))))
+        future.set_result(Answer())
         return future
-
-    def abort(self, reason: str) -> None:
-        """Nobody waits for others."""
-        raise AssertionError(reason)
-
-    def regroup(self, generation: int) -> Any:
-        """Collectives do not fail."""
-        raise AssertionError("nothing ends early")
 
 
 class _Mesh:
@@ -129,7 +117,7 @@ def simulated_session(
         computes: False: that one does not, either.
     """
     set_up()
-    ports = [SimulatedWorker(workers, computes=computes and rank == 0) for rank in range(workers)]
+    ports = [SimulatedWorker(computes=computes and rank == 0) for rank in range(workers)]
     session = Session(ports)
     mode: Any = SimpleNamespace(session=session, ports=ports)
     state = torch.get_rng_state()
