@@ -174,11 +174,11 @@ def _overwrite(place: int, step: Step, memory: _Memory, metas: Sequence[Meta | N
 
 
 def _same_part(before: Meta | None, after: Meta | None) -> bool:
-    """Whether a part of one fits into the memory of the other."""
-    return before is not None and (
-        after is None
-        or (before.shape, before.dtype, before.layout) == (after.shape, after.dtype, after.layout)
-    )
+    """Whether a part of one, with its strides, is what the memory of the other can hold.
+
+    Strides matter to what comes later: some kernels take it for granted that an argument is contiguous.
+    """
+    return before is not None and after in (None, before)
 
 
 def copied_outputs(program: Program, steps: Sequence[Step]) -> list[Step]:

@@ -154,8 +154,7 @@ class Recorder:
         )
         functional = resolve(functional_name(op))
         wholes = pytree.tree_map_only(Value, lambda each: each.whole, (args, kwargs))
-        # a copy of everything: programs have no aliases
-        results = pytree.tree_map_only(Tensor, torch.clone, functional(*wholes[0], **wholes[1]))
+        results = functional(*wholes[0], **wholes[1])
         leaves = pytree.tree_leaves(results)
         assert len(leaves) == len(told.results), (op, len(leaves), len(told.results))
         made = [
@@ -172,7 +171,7 @@ class Recorder:
                 self.values.append(None)
                 values.append(None)
             else:
-                values.append(self._add(whole, meta))
+                values.append(self._add(whole.clone(), meta))  # programs have no aliases
         return values[0] if isinstance(results, Tensor) else values
 
     def program(self, outputs: Sequence[Value]) -> Program:

@@ -114,6 +114,17 @@ def test_a_smaller_or_other_result_is_not_written_over() -> None:
     run_twice(recorder, [wide, recorder.op(aten.eq.Scalar, recorder.op(aten.exp.default, wide), 1.0)])
 
 
+def test_a_result_is_not_written_over_a_part_whose_rows_are_apart() -> None:
+    recorder = Recorder()
+    both, rest = recorder.input(torch.randn(2, 8, 4)), recorder.input(torch.randn(2, 4, 4))
+    x, weight = recorder.input(torch.randn(2, 4, 4)), recorder.input(torch.randn(4))
+    mean, inverse = recorder.input(torch.randn(2, 2)), recorder.input(torch.rand(2, 2))
+    grad = recorder.op(aten.add.Tensor, recorder.op(aten.narrow.default, both, 1, 0, 4), rest)
+    # The kernel reads its gradient as contiguous, as callers of this operator make sure that it is.
+    args: Any = (grad, x, mean, inverse, weight, 2, 4, 4, 2, [True, True, True])
+    run_twice(recorder, list(recorder.op(aten.native_group_norm_backward.default, *args)))
+
+
 def test_outputs_have_memory_of_their_own() -> None:
     recorder = Recorder()
     x = recorder.input(torch.randn(2, 3))
