@@ -117,7 +117,8 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
     returned: list[Any] = []
     for where in operation.mutated:
         arg = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
-        returned.append(arg)
+        if where in operation.returned:
+            returned.append(arg)
         if isinstance(arg, (list, tuple)):
             targets += arg
             increment_version(arg)  # of lists, autograd leaves it to kernels

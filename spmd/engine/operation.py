@@ -31,6 +31,7 @@ class Operation:
         numbers: positions and names of the arguments whose numbers may change from run to run.
         is_view: what it returns shares memory with its first argument.
         mutated: positions, or names, of the arguments that it changes.
+        returned: those of them that it returns.
         mutates_first: it changes its first argument, a tensor, and nothing else.
         pure: for one that changes arguments, the operation that returns what they become.
         rules_of: the overload whose sharding rules hold, where that is another one.
@@ -62,7 +63,15 @@ class Operation:
         self.mutated: tuple[int | str, ...] = tuple(
             argument.name if argument.kwarg_only else position
             for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if argument.is_write
+        )
+        given_back = {
+            name for each in schema.returns if each.alias_info for name in each.alias_info.before_set
+        }
+        self.returned: tuple[int | str, ...] = tuple(
+            argument.name if argument.kwarg_only else position
+            for position, argument in enumerate(schema.arguments)
+            if argument.is_write and argument.alias_info.before_set & given_back
         )
         self.mutates_first = (
             self.mutated == (0,)

@@ -1,7 +1,11 @@
-"""A worker that ``use_spmd`` starts: ``python -m spmd.engine.process INIT_METHOD NAME RANK WORLD_SIZE``."""
+"""A worker that ``use_spmd`` starts: ``python -m spmd.engine.process INIT_METHOD NAME RANK WORLD_SIZE FD``.
+
+It writes a byte to the file descriptor when it is about to join.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -23,8 +27,10 @@ if __name__ == "__main__":
         signal.SIGTERM,
     ):  # are the driver's, which may still save, and ends its workers
         signal.signal(each, signal.SIG_IGN)
-    init_method, name, rank, world_size = sys.argv[1:]
+    init_method, name, rank, world_size, sign = sys.argv[1:]
     try:
+        os.write(int(sign), b"1")
+        os.close(int(sign))
         serve(name, int(rank), int(world_size), init_method)
     finally:
         shutil.rmtree(_where(init_method), ignore_errors=True)  # a driver that was killed has left it

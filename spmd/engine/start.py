@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -183,15 +183,15 @@ def _on_this_machine(workers: int | Sequence[str] | None) -> _Mode:
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     path = os.pathsep.join(each for each in sys.path if each)
     environ["PYTHONPATH"] = path
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "spmd.engine.process", init_method, name, str(rank), str(workers + 1)],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-        )
-        for rank, name in enumerate(names, start=1)
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        signs = []
+        for rank, name in enumerate(names, start=1):
+            process, sign = _start_worker([init_method, name, str(rank), str(workers + 1)], environ)
+            processes.append(process)
+            signs.append(sign)
+        for name, process, sign in zip(names, processes, signs, strict=True):
+            _await_start(name, process, sign)
         options = AgentOptions(init_method=init_method)
         rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
         return _Mode(names, True, processes)
@@ -202,6 +202,30 @@ def _on_this_machine(workers: int | Sequence[str] | None) -> _Mode:
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # they have met
+
+
+def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+    """Start one; a pipe from which a byte comes when it is about to join, and nothing if it has ended."""
+    ours, theirs = os.pipe()
+    sign = open(ours, "rb")  # noqa: SIM115
+    try:
+        command = [sys.executable, "-m", "spmd.engine.process", *args, str(theirs)]
+        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(theirs,))
+    except BaseException:
+        sign.close()
+        raise
+    finally:
+        os.close(theirs)
+    return process, sign
+
+
+def _await_start(name: str, process: subprocess.Popen[bytes], sign: BinaryIO) -> None:
+    with sign:
+        if not sign.read(1):
+            raise SpmdError(
+                f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while it began: "
+                "what it has printed says why"
+            )
 
 
 def _under_torchrun(workers: int | Sequence[str] | None) -> _Mode:

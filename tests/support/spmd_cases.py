@@ -296,6 +296,24 @@ def hooks_and_functions(device: torch.device) -> Any:
 # ---- models
 
 
+@case
+def scaled_gradients(device: torch.device) -> Any:
+    model = nn.Linear(3, 2)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    scaler = torch.amp.GradScaler(device.type, growth_interval=1)
+    scales = []
+    for size in (1.0, float("inf"), 2.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((4, 3), size, device=device)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [*scales, *model.parameters()]
+
+
 def _mlp() -> tuple[nn.Module, list[Tensor]]:
     return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4)), [torch.randn(4, 6)]
 
@@ -321,6 +339,24 @@ class _Recurrent(nn.Module):
         return found
 
 
+class _Joined(nn.Module):
+    """Its gradient of a group norm is the sum of a convolution's and of one half of a concatenation's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.down, self.up = nn.Conv2d(8, 8, 2, 2), nn.ConvTranspose2d(8, 8, 2, 2)
+        self.last = nn.Conv2d(16, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = self.norm(self.first(x))
+        return self.last(torch.cat([high, self.up(functional.silu(self.down(high)))], 1))  # type: ignore[no-any-return]
+
+
+def _joined() -> tuple[nn.Module, list[Tensor]]:
+    return _Joined(), [torch.randn(4, 3, 8, 8)]
+
+
 def _recurrent() -> tuple[nn.Module, list[Tensor]]:
     return _Recurrent(), [torch.randn(4, 5, 4)]
 
@@ -334,6 +370,7 @@ MODELS: Final[dict[str, tuple[Callable[[], tuple[nn.Module, list[Tensor]]], Call
     "encoder-adamw": (_encoder, lambda p: torch.optim.AdamW(p, 1e-2)),
     "convolutions-rmsprop": (_convolutions, lambda p: torch.optim.RMSprop(p, 1e-3)),
     "convolutions-sgd": (_convolutions, lambda p: torch.optim.SGD(p, 0.1)),
+    "joined-sgd": (_joined, lambda p: torch.optim.SGD(p, 0.1)),
     "recurrent-adagrad": (_recurrent, lambda p: torch.optim.Adagrad(p, 0.1)),
 }
 """A model with inputs, and an optimizer, by name."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import spmd
+from spmd.engine.errors import SpmdError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,6 +45,14 @@ def run(tmp_path: Path, *prefix: str, **variables: str) -> str:
 @pytest.mark.processes
 def test_workers_are_started_on_this_machine(tmp_path: Path) -> None:
     assert run(tmp_path, FARCALL_SPMD_WORKERS="2") == "sum 12.0 of 2"
+
+
+@pytest.mark.processes
+def test_a_worker_that_ends_while_it_begins_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(SpmdError, match=r"worker 'spmd0' \(process \d+\) ended with status 1 while"):
+        spmd.use_spmd(workers=2)
+    assert not spmd.is_spmd()
 
 
 @pytest.mark.nightly
