@@ -1,4 +1,6 @@
-"""Connections to the other workers: listening, connecting, shaking hands, noticing that one is gone.
+"""Connections to the other workers: listening, shaking hands, noticing that one is gone.
+
+When one is made, and made again, stands in ``dialling``.
 
 Everything here runs on the loop's thread. A connection is owned by a ``Greeting`` until both sides know each
 other, and by an ``_Established`` from then on, which passes its frames to the agent.
@@ -8,10 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
-import ssl
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
@@ -19,7 +18,7 @@ from typing import Final, Protocol
 from rpc.errors import ProtocolError
 from rpc.group.admission import CROSSED, GONE, MISTAKEN, judge
 from rpc.group.connection_state import CONNECTING, Event
-from rpc.group.connection_state import State as PeerState
+from rpc.group.dialling import QUIET_SECONDS, Dialler
 from rpc.group.greeting import SLOW_SECONDS, Greeting
 from rpc.group.handshake import Authenticator, Hello, Lane, Refusal, Welcomed, legible
 from rpc.group.loopback import Loopback
@@ -57,48 +56,9 @@ MAX_STRANGERS: Final = 256
 is slow: how many may come at a time is for the transports to limit.
 """
 
-_PAUSES: Final = (0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.2)
-"""Seconds between attempts to connect, the last for all others. Of a process that is just dying, connections
-may end before its address refuses.
-"""
-
-_STEADY_SECONDS: Final = 1.0
-"""A connection that lasts no longer, and on which nothing is taken in or acknowledged, was made in vain."""
-
-_FIRST_PAUSE: Final = 0.005
-_LONGEST_PAUSE: Final = 2.0
-"""Seconds between a connection that was made in vain and the next, from the second on; they double."""
-
-_PATIENCE: Final = 3
-"""So many connections may be made in vain at least."""
-
-_REDIAL_SECONDS: Final = 3.0
-"""How long an address may take that has answered before, so that a link which comes back is found soon."""
-
-_QUIET_SECONDS: Final = 0.0005
-
 _LEAVER_SECONDS: Final = 1.0
 _LEAVER_PAUSE: Final = 0.01
 """Who leaves and comes back under its name may be heard before its goodbye on the old connection is."""
-
-_MAY_PASS: Final = frozenset(
-    (
-        errno.ECONNABORTED,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.EHOSTUNREACH,
-        errno.ENETUNREACH,
-        errno.ENETDOWN,
-        errno.EHOSTDOWN,
-        errno.ETIMEDOUT,
-        errno.ECONNRESET,
-        errno.EADDRNOTAVAIL,
-        errno.EAGAIN,
-        errno.EMFILE,
-        errno.ENFILE,
-    )
-)
-"""Errors of an attempt after which another may succeed. A refusal is none: nobody listens there any more."""
 
 FAREWELL_SECONDS: Final = 5.0
 """How long what is queued for peers may take to be sent when this worker leaves."""
@@ -174,7 +134,9 @@ class Connections:
         self._greetings: dict[Greeting, None] = {}  # in the order in which they began
         self._strangers: dict[Greeting, None] = {}  # those of them whose other side has proven nothing yet
         self._refusals = LimitedLog(logger)
-        self._dialling: set[asyncio.Task[None]] = set()
+        self._dialler = Dialler(loop, transports, self)
+        self.connect, self.greet_again = self._dialler.connect, self._dialler.greet_again
+        self.broke, self.peer_broke = self._dialler.broke, events.peer_broke
 
     # ---- listening
 
@@ -226,57 +188,8 @@ class Connections:
         own_peer.step(Event.ACCEPT)
         self._hand_over(own_peer, connection)
 
-    def connect(self, peer: Peer) -> None:
-        """Connect to a peer unless there is a connection or an attempt."""
-        if not self.closed and not peer.rests and peer.step(Event.DIAL):
-            self._dial_soon(peer)
-
-    def greet_again(self, peer: Peer) -> None:
-        """A worker that was greeted is silent: it may be busy, or its end of the connection gone unheard."""
-        if peer.state is PeerState.HANDSHAKING and not self.closed:
-            self._dial_soon(peer)
-
-    def _dial_soon(self, peer: Peer) -> None:
-        task = self.loop.create_task(self._dial(peer))
-        self._dialling.add(task)
-        task.add_done_callback(self._dialling.discard)
-
-    def _connect_later(self, peer: Peer, pause: float) -> None:
-        """Not before so many seconds, whatever is to be sent."""
-        peer.rests = True
-        self.loop.call_later(pause, self._rested, peer)
-
-    def _rested(self, peer: Peer) -> None:
-        peer.rests = False
-        self.connect(peer)
-
-    async def _dial(self, peer: Peer) -> None:
-        """Connect to a worker at the first of its addresses that answers."""
-        failures: list[str] = []
-        may_live = False
-        for address in peer.member.addresses:
-            scheme = address.partition(":")[0]
-            if scheme not in self._transports or (scheme == "unix" and not peer.near):
-                continue
-            try:
-                seconds = _REDIAL_SECONDS if peer.session.connections else self.connect_seconds
-                async with asyncio.timeout(seconds):
-                    connection = await self._transports[scheme].connect(address)
-                break
-            except TimeoutError:
-                failures.append(f"{address}: no answer within {seconds:g} s")
-                may_live = True
-            except Exception as error:  # unreachable, or an address that makes no sense
-                failures.append(f"{address}: {_why(error)}")
-                may_live |= isinstance(error, OSError) and (
-                    error.errno in _MAY_PASS or isinstance(error, ssl.SSLEOFError)
-                )
-        else:
-            where = "; ".join(failures) or "any address known here"
-            self._failed(peer, f"it cannot be reached at {where}", may_live=may_live)
-            return
-        while not peer.is_quiet:  # noqa: ASYNC110  # a matter of microseconds, which nothing tells
-            await asyncio.sleep(_QUIET_SECONDS)
+    def reached(self, peer: Peer, connection: Connection) -> None:
+        """Somebody listens at one of its addresses: greet it."""
         if self.closed or not peer.step(Event.REACH):
             _drop(connection, "not needed any more")
             return
@@ -287,45 +200,6 @@ class Connections:
         peer.process = connection.process
         session = peer.session.connections, peer.received
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group, session))
-
-    def _failed(self, peer: Peer, reason: str, *, may_live: bool = True) -> None:
-        """An attempt to connect has failed; try again soon, unless the worker has ended, or it is enough."""
-        if peer.connected or self.closed:
-            return
-        now = self.loop.time()
-        if peer.broken is None:
-            peer.broken, peer.broken_since = "", now
-        why = f"{peer.broken}; " if peer.broken else ""
-        if not may_live:
-            peer.has_ended = True
-            self.lose(peer, f"{why}its process has died, most likely: {reason}" if why else reason)
-        elif now - peer.broken_since >= self.reconnect_seconds:
-            within = f" for {self.reconnect_seconds:g} s" if self.reconnect_seconds else ""
-            self.lose(peer, f"{why}{reason}{within}")
-        elif peer.step(Event.BREAK):
-            pause = _PAUSES[min(peer.failures, len(_PAUSES) - 1)]
-            peer.failures += 1
-            self._connect_later(peer, pause)
-
-    def broke(self, peer: Peer, reason: str, *, connect: bool = True) -> None:
-        """An established connection is closed, and its worker may live."""
-        if self.closed or not peer.step(Event.BREAK):
-            return
-        logger.info("the connection to worker '%s' is made again: %s", peer.name, reason)
-        peer.broken_since = now = self.loop.time()
-        if peer.has_progressed or now - peer.connected_since > _STEADY_SECONDS:
-            peer.in_vain = 0
-        if not peer.in_vain:
-            peer.in_vain_since = now
-        peer.in_vain += 1
-        peer.broke(reason)
-        self._events.peer_broke(peer)
-        if peer.in_vain > _PATIENCE and now - peer.in_vain_since >= self.reconnect_seconds:
-            self.lose(peer, f"{reason}, and so {peer.in_vain} times, as soon as it was connected")
-        elif connect and peer.in_vain == 1:
-            self.connect(peer)
-        elif connect:
-            self._connect_later(peer, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (peer.in_vain - 2)))
 
     async def open_lane(self, peer: Peer, lane: Lane) -> Connection:
         """One more connection over the network to a connected peer, which has let it in. ``OSError`` if there
@@ -379,8 +253,7 @@ class Connections:
                     peer.has_ended, peer.gave_up = refusal.code == MISTAKEN, refusal.code == GONE
                     self.lose(peer, f"it refused the connection: {refusal.reason}")
                 elif peer.step(Event.CROSS):
-                    began = peer.session.connections
-                    self.loop.call_later(self.connect_seconds, self._crossed_expired, peer, began)
+                    self._dialler.crossed(peer)
             case Welcomed(session):
                 assert peer is not None
                 if peer.step(Event.WELCOME):
@@ -425,7 +298,7 @@ class Connections:
             self.broke(peer, "the other side has lost the connection", connect=False)
             _drop(connection, "the other side has lost it")
         if not peer.is_quiet:
-            self.loop.call_later(_QUIET_SECONDS, self._judge_again, greeting, hello)
+            self.loop.call_later(QUIET_SECONDS, self._judge_again, greeting, hello)
             return
         number = max(hello.session[0], peer.session.connections) + 1
         greeting.welcome((number, peer.received))
@@ -464,10 +337,6 @@ class Connections:
             self._refusals.log(logging.WARNING, "refused %s: %s%s", described, refusal.reason, detail)
         greeting.refuse(refusal)
 
-    def _crossed_expired(self, peer: Peer, connections: int) -> None:
-        if peer.state is PeerState.CROSSED and peer.session.connections == connections:
-            self._failed(peer, f"it did not connect within {self.connect_seconds:g} s, as announced")
-
     def ended(self, greeting: Greeting, failure: str | None) -> None:
         """A handshake is over: the connection has closed, because ``failure``, or it has succeeded."""
         self._greetings.pop(greeting, None)
@@ -479,7 +348,9 @@ class Connections:
         if greeting.peer is not None:
             if not greeting.peer.connected:
                 may_live = not greeting.connection.malformed
-                self._failed(greeting.peer, f"the handshake with it failed: {failure}", may_live=may_live)
+                self._dialler.failed(
+                    greeting.peer, f"the handshake with it failed: {failure}", may_live=may_live
+                )
         elif not greeting.is_refused:
             level = logging.WARNING if greeting.connection.received_anything else logging.DEBUG
             self._refusals.log(level, "refused %s: %s", greeting.connection.description, failure)
@@ -543,8 +414,7 @@ class Connections:
         """Say goodbye to all peers, and close everything once what is queued is sent."""
         self.closed = True
         self.stop_listening()
-        for task in self._dialling:
-            task.cancel()
+        self._dialler.stop()
         for greeting in list(self._greetings):
             greeting.connection.close("shutting down")
         buffers, size = encode(Kind.GOODBYE, 0, {"reason": reason}, ())
@@ -615,10 +485,3 @@ def _has_lost_it(hello: Hello, peer: Peer) -> bool:
 def _drop(connection: Connection, reason: str) -> None:
     connection.owner = SilentOwner()
     connection.close(reason)
-
-
-def _why(error: Exception) -> str:
-    """What hinders a connection, in the system's words."""
-    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)
-    return str(getattr(error, "strerror", None) or error)

@@ -7,7 +7,8 @@ a worker of this host is given up, the kernel is asked about its process: one th
 core, is busy and not gone, however long it has held the interpreter.
 
 A worker may live and acknowledge nothing, against the protocol. Callers wait when much is kept for it, and
-it is lost when it has acknowledged none of that for ``lost_after`` seconds.
+it is lost when it has acknowledged none of that for ``lost_after`` seconds; but not if it says nothing else
+either while its process computes, which is busy as above.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Heartbeat:
         self._acknowledging = Liveness(lost_after)  # whose signs are acknowledgements
         self._asked: dict[int, ProcessSigns | None] = {}
         """Of those that were asked, their processes at that time."""
+        self._asked_to_acknowledge: dict[int, tuple[int, ProcessSigns | None]] = {}
+        """And of those for whom too much is kept, with how many signs had come."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
@@ -122,7 +125,7 @@ class Heartbeat:
         self._asked = {each: seen for each, seen in self._asked.items() if each in signs}
         for incarnation in ask:
             peer = awaited[incarnation]
-            self._asked[incarnation] = process_signs(peer.process) if peer.process else None
+            self._asked[incarnation] = _process_of(peer)
             if peer.connected:
                 peer.sign(_ANSWER)
             else:
@@ -137,10 +140,19 @@ class Heartbeat:
         full = {peer.incarnation: peer for peer in there if peer.session.is_full()}
         signs = {incarnation: peer.session.first for incarnation, peer in full.items() if peer.sign_expected}
         ask, silent = self._acknowledging.look(self._loop.time(), signs)
+        asked = self._asked_to_acknowledge
+        self._asked_to_acknowledge = {each: seen for each, seen in asked.items() if each in signs}
         for incarnation in ask:
-            full[incarnation].sign(_ANSWER)
+            peer = full[incarnation]
+            self._asked_to_acknowledge[incarnation] = peer.received + peer.signs, _process_of(peer)
+            peer.sign(_ANSWER)
         for incarnation in silent:
-            self._keeps_too_much(full[incarnation], f"none of them for {self._lost_after:g} s")
+            peer = full[incarnation]
+            count, before = self._asked_to_acknowledge.get(incarnation, (0, None))
+            if peer.received + peer.signs == count and _computes(before, _process_of(peer)):
+                self._acknowledging.excuse(incarnation)
+            else:
+                self._keeps_too_much(peer, f"none of them for {self._lost_after:g} s")
         for peer in full.values():
             if peer.session.kept > _MOST_UNACKNOWLEDGED:
                 self._keeps_too_much(peer, "too few")
@@ -155,25 +167,36 @@ class Heartbeat:
 
     def _is_silent(self, peer: Peer) -> None:
         before = self._asked.pop(peer.incarnation, None)
-        now = process_signs(peer.process) if before is not None and peer.process else None
-        if before is not None and now is not None and now.start == before.start and not now.stopped:
-            if now.busy or now.ticks > before.ticks:
-                self._liveness.excuse(peer.incarnation)
-                logger.warning(
-                    "worker '%s' has given no sign of life for %g s, but its process computes: something "
-                    "there holds the interpreter",
-                    peer.name,
-                    self._lost_after,
-                )
-                return
-            what = f"its process ({peer.process}) sleeps, and its interpreter does not answer"
-        elif before is None:
+        now = _process_of(peer)
+        if _computes(before, now):
+            self._liveness.excuse(peer.incarnation)
+            logger.warning(
+                "worker '%s' has given no sign of life for %g s, but its process computes: something "
+                "there holds the interpreter",
+                peer.name,
+                self._lost_after,
+            )
+            return
+        if before is None:
             what = "its process is stopped, or cannot be reached"
         elif now is None or now.start != before.start:
             what = "its process has ended"
-        else:
+        elif now.stopped:
             what = f"its process ({peer.process}) is stopped"
+        else:
+            what = f"its process ({peer.process}) sleeps, and its interpreter does not answer"
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - self._lost_after))
         self._lose(
             peer, f"it has given no sign of life for {self._lost_after:g} s, since about {since}: {what}"
         )
+
+
+def _process_of(peer: Peer) -> ProcessSigns | None:
+    return process_signs(peer.process) if peer.process else None
+
+
+def _computes(before: ProcessSigns | None, now: ProcessSigns | None) -> bool:
+    """Whether it is the same process, which has run meanwhile, or wants to."""
+    if before is None or now is None or now.start != before.start or now.stopped:
+        return False
+    return now.busy or now.ticks > before.ticks

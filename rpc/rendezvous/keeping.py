@@ -6,7 +6,8 @@ arrivals shows the members again. Who reads the log after that finds them, so a 
 worker among them, joins the group that is there. Should it have come before any of them, they find it in the
 log, and connect to it. Calls between members need no store.
 
-Of a member that was lost, the one with the smallest id takes the entries out.
+Of a member that was lost, the one with the smallest id takes the entries out. It may die before it has: so
+whoever is next takes out all whom it has lost itself, but those who live after a while only.
 
 *One group goes on, never two.* Members may lose each other and live: the network between them was gone for
 long, or a process was stopped. What is in the log is the group then. Who has lost others takes their entries
@@ -184,7 +185,7 @@ class Keeper:
             self._come_back()
         elif self._dead or time.monotonic() >= self._check_at:
             log = Log(self._store)
-            if self._is_in(log) and self._dead:
+            if self._is_in(log):
                 self._strike_out(log)
 
     def _is_in(self, log: Log) -> bool:
@@ -267,6 +268,10 @@ class Keeper:
         entries = {
             each.arrival.member.incarnation: each.arrival.member for each in log.read() if each.arrival
         }
+        left = [each for each in entries if each not in self._dead and self._given_up(each)]
+        self._dead |= dict.fromkeys(left, 1)
+        if self._check_pause >= _RARELY_SECONDS:  # who was to part with them has had the time
+            self._may_live |= set(left)
         # In the order of ids, as whoever takes this one out: of two, one stops before it goes on to others.
         for incarnation in sorted(self._dead, key=lambda each: entries[each].id if each in entries else -1):
             alive = incarnation in entries and self._tell(entries[incarnation]) is not False

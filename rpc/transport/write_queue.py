@@ -10,6 +10,9 @@ A thread that sends a large message writes no more than the beginning of it and 
 It goes out in chunks (see ``rpc.wire.chunking``): the queue never has more than one of them; when that is
 written, the next is put behind what others have queued meanwhile.
 
+An acknowledgement waits for what is begun only, and goes out before all whole frames: however much is queued,
+and however slowly the stream takes it, the other side hears in time that its messages arrive.
+
 Where many calls are under way, their frames are *coalesced*: they are only queued, until there are some tens,
 or somebody waits for an answer, or the loop gets round to it. Each wake-up of the other side, and each system
 call, then serves many frames.
@@ -112,12 +115,12 @@ class WriteQueue:
         self._flushing = False
         self._finishing = False
         self._open = True
-        self._newest_sign: memoryview | None = None
-        """The acknowledgement in the queue, while nobody has begun to write it."""
+        self._newest_sign = deque[memoryview](maxlen=1)
+        """The acknowledgement that is to be written next; a later one takes its place."""
 
     def __bool__(self) -> bool:
         """Whether anything is to be written now."""
-        if self._queue or self.outgoing.has_for(self.lane):
+        if self._queue or self._newest_sign or self.outgoing.has_for(self.lane):
             return True
         return self._last is not None and not self.outgoing
 
@@ -164,34 +167,21 @@ class WriteQueue:
             return
         if not self._write_now(frame, len(frame)):
             self._enqueue(frame, len(frame), patient=patient)
-        if self._queue or self.outgoing.unsent:
+        if self._queue or self.outgoing.unsent or self._newest_sign:
             self.drain()
 
     @protected
     def send_sign(self, frame: bytes, *, newest: bool = False) -> None:
         """Send a frame that is not noted in the session; see ``Connection.send_sign``."""
         sign = memoryview(bytearray(frame))  # what is ``bytes`` has a number
-        if (
-            self._open
-            and self.error is None
-            and not self._write_now(sign, len(sign))
-            and not (newest and self._replace_sign(sign))
-        ):
-            with contextlib.suppress(ConnectionClosed):
-                self._enqueue(sign, len(sign), newest_sign=newest)
+        if self._open and self.error is None and not self._write_now(sign, len(sign)):
+            if newest:
+                self._newest_sign.append(sign)
+            else:
+                with contextlib.suppress(ConnectionClosed):
+                    self._enqueue(sign, len(sign))
         if self:  # as for others: what another thread left meanwhile, large messages too
             self.drain()
-
-    def _replace_sign(self, sign: memoryview) -> bool:
-        """Whether one like it waits, of which it has taken the place: they are not piled up for who does not
-        read.
-        """
-        with self._count_lock:
-            waiting = self._newest_sign
-            if waiting is None or len(waiting) != len(sign):
-                return False
-            waiting[:] = sign
-            return True
 
     def carry(self, session: Session) -> None:
         """Note in ``session`` what is sent from now on. On the loop's thread, before other threads send."""
@@ -271,11 +261,9 @@ class WriteQueue:
         with self._count_lock:
             return wait_while(self._is_full, self._room, deadline)
 
-    def _enqueue(self, frame: Any, size: int, *, patient: bool = False, newest_sign: bool = False) -> None:
+    def _enqueue(self, frame: Any, size: int, *, patient: bool = False) -> None:
         with self._count_lock:
             self._queued_bytes += size
-            if newest_sign:
-                self._newest_sign = frame  # before a writer can find it in the queue
             self._queue.append(frame)
         if not self._open:
             try:
@@ -372,6 +360,8 @@ class WriteQueue:
         """Write until nothing is left, the stream takes no more, or it is enough."""
         queue = self._queue
         while self._open and self.error is None:
+            if self._newest_sign:
+                self._queue_sign(self._newest_sign.popleft())
             if not self._chunk_queued and self.outgoing.has_for(self.lane):
                 self._queue_chunk()
             if not queue and not self.outgoing and self._last is not None:
@@ -394,9 +384,6 @@ class WriteQueue:
         """Write some of the queue, in one system call; returns how many bytes, 0 if the stream takes none."""
         queue = self._queue
         batch = [queue[index] for index in range(min(len(queue), _PIECES_PER_WRITE))]
-        if self._newest_sign is not None:
-            with self._count_lock:
-                self._newest_sign = None
         try:
             count = self._stream.write(batch)
         except OSError as error:
@@ -422,6 +409,15 @@ class WriteQueue:
             if not count:
                 return
             self._discard(pieces, count)
+
+    def _queue_sign(self, sign: memoryview) -> None:
+        """Before the first frame that is surely whole: what is begun, and chunks, are views."""
+        queue, place = self._queue, 0
+        while place < len(queue) and type(queue[place]) is not bytes:
+            place += 1
+        with self._count_lock:
+            self._queued_bytes += len(sign)
+            queue.insert(place, sign)
 
     def _queue_chunk(self) -> None:
         """The next chunk of a large message is to be written."""

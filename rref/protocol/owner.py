@@ -187,7 +187,7 @@ class Owner:
         if fork in self:
             raise ProtocolError(f"fork {fork} of reference {rref} came twice")
         if why_not is None:
-            why_not = self._why_not(rref)
+            why_not = self._why_not(rref, fork, me)
         if why_not is not None:
             self._broken[fork] = why_not
         else:
@@ -258,14 +258,13 @@ class Owner:
 
     def on_confirm(self, peer: Peer, rref: RRefId, fork: ForkId) -> None:
         """``peer`` received a fork from another user."""
-        reason = self._why_not(rref)
+        reason = self._why_not(rref, fork, peer)
         if reason is not None:
             self._peers.send(peer, ["refused", fork, reason])
             return
         self._peers.note_hearsay(peer, rref not in self._objects)
         referred = self._refer(rref)
-        if referred.forks.setdefault(fork, peer) != peer:
-            raise ProtocolError(f"worker {peer} has another's fork confirmed: {fork} of reference {rref}")
+        referred.forks[fork] = peer
         if referred.state is not ObjectState.PARKED:
             self._peers.send(peer, ["confirmed", fork])
 
@@ -357,11 +356,18 @@ class Owner:
             each.reason = reason
         self._step(each, event)
 
-    def _why_not(self, rref: RRefId) -> str | None:
-        """Why there is no object to refer to, and never will be; ``None`` if there is or may be."""
+    def _why_not(self, rref: RRefId, fork: ForkId, user: Peer) -> str | None:
+        """Why ``fork`` cannot be counted for ``user``; ``None`` if it can, as soon as the object is here.
+
+        A fork is one worker's. Who of two has it wrongly cannot be seen here, so neither is accused.
+        """
         known, creator = self._objects.get(rref), rref[0]
         if known is not None:
-            return known.reason if known.state in _GIVEN_UP else None
+            if known.state in _GIVEN_UP:
+                return known.reason
+            return (
+                None if known.forks.get(fork, user) == user else "its sender gave it to another worker, too"
+            )
         if creator == self._peers.me:
             return "its owner has freed it already"
         return _creator_lost(self._peers.dead[creator]) if creator in self._peers.dead else None

@@ -216,9 +216,6 @@ def test_nobody_speaks_in_anothers_name() -> None:
         protocol.arrived((3, 1), (3, 2), creator=2)
     with pytest.raises(ProtocolError, match="another created"):
         protocol.receive(2, ["abandon", [3, 1], "why"])
-    rref = protocol.own()
-    with pytest.raises(ProtocolError, match="another's fork"):
-        protocol.receive(2, ["confirm", list(rref), list(rref)])
     adopted = protocol.adopt([4, [4, 1], [2, 1]], sender=2)
     protocol.receive(3, ["confirmed", [2, 1]])
     protocol.receive(3, ["refused", [2, 1], "why"])

@@ -7,7 +7,7 @@ import pytest
 from rpc.errors import ProtocolError
 from rref.protocol import peers
 from rref.protocol.machine import Protocol
-from rref.protocol.messages import Free, Peer, State
+from rref.protocol.messages import Free, Peer, Send, State
 
 ME, FRIEND, HOSTILE = 1, 2, 9
 
@@ -44,6 +44,40 @@ def test_nobody_can_withdraw_what_another_has_sent() -> None:
     protocol.receive(HOSTILE, ["withdraw", FRIEND, [FRIEND, 1], [FRIEND, 5]])
     ref = protocol.adopt([FRIEND, [FRIEND, 1], [FRIEND, 5]], FRIEND)
     assert protocol.state(ref) is State.CONFIRMED
+
+
+def test_a_fork_given_to_two_is_the_firsts_and_refused_to_the_second() -> None:
+    owner, friend, fork = member(FRIEND, HOSTILE), Protocol(FRIEND), [ME, [7, 1], [HOSTILE, 1]]
+    friends = friend.adopt(fork, HOSTILE)
+    (confirm,) = friend.take_actions()
+    assert isinstance(confirm, Send)
+    owner.receive(FRIEND, confirm.message)
+    mine = owner.adopt(fork, HOSTILE)
+    assert (owner.state(mine), owner.reason(mine)) == (
+        State.FAILED,
+        "its sender gave it to another worker, too",
+    )
+    owner.release(mine)
+    owner.take_actions()
+    owner.sweep()
+    owner.sweep()
+    (refused,) = owner.take_actions()  # the object never came: the first hears of it, having been counted
+    assert isinstance(refused, Send)
+    friend.receive(ME, refused.message)
+    assert friend.state(friends) is State.FAILED
+    assert remembered(owner) == {}
+
+
+def test_who_confirms_a_fork_that_was_given_to_the_owner_is_refused_and_not_accused() -> None:
+    protocol = member(FRIEND, HOSTILE)
+    rref = protocol.own()
+    mine = protocol.adopt([ME, rref, [HOSTILE, 1]], HOSTILE)
+    protocol.take_actions()
+    protocol.receive(FRIEND, ["confirm", list(rref), [HOSTILE, 1]])
+    assert protocol.take_actions() == [
+        Send(FRIEND, ["refused", (HOSTILE, 1), "its sender gave it to another worker, too"])
+    ]
+    assert protocol.state(mine) is State.CONFIRMED
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from rpc.group import heartbeat
 from rpc.group.connection_state import Event
 from rpc.group.heartbeat import Heartbeat
 from rpc.group.peer import Peer
+from rpc.runtime.process_signs import ProcessSigns
 from rpc.transport.base import DirectConnection
 from rpc.transport.session import MAX_UNACKNOWLEDGED
 from rpc.wire.frames import Frame, Kind, decode_one
@@ -77,6 +80,35 @@ def test_who_lives_and_acknowledges_nothing_is_lost_when_too_much_is_kept(
     (reason,) = watched.lost
     assert reason.startswith("it does not acknowledge what it gets: 257 messages (64 MiB) are kept for it")
     assert [sign.codec for sign in watched.signs()].count(1) >= 3  # it was asked to
+
+
+@pytest.mark.parametrize("says", ["nothing", "something"])
+def test_a_worker_that_computes_and_says_nothing_is_not_lost_for_what_it_does_not_acknowledge(
+    monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    """As where a function holds the interpreter for long; but one that speaks could acknowledge."""
+    ticks = itertools.count()
+    watched = Watched(monkeypatch, 30.0)
+    watched.peer.process = 4711
+    monkeypatch.setattr(heartbeat, "process_signs", lambda _: ProcessSigns(False, False, next(ticks), 1))
+    while not watched.peer.session.is_full():
+        watched.peer.session.note(MESSAGE)
+    for _ in range(100):
+        watched.peer.signs += says == "something"
+        watched.clock.advance(1.0)
+    assert bool(watched.lost) is (says == "something")
+
+
+def test_a_worker_that_sleeps_is_lost_for_what_it_does_not_acknowledge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = Watched(monkeypatch, 30.0)
+    watched.peer.process = 4711
+    monkeypatch.setattr(heartbeat, "process_signs", lambda _: ProcessSigns(False, False, 5, 1))
+    while not watched.peer.session.is_full():
+        watched.peer.session.note(MESSAGE)
+    watched.clock.advance(60.0)
+    assert len(watched.lost) == 1
 
 
 def test_who_acknowledges_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

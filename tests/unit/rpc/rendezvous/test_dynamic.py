@@ -70,6 +70,71 @@ def test_of_parts_that_take_each_other_out_at_once_one_stays(
     assert len(out) == parts
 
 
+def test_who_takes_others_out_and_dies_before_leaves_it_to_the_next(
+    memory: SharedStore, workers: Workers
+) -> None:
+    """Of 0, 1 and 2, 1 has lost the others, and they it. 0 may take it out, and dies; 2 had left it to 0."""
+    one, other, next_one = groups = [join_dynamic(memory, worker.member, 5) for worker in workers(3)]
+    alive = {group.me.incarnation for group in groups}
+    parts = [{0, 2}, {1}, {0, 2}]
+    out: list[str] = []
+
+    def keeper(group: DynamicGroup) -> Keeper:
+        me = group.me
+        lost = {each.me.incarnation for each in groups if each.me.id not in parts[me.id]}
+
+        def roster() -> list[Member]:
+            here = [each.me for each in groups if each.me.incarnation not in lost]
+            return [each for each in here if each.incarnation in alive]
+
+        def given_up(incarnation: int) -> bool:
+            return incarnation in lost or incarnation not in alive
+
+        made = Keeper(
+            group, 5, roster, list, out.append, given_up, tell=lambda each: each.incarnation in alive
+        )
+        for incarnation in lost:
+            made.worker_gone(Loss(incarnation, may_live=True))
+            made._wait(0)
+        return made
+
+    def look(*keepers: Keeper) -> None:
+        for each in keepers:
+            each._check_at = 0
+            each._look()
+
+    first, second = keeper(other), keeper(next_one)
+    log = Log(memory.under("farcall/default"))
+    assert log.may_take_out(one.me.incarnation, other.me.incarnation)
+    for _ in range(3):
+        look(first, second)  # which wait for it
+    assert not out
+    alive.remove(one.me.incarnation)
+    second.worker_gone(Loss(one.me.incarnation))
+    second._wait(0)
+    for _ in range(6):
+        look(first, second)
+    assert len(set(out)) == 1
+    assert len([entry for entry in log.read() if entry.member()]) == 1
+
+
+def test_of_two_that_die_at_once_none_stays(memory: SharedStore, workers: Workers) -> None:
+    """One of them was to take out the other."""
+    first, dead, me = (join_dynamic(memory, worker.member, 5) for worker in workers(3))
+    here, lost = [first.me, me.me], {dead.me.incarnation}
+    keeper = Keeper(me, 5, lambda: here, list, list, lost.__contains__, tell=lambda each: each == me.me)
+    keeper.worker_gone(Loss(dead.me.incarnation))
+    keeper._wait(0)
+    keeper._look()
+    here.remove(first.me)
+    lost.add(first.me.incarnation)
+    keeper.worker_gone(Loss(first.me.incarnation))
+    keeper._wait(0)
+    keeper._look()
+    (left,) = Log(memory.under("farcall/default")).read()
+    assert left.member() == me.me
+
+
 def test_ids_are_given_to_those_without_rank(connect: Connect, start_worker: StartWorker) -> None:
     join_dynamic(connect(), start_worker("ranked", 1).member, 5)
     futures = [
