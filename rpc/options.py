@@ -131,6 +131,13 @@ def _transports(name: str, value: object) -> tuple[str, ...]:
     return names
 
 
+def _transports_of_grpc(name: str, value: object) -> tuple[str, ...]:
+    names = ("grpc",) if value is None else _transports(name, value)
+    if "grpc" not in names:
+        raise InvalidOptionError(f"{name} must name 'grpc' for the backend GRPC, got {value!r}")
+    return names
+
+
 def _listen(name: str, value: object) -> str:
     text = _string(name, value)
     parse_listen(text)
@@ -371,7 +378,8 @@ class GrpcRpcBackendOptions(AgentOptions):
     Takes what ``AgentOptions`` takes, and:
 
     Args:
-        transports: default ``("grpc",)``; ``("unix", "grpc")`` has workers of one host talk directly.
+        transports: default ``None``, which is ``("grpc",)``; ``("unix", "grpc")`` has workers of one host
+            talk directly.
         tls: encrypt, by gRPC's credentials, with certificates on both sides. Workers check that a certificate
             has the name which its worker has told the group.
         advertise: ``HOST:PORT`` under which other workers reach this one, where that is not where it listens:
@@ -386,9 +394,7 @@ class GrpcRpcBackendOptions(AgentOptions):
         rpc.init_rpc("worker0", backend=rpc.BackendType.GRPC, rpc_backend_options=options)
     """
 
-    transports: _Option[tuple[str, ...] | None, Iterable[str] | None] = _Option(
-        ("grpc",), _or_none(_transports)
-    )
+    transports: _Option[tuple[str, ...] | None, Iterable[str] | None] = _Option(None, _transports_of_grpc)
     advertise: _Option[str | None, str | None] = _Option(None, _or_none(_advertise))
     keepalive: _Option[float, float] = _Option(30.0, _seconds_or_zero)
     keepalive_timeout: _Option[float, float] = _Option(60.0, _positive_seconds)

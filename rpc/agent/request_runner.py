@@ -402,10 +402,12 @@ def _raised_in(error: BaseException) -> str:
 
 
 def running(threads: Iterable[threading.Thread]) -> list[str]:
-    """Which functions some threads run for other workers, and for whom. Looks at their frames, so that it
-    costs nothing while calls come.
+    """Which functions other threads of these run for other workers, and for whom. Looks at their frames, so
+    that it costs nothing while calls come.
     """
     frames = sys._current_frames()
+    # Else this one would keep itself, its callers and what they have in hand until garbage is collected.
+    del frames[threading.get_ident()]
     found: list[str] = []
     for thread in threads:
         frame = frames.get(thread.ident or 0)

@@ -7,6 +7,7 @@ import torch
 
 from rpc.options import (
     AgentOptions,
+    GrpcRpcBackendOptions,
     InvalidOptionError,
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
@@ -101,6 +102,14 @@ def test_value_out_of_range_is_refused_by_name(name: str, value: object) -> None
     options = AgentOptions()
     with pytest.raises(ValueError, match=name):
         setattr(options, name, value)
+
+
+def test_the_backend_grpc_uses_no_socket_of_ours_unless_asked_to() -> None:
+    assert GrpcRpcBackendOptions().transports == ("grpc",)
+    assert GrpcRpcBackendOptions(transports=None).transports == ("grpc",)
+    assert GrpcRpcBackendOptions(transports=["unix", "grpc"]).transports == ("unix", "grpc")
+    with pytest.raises(InvalidOptionError, match="'grpc' for the backend GRPC"):
+        GrpcRpcBackendOptions(transports=["tcp"])
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
-"""The callee's side of what is answered later: in which codec, and what cannot begin is not under way."""
+"""The callee's side: in which codec a later answer is, what cannot begin is not under way, and what runs."""
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rpc.agent.request_runner import Request, RequestRunner
+from rpc.agent.request_runner import Request, RequestRunner, running
 from rpc.errors import NotInitializedError
 from rpc.runtime.events import Events
 from rpc.runtime.loop import LoopThread
@@ -72,3 +75,39 @@ def test_a_coroutine_whose_loop_has_just_ended_is_not_under_way(monkeypatch: pyt
     with pytest.raises(RuntimeError):
         callee.start(function, (), {}, Request(None, None), answer)  # type: ignore[arg-type]
     assert postponed.value == 0
+
+
+class Kept:
+    pass
+
+
+def test_whoever_asks_what_runs_is_not_kept_until_garbage_is_collected() -> None:
+    def ask() -> weakref.ref[Kept]:
+        kept = Kept()
+        assert running(threading.enumerate()) == []
+        return weakref.ref(kept)
+
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()
+
+
+def test_what_runs_is_named_with_who_asked_for_it() -> None:
+    begun, told = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        told.wait()
+
+    peer: Any = SimpleNamespace(name="caller")
+    request = Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7))
+    runner, _ = make()
+    thread = threading.Thread(target=runner.start, args=(wait, (), {}, request))
+    thread.start()
+    begun.wait()
+    found = running([thread])
+    told.set()
+    thread.join()
+    assert found == [f"{wait.__qualname__} for worker 'caller'"]
