@@ -52,6 +52,7 @@ from rpc.runtime import events
 from rpc.runtime.current import is_initialized
 from rpc.serialization.portable import PortablePickler
 from rpc.serialization.settings import allow_class, allow_function, allow_methods, use_pickler
+from rpc.serving import serve
 from rref.reference import RRef
 from rref.remote import remote
 
@@ -93,6 +94,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "set_rpc_timeout",
     "shutdown",
     "spawn",

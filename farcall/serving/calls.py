@@ -6,13 +6,14 @@ Handlers get requests as bytes and parse them themselves, so that what cannot be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, ParamSpec, TypeVar
 
 import grpc
+import torch
 from google.protobuf.message import DecodeError, Message
 
 from farcall.serving.callers import Callers
@@ -20,7 +21,7 @@ from farcall.serving.errors import details_of, status_of, text_of
 from farcall.serving.host import Host
 from farcall.values import Malformed
 
-__all__ = ["Caller", "Calls", "beside_the_loop", "parse"]
+__all__ = ["Caller", "Calls", "beside_the_loop", "parse", "size_of"]
 
 M = TypeVar("M", bound=Message)
 P = ParamSpec("P")
@@ -28,6 +29,8 @@ R = TypeVar("R")
 
 _AT_ONCE_BYTES: Final = 64 << 10
 """So much is read in less than a handful of milliseconds, whatever it says."""
+
+_BYTES_OF_A_VALUE: Final = 16
 
 _TURN: Final = 0.02
 _QUIET_TURNS: Final = 5
@@ -73,6 +76,23 @@ async def beside_the_loop(size: int, function: Callable[P, R], *args: P.args, **
     if size <= _AT_ONCE_BYTES:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def size_of(value: Any) -> int:
+    """About how many bytes a value takes as a message, if not more than are written at once."""
+    size, ahead = 0, [value]
+    while ahead and size <= _AT_ONCE_BYTES:
+        each = ahead.pop()
+        match each:
+            case torch.Tensor():
+                size += each.numel() * each.itemsize
+            case str() | bytes() | bytearray() | memoryview():
+                size += len(each)
+            case list() | tuple() | Mapping():
+                size += _BYTES_OF_A_VALUE * len(each)
+                if size <= _AT_ONCE_BYTES:
+                    ahead += [*each.keys(), *each.values()] if isinstance(each, Mapping) else each
+    return size
 
 
 class Calls:

@@ -17,7 +17,7 @@ import torch
 
 import farcall
 from farcall.kserve import inference_pb2 as pb
-from farcall.serving.calls import Caller, Calls, beside_the_loop, parse
+from farcall.serving.calls import Caller, Calls, beside_the_loop, parse, size_of
 from farcall.serving.endpoint import Endpoint, TensorSpec
 from farcall.serving.errors import Unknown
 from farcall.serving.host import Host
@@ -114,7 +114,7 @@ class _Service:
         result = await self._host.call(
             message.model_name, args, kwargs, caller=caller.name, seconds=caller.seconds
         )
-        return _response(message, endpoint, result)
+        return await beside_the_loop(size_of(result), _response, message, endpoint, result)
 
 
 def _metadata(name: str, spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:

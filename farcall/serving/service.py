@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import grpc
-import torch
 
 import farcall
-from farcall.serving.calls import Caller, Calls, beside_the_loop, parse
+from farcall.serving.calls import Caller, Calls, beside_the_loop, parse, size_of
 from farcall.serving.endpoint import Endpoint, TensorSpec
 from farcall.serving.errors import details_of
 from farcall.serving.host import Host
@@ -30,9 +29,6 @@ _STARS: Final[dict[object, str]] = {
 }
 
 _TENSORS: Final = TorchTensors()
-
-_BYTES_OF_A_VALUE: Final = 16
-_LOOKED_AT: Final = 64
 
 
 def handlers(host: Host, calls: Calls) -> Any:
@@ -102,23 +98,7 @@ class _Service:
 
 
 async def _message(result: Any) -> value_pb2.Value:
-    return await beside_the_loop(_size(result), to_value, result, _TENSORS)
-
-
-def _size(value: Any) -> int:
-    """About how many bytes a value takes as a message; what is nested deeper counts for nothing."""
-    match value:
-        case torch.Tensor():
-            return value.numel() * value.itemsize
-        case str() | bytes():
-            return len(value)
-        case list() | tuple():
-            looked_at = [each for each in value[:_LOOKED_AT] if not isinstance(each, list | tuple | dict)]
-            nested = sum(map(_size, looked_at))
-            return _BYTES_OF_A_VALUE * len(value) + nested
-        case dict():
-            return _size(list(value.values()))
-    return _BYTES_OF_A_VALUE
+    return await beside_the_loop(size_of(result), to_value, result, _TENSORS)
 
 
 def _arguments(invocation: pb.Invocation) -> tuple[list[Any], dict[str, Any]]:

@@ -57,19 +57,10 @@ def on_meta(dtype: Any, shape: Any, stride: Any, requires_grad: Any) -> torch.Te
 
 
 def sparse_coo(indices: Any, values: Any, *others: Any) -> torch.Tensor:
-    """``tensor_kinds.sparse_coo``."""
-    _check_memory(indices)
+    """``tensor_kinds.sparse_coo``; all its indices are looked at."""
     return tensor_kinds.sparse_coo(indices, values, *others, check=True)
 
 
 def sparse_compressed(starts: Any, indices: Any, values: Any, *others: Any) -> torch.Tensor:
-    """``tensor_kinds.sparse_compressed``."""
-    _check_memory(starts)
-    _check_memory(indices)
+    """``tensor_kinds.sparse_compressed``; all its indices are looked at."""
     return tensor_kinds.sparse_compressed(starts, indices, values, *others, check=True)
-
-
-def _check_memory(indices: Any) -> None:
-    """Indices are looked through, each of them; strides of 0 make any number of a few bytes."""
-    if type(indices) is not torch.Tensor or indices.nbytes > indices.untyped_storage().nbytes():
-        raise SerializationError("the indices of a sparse tensor are no tensor with memory for each of them")

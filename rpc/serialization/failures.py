@@ -90,7 +90,7 @@ def _explained(said: str, value: Any, cause: Exception, attempt: Attempt) -> Exc
 
 def _reason(cause: Exception) -> str:
     if isinstance(cause, RecursionError):
-        return "it is nested too deeply, beyond Python's recursion limit"
+        return "it is nested too deeply: send something flat, such as a list whose items name others by place"
     return str(cause) or type(cause).__name__
 
 

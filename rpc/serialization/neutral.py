@@ -57,10 +57,16 @@ _TUPLE, _TENSOR, _BUFFER, _INTEGER, _NAME, _OBJECT, _AGAIN = range(7)
 _MAX_DEPTH: Final = 100
 """Extensions within extensions: each takes C stack."""
 
+_SHALLOW: Final = 4
+_CONTAINERS: Final = frozenset((list, dict))
+
 _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
 _REPEATED: Final = (tuple, frozenset)
 _FILLED: Final = (set, frozenset, deque, torch.Size)
-"""These take whatever has elements; a tensor of a few bytes has as many as it likes."""
+"""These take whatever has elements."""
+
+_INDICES: Final = {checked.sparse_coo: 1, checked.sparse_compressed: 2}
+"""How many of the arguments of these are indices, which are looked through."""
 
 
 class Admission(Protocol):
@@ -96,7 +102,7 @@ class Writer(Departing):
     def write(self, value: Any) -> bytes:
         """A value as bytes."""
         self._depth += 1
-        if self._depth > _MAX_DEPTH:
+        if self._depth > _MAX_DEPTH or (self._depth > _SHALLOW and _nesting(value) > _deepest(self._depth)):
             raise RecursionError
         try:
             packed: bytes = msgpack.packb(
@@ -162,6 +168,23 @@ class Writer(Departing):
         return msgpack.ExtType(_BUFFER, self.write(len(self.buffers)))
 
 
+def _deepest(depth: int) -> int:
+    """How deep lists and maps may be nested in each extension that is nested so deep: near the outside all
+    that msgpack takes, so that nobody need look. They take C stack, too.
+    """
+    return 1024 if depth <= _SHALLOW else 50
+
+
+def _nesting(value: Any) -> int:
+    """How deep lists and maps are nested, if not beyond ``_MAX_DEPTH``; some hold themselves."""
+    level, deep = [value] if type(value) in _CONTAINERS else [], 0
+    while level and deep < _MAX_DEPTH:
+        contents = [outer.values() if type(outer) is dict else outer for outer in level]
+        level = [inner for each in contents for inner in each if type(inner) in _CONTAINERS]
+        deep += 1
+    return deep
+
+
 def _reduce(value: Any) -> Any:
     reduce = copyreg.dispatch_table.get(type(value))
     return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
@@ -209,11 +232,14 @@ class Reader:
     Args:
         allow: what is admitted; without, whatever can be imported.
         buffers: those of the value, the first of which has number 1.
+        size: bytes of the value without its buffers.
     """
 
-    def __init__(self, allow: Admission | None, buffers: Iterable[Any]) -> None:
+    def __init__(self, allow: Admission | None, buffers: Iterable[Any], size: int) -> None:
         self._allow = allow
         self._buffers = list(buffers)
+        self._unchecked = size + sum(memoryview(buffer).nbytes for buffer in self._buffers)
+        """Bytes that have not been looked through as indices."""
         self._known: list[Any] = []
         self._depth = 0
 
@@ -222,7 +248,7 @@ class Reader:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise SerializationError(f"extensions are nested more than {_MAX_DEPTH} deep")
-        check_entries(memoryview(packed), "a value", sys.maxsize)
+        check_entries(memoryview(packed), "a value", sys.maxsize, _deepest(self._depth))
         value = msgpack.unpackb(
             packed, ext_hook=self._extension, strict_map_key=False, unicode_errors="surrogatepass"
         )
@@ -289,9 +315,8 @@ class Reader:
         """
         if made_by is not None:
             self._check_construct(made_by)
-            is_checked = self._allow is not None and made_by in _FILLED
-            if is_checked and arguments and type(arguments[0]) not in (list, tuple):
-                raise SerializationError(f"elements of {with_article(type(arguments[0]))}")
+            if self._allow is not None:
+                self._check_arguments(made_by, arguments)
         else:
             kind = arguments[0]
             if not isinstance(kind, type) or not (self._allow is None or self._allow.may_have_state(kind)):
@@ -299,6 +324,15 @@ class Reader:
             made_by = kind.__new__
         made, references = _count(made_by, arguments)
         return made, self._allow is not None and references > _count(object, [])[1]
+
+    def _check_arguments(self, made_by: Any, arguments: list[Any]) -> None:
+        """Tensors have as many elements as they like, and can be named again; what looks at each must not."""
+        if made_by in _FILLED and arguments and type(arguments[0]) not in (list, tuple):
+            raise SerializationError(f"elements of {with_article(type(arguments[0]))}")
+        for indices in arguments[: _INDICES.get(made_by, 0)]:
+            if type(indices) is not torch.Tensor or indices.nbytes > self._unchecked:
+                raise SerializationError("sparse indices are no tensor with memory for each, and their own")
+            self._unchecked -= indices.nbytes
 
     def _check_construct(self, function: Any) -> None:
         if not callable(function) or not (self._allow is None or self._allow.may_construct(function)):
@@ -352,7 +386,7 @@ def read(allow: Admission | None, data: Any, /, *, buffers: Iterable[Any] = ()) 
     admitted.
     """
     try:
-        return Reader(allow, buffers).read(data)
+        return Reader(allow, buffers, memoryview(data).nbytes).read(data)
     except RpcError as error:
         if isinstance(error, SerializationError):
             raise

@@ -19,11 +19,13 @@ MAX_ENTRIES: Final = 1 << 20
 _MAX_DEPTH: Final = 100
 
 # By the first byte of a value in msgpack: how many bytes follow, how many of them say how many bytes follow
-# these, and how many say how many values do. Maps have two values for each of their entries.
+# these, and how many say how many values do. Maps have two values for each of their entries. Extensions
+# have a byte more, their type; and their size is here where no byte says it.
 _FIXED: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-_FIXED_EXTENSIONS: Final = {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 _SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_SIZED_EXTENSIONS: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_EXTENSIONS: Final = {0xC7: (1, 0), 0xC8: (2, 0), 0xC9: (4, 0)} | {
+    0xD4 + power: (0, 1 << power) for power in range(5)
+}
 _COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
@@ -34,7 +36,7 @@ def _following() -> list[int]:
         table[first] = 0
     for first in range(0xA0, 0xC0):
         table[first] = first - 0xA0
-    for first, count in (_FIXED | _FIXED_EXTENSIONS).items():
+    for first, count in _FIXED.items():
         table[first] = count
     return table
 
@@ -42,8 +44,12 @@ def _following() -> list[int]:
 _FOLLOWING: Final = _following()
 
 
-def check_entries(packed: memoryview, what: str = "a frame's header", most: int = MAX_ENTRIES) -> None:
-    """Raise ``ProtocolError`` if ``what`` has more entries, is nested too deeply, or ends too soon."""
+def check_entries(
+    packed: memoryview, what: str = "a frame's header", most: int = MAX_ENTRIES, deepest: int = _MAX_DEPTH
+) -> None:
+    """Raise ``ProtocolError`` if ``what`` has more entries, is nested too deeply, ends too soon, or has an
+    extension of msgpack's own, such as a timestamp.
+    """
     data = bytes(packed)
     end = len(data)
     position = entries = 0
@@ -69,9 +75,16 @@ def check_entries(packed: memoryview, what: str = "a frame's header", most: int 
             size, each = _COUNTED[first]
             count = int.from_bytes(data[position : position + size]) * each
             position += size
-        elif first in _SIZED or first in _SIZED_EXTENSIONS:
-            size = _SIZED.get(first) or _SIZED_EXTENSIONS[first]
-            position += size + int.from_bytes(data[position : position + size]) + (first in _SIZED_EXTENSIONS)
+        elif first in _SIZED:
+            size = _SIZED[first]
+            position += size + int.from_bytes(data[position : position + size])
+            continue
+        elif first in _EXTENSIONS:
+            size, skipped = _EXTENSIONS[first]
+            kind = data[position + size : position + size + 1]
+            if kind > b"\x7f":
+                raise ProtocolError(f"{what} has the extension {kind[0] - 256}, which is msgpack's own")
+            position += size + 1 + (skipped or int.from_bytes(data[position : position + size]))
             continue
         else:
             raise ProtocolError(f"{what} is not msgpack")
@@ -81,7 +94,7 @@ def check_entries(packed: memoryview, what: str = "a frame's header", most: int 
             raise ProtocolError(f"{what} is not msgpack: it ends too soon")
         if entries + left > most:
             raise ProtocolError(f"{what} has more than {most} entries")
-        if len(above) > _MAX_DEPTH:
-            raise ProtocolError(f"{what} is nested more than {_MAX_DEPTH} deep")
+        if len(above) > deepest:
+            raise ProtocolError(f"{what} is nested more than {deepest} deep")
     if position > end:
         raise ProtocolError(f"{what} is not msgpack: it ends too soon")

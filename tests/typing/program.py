@@ -79,3 +79,6 @@ if __name__ == "__main__":
     rpc.spawn(spawned, 3, workers=2)
     with rpc.local_group(2) as group:
         assert_type([rpc.rpc_sync(name, spawned, args=(1,)) for name in group], list[float])
+    with rpc.serve({"evaluate": evaluate}, port=8443) as server:
+        assert_type(server.port, int)
+        assert_type(server.stop(grace=1.0), int)

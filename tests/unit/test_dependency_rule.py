@@ -47,7 +47,7 @@ ROOMS = (
     {"profiling"},
     {"rendezvous"},
     {"lifecycle"},
-    {"api", "testing"},
+    {"api", "serving", "testing"},
 )
 """The rooms (and single files) of ``rpc``, from the lowest. Only its face stands above."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import numpy as np
@@ -67,6 +68,37 @@ def test_a_large_request_that_is_being_read_holds_up_no_other(
         assert connect(server).call("count") == 7
         gate.open.set()
         assert large.result(60).sum() == 120_000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[[torch.ones(200, 200)]]],
+        {"a": {"b": torch.ones(200, 200)}},
+        [[torch.ones(1)] * 40] * 120,
+        [["x" * 100_000, torch.ones(1)]],
+    ],
+    ids=["nested", "in maps", "many", "text"],
+)
+def test_a_large_result_that_is_being_written_holds_up_no_other(
+    serve: Serve, connect: Connect, gate: Gate, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    encode = TorchTensors.encode
+
+    def slowly(tensors: TorchTensors, value: object) -> value_pb2.Tensor | None:
+        gate()
+        return encode(tensors, value)
+
+    monkeypatch.setattr(TorchTensors, "encode", slowly)
+    server = serve({"large": lambda: value, "count": lambda: 7})
+    with ThreadPoolExecutor(1) as threads:
+        large = threads.submit(connect(server).call, "large")
+        gate.entered.acquire()
+        try:
+            assert connect(server).call("count", timeout=10) == 7
+        finally:
+            gate.open.set()
+        assert len(large.result(60)) == len(value)
 
 
 def test_values_that_are_nested_too_deeply(serve: Serve) -> None:

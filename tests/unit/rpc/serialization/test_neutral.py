@@ -218,11 +218,58 @@ def test_malformed_extensions(allow: AllowList, value: Any) -> None:
     refused(value, allow, r"\w")
 
 
+@pytest.mark.parametrize(
+    "timestamp", [b"\xd6\xff" + bytes(4), b"\xd7\xff" + bytes(8), b"\xc7\x0c\xff" + bytes(12)]
+)
+def test_extensions_of_msgpacks_own(allow: AllowList, timestamp: bytes) -> None:
+    with pytest.raises(SerializationError, match="the extension -1, which is msgpack's own"):
+        read(msgpack.packb(ext(TUPLE, b"\x91" + timestamp)), allow)
+
+
 def test_extensions_are_not_nested_without_end(allow: AllowList) -> None:
     value: Any = 1
     for _ in range(2000):
         value = ext(TUPLE, [value])
     refused(value, allow, "nested more than 100 deep")
+
+
+def nested(value: Any, deep: int) -> Any:
+    for _ in range(deep):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("deep", [101, 500, 1000])
+def test_what_is_nested_deeply_arrives(allow: AllowList, deep: int) -> None:
+    arrived = send(nested(7, deep), at=safely(allow))
+    for _ in range(deep):
+        (arrived,) = arrived
+    assert arrived == 7
+
+
+def in_tuples(value: Any, lists: int, tuples: int) -> Any:
+    """Lists nested within each of so many tuples within each other."""
+    for _ in range(tuples):
+        value = (nested(value, lists),)
+    return value
+
+
+@pytest.mark.parametrize("value", [nested(7, 1100), in_tuples(7, 500, 90)], ids=["lists", "tuples of lists"])
+def test_what_is_nested_too_deeply_is_refused_by_who_sends_it(allow: AllowList, value: Any) -> None:
+    with pytest.raises(SerializationError, match="nested too deeply: send something flat"):
+        send(value, at=safely(allow))
+
+
+@pytest.mark.parametrize("lists", range(45, 55))
+def test_what_is_written_is_read(allow: AllowList, lists: int) -> None:
+    """The innermost of the tuples must hold fewer lists than the others."""
+    value = in_tuples(7, lists, 10)
+    try:
+        payload = NEUTRAL.dumps(value, CALLEE)
+    except SerializationError:
+        assert lists >= 50  # each tuple is a list, too
+    else:
+        assert read(bytes(payload.buffers[0]), allow) == value
 
 
 def test_a_buffer_belongs_to_one_tensor(allow: AllowList) -> None:
@@ -293,6 +340,25 @@ def test_sparse_indices_have_memory_for_each(allow: AllowList) -> None:
     parts += [tensor("uint8", [many, 0], [0, 1], b""), ext(TUPLE, [many, 2, 4])]
     layout = made(named(kinds, "constant"), "sparse_csr")
     refused(made(named(kinds, "sparse_compressed"), *parts, layout, False), allow, "memory for each")
+
+
+@pytest.mark.parametrize("as_what", ["sparse_coo", "sparse_compressed"])
+def test_sparse_tensors_do_not_share_indices(allow: AllowList, as_what: str) -> None:
+    """Each would look through them, so that a message of a megabyte could take for ever."""
+    kind, rows = named("rpc.serialization.tensor_kinds", as_what), 1000
+
+    def sparse(indices: Any) -> Any:
+        values = tensor("uint8", [rows], [0], b"x")
+        if as_what == "sparse_coo":
+            return made(kind, indices, values, ext(TUPLE, [5]), False, False)
+        layout = made(named("rpc.serialization.tensor_kinds", "constant"), "sparse_csr")
+        starts = tensor("int64", [rows + 1], [1], b"".join(n.to_bytes(8, "little") for n in range(rows + 1)))
+        return made(kind, starts, indices, values, ext(TUPLE, [rows, 5]), layout, False)
+
+    shape = [1, rows] if as_what == "sparse_coo" else [rows]
+    indices = tensor("int64", shape, [1] * len(shape), bytes(8 * rows))
+    assert len(read(packed([sparse(indices), sparse(indices)]), allow)) == 2
+    refused([indices, *[sparse(ext(AGAIN, 0))] * 100], allow, "memory for each, and their own")
 
 
 def test_the_state_of_a_module(allow: AllowList) -> None:

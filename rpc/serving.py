@@ -1,0 +1,88 @@
+"""``serve``: an entry point of what is installed says what serves, since that stands above these packages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+from rpc.options import TlsOptions
+
+__all__ = ["Server", "serve"]
+
+_GROUP: Final = "rpc.serving"
+_NAME: Final = "serve"
+
+
+class Server(Protocol):
+    """A server that runs.
+
+    Attributes:
+        port: where it listens.
+        metrics_port: where Prometheus finds its metrics; None without.
+    """
+
+    port: int
+    metrics_port: int | None
+
+    def stop(self, grace: float | None = None) -> int:
+        """Take no more calls, and return when those that were taken are answered, or after ``grace`` seconds:
+        how many still run, and keep the process.
+        """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is stopped; False: it still runs after ``timeout`` seconds."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+def serve(
+    endpoints: Mapping[str, Any],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tokens: Mapping[str, str | bytes] | str | bytes | None = None,
+    tls: TlsOptions | None = None,
+    client_certificates: bool = True,
+    insecure: bool = False,
+    limits: Any = None,
+    tracebacks: bool = False,
+    metrics_port: int | None = None,
+) -> Server:
+    """Serve functions and modules to clients in any language, over gRPC, in this process: ``farcall.serve``,
+    which tells what the arguments are.
+
+    Raises:
+        ModuleNotFoundError: nothing is installed that serves, or what that needs is not.
+        ValueError: nothing is served, or whoever reaches the port could call.
+        OSError: the port is taken.
+
+    Example::
+
+        with rpc.serve({"add": torch.add, "classify": model}, port=8443) as server:
+            server.wait()
+    """
+    found = entry_points(group=_GROUP, name=_NAME)
+    if not found:
+        raise ModuleNotFoundError(
+            "nothing is installed that serves: pip install 'farcall[serve]', again where it was installed "
+            "before it had rpc.serve"
+        )
+    server: Server = next(iter(found)).load()(
+        endpoints,
+        host=host,
+        port=port,
+        tokens=tokens,
+        tls=tls,
+        client_certificates=client_certificates,
+        insecure=insecure,
+        limits=limits,
+        tracebacks=tracebacks,
+        metrics_port=metrics_port,
+    )
+    return server
