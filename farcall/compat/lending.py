@@ -101,7 +101,11 @@ def lend() -> None:
 def take_back() -> None:
     """Undo :func:`lend`."""
     sys.meta_path.remove(_lender)
-    for name, undo in (("device_name", "give_back"), ("operators", "take_away")):
+    for name, undo in (
+        ("device_name", "give_back"),
+        ("operators", "take_away"),
+        ("compiling", "give_back"),
+    ):
         module = sys.modules.get(f"{_OURS}.{name}")
         if module is not None:
             getattr(module, undo)()

@@ -36,6 +36,7 @@ from spmd.engine.program import (
 )
 from spmd.engine.redistribution import Groups, move
 from spmd.engine.rules.catalog import LOCAL_RULES, Call, Local, Site, is_random, tensors_of, with_generator
+from spmd.engine.rules.empty import zeros_instead
 from spmd.engine.steps import Assembled, InstructionError, Step
 
 __all__ = ["LinkedProgram"]
@@ -216,6 +217,7 @@ class LinkedProgram:
         site = Site(call, instruction.args, kwargs, instruction.results, self._rank, meshes, self._generator)
         rule = LOCAL_RULES.get(op.name())
         local = rule(site) if rule is not None else None
+        own = local is None or not asked
         if local is None:
             local = with_generator(site) if is_random(op) else Local(op, instruction.args, kwargs)
         returns = op._schema.returns
@@ -239,6 +241,8 @@ class LinkedProgram:
             step.shared = tuple(
                 (result, read) for result in results if result is not None for read in step.reads()
             )
+        if own and not is_random(op) and (zeros := zeros_instead(site, step.single)) is not None:
+            step.function, step.over, step.written = zeros, None, ()
         return step
 
 

@@ -17,8 +17,9 @@ from spmd.engine.api import redistributed, value_layout
 from spmd.engine.logical_tensor import alias_of
 from spmd.engine.manual import from_local, to_local
 from spmd.engine.program import Layout
-from spmd.sharding.marks import mark_manual, mark_sharding
+from spmd.sharding.marks import mark_sharding, remember_sharding
 from spmd.sharding.mesh import Mesh, get_global_mesh
+from spmd.sharding.op_sharding import MANUAL, OpSharding
 from spmd.sharding.partition_spec import PartitionSpec, check_length
 
 __all__ = [
@@ -57,7 +58,7 @@ def enable_manual_sharding(t: Tensor, partition_spec: PartitionSpec, *, mesh: Me
 def worker_parts(t: Tensor) -> Tensor:
     """A tensor that stands for each worker's shard of ``t``, however that is cut."""
     local: Tensor = _ToLocal.apply(t)  # type: ignore[no-untyped-call]
-    return mark_manual(local)
+    return remember_sharding(local, MANUAL)
 
 
 def disable_manual_sharding(
@@ -89,7 +90,7 @@ def disable_manual_sharding(
 def whole_of(part: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
     """The tensor of this shape and layout, of which ``part`` stands for each worker's shard."""
     whole: Tensor = _FromLocal.apply(part, shape, layout)  # type: ignore[no-untyped-call]
-    return whole
+    return remember_sharding(whole, OpSharding.of_layout(layout, len(shape)))
 
 
 def mark_manual_sharding(t: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def mark_manual_sharding(t: Tensor) -> Tensor:
     value = alias_of(t).value
     if value is not None and value.data is not None:
         raise RuntimeError("Marking any data tensors as manual is not supported")
-    return mark_manual(t)
+    return remember_sharding(t, MANUAL)
 
 
 def _given(mesh: Mesh | None) -> Mesh:

@@ -25,12 +25,12 @@ __all__ = [
     "annotate_custom_sharding",
     "clear_sharding",
     "is_marked",
-    "mark_manual",
     "mark_of",
     "mark_sharding",
     "mark_sharding_with_gradients",
     "op_sharding",
     "remember",
+    "remember_sharding",
     "sharding_spec",
     "wrap_if_sharded",
 ]
@@ -144,7 +144,7 @@ class Mark:
 
     Attributes:
         sharding: how it is cut.
-        mesh, spec: said so; None for a manual one.
+        mesh, spec: said so; None where shards were put together or taken apart by hand.
         is_data: it was given, and not computed: a parameter, or what came from the CPU.
     """
 
@@ -168,10 +168,10 @@ def remember(computed: Tensor, mesh: Mesh, spec: PartitionSpec) -> Tensor:
     return computed
 
 
-def mark_manual(t: Tensor) -> Tensor:
-    """Say that nobody but the program knows what the shards of ``t`` are."""
-    setattr(t, _MARK, Mark(MANUAL, None, (), is_data=False))
-    return t
+def remember_sharding(computed: Tensor, sharding: OpSharding) -> Tensor:
+    """The same, where no spec was said. ``MANUAL``: only the program knows what the shards are."""
+    setattr(computed, _MARK, Mark(sharding, None, (), is_data=False))
+    return computed
 
 
 def _mark(t: Tensor, mesh: Mesh, spec: PartitionSpec, sharding: OpSharding) -> Tensor:

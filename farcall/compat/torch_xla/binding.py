@@ -11,9 +11,10 @@ from torch import Tensor
 from spmd.engine import api as engine
 from spmd.engine.current import engine as session
 from spmd.engine.logical_tensor import alias_of
+from spmd.sharding import op_sharding as shardings
 from spmd.sharding.manual import mark_manual_sharding, whole_of, worker_parts
 from spmd.sharding.marks import is_marked, op_sharding, sharding_spec
-from spmd.sharding.op_sharding import OpSharding, ShardingType
+from spmd.sharding.op_sharding import ShardingType
 
 __all__ = [
     "OpSharding",
@@ -27,6 +28,35 @@ __all__ = [
     "_spmd_shard_to_full_shape",
     "_xla_get_auto_sharding",
 ]
+
+
+def OpSharding(  # noqa: N802  theirs
+    tile_assignment: Any,
+    group_assignment: Sequence[Any],
+    replication_groups: Sequence[Any],
+    sharding_type: int,
+) -> shardings.OpSharding:
+    """A sharding, made as theirs is.
+
+    Args:
+        tile_assignment: the workers' numbers, an array with a dimension for each of the tensor.
+        group_assignment, replication_groups: of ``PARTIAL``, which is not made so.
+        sharding_type: ``TILED``, ``REPLICATED`` or ``MANUAL``.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if sharding_type == ShardingType.TILED:
+        devices = torch.tensor(tile_assignment)
+        return shardings.OpSharding.tiled(devices.shape, devices.flatten().tolist())
+    if sharding_type == ShardingType.REPLICATED:
+        return shardings.WHOLE
+    if sharding_type == ShardingType.MANUAL:
+        return shardings.MANUAL
+    raise ValueError(
+        f"a sharding of the type {ShardingType(sharding_type).name} is not made so: use "
+        "mesh.get_op_sharding(partition_spec)"
+    )
 
 
 def _get_xla_sharding_spec(t: Tensor) -> str:
@@ -46,7 +76,7 @@ def _get_xla_sharding_type(t: Tensor) -> ShardingType | None:
     return op_sharding(t).type if is_marked(t) else None
 
 
-def _get_xla_op_sharding(t: Tensor) -> OpSharding | None:
+def _get_xla_op_sharding(t: Tensor) -> shardings.OpSharding | None:
     return op_sharding(t) if is_marked(t) else None
 
 
@@ -54,7 +84,7 @@ def _xla_get_auto_sharding() -> bool:
     return getattr(session(), "planner", None) is not None
 
 
-def _mark_manual_sharding(t: Tensor, sharding: OpSharding | None = None) -> None:
+def _mark_manual_sharding(t: Tensor, sharding: shardings.OpSharding | None = None) -> None:
     mark_manual_sharding(t)
 
 
@@ -66,7 +96,7 @@ def _spmd_full_to_shard_shape(t: Tensor) -> Tensor:
 
 
 def _spmd_shard_to_full_shape(
-    t: Tensor, sharding: OpSharding, output_shape: Sequence[int], output_dtype: torch.dtype
+    t: Tensor, sharding: shardings.OpSharding, output_shape: Sequence[int], output_dtype: torch.dtype
 ) -> Tensor:
     """The tensor whose parts are said to be these."""
     if not is_marked(t) or op_sharding(t).type is not ShardingType.MANUAL:
@@ -75,7 +105,7 @@ def _spmd_shard_to_full_shape(
 
 
 def _global_tensor_from_cpu_shards(
-    shards: Sequence[Tensor], sharding: OpSharding, global_shape: Sequence[int] | None = None
+    shards: Sequence[Tensor], sharding: shardings.OpSharding, global_shape: Sequence[int] | None = None
 ) -> Tensor:
     """A tensor on the device made of its workers' parts.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from farcall.compat.torch_xla import device_name, operators
+from farcall.compat.torch_xla import compiling, device_name, operators
 from spmd.engine.start import global_device_count as _workers
 from spmd.engine.start import is_spmd
 from spmd.sharding.auto import choose
@@ -44,6 +44,7 @@ def use_spmd(auto: bool = False) -> None:
         _use_spmd()
     device_name.lend()
     operators.define()
+    compiling.lend()
     if auto or os.environ.get("XLA_AUTO_SPMD", "0") == "1":
         shape = os.environ.get("XLA_AUTO_SPMD_MESH")
         sizes = [int(each) for each in shape.split(",")] if shape else None

@@ -129,9 +129,10 @@ class XLAShardedTensor(ShardedTensor):
     """Ours, which can be called as theirs is: with a tensor, and how it is to be cut."""
 
     def __new__(  # type: ignore[misc]
-        cls, elem: Tensor, mesh_shape: Any = None, partition_spec: Any = None
+        cls, elem: Tensor, mesh_shape: Any = None, partition_spec: Any = None, *, requires_grad: bool = False
     ) -> Tensor:
-        return wrap_as_sharded_tensor(elem, mesh_shape, partition_spec)
+        wrapped = wrap_as_sharded_tensor(elem, mesh_shape, partition_spec)
+        return wrapped.detach().requires_grad_() if requires_grad else wrapped
 
 
 def wrap_as_sharded_tensor(t: Tensor, mesh_shape: Any = None, partition_spec: Any = None) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from spmd.engine.program import Meta
+from spmd.engine.rules.empty import zeros_instead
 from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call, Row, placement_rule
 
@@ -41,6 +42,9 @@ def _rows(call: Call) -> list[Row]:
 @local_rule(*_OPERATORS)
 def _dense_rows(site: Site) -> Local:
     """The kernel reads a row's numbers one after the other, whatever strides it is given."""
+    nothing = zeros_instead(site, single=False)
+    if nothing is not None:
+        return site.runs(nothing)
 
     def dense(each: Any) -> Any:
         return each.contiguous() if isinstance(each, Tensor) and each.stride(-1) != 1 else each

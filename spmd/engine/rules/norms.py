@@ -127,13 +127,16 @@ def _batch_norm_backward(site: Site) -> Local | None:
         # As if the statistics were constants; what follows from that they are not is added below.
         variance = inverse.square().reciprocal_().sub_(eps)
         scaled = weight if weight is not None else torch.ones_like(mean)
-        result, by_weight, by_bias = aten.native_batch_norm_backward(
-            grad, local, scaled, mean, variance, None, None, False, eps, [mask[0], True, True]
-        )
-        sums = torch.stack((by_weight, by_bias))
+        if local.numel():
+            result, *sums = aten.native_batch_norm_backward(
+                grad, local, scaled, mean, variance, None, None, False, eps, [mask[0], True, True]
+            )
+        else:  # where the kernel divides by zero
+            result, sums = torch.empty_like(local), [torch.zeros_like(mean)] * 2
+        total = torch.stack(sums)
         for group in groups:
-            all_reduce(sums, "sum", group)
-        by_weight, by_bias = sums.unbind()
+            all_reduce(total, "sum", group)
+        by_weight, by_bias = total.unbind()
         if mask[0]:
             scale = scaled * inverse / count
             slope = scale * inverse * by_weight

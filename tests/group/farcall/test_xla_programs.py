@@ -164,6 +164,109 @@ one, other = step(model, optimizer, there).item(), step(again, new, there).item(
 assert abs(one - other) < 1e-6, (one, other)
 """
 
+GUIDES = """
+import sys
+from types import SimpleNamespace
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dist_cp
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.spmd as xs
+import torch_xla.experimental.distributed_checkpoint as xc
+import torch_xla.runtime as xr
+from torch_xla.distributed.fsdp import checkpoint_module
+from torch_xla.distributed.spmd import HybridMesh, Mesh
+from torch_xla.distributed.spmd.debugging import visualize_sharding, visualize_tensor_sharding
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
+
+xr.use_spmd()
+n = xr.global_runtime_device_count()
+device = xm.xla_device()
+
+# meshes, and tensors of other ranks than theirs
+mesh = Mesh(np.array(range(n)), (n, 1), ("data", "model"))
+assert list(mesh.shape().items()) == [("data", n), ("model", 1)]
+assert mesh.get_logical_mesh().tolist() == [[0], [1], [2], [3]]
+assert len(xr.global_runtime_device_attributes()) == n
+three, one = torch.randn(8, 8, 16).to(device), torch.randn(8).to(device)
+xs.mark_sharding(three, mesh, (None, "data", "model"))
+xs.mark_sharding(one, mesh, ("data",))
+xs.mark_sharding(one, mesh, (("data", "model"),))
+assert list(HybridMesh((1, n, 1), (1, 1, 1), ("data", "fsdp", "tensor")).shape().values()) == [1, n, 1]
+
+# tables, DTensor's interface, marks as operators
+square = Mesh(np.arange(n), (2, n // 2), ("x", "y"))
+t = torch.randn(8, 4, device="xla")
+xs.mark_sharding(t, square, ("x", "y"))
+assert visualize_tensor_sharding(t, use_color=False).row_count == 2
+assert visualize_sharding("{devices=[2,2]0,1,2,3}", use_color=False).row_count == 2
+cut = distribute_tensor(torch.randn(100, 88), init_device_mesh("xla", mesh_shape=(n,)), [Shard(0)])
+assert cut.sharding_spec == "{devices=[4,1]0,1,2,3}"
+
+
+@torch.compile(backend="openxla")
+def activation(layer, x):
+    output = layer(x)
+    torch.ops.xla.dynamo_mark_sharding(
+        output, list(range(n)), [n // 2, 2], "('data', 'model')", "('data', 'model')"
+    )
+    return output
+
+
+layer = nn.Linear(4, 6).to(device)
+assert activation(layer, t).sharding_spec == "{devices=[2,2]0,1,2,3}"
+
+# loaders
+batches = [{"x": torch.randn(8, 3, 4, 4), "y": torch.randn(8, 2)}]
+specs = {"x": xs.ShardingSpec(mesh, ("data", None, None, None)), "y": xs.ShardingSpec(mesh, ("data", None))}
+(batch,) = pl.MpDeviceLoader(batches, device, input_sharding=specs)
+assert "devices=[4,1,1,1]" in batch["x"].sharding_spec
+
+
+# FSDPv2 with an output of the user's kind
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return SimpleNamespace(logits=self.layer(x))
+
+
+def shard_output(output, mesh):
+    xs.mark_sharding(output.logits, mesh, ("fsdp", None, None))
+
+
+wide = Mesh(np.array(range(n)), (n, 1), ("fsdp", "model"))
+model = FSDPv2(Scores(), wide, shard_output)
+optim = torch.optim.Adam(model.parameters(), lr=0.0001)
+x = torch.randn(8, 3, 6).to(device)
+x = xs.mark_sharding(x, wide, ("fsdp", None, None))
+logits = model(x).logits
+assert "devices=[4,1,1]" in logits.sharding_spec
+logits.sum().backward()
+optim.step()
+again = FSDPv2(checkpoint_module(nn.Linear(6, 5)), wide)
+again(torch.randn(8, 6).to(device).requires_grad_()).sum().backward()
+
+# checkpoints, without a process group
+state = {"model": model.state_dict(), "optim": optim.state_dict()}
+dist_cp.save(
+    state_dict=state, storage_writer=dist_cp.FileSystemWriter(sys.argv[1]), planner=xc.SPMDSavePlanner()
+)
+other = FSDPv2(Scores(), wide, shard_output)
+state = {"model": other.state_dict()}
+dist_cp.load(
+    state_dict=state, storage_reader=dist_cp.FileSystemReader(sys.argv[1]), planner=xc.SPMDLoadPlanner()
+)
+other.load_state_dict(state["model"])
+assert torch.equal(other(x).logits.cpu(), model(x).logits.cpu())
+"""
+
 LLAMA = """
 import functools
 import numpy as np
@@ -231,6 +334,10 @@ def run(tmp_path: Path, program: str) -> None:
         },
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_steps_of_the_guides_run(tmp_path: Path) -> None:
+    run(tmp_path, GUIDES)
 
 
 def test_a_vision_model_is_trained_data_parallel(tmp_path: Path) -> None:

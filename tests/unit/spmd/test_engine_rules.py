@@ -19,6 +19,7 @@ from tests.unit.spmd.recorded import Recorder, Value
 aten: Any = torch.ops.aten
 LINE: Final = MeshKey((0, 1), (2,))
 SQUARE: Final = MeshKey((2, 0, 3, 1), (2, 2))
+ROW: Final = MeshKey((0, 1, 2, 3), (4,))
 
 Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -276,7 +277,8 @@ def layouts(whole: Tensor, mesh: MeshKey) -> list[Layout]:
     ("mesh", "rows"),
     [
         *((mesh, rows) for mesh in (LINE, SQUARE) for rows in (8, 5)),
-        *(pytest.param(mesh, 3, marks=pytest.mark.nightly) for mesh in (LINE, SQUARE)),
+        pytest.param(ROW, 5, marks=pytest.mark.nightly),  # the last worker has an empty part
+        *(pytest.param(mesh, 3, marks=pytest.mark.nightly) for mesh in (LINE, SQUARE, ROW)),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -307,6 +309,52 @@ def test_operators_on_parts(kind: Callable[[int], Iterator[Case]], mesh: MeshKey
             if result is not None:
                 recorder.redistribute(result, REPLICATED)
     recorder.check(size=len(mesh.devices))
+
+
+def few(op: Any, dims: list[int | None], *args: Any, **kwargs: Any) -> Any:
+    """An operator, where each tensor is cut, and its arguments."""
+    return pytest.param(op, dims, args, kwargs, id=f"{op.__name__}-{dims}")
+
+
+def _few() -> Iterator[Any]:
+    x, grad, weight, stats = r(2, 3, 4, 4), r(2, 2, 2, 2), r(2, 3, 3, 3), (r(3), r(3).abs(), r(3), r(3).abs())
+    rest = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    for dim in (0, 1):
+        cut = [dim, None, None, None, None]
+        yield few(aten._native_batch_norm_legit_functional, cut, x, *stats, True, 0.1, 1e-5)
+        for training in (True, False):
+            args = (x, x, *stats[:3], *stats[2:], training, 1e-5, [True] * 3)
+            yield few(aten.native_batch_norm_backward, [dim, *cut], *args)
+        yield few(aten.max_pool2d_with_indices, [dim], x, [2, 2])
+        yield few(aten.upsample_nearest2d, [dim], x, [8, 8])
+    yield few(aten.convolution, [None, 0, 0], x, weight, r(2), *rest)
+    yield few(aten.convolution, [0, None, None], x, weight, r(2), *rest)
+    yield few(aten.convolution_backward, [1, None, 0], grad, x, weight, [2], *rest, [True] * 3)
+    yield few(aten.convolution_backward, [0, 0, None], grad, x, weight, [2], *rest, [True] * 3)
+    yield few(aten.convolution_backward, [None, 1, 1], grad, x, weight, [2], *rest, [True] * 3)
+    q = r(1, 2, 4, 8)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu
+    out, logsumexp = attention.default(q, q, q)
+    for dim in (0, 1):
+        yield few(attention, [dim] * 3, q, q, q)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        yield few(backward, [dim] * 6, q, q, q, q, out, logsumexp, 0.0, False)
+
+
+@pytest.mark.parametrize(("op", "dims", "args", "kwargs"), list(_few()))
+def test_workers_without_a_row_or_channel_run_no_kernel(
+    op: Any, dims: list[int | None], args: Any, kwargs: Any
+) -> None:
+    recorder, cut = Recorder(), iter(dims)
+
+    def place(whole: Tensor) -> Value:
+        dim = next(cut, None)
+        return recorder.input(whole, REPLICATED if dim is None else Layout.of(ROW, (Shard(dim),)))
+
+    args, kwargs = pytree.tree_map_only(Tensor, place, (args, kwargs))
+    for result in pytree.tree_leaves(recorder.op(op.default, *args, **kwargs)):
+        recorder.redistribute(result, REPLICATED)
+    recorder.check(size=4)
 
 
 @pytest.mark.parametrize("mesh", [LINE, SQUARE])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
     create_default_local_save_plan,
@@ -15,8 +16,9 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+from torch.utils import _pytree as pytree
 
-from tests.group.farcall.xla.names import SimpleLinear, mesh_of, theirs
+from tests.group.farcall.xla.names import SimpleLinear, mesh_of, said, theirs
 from tests.group.spmd.driven import WORKERS, driven
 
 pytestmark = pytest.mark.processes
@@ -72,6 +74,24 @@ def test_a_save_has_an_item_for_each_shard_and_one_for_what_is_whole(on_cpu: boo
 
 
 @driven
+def test_shards_of_uneven_sizes_move_between_dimensions() -> None:
+    x = theirs()
+    one, other = nn.Linear(127, 63).to("xla"), nn.Linear(127, 63).to("xla")
+    mesh = x.xs.Mesh(range(WORKERS), (WORKERS,))
+    x.xs.mark_sharding(one.weight, mesh, (0, None))
+    x.xs.mark_sharding(other.weight, mesh, (None, 0))
+    with tempfile.TemporaryDirectory() as path:
+        writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
+        save_checkpoint(
+            one.state_dict(), storage_writer=writer, planner=lent().SPMDSavePlanner(), no_dist=True
+        )
+        state = other.state_dict()
+        planner = lent().SPMDLoadPlanner()
+        load_checkpoint(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    assert other.weight.detach().cpu().equal(one.weight.detach().cpu())
+
+
+@driven
 def test_a_load_changes_a_tensor_when_all_of_it_has_come() -> None:
     model = sharded(1, WORKERS)
     plan = create_default_local_save_plan(SimpleLinear().state_dict(), True)
@@ -97,6 +117,39 @@ def test_a_state_dict_on_the_cpu_has_shards_only_of_what_is_cut() -> None:
         assert isinstance(each, helpers._CpuShards) == (name in CUT)
         assert helpers._is_sharded_tensor(state["model"][name]) == (name in CUT)
         assert name in CUT or each.device.type == "cpu"
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@driven
+def test_an_optimizer_is_restored_with_its_shardings(kind: str) -> None:
+    x = theirs()
+
+    def made() -> tuple[Any, Any]:
+        model = sharded(1, WORKERS)
+        return model, getattr(torch.optim, kind)(params=model.parameters())
+
+    def told(model: Any, optimizer: Any) -> dict[str, Any]:
+        return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+    def flat(state: Any) -> list[Any]:
+        leaves = pytree.tree_leaves(state)
+        return [(said(each), each.tolist()) if isinstance(each, torch.Tensor) else each for each in leaves]
+
+    model, optimizer = made()
+    torch.autograd.backward(model(torch.ones(10, 128).to("xla")).square().sum())
+    optimizer.step()
+    x.xm.mark_step()
+    new, steps = made()
+    with tempfile.TemporaryDirectory() as path:
+        manager = lent().CheckpointManager(path, 1, chkpt_on_preemption=False)
+        assert manager.save(0, told(model, optimizer), force=True)
+        lent().prime_optimizer(steps)
+        found = told(new, steps)
+        manager.restore(0, found)
+    assert flat(found) == flat(told(model, optimizer))
+    new.load_state_dict(found["model"])
+    steps.load_state_dict(found["optim"])
+    assert flat(told(new, steps)) == flat(told(model, optimizer))
 
 
 @driven

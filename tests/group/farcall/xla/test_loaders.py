@@ -53,6 +53,16 @@ def test_each_entry_has_a_spec_of_its_own_or_all_have_one() -> None:
 
 
 @driven
+def test_a_loader_of_the_program_needs_no_length() -> None:
+    x = theirs()
+    batches = iter([torch.randn(16, 8)])
+    loader = iter(x.pl.MpDeviceLoader(batches, x.torch_xla.device(), input_sharding=spec("data", None)))
+    assert said(next(loader)) == ROWS
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+@driven
 def test_without_a_spec_all_workers_have_all() -> None:
     batch = first({"x": torch.randn(16, 8), "y": torch.randn(16, 2, 2)}, None)
     total = batch["x"].sum() + batch["y"].sum()

@@ -205,6 +205,53 @@ def test_specs_that_do_not_fit() -> None:
 
 
 @driven
+def test_meshes_that_cannot_be() -> None:
+    x = theirs()
+    for numbers, shape, names, message in (
+        (range(4), (1, 4), ("data", "model", "extra"), "Number of axis names .* must match mesh dimensions"),
+        (range(4), (1, 4), ("data", "data"), "Axis names must be unique"),
+        (range(4), (2, 4), None, "Number of device IDs .* must match mesh size"),
+        ([0] * 4, (1, 4), None, "Device IDs must be unique"),
+        (range(5, 9), (1, 4), None, "Device IDs must be less than mesh size"),
+        (range(2), (1, 2), None, "Number of device IDs .* must match the global number of devices"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            x.xs.Mesh(list(numbers), shape, names)
+    mesh = x.xs.Mesh(list(range(4)), (1, 4), ("data", "model"))
+    assert (mesh.size(), list(mesh.device_ids), dict(mesh.shape())) == (
+        4,
+        [0, 1, 2, 3],
+        {"data": 1, "model": 4},
+    )
+    assert x.xs.Mesh(list(range(4)), (2, 2)).axis_names is None
+
+
+@driven
+def test_another_cut_is_annotated_over_the_first() -> None:
+    x = theirs()
+    whole = torch.randn(2, 4, 8, 8)
+    t = whole.to("xla")
+    x.xs.mark_sharding(t, mesh_of(1, 1, 2, 2), (0, 1, 2, 3))
+    with pytest.raises(RuntimeError, match="must be cleared first"):
+        x.xs.mark_sharding(t, mesh_of(1, 1, 1, WORKERS), (0, 1, 2, 3))
+    assert said(t) == f"{{devices=[1,1,2,2]{IN_ORDER}}}"
+    x.xs.annotate_custom_sharding(t, mesh_of(1, 1, 1, WORKERS), (0, 1, 2, 3))
+    x.xm.mark_step()
+    assert said(t) == f"{{devices=[1,1,1,4]{IN_ORDER}}}"
+    assert t.cpu().equal(whole)
+
+
+@driven
+def test_complex_numbers_are_computed_and_replicated() -> None:
+    theirs()
+    size, angle = torch.ones(6, 4), torch.outer(torch.arange(6.0), torch.arange(4.0))
+    polar = torch.polar(size.to("xla"), angle.to("xla"))
+    theirs().torch_xla.sync()
+    assert said(polar) == "{replicated}"
+    torch.testing.assert_close(polar.cpu(), torch.polar(size, angle))
+
+
+@driven
 def test_marks_are_operators_too() -> None:
     x = theirs()
     whole = torch.randn(8, 4)

@@ -114,6 +114,19 @@ def test_the_whole_tensor_is_the_drivers_local_one() -> None:
     assert local.grad.cpu().equal(torch.ones(1000, 8))
 
 
+@driven
+def test_a_wrapped_tensor_may_be_a_leaf_of_its_own() -> None:
+    x = theirs()
+    t = torch.randn(16, 8).to("xla")
+    leaf = x.xs.XLAShardedTensor(t, requires_grad=True)
+    torch.autograd.backward((leaf * 2).sum())
+    assert leaf.grad.cpu().equal(torch.full((16, 8), 2.0))
+    assert not t.requires_grad
+    cut = x.xs.XLAShardedTensor(t, flat(), [Shard(0)], requires_grad=True)
+    torch.autograd.backward(cut.square().sum())
+    assert said(cut) == said(cut.grad) == ROWS
+
+
 @pytest.mark.parametrize(
     ("shape", "before", "mesh", "placements", "spec", "text"),
     [

@@ -163,8 +163,33 @@ def test_a_tensor_becomes_its_parts_and_is_put_together_again(spec: Any, part: A
     assert said(parts) == "{manual}"
     changed = x.xs._mark_manual_sharding(parts + 1)
     whole = binding._spmd_shard_to_full_shape(changed.global_tensor, sharding, t.shape, t.dtype)
-    assert said(whole) == (str(sharding) if spec[0] is not None else said(whole))
+    assert said(whole) == str(sharding)
     assert whole.cpu().equal(t.cpu() + 1)
+
+
+@driven
+def test_a_mark_is_cleared_and_parts_are_said_to_be_copies_of_the_whole() -> None:
+    x = theirs()
+    binding, kinds = x.torch_xla._XLAC, x.xs.ShardingType
+    t = torch.zeros(8, 8).to("xla")
+    t += 1
+    x.xs.mark_sharding(t, mesh_of(1, WORKERS), (0, 1))
+    parts = x.xs._mark_manual_sharding(x.xs.clear_sharding(t))
+    replicated = binding.OpSharding([], [], [], kinds.REPLICATED)
+    whole = binding._spmd_shard_to_full_shape(parts.global_tensor, replicated, t.shape, t.dtype)
+    assert said(whole) == "{replicated}"
+    assert whole.cpu().equal(torch.ones(8, 8))
+
+
+@driven
+def test_shardings_are_made_of_the_workers_numbers() -> None:
+    x = theirs()
+    made, kinds = x.torch_xla._XLAC.OpSharding, x.xs.ShardingType
+    mesh = mesh_of(2, 2)
+    assert made([[0, 1], [2, 3]], [], [], kinds.TILED) == mesh.get_op_sharding((0, 1))
+    assert made([], [], [], kinds.REPLICATED) == mesh.get_op_sharding((None, None))
+    with pytest.raises(ValueError, match="use mesh"):
+        made([[[0, 1]], [[2, 3]]], [0, 1], [[0, 1], [2, 3]], kinds.PARTIAL)
 
 
 @driven

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_a_linear_layer_may_be_theirs_and_gradients_may_have_a_barrier() -> None
 
 
 @driven
+def test_their_linear_function_has_the_gradients_of_pytorchs() -> None:
+    x = theirs()
+    given = [torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)]
+    found = []
+    for function in (x.xs.XLAPatchedLinear.apply, nn.functional.linear):
+        leaves = [each.to("xla").requires_grad_() for each in given]
+        output = function(*leaves)
+        torch.autograd.backward(output.square().sum())
+        found.append([output.detach().cpu(), *(each.grad.cpu() for each in leaves if each.grad is not None)])
+    torch.testing.assert_close(*found)
+    assert len(found[0]) == 4
+
+
+@driven
 def test_activations_are_computed_again() -> None:
     theirs()
     checkpoint = importlib.import_module("torch_xla.utils.checkpoint").checkpoint
@@ -85,6 +100,104 @@ def test_activations_are_computed_again() -> None:
     again, model.fc1.weight.grad = model.fc1.weight.grad, None
     torch.autograd.backward(model(data).sum())
     assert model.fc1.weight.grad.cpu().equal(again.cpu())
+
+
+@driven
+def test_layer_by_layer_activations_are_computed_again() -> None:
+    x = theirs()
+    checkpoint = importlib.import_module("torch_xla.utils.checkpoint").checkpoint
+    alone = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model: Any = copy.deepcopy(alone).to("xla")
+    x.xs.mark_sharding(model[0].weight, mesh_of(WORKERS, 1), (0, 1))
+    data = torch.randn(8, 8)
+    there = model[0](x.xs.mark_sharding(data.to("xla"), mesh_of(WORKERS, 1), (0, 1)))
+    for layer in model[1:]:
+        there = checkpoint(layer, there)
+    torch.autograd.backward(there.sum())
+    torch.autograd.backward(alone(data).sum())
+    torch.testing.assert_close(model[0].weight.grad.cpu(), alone[0].weight.grad)
+
+
+@driven
+def test_layers_are_wrapped_to_compute_their_activations_again() -> None:
+    theirs()
+    wrap: Any = importlib.import_module("torch_xla.distributed.fsdp.wrap")
+    again: Any = importlib.import_module("torch_xla.distributed.fsdp.utils")
+    alone = nn.Sequential(SimpleLinear(), nn.ReLU())
+    policy = functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={SimpleLinear})
+    model, count = wrap.recursive_wrap(
+        copy.deepcopy(alone).to("xla"), policy, lambda module, *_, **__: again.checkpoint_module(module)
+    )
+    assert count == sum(each.numel() for each in alone.parameters())
+    data = torch.randn(4, 128)
+    torch.autograd.backward(model(data.to("xla").requires_grad_()).sum())
+    torch.autograd.backward(alone(data).sum())
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), its.grad)
+
+
+@driven
+def test_an_inputs_gradient_goes_through_marks_inside_of_the_model() -> None:
+    x = theirs()
+    mesh = mesh_of(WORKERS, 1, names=("data", "tensor"))
+    data = torch.rand(16, 8, requires_grad=True)
+    weights = [torch.randn(32, 8) for _ in range(2)]
+    here = torch.sigmoid(torch.sigmoid(data @ weights[0].T) @ weights[1])
+    (wanted,) = torch.autograd.grad(here.sum(), data)
+    up, down = (x.xs.mark_sharding(each.to("xla"), mesh, (1, 0)) for each in weights)
+    given = data.to("xla")
+    x.xs.mark_sharding(given, mesh, (0, 1))
+    hidden = x.xs.mark_sharding(torch.sigmoid(given @ up.T), mesh, (0, 1))
+    output = x.xs.mark_sharding(torch.sigmoid(hidden @ down), mesh, (0, 1))
+    (found,) = torch.autograd.grad(output.sum(), given)
+    torch.testing.assert_close(found.cpu(), wanted)
+    assert said(found) == f"{{devices=[4,1]{IN_ORDER}}}"
+
+
+@driven
+def test_data_and_weights_lie_on_hybrid_meshes() -> None:
+    x = theirs()
+    rows = x.xs.HybridMesh(ici_mesh_shape=(WORKERS, 1), dcn_mesh_shape=(1, 1), axis_names=("data", "tensor"))
+    mesh = x.xs.HybridMesh(
+        ici_mesh_shape=[1, WORKERS, 1], dcn_mesh_shape=[1, 1, 1], axis_names=("data", "fsdp", "tensor")
+    )
+    alone = SimpleLinear()
+    model: Any = copy.deepcopy(alone).to(x.xm.xla_device())
+    for layer in (model.fc1, model.fc2):
+        x.xs.mark_sharding(layer.weight, mesh, (2, 1))
+    assert said(model.fc1.weight) == f"{{devices=[1,4]{IN_ORDER}}}"
+
+    data = torch.randn(16, 128)
+    spec = x.xs.ShardingSpec(rows, (0, 1))
+    (there,) = x.xm.send_cpu_data_to_device(data, x.xm.xla_device(), input_sharding=spec)
+    for each, given in ((alone, data), (model, there)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.autograd.backward(each(given).square().mean())
+            optimizer.step()
+    x.xm.mark_step()
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), its.detach(), rtol=1e-5, atol=1e-5)
+
+
+@driven
+def test_what_torch_compile_gives_computes_the_same() -> None:
+    x = theirs()
+    model: Any = SimpleLinear().to("xla").eval()
+    x.xs.mark_sharding(model.fc2.weight, mesh_of(1, WORKERS), (1, 0))
+    data = torch.randn(1, 128).to("xla")
+    wanted = model(data).cpu()
+    compiled: Any = torch.compile
+    assert compiled(model, backend="openxla")(data).cpu().equal(wanted)
+
+    def marked(t: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = model.fc1(t)
+        operators: Any = torch.ops.xla
+        operators.dynamo_mark_sharding(output, list(range(WORKERS)), [1, WORKERS], "('x', 'y')", "('x', 'y')")
+        return output
+
+    assert said(compiled(backend="openxla", fullgraph=True)(marked)(data)) == f"{{devices=[1,4]{IN_ORDER}}}"
 
 
 @driven

@@ -1,0 +1,53 @@
+"""Workers with an empty part, where there are fewer rows, or channels, than workers.
+
+PyTorch's kernels are seldom run on nothing: some refuse it, and some divide by its size, which ends the
+process. So where a worker is to compute nothing, no kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd.engine.rules.local import Local, Site, local_rule
+
+__all__ = ["zeros_instead"]
+
+_SUMS: Final = ("aten::convolution_backward", "aten::native_batch_norm_backward")
+"""Their results are sums over the incoming gradient, and so zeros where there is none of it."""
+
+
+def zeros_instead(site: Site, single: bool) -> Callable[..., Any] | None:
+    """What takes the place of a kernel: None unless all its results are empty, or sums over nothing.
+
+    Args:
+        single: it gives a tensor, and not a sequence.
+    """
+    made = [None if meta is None else (site.local_shape(meta), meta.dtype) for meta in site.results]
+    is_empty = bool(made) and all(each is None or 0 in each[0] for each in made)
+    is_sum = site.call.op.name() in _SUMS and 0 in site.local_shape(site.call.tensors[0])
+    if not is_empty and not is_sum:
+        return None
+
+    def zeros(*args: object, **kwargs: object) -> Any:
+        found = [None if each is None else torch.zeros(each[0], dtype=each[1]) for each in made]
+        return found[0] if single else found
+
+    return zeros
+
+
+@local_rule("convolution_backward")
+def _bias_alone(site: Site) -> Local | None:
+    """Without channels of the input, the bias still has its gradient, which the kernel leaves out."""
+    grad, given = (site.local_shape(meta) for meta in site.call.tensors[:2])
+    bias = site.results[2]
+    if 0 in grad or 0 not in given or bias is None:
+        return None
+
+    def backward(grad: Tensor, given: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
+        return [torch.zeros_like(given), torch.zeros_like(weight), grad.sum([0, *range(2, grad.dim())])]
+
+    return site.runs(backward)
