@@ -6,6 +6,7 @@ operation sends of them: whether memory of one host is shared or not is left out
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,6 +91,7 @@ def sent() -> float:
 
 def resident() -> float:
     """Bytes of memory that this process has; what is the highest is counted from here on."""
+    ctypes.CDLL(None).malloc_trim(0)  # else what earlier steps have freed is there for the next one
     Path("/proc/self/clear_refs").write_text("5")
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return float(pages * resource.getpagesize())

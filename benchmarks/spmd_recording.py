@@ -74,7 +74,11 @@ def _session(workers: int) -> Iterator[Session]:
 
 def _least(function: Callable[[], object], session: Session) -> tuple[float, float]:
     """Seconds of a call, and operations that it records."""
-    least, recorded = float("inf"), 0
+    session.recorder.flush()
+    function()
+    recorded = len(session.recorder.recording.operations)
+    session.recorder.flush()
+    least = float("inf")
     until = time.monotonic() + _PATIENCE
     for place in range(_BATCHES):
         if place > 2 and time.monotonic() > until:
@@ -83,9 +87,8 @@ def _least(function: Callable[[], object], session: Session) -> tuple[float, flo
         for _ in range(_BATCH):
             function()
         least = min(least, (time.process_time() - begin) / _BATCH)
-        recorded = len(session.recorder.recording.operations)
         session.recorder.flush()
-    return least, recorded / _BATCH
+    return least, recorded
 
 
 def _operations(table: Table) -> None:

@@ -67,22 +67,21 @@ class Alias:
 
     __slots__ = ("base", "parent", "spec", "step", "value", "version")
 
-    def __init__(self, value: Value | None, spec: Spec) -> None:
+    base: Alias | None
+
+    def __init__(
+        self, value: Value | None, spec: Spec, parent: Alias | None = None, step: Step | None = None
+    ) -> None:
         self.value = value
         self.spec = spec
-        self.base: Alias | None = None
-        self.parent: Alias | None = None
-        self.step: Step | None = None
-        self.version = 0
-
-    @classmethod
-    def of_view(cls, parent: Alias, step: Step, spec: Spec) -> Alias:
-        """A view, which is computed when it is read."""
-        made = cls(None, spec)
-        made.parent, made.step = parent, step
-        made.base = parent if parent.base is None else parent.base
-        made.version = -1
-        return made
+        self.parent = parent
+        self.step = step
+        if parent is None:
+            self.base = None
+            self.version = 0
+        else:
+            self.base = parent.base or parent
+            self.version = -1  # it is computed when it is read
 
 
 class Records(Protocol):

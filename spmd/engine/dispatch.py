@@ -95,8 +95,8 @@ def _view(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any] | 
     one, found = known
     if one:
         ((spec, step),) = found
-        return wrap(Alias.of_view(parent, step, spec))
-    return [wrap(Alias.of_view(parent, step, spec)) for spec, step in found]
+        return wrap(Alias(None, spec, parent, step))
+    return [wrap(Alias(None, spec, parent, step)) for spec, step in found]
 
 
 _VIEWS: Final[dict[tuple[Any, ...], tuple[bool, list[tuple[Spec, Any]]]]] = {}
@@ -144,6 +144,10 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
 
 def _assign(recorder: Recorder, operation: Operation, alias: Alias, result: Alias) -> None:
     """A tensor becomes the result of an operation that changes it."""
+    if result.spec is alias.spec and alias.parent is None and recorder.changes is None:  # nearly always
+        alias.value = result.value
+        alias.version += 1
+        return
     if operation.name not in _FILLS:
         refuse_repeated(alias)
     if result.spec.shape != alias.spec.shape:

@@ -114,7 +114,7 @@ def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | Non
             steps = [(aten.as_strided.default, (tuple(size), tuple(stride), offset))]
         for place, (operator, args) in enumerate(steps, start=1):
             known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
-            base = Alias.of_view(base, (Operation.of(operator), args), known)
+            base = Alias(None, known, base, (Operation.of(operator), args))
         return wrap(base)
 
 

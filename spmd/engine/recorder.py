@@ -266,8 +266,16 @@ class Recorder:
             key.append(_FLOAT if kind is float else _INT)
             scalars.append(arg)
         elif kind is list or kind is tuple or isinstance(arg, (list, tuple)):
+            tensor_type = self._tensor_type
             for each in arg:
-                self._flatten(each, key, tensors, scalars, is_number)
+                if type(each) is tensor_type:  # lists of an optimizer are long
+                    alias = each._alias
+                    if alias.parent is not None:
+                        read(self, alias)
+                    tensors.append(alias)
+                    key.append(alias.spec)
+                else:
+                    self._flatten(each, key, tensors, scalars, is_number)
             key.append(_END)
         elif isinstance(arg, self._tensor_type):
             self._flatten(arg._alias, key, tensors, scalars, is_number)

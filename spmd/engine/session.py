@@ -122,7 +122,7 @@ class Session:
         self._ids = 0
         self._sequence = 0
         self._freed: deque[int] = deque()
-        self._remotes: weakref.WeakValueDictionary[int, _Remote] = weakref.WeakValueDictionary()
+        self._remotes: dict[int, weakref.ref[_Remote]] = {}
         self._under_way: deque[_UnderWay] = deque()
         self._lost: dict[int, OperationError] = {}
         self._error: Exception | None = None
@@ -186,7 +186,8 @@ class Session:
     def _has_gone(self, value: Value, number: int) -> None:
         """A value is, or will be, with the workers under this id."""
         value.data = None
-        value.remote = self._remotes[number] = _Remote(number, self._freed)
+        value.remote = _Remote(number, self._freed)
+        self._remotes[number] = weakref.ref(value.remote)
 
     def _send(
         self,
@@ -208,6 +209,7 @@ class Session:
         freed = []
         while self._freed:
             number = self._freed.popleft()
+            del self._remotes[number]
             if number not in gone:
                 freed.append(number)
         known = under_way.known
@@ -302,8 +304,8 @@ class Session:
         for number, reason in zip(step.made, reasons, strict=True):
             if reason is not None:
                 self._lost[number] = reason
-                remote = self._remotes.get(number)
-                if remote is not None:
+                reference = self._remotes.get(number)
+                if reference is not None and (remote := reference()) is not None:
                     remote.error = reason
 
     def _give_up(self) -> None:
@@ -326,8 +328,9 @@ class Session:
     def end(self) -> None:
         """The workers go, and what they have with them: nobody may take it for what others have later."""
         self.drain()
-        for remote in list(self._remotes.values()):
-            remote.error = nowhere()
+        for reference in list(self._remotes.values()):
+            if (remote := reference()) is not None:
+                remote.error = nowhere()
 
     def _parts(self, value: Value) -> list[Tensor]:
         """Each worker's part of a value that is still here."""

@@ -157,7 +157,7 @@ class _Saved:
             alias: Alias = self._shard.take()
         for step, spec in self._links:
             assert step is not None
-            alias = Alias.of_view(alias, step, spec)
+            alias = Alias(None, spec, alias, step)
         return wrap(alias)
 
 
