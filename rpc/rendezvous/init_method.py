@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,9 +45,11 @@ from rpc.runtime.notices import Notices
 logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS: Final = 2.0
-_CONNECT_SECONDS: Final = 5.0
-_MAX_UNANSWERED: Final = 3
-"""Connections in a row without an answer, after which the port must be that of another program."""
+_CONNECT_SECONDS: Final = (1.0, 4.0)
+"""How long to wait for an answer, one time after the other, before the port must be that of another program.
+The first is short: who has accepted the connection may have been a process that was just dying, and a client
+in C++ goes on to look for it.
+"""
 
 _MAX_UNRESOLVED_SECONDS: Final = 2.0
 """How long a name server may say that it cannot answer just now."""
@@ -283,17 +284,17 @@ class _TcpStore:
         arrivals in its store is where both will learn of each other.
         """
         port_is_free = True
-        unanswered = 0
+        unanswered, reason = 0, ""
         backoff, notices = Backoff(waiting), Notices()
         unresolved = Waiting(min(_MAX_UNRESOLVED_SECONDS, waiting.timeout))
         while True:
             if self._may_serve and port_is_free and (served := self._as_server(waiting)):
                 return served
-            began = time.monotonic()
             try:
                 self._knock(waiting)
-                unanswered += 1
-                return self._as_client(waiting)
+                if unanswered < len(_CONNECT_SECONDS):
+                    unanswered += 1
+                    return self._as_client(waiting, _CONNECT_SECONDS[unanswered - 1])
             except socket.gaierror as error:
                 self._check_name(error, unresolved)
                 reason = first_line(error)
@@ -301,8 +302,8 @@ class _TcpStore:
                 reason = first_line(error)
                 port_is_free = isinstance(error, ConnectionRefusedError)
                 unanswered = 0 if port_is_free else unanswered
-                if unanswered >= _MAX_UNANSWERED or time.monotonic() - began >= _CONNECT_SECONDS:
-                    raise RendezvousError(self._taken(reason)) from error
+            else:  # somebody is there, and did not answer any time
+                raise RendezvousError(self._taken(reason))
             if notices.due():
                 logger.warning(
                     "nobody has answered at %s for %s: %s. %s",
@@ -378,9 +379,9 @@ class _TcpStore:
         address = str(found.pop())
         return None if found or is_loopback(address) else address
 
-    def _as_client(self, waiting: Waiting) -> Store:
+    def _as_client(self, waiting: Waiting, patience: float) -> Store:
         """Connect to it. Whatever has the port may never answer, which no timeout of the store's ends."""
-        seconds = min(_CONNECT_SECONDS, waiting.remaining)
+        seconds = min(patience, waiting.remaining)
         made = start(lambda _: self._made(seconds, serve=False), waiting)
         concurrent.futures.wait([made], seconds)
         if not made.done():

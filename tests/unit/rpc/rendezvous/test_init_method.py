@@ -200,13 +200,32 @@ def test_unknown_host_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_port_of_another_program_is_named_at_once(rank: int) -> None:
+def test_port_of_another_program_is_named_at_once(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr("rpc.rendezvous.init_method._CONNECT_SECONDS", (1.0, 1.0))
     with socket.create_server(("127.0.0.1", 0)) as other:
         other_ends = in_thread(hang_up_on_all, other)
         with pytest.raises(RendezvousError, match="taken by a program that is not the store"):
             open_store(f"tcp://127.0.0.1:{other.getsockname()[1]}", rank, 2, timeout=60)
         other.shutdown(socket.SHUT_RDWR)
         other_ends.result(20)
+
+
+def test_rank_0_serves_after_one_that_was_just_dying() -> None:
+    """The kernel accepts connections for a process that is being killed until its sockets are closed."""
+    dying = socket.create_server(("127.0.0.1", 0))
+    port = dying.getsockname()[1]
+    dead = in_thread(accept_two_and_die, dying)
+    store = open_store(f"tcp://127.0.0.1:{port}", 0, 2, timeout=60)
+    dead.result(20)
+    assert _listening_on(port) == f"127.0.0.1:{port}"
+    assert store.add("n", 2) == 2
+
+
+def accept_two_and_die(listener: socket.socket) -> None:
+    """Who asks whether somebody is there, and then the client of the store."""
+    accepted = [listener.accept()[0] for _ in range(2)]
+    for each in (listener, *accepted):
+        each.close()
 
 
 def hang_up_on_all(listener: socket.socket) -> None:
