@@ -7,8 +7,8 @@ A ``ByteStream`` is non-blocking, so any thread may use it, and tells the loop w
 process whose other threads compute, it gets the GIL back a switch interval later: milliseconds for a call
 that takes two microseconds. A non-blocking send or receive of a small message never waits, so here it is made
 through ``ctypes.PyDLL``, which keeps the GIL. Large transfers, which copy for long, go through the socket and
-let others run. Each such call returns -1 when it did not succeed, whatever the reason; the caller then asks
-the socket itself, which says whether it would block or is broken. That keeps ``errno`` out of the fast path.
+let others run. Each such call returns -1 when it did not succeed, and ``errno`` says why: the kernel tells of
+what broke a connection once, so that who asked again would find a mere end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 import platform
@@ -49,15 +50,20 @@ _FLAGS: Final[int] = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_N
 # No function gets ``argtypes``: converting through them costs more than the calls do. All integers passed
 # fit a C int, or are wrapped.
 _libc = ctypes.PyDLL(None) if AVAILABLE else None
-_send: Any = _libc["send"] if _libc else None
+_libc_with_errno = ctypes.PyDLL(None, use_errno=True) if AVAILABLE else None
+_send: Any = _libc_with_errno["send"] if _libc_with_errno else None
+_receive: Any = _libc_with_errno["recv"] if _libc_with_errno else None
 _epoll_ctl: Any = _libc["epoll_ctl"] if _libc else None
 
 receive: Any = _libc["recv"] if _libc else None
 """``counts.extend(map(receive, (number,), *buffer.whole))`` receives once, and notes how much.
 
 All of that happens within C code: no signal handler, and so no exception and no change of the ``Number``
-that names the socket, comes between the look at it, the system call, and the note.
+that names the socket, comes between the look at it, the system call, and the note. Nor does ``errno``: for
+who knows that there is something to receive, and no error.
 """
+
+_NOT_NOW: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR))
 
 Number: Final = ctypes.c_int
 
@@ -162,8 +168,9 @@ class SocketStream(DescriptorStream):
         if AVAILABLE and size <= _JOINED_BYTES:
             # Allocates nothing that could start a garbage collection, and with it a finalizer that sends too.
             count: int = _send(self._descriptor, b"".join(pieces), size, _FLAGS)
-            if count > 0:
-                return count
+            if count < 0:
+                _raise_what_broke()
+            return max(0, count)
         try:
             return self.socket.sendmsg(pieces)
         except (BlockingIOError, InterruptedError):
@@ -188,13 +195,23 @@ class ReceiveBuffer:
         )
         """For ``receive``: to the beginning of the buffer, as much as it holds."""
 
-    def receive(self, descriptor: int, offset: int, capacity: int) -> int:
+    def receive(self, descriptor: int, offset: int, capacity: int) -> int | None:
         """Receive at most ``capacity`` bytes, which must fit, to ``offset``; returns how many, 0 at the end
-        of the stream, or -1: ask the socket.
+        of the stream, None if there are none now. ``OSError`` if the stream is broken.
         """
         where, room = ctypes.c_void_p(self._address + offset), ctypes.c_size_t(capacity)
-        count: int = receive(descriptor, where, room, _FLAGS)
-        return count
+        count: int = _receive(descriptor, where, room, _FLAGS)
+        if count >= 0:
+            return count
+        _raise_what_broke()
+        return None
+
+
+def _raise_what_broke() -> None:
+    """A call has returned -1: ``OSError``, unless the next may succeed."""
+    number = ctypes.get_errno()
+    if number not in _NOT_NOW:
+        raise OSError(number, os.strerror(number))
 
 
 class _EpollEvent(ctypes.Structure):

@@ -323,6 +323,8 @@ class InlineReader:
         self._watch: Watch | None = None
         self._event = -1
         self._poll: Callable[[float | None], list[tuple[int, int]]] | None = None
+        self._readable = [(descriptor, select.POLLIN)]
+        """What is polled when there is something to read, and nothing else: errors are for the loop."""
         self._worth = Backoff()
         self._spinning = Backoff()
         self._followers = Backoff()
@@ -523,14 +525,15 @@ class InlineReader:
         poll = self._poll
         if poll is None or not self._followers.may_try():
             return False
-        if spin(poll, monotonic() + _FOLLOWER_SECONDS, self._followers, self._spinners):
+        if spin(poll, monotonic() + _FOLLOWER_SECONDS, self._followers, self._spinners) == self._readable:
             self._followers.paid()
             return True
         return False
 
     @interruptible
     def _wait(self, until: float, spin_until: float) -> bool | None:
-        """Wait until the socket is readable; false when the time is over, None if ``wake`` was called.
+        """Wait until the socket is readable; false when the time is over, None if ``wake`` was called, or the
+        connection has ended: of an error the kernel tells once, and the loop shall hear it.
 
         ``until`` is on the monotonic clock, infinite for no limit, ``spin_until`` for how long to spin if at
         all.
@@ -550,8 +553,10 @@ class InlineReader:
             return False
         if (self._spinning.penalty or self._spinning.rests) and monotonic() <= spin_until:
             self._spinning.paid()
-        if len(events) == 1 and events[0][0] == self._descriptor:
+        if events == self._readable:
             return True
+        if events[-1][0] != self._event:
+            self._worth.failed()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         return None

@@ -8,6 +8,7 @@ removed, so that no thread can write to a descriptor number that already belongs
 from __future__ import annotations
 
 import contextlib
+import errno
 import ssl
 from collections.abc import Sequence
 from functools import partial
@@ -182,23 +183,31 @@ class StreamConnection:
         offset = decoder.scratch_offset
         if not self._open:
             return 0, 0
-        if offset >= 0 and self._scratch is not None and self._descriptor is not None:
-            capacity = decoder.scratch_end - offset
-            count = self._scratch.receive(self._descriptor, offset, capacity)
-            if count > 0:
-                return count, capacity
-        target = decoder.target
         try:
-            with contextlib.nullcontext() if target is None else target.lock:  # not taken back meanwhile
-                buffers = decoder.buffers()
-                received = self._stream.read_into(buffers)
+            if offset >= 0 and self._scratch is not None and self._descriptor is not None:
+                capacity = decoder.scratch_end - offset
+                received = self._scratch.receive(self._descriptor, offset, capacity)
+            else:
+                target = decoder.target
+                with contextlib.nullcontext() if target is None else target.lock:  # not taken back meanwhile
+                    buffers = decoder.buffers()
+                    received, capacity = self._stream.read_into(buffers), len(buffers[0])
         except OSError as error:
             self.malformed = isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError)
-            self.close(f"the connection broke: {error.strerror or error}")
+            self.close(self._why_ended(error))
             return 0, 0
         if received == 0:
-            self.close(CLOSED_BY_PEER)
-        return received or 0, len(buffers[0])
+            self.close(self._why_ended(self._queue.error))  # the kernel may have told who wrote
+        return received or 0, capacity
+
+    def _why_ended(self, error: OSError | None) -> str:
+        """Why nothing more comes. Within a host nobody but the other side resets, which it does where it
+        closes without having read everything.
+        """
+        end = (errno.EPIPE,) if self.over_network else (errno.EPIPE, errno.ECONNRESET)
+        if error is None or error.errno in end:
+            return CLOSED_BY_PEER
+        return f"the connection broke: {error.strerror or error}"
 
     def _decode(self, count: int) -> bool:
         """Take in what was received; returns whether it makes sense."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import rpc
 from rpc.errors import MessageLostError
 from rpc.runtime.current import current_agent
 from tests.support import backend
-from tests.support.cutting import cut, cutting, until_cut
+from tests.support.cutting import cut, cutting, reset, until_cut
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
@@ -34,13 +35,13 @@ def counted() -> dict[int, int]:
     return dict(_counts)
 
 
-def call_while_cut(worker: Worker, transport: str) -> None:
+def call_while_cut(worker: Worker, transport: str, how: Callable[[str], None]) -> None:
     with worker.group(rpc_timeout=0, transports=[transport]):
         if worker.rank:
             worker.wait_for("done")
             return
         made = 0
-        with cutting("worker1", 0.02) as cuts:
+        with cutting("worker1", 0.02, how) as cuts:
             while until_cut(cuts, CUTS):
                 futures = [rpc.rpc_async("worker1", count, args=(made + index,)) for index in range(50)]
                 assert rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)).sum() == 4
@@ -50,11 +51,14 @@ def call_while_cut(worker: Worker, transport: str) -> None:
         worker.report("done")
 
 
-@pytest.mark.parametrize("transport", [backend.NAME] if backend.NAME else ["unix", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "how"),
+    [(backend.NAME, cut)] if backend.NAME else [("unix", cut), ("tcp", cut), ("tcp", reset)],
+)
 def test_calls_in_flight_run_exactly_once_however_often_their_connection_breaks(
-    run_workers: RunWorkers, transport: str
+    run_workers: RunWorkers, transport: str, how: Callable[[str], None]
 ) -> None:
-    workers = run_workers.start(call_while_cut, 2, args=(transport,))
+    workers = run_workers.start(call_while_cut, 2, args=(transport, how))
     workers[0].wait_for("done")
     workers[1].tell("done")
     workers.results()

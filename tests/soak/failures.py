@@ -3,6 +3,7 @@
 ::
 
     python -m tests.soak.failures --minutes 10
+    python -m tests.soak.failures --minutes 10 --tcp       # connections are reset, too
 
 Each worker calls the others, passes references round and runs backwards; the first four are ranks of a
 process group as well, and run collectives. The last four are killed now and then, or stopped for longer than
@@ -40,7 +41,7 @@ from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import interruptible, protected
 from tests.soak.interrupts import left_over
-from tests.support.cutting import cut
+from tests.support.cutting import cut, reset
 from tests.support.fork_server import ForkServer
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers, WorkersFailed, worker_main
 
@@ -258,13 +259,19 @@ class Load:
             self.wrong.append(f"collectives: {type(error).__name__}: {error}")
 
 
-def be_a_worker(worker: Worker) -> None:
+def be_a_worker(worker: Worker, transports: Sequence[str] | None) -> None:
     """Join, and be under load; report what comes of it."""
     global ledger
     ledger = Ledger()
     torch.set_num_threads(1)
     rpc.on_worker_lost(lambda info, reason: worker.report("lost", (info.name, time.monotonic(), reason)))
-    worker.join(dynamic=True, lost_after=LOST_AFTER, reconnect_within=20.0, rendezvous_timeout=60.0)
+    worker.join(
+        dynamic=True,
+        transports=transports,
+        lost_after=LOST_AFTER,
+        reconnect_within=20.0,
+        rendezvous_timeout=60.0,
+    )
     load = Load(worker)
     threads = [threading.Thread(target=load.differentiate_until_over, daemon=True)]
     if worker.rank < STAYERS and worker.name == f"worker{worker.rank}":
@@ -301,6 +308,9 @@ def follow(worker: Worker, load: Load) -> None:
             case "cut":
                 with contextlib.suppress(RpcError):
                     cut(argument)
+            case "reset":
+                with contextlib.suppress(RpcError):
+                    reset(argument)
             case "stop":
                 load.over.set()
             case "account":
@@ -324,14 +334,15 @@ def wait_until_quiet() -> dict[str, int]:
 class Driver:
     """Starts workers, does them harm, and adds up."""
 
-    def __init__(self, run_workers: RunWorkers, seed: int, minutes: float) -> None:
+    def __init__(self, run_workers: RunWorkers, seed: int, minutes: float, *, tcp: bool) -> None:
         self.chance = random.Random(seed)
         self.seconds = 60 * minutes
         self.harm: Counter[str] = Counter()
         self.noticed: defaultdict[str, list[float]] = defaultdict(list)
         self.dead_since: dict[str, tuple[str, float]] = {}
+        self.transports = ("tcp",) if tcp else None
         self.group: Workers = run_workers.start(
-            [be_a_worker] * WORKERS, time_limit=self.seconds + 6 * QUIET_SECONDS
+            [be_a_worker] * WORKERS, args=(self.transports,), time_limit=self.seconds + 6 * QUIET_SECONDS
         )
         self.workers: dict[str, WorkerProcess] = {each.name: each for each in self.group}
         self.incarnations = {name: each.wait_for("joined") for name, each in self.workers.items()}
@@ -351,6 +362,8 @@ class Driver:
             (34, self.cut),
             (30, self.interrupt),
         ]
+        if self.transports:
+            faults.append((34, self.reset))
         self.go_on_until(begun + self.seconds, faults)
 
     def go_on_until(self, end: float, faults: Sequence[tuple[int, Callable[[], None]]]) -> None:
@@ -401,7 +414,9 @@ class Driver:
         self.pause(self.chance.uniform(0.5, 2.0))
         del self.dead_since[name]
         old = self.workers[name]
-        new = self.group.add(be_a_worker, name=name, rank=old.rank, world_size=WORKERS)
+        new = self.group.add(
+            be_a_worker, name=name, rank=old.rank, world_size=WORKERS, args=(self.transports,)
+        )
         self.workers[name] = new
         self.incarnations[name] = new.wait_for("joined")
         self.harm["restarts"] += 1
@@ -417,6 +432,11 @@ class Driver:
         one, other = self.chance.sample(list(self.workers), 2)
         self.workers[one].tell("order", ("cut", other))
         self.harm["cuts"] += 1
+
+    def reset(self) -> None:
+        one, other = self.chance.sample(list(self.workers), 2)
+        self.workers[one].tell("order", ("reset", other))
+        self.harm["resets"] += 1
 
     def interrupt(self) -> None:
         worker = self.chance.choice(list(self.workers.values()))
@@ -517,13 +537,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.soak.failures", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of what goes wrong when (default: 0)")
+    parser.add_argument("--tcp", action="store_true", help="over TCP, and connections are reset as well")
     options = parser.parse_args(arguments)
     server = ForkServer.start(worker_main)
     try:
         with tempfile.TemporaryDirectory(prefix="failures-") as folder:
             runner = RunWorkers(server, Path(folder))
             try:
-                driver = Driver(runner, options.seed, options.minutes)
+                driver = Driver(runner, options.seed, options.minutes, tcp=options.tcp)
                 driver.run()
                 wrong = driver.end()
                 print(driver.table())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -74,14 +76,33 @@ def connected_sockets(family: str, buffer_bytes: int = 0) -> tuple[socket.socket
     return here, there
 
 
+def reset(sock: socket.socket) -> None:
+    """Close it, so that the other end is told that the connection was reset, whatever it has sent."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def until_broken(sock: socket.socket) -> None:
+    """Wait until the kernel knows that the connection of this end is broken, and has not told yet."""
+    poll = select.poll()
+    poll.register(sock, 0)
+    assert poll.poll(1000 * SOON)[0][1] & select.POLLERR
+
+
 def open_connection(
-    thread: LoopThread, sock: socket.socket, owner: Recorder, *, send_queue_bytes: int = 1 << 30
+    thread: LoopThread,
+    sock: socket.socket,
+    owner: Recorder,
+    *,
+    send_queue_bytes: int = 1 << 30,
+    over_network: bool = False,
 ) -> StreamConnection:
     """A started connection that may receive frames of any size."""
 
     def start() -> StreamConnection:
         context = TransportContext(asyncio.get_running_loop(), send_queue_bytes)
-        connection = StreamConnection(context, SocketStream(context.loop, sock), "the peer")
+        stream = SocketStream(context.loop, sock)
+        connection = StreamConnection(context, stream, "the peer", over_network=over_network)
         connection.set_frame_limits(1 << 30, 1 << 30)
         connection.start(owner)
         return connection

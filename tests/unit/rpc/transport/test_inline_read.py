@@ -18,7 +18,16 @@ from rpc.transport.base import ConnectionClosed
 from rpc.wire.frames import PREAMBLE, Kind, encode
 from tests.support.inline_end import ANYWHERE, ON_LOOP, End, frame
 from tests.support.stepping import Step
-from tests.support.streams import SOON, TINY_BUFFER, Recorder, Sockets, open_connection, send, until
+from tests.support.streams import (
+    SOON,
+    TINY_BUFFER,
+    Recorder,
+    Sockets,
+    open_connection,
+    reset,
+    send,
+    until,
+)
 
 pytestmark = pytest.mark.skipif(not inline_read.AVAILABLE, reason="only the loop reads here")
 
@@ -369,6 +378,26 @@ def test_a_write_error_is_told_though_a_thread_reads(end: End) -> None:
         send(end.connection, {})
         waiting.result(SOON)
     assert end.reason() == "the connection broke: Broken pipe"
+
+
+@pytest.mark.parametrize("data", [b"", frame(ANYWHERE, 1)], ids=["nothing", "data"])
+@pytest.mark.parametrize("idle_thread", [False, True])
+def test_a_reset_that_comes_while_a_thread_reads_is_told_as_one(
+    loop: LoopThread, sockets: Sockets, data: bytes, idle_thread: bool
+) -> None:
+    end = End(loop, sockets("tcp"), over_network=True)
+    with ThreadPoolExecutor(1) as other:
+        call = end.call()
+        if idle_thread:
+            waiting = other.submit(lambda: end.claim_idle() and end.next_task(None))
+        else:
+            waiting = other.submit(call.wait)
+        until(end.reader.is_read_by_thread)
+        end.there.sendall(data)
+        reset(end.there)
+        assert end.reason() == "the connection broke: Connection reset by peer"
+        waiting.result(SOON)
+    assert end.taken == ([1] if data else [])
 
 
 @pytest.mark.parametrize("family", ["unix", "tcp"])

@@ -25,8 +25,10 @@ from tests.support.streams import (
     headers,
     open_connection,
     read_all,
+    reset,
     send,
     skip_preamble,
+    until_broken,
 )
 
 FAMILIES = ["unix", "tcp"]
@@ -139,6 +141,49 @@ def test_an_end_in_the_middle_of_a_large_frame_is_told(loop: LoopThread, sockets
     there.close()
     assert owner.reason() == "the connection was closed by the other side"
     assert owner.frames == []
+
+
+@pytest.mark.parametrize("gil", ["kept", "released"])
+@pytest.mark.parametrize("data", [b"", PREAMBLE + frame_bytes({"last": 1})], ids=["nothing", "data"])
+def test_a_reset_is_told_as_one(
+    loop: LoopThread, sockets: Sockets, data: bytes, gil: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(byte_stream, "AVAILABLE", gil == "kept")
+    here, there = sockets("tcp")
+    owner = Recorder()
+    open_connection(loop, here, owner, over_network=True)
+    there.sendall(data)
+    reset(there)
+    assert owner.reason() == "the connection broke: Connection reset by peer"
+    assert headers(owner.frames) == ([{"last": 1}] if data else [])
+
+
+@pytest.mark.parametrize("size", [10, 60_000], ids=["small", "joined by the kernel"])
+def test_a_reset_that_a_writer_is_told_of_first_is_told_as_one(
+    loop: LoopThread, sockets: Sockets, size: int
+) -> None:
+    here, there = sockets("tcp")
+    owner = Recorder()
+    connection = open_connection(loop, here, owner, over_network=True)
+
+    def write_first() -> None:  # the loop reads when this has ended
+        reset(there)
+        until_broken(here)
+        send(connection, {}, bytes(size))
+
+    loop.call(write_first)
+    assert owner.reason() == "the connection broke: Connection reset by peer"
+
+
+def test_within_a_host_who_closes_without_having_read_everything_has_closed(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    here, there = sockets("unix")
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    send(connection, {}, b"never read")
+    there.close()
+    assert owner.reason() == "the connection was closed by the other side"
 
 
 def test_garbage_closes_the_connection_saying_what_came(loop: LoopThread, sockets: Sockets) -> None:
