@@ -15,17 +15,15 @@ from farcall.v1 import value_pb2 as pb
 
 __all__ = [
     "ITEM_SIZES",
+    "Elements",
     "Malformed",
     "TensorCodec",
     "byte_count",
-    "check_tensor",
     "dtype_name",
     "dtype_number",
     "from_value",
     "to_value",
 ]
-
-_PREFIX: Final = "DTYPE_"
 
 ITEM_SIZES: Final = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
@@ -38,6 +36,12 @@ ITEM_SIZES: Final = {
 }
 """Bytes of an element (of two, for ``float4_e2m1fn_x2``), by PyTorch's name of the dtype."""
 
+_DTYPE_NUMBERS: Final[dict[str, pb.DType]] = {
+    name: pb.DType.Value(f"DTYPE_{name.upper()}")  # type: ignore[misc]
+    for name in ITEM_SIZES
+}
+_DTYPE_NAMES: Final[dict[int, str]] = {number: name for name, number in _DTYPE_NUMBERS.items()}
+
 _DIMENSIONS: Final = 64
 """At most: what NumPy takes. It also bounds the work of multiplying sizes, which strangers choose."""
 
@@ -48,14 +52,18 @@ class Malformed(ValueError):
     """A message that cannot be read; the text says where and why."""
 
 
+Elements = tuple[str, Sequence[int], bytes]
+"""A tensor: PyTorch's name of its dtype, its shape, and its elements as ``Tensor`` in the schema says."""
+
+
 class TensorCodec(Protocol):
     """What knows one library's tensors."""
 
-    def encode(self, value: object) -> pb.Tensor | None:
-        """A message for a tensor; None if the value is none."""
+    def encode(self, value: object) -> Elements | None:
+        """What a tensor is made of; None if the value is none."""
 
-    def decode(self, message: pb.Tensor) -> Any:
-        """A tensor with memory of its own, of a message that ``check_tensor`` has passed."""
+    def decode(self, name: str, shape: Sequence[int], data: bytes) -> Any:
+        """A tensor with memory of its own; the bytes fit the dtype of that name and the shape."""
 
 
 def dtype_name(dtype: int) -> str:
@@ -64,15 +72,15 @@ def dtype_name(dtype: int) -> str:
     Raises:
         Malformed: there is none of that number.
     """
-    if dtype not in pb.DType.values() or dtype == pb.DTYPE_UNSPECIFIED:
+    name = _DTYPE_NAMES.get(dtype)
+    if name is None:
         raise Malformed(f"a tensor's dtype is {dtype}, which is none of the schema's")
-    return pb.DType.Name(dtype).removeprefix(_PREFIX).lower()
+    return name
 
 
 def dtype_number(name: str) -> pb.DType:
     """The number of a dtype by PyTorch's name, which is one of ``ITEM_SIZES``."""
-    number: pb.DType = pb.DType.Value(_PREFIX + name.upper())  # type: ignore[assignment]
-    return number
+    return _DTYPE_NUMBERS[name]
 
 
 def byte_count(name: str, shape: Sequence[int]) -> int:
@@ -87,7 +95,7 @@ def byte_count(name: str, shape: Sequence[int]) -> int:
     """
     if len(shape) > _DIMENSIONS:
         raise Malformed(f"a tensor has {len(shape)} dimensions; there may be {_DIMENSIONS}")
-    if any(size < 0 for size in shape):
+    if min(shape, default=0) < 0:
         raise Malformed(f"a tensor's shape is {list(shape)}; sizes are 0 or more")
     count = prod(shape) * ITEM_SIZES[name]
     if not count and prod(max(size, 1) for size in shape) * ITEM_SIZES[name] not in _INTEGERS:
@@ -95,30 +103,17 @@ def byte_count(name: str, shape: Sequence[int]) -> int:
     return count
 
 
-def check_tensor(message: pb.Tensor) -> str:
-    """Check that a tensor's bytes fit its dtype and shape.
-
-    Returns:
-        PyTorch's name of its dtype.
-
-    Raises:
-        Malformed: they do not.
-    """
-    name = dtype_name(message.dtype)
-    expected = byte_count(name, message.shape)
-    if len(message.data) != expected:
-        raise Malformed(
-            f"a tensor {name}{list(message.shape)} has {expected} bytes, but {len(message.data)} came"
-        )
-    return name
-
-
-def to_value(value: object, tensors: TensorCodec) -> pb.Value:
+def to_value(value: object, tensors: TensorCodec, into: pb.Value | None = None) -> pb.Value:
     """Make a message of a value.
 
     Args:
         value: what the head of this file says.
         tensors: for the tensors in it.
+        into: an empty message to fill; default: a new one. To put a message that is complete into another
+            copies it.
+
+    Returns:
+        That message.
 
     Raises:
         TypeError: it is, or has in it, something else.
@@ -128,39 +123,47 @@ def to_value(value: object, tensors: TensorCodec) -> pb.Value:
 
         to_value({"logits": torch.zeros(2, 3), "step": 7}, TorchTensors())
     """
+    message = pb.Value() if into is None else into
     match value:
         case None:
-            return pb.Value(null=pb.Null())
+            message.null.SetInParent()
         case bool():
-            return pb.Value(boolean=value)
+            message.boolean = value
         case int():
             if value not in _INTEGERS:
                 raise OverflowError(f"{value} needs more than the 64 bits that an integer has")
-            return pb.Value(integer=value)
+            message.integer = value
         case float():
-            return pb.Value(number=value)
+            message.number = value
         case str():
-            return pb.Value(text=value)
+            message.text = value
         case bytes() | bytearray() | memoryview():
-            return pb.Value(binary=bytes(value))
+            message.binary = bytes(value)
         case list() | tuple():
-            return pb.Value(list=pb.List(items=[to_value(item, tensors) for item in value]))
+            message.list.SetInParent()
+            for item in value:
+                to_value(item, tensors, message.list.items.add())
         case Mapping():
-            return pb.Value(map=pb.Map(items=dict(_entries(value, tensors))))
-    tensor = tensors.encode(value)
-    if tensor is None:
+            message.map.SetInParent()
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise TypeError(f"the keys of a dict must be str, {key!r} is {type(key).__qualname__}")
+                to_value(item, tensors, message.map.items[key])
+        case _:
+            _put_tensor(value, tensors, message.tensor)
+    return message
+
+
+def _put_tensor(value: object, tensors: TensorCodec, message: pb.Tensor) -> None:
+    elements = tensors.encode(value)
+    if elements is None:
         raise TypeError(
             f"a value of type {type(value).__qualname__} has no counterpart in other languages; there are "
             "None, bool, int, float, str, bytes, lists, dicts with str for keys, and tensors"
         )
-    return pb.Value(tensor=tensor)
-
-
-def _entries(mapping: Mapping[Any, object], tensors: TensorCodec) -> Any:
-    for key, value in mapping.items():
-        if not isinstance(key, str):
-            raise TypeError(f"the keys of a dict must be str, {key!r} is {type(key).__qualname__}")
-        yield key, to_value(value, tensors)
+    name, shape, message.data = elements
+    message.dtype = _DTYPE_NUMBERS[name]
+    message.shape.extend(shape)
 
 
 def from_value(message: pb.Value, tensors: TensorCodec) -> Any:
@@ -180,6 +183,14 @@ def from_value(message: pb.Value, tensors: TensorCodec) -> Any:
         case "map":
             return {key: from_value(item, tensors) for key, item in message.map.items.items()}
         case "tensor":
-            check_tensor(message.tensor)
-            return tensors.decode(message.tensor)
+            return _tensor(message.tensor, tensors)
     return getattr(message, kind)
+
+
+def _tensor(message: pb.Tensor, tensors: TensorCodec) -> Any:
+    """The bytes are asked for once: each time, they are copied out of the message."""
+    name, shape, data = dtype_name(message.dtype), tuple(message.shape), message.data
+    expected = byte_count(name, shape)
+    if len(data) != expected:
+        raise Malformed(f"a tensor {name}{list(shape)} has {expected} bytes, but {len(data)} came")
+    return tensors.decode(name, shape, data)

@@ -7,13 +7,13 @@ elements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 
-from farcall.v1 import value_pb2 as pb
-from farcall.values import ITEM_SIZES, dtype_name, dtype_number
+from farcall.values import ITEM_SIZES, Elements
 
 __all__ = ["COMPLEX32", "FLOAT4_PAIR", "NumpyTensors"]
 
@@ -36,7 +36,7 @@ _NAMES: Final = {dtype.newbyteorder("="): name for name, dtype in _DTYPES.items(
 class NumpyTensors:
     """Arrays of any layout there, new contiguous arrays back."""
 
-    def encode(self, value: object) -> pb.Tensor | None:
+    def encode(self, value: object) -> Elements | None:
         """As ``TensorCodec`` says.
 
         Raises:
@@ -48,12 +48,10 @@ class NumpyTensors:
         name = _NAMES.get(array.dtype.newbyteorder("="))
         if name is None:
             raise TypeError(f"an array of {array.dtype} has no counterpart in PyTorch; convert it first")
-        data = array.astype(_DTYPES[name], order="C", copy=False).tobytes()
-        return pb.Tensor(dtype=dtype_number(name), shape=array.shape, data=data)
+        return name, array.shape, array.astype(_DTYPES[name], copy=False).tobytes()
 
-    def decode(self, message: pb.Tensor) -> np.ndarray[Any, Any]:
+    def decode(self, name: str, shape: Sequence[int], data: bytes) -> np.ndarray[Any, Any]:
         """As ``TensorCodec`` says."""
-        name = dtype_name(message.dtype)
-        memory = np.frombuffer(bytearray(message.data), np.uint8)
+        memory = np.frombuffer(bytearray(data), np.uint8)
         elements = memory != 0 if name == "bool" else memory.view(_DTYPES[name])
-        return elements.reshape(tuple(message.shape))
+        return elements.reshape(shape)

@@ -122,12 +122,14 @@ class Client:
             timeout: seconds; None: wait for ever.
             kwargs: its arguments by name.
         """
-        request = pb.CallRequest(call=_invocation(name, args, kwargs))
+        request = pb.CallRequest()
+        _put_call(request.call, name, args, kwargs)
         return from_value(self._ask("Call", request, timeout).value, _TENSORS)
 
     def stream(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Iterator[Any]:
         """The results of a generator as they come; to end it early, close the iterator."""
-        request = pb.StreamCallRequest(call=_invocation(name, args, kwargs))
+        request = pb.StreamCallRequest()
+        _put_call(request.call, name, args, kwargs)
         answers = self._stubs("StreamCall", request, timeout)
         try:
             for each in answers:
@@ -181,7 +183,8 @@ class AsyncClient:
 
     async def call(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:  # noqa: ASYNC109
         """As ``Client.call``."""
-        request = pb.CallRequest(call=_invocation(name, args, kwargs))
+        request = pb.CallRequest()
+        _put_call(request.call, name, args, kwargs)
         return from_value((await self._ask("Call", request, timeout)).value, _TENSORS)
 
     async def stream(
@@ -193,7 +196,8 @@ class AsyncClient:
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """As ``Client.stream``."""
-        request = pb.StreamCallRequest(call=_invocation(name, args, kwargs))
+        request = pb.StreamCallRequest()
+        _put_call(request.call, name, args, kwargs)
         answers = self._stubs("StreamCall", request, timeout)
         try:
             async for each in answers:
@@ -233,16 +237,19 @@ class AsyncClient:
         await self.close()
 
 
-def _invocation(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> pb.Invocation:
-    return pb.Invocation(
-        name=name,
-        args=[to_value(each, _TENSORS) for each in args],
-        kwargs={key: to_value(each, _TENSORS) for key, each in kwargs.items()},
-    )
+def _put_call(into: pb.Invocation, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    into.name = name
+    for each in args:
+        to_value(each, _TENSORS, into.args.add())
+    for key, each in kwargs.items():
+        to_value(each, _TENSORS, into.kwargs[key])
 
 
 def _batch(calls: Iterable[Sequence[Any]]) -> pb.BatchRequest:
-    return pb.BatchRequest(calls=[_invocation(name, args, *(named or [{}])) for name, args, *named in calls])
+    request = pb.BatchRequest()
+    for name, args, *named in calls:
+        _put_call(request.calls.add(), name, args, *(named or [{}]))
+    return request
 
 
 def _results(response: pb.BatchResponse) -> list[Any]:

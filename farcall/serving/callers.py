@@ -31,9 +31,14 @@ class Callers:
         self._tokens: dict[str, Token] = {name: to_token(name, token) for name, token in tokens.items()}
         self._certificates = certificates
 
+    @property
+    def have_tokens(self) -> bool:
+        """Who calls must have one."""
+        return bool(self._tokens)
+
     def known(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """The metadata of a call has one of the tokens, or none is needed."""
-        return not self._tokens or self._owner(metadata) is not None
+        """The metadata of a call has one of the tokens."""
+        return self._owner(metadata) is not None
 
     def name(self, context: Any) -> str:
         """Who calls: the token's owner, the certificate's name, or the address."""

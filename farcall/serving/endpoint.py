@@ -127,6 +127,10 @@ class Endpoint:
         return _is(inspect.isgeneratorfunction, self.call) or _is(inspect.isasyncgenfunction, self.call)
 
     @cached_property
+    def _is_async(self) -> bool:
+        return _is(inspect.iscoroutinefunction, self.call)
+
+    @cached_property
     def signature(self) -> inspect.Signature | None:
         """Of what is called, if that can be seen from here."""
         if isinstance(self.call, (RRef, RemoteModule)):
@@ -172,7 +176,7 @@ class Endpoint:
         if isinstance(call, RRef):
             async with slots:
                 return await _run_at_owner(call, args, kwargs, seconds)
-        if _is(inspect.iscoroutinefunction, call):
+        if self._is_async:
             async with slots:
                 with contained():
                     return await call(*args, **kwargs)

@@ -18,7 +18,17 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from farcall.values import Malformed
 from rpc.errors import RpcTimeoutError, WorkerLostError
 
-__all__ = ["BadArguments", "Ended", "Refused", "Unknown", "contained", "details_of", "status_of", "text_of"]
+__all__ = [
+    "BadArguments",
+    "Ended",
+    "Refused",
+    "Unknown",
+    "answerable",
+    "contained",
+    "details_of",
+    "status_of",
+    "text_of",
+]
 
 DOMAIN: Final = "farcall"
 """Of the reasons in ``google.rpc.ErrorInfo``."""
@@ -54,29 +64,38 @@ class Ended(Exception):
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Let nothing but an ``Exception`` out of what is served.
+    """Let nothing but an ``Exception`` out of what is served, on the loop.
 
-    ``SystemExit`` would end the server's loop. ``CancelledError`` and ``StopIteration`` mean something to
-    asyncio, so that nobody would be answered; a task that is cancelled is cancelled as ever.
+    ``SystemExit`` would end it. ``CancelledError`` and ``StopIteration`` mean something to asyncio, so that
+    nobody would be answered; a task that is cancelled is cancelled as ever, and a coroutine that is closed is
+    closed.
 
     Raises:
         Ended: one of these was raised.
     """
     try:
         yield
-    except (asyncio.CancelledError, KeyboardInterrupt, StopIteration, SystemExit) as error:
-        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+    except BaseException as error:
+        if _is_told_by_asyncio(error):
             raise
-        raise Ended(f"what is served raised {type(error).__name__}: {text_of(error)}") from error
+        raise answerable(error)  # noqa: B904  # it has its cause
 
 
-def _is_cancelled() -> bool:
-    """Whether this runs in a task that somebody has cancelled."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        return False  # this is a thread without a loop
-    return task is not None and task.cancelling() > 0
+def answerable(error: BaseException) -> Exception:
+    """What a call ends with whose function has raised this: itself, or ``Ended``."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    ended = Ended(f"what is served raised {type(error).__name__}: {text_of(error)}")
+    ended.__cause__ = error
+    return ended
+
+
+def _is_told_by_asyncio(error: BaseException) -> bool:
+    """This task has been cancelled; or there is none, and a coroutine is closed that has not ended."""
+    task = asyncio.current_task()
+    if task is None:
+        return isinstance(error, GeneratorExit)
+    return isinstance(error, asyncio.CancelledError) and task.cancelling() > 0
 
 
 _CODES: Final[tuple[tuple[type[BaseException], grpc.StatusCode], ...]] = (

@@ -22,8 +22,7 @@ from farcall.serving.endpoint import Endpoint, TensorSpec
 from farcall.serving.errors import Unknown
 from farcall.serving.host import Host
 from farcall.serving.tensors import TorchTensors
-from farcall.v1 import value_pb2
-from farcall.values import Malformed, byte_count, dtype_name, dtype_number
+from farcall.values import Malformed, byte_count
 
 __all__ = ["handlers"]
 
@@ -156,7 +155,7 @@ def _input(message: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) ->
     else:
         name = _DTYPES[datatype]
         _fits(message.name, f"{datatype}{shape}", size, len(raw), "bytes")
-        return _TENSORS.decode(value_pb2.Tensor(dtype=dtype_number(name), shape=shape, data=raw))
+        return _TENSORS.decode(name, shape, raw)
     _fits(message.name, f"{datatype}{shape}", prod(shape), len(elements), "elements")
     if datatype == _BYTES:
         return list(elements)
@@ -216,15 +215,15 @@ def _output(value: Any) -> tuple[str, list[int], bytes]:
         return _BYTES, [1], _packed([value])
     if isinstance(value, (list, tuple)):
         return _BYTES, [len(value)], _packed(value)
-    tensor = _TENSORS.encode(torch.tensor(value) if isinstance(value, (bool, int, float)) else value)
-    if tensor is None:
+    elements = _TENSORS.encode(torch.tensor(value) if isinstance(value, (bool, int, float)) else value)
+    if elements is None:
         raise TypeError(
             f"a result of type {type(value).__qualname__} is no tensor, which this protocol needs"
         )
-    name = dtype_name(tensor.dtype)
+    name, shape, data = elements
     if name not in _DATATYPES:
         raise TypeError(f"a result is {name}, which this protocol does not have")
-    return _DATATYPES[name], list(tensor.shape), tensor.data
+    return _DATATYPES[name], list(shape), data
 
 
 def _packed(strings: Any) -> bytes:

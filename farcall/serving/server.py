@@ -22,6 +22,7 @@ from farcall.serving.calls import Calls
 from farcall.serving.endpoint import Endpoint
 from farcall.serving.host import Host
 from rpc import TlsOptions
+from rpc.runtime.loop import new_loop
 
 __all__ = ["Server", "serve"]
 
@@ -170,7 +171,7 @@ class Server:
     def _run(self, *args: Any) -> None:
         begun: Future[None] = args[-1]
         try:
-            with asyncio.Runner() as runner, self._on_exit:
+            with asyncio.Runner(loop_factory=new_loop) as runner, self._on_exit:
                 self._loop = runner.get_loop()
                 runner.run(self._serve(*args))
         except BaseException as error:
@@ -189,7 +190,7 @@ class Server:
             self.metrics_port, end = served.metrics.publish(host, metrics_port)
             self._on_exit.callback(end)
         server = grpc.aio.server(
-            interceptors=[BearerTokens(self._callers)],
+            interceptors=[BearerTokens(self._callers)] if self._callers.have_tokens else [],
             options=[
                 ("grpc.max_receive_message_length", self._limits.message_bytes),
                 ("grpc.max_send_message_length", -1),

@@ -59,7 +59,9 @@ class _Service:
     async def call(self, request: bytes, caller: Caller) -> pb.CallResponse:
         message = await beside_the_loop(len(request), parse, pb.CallRequest, request)
         caller.served = message.call.name
-        return pb.CallResponse(value=await self._value(message.call, len(request), caller))
+        response = pb.CallResponse()
+        await self._put_result(response.value, message.call, len(request), caller)
+        return response
 
     async def stream(self, request: bytes, caller: Caller) -> AsyncIterator[pb.StreamCallResponse]:
         message = await beside_the_loop(len(request), parse, pb.StreamCallRequest, request)
@@ -69,7 +71,9 @@ class _Service:
         results = self._host.stream(invocation.name, args, kwargs, caller=caller.name, seconds=caller.seconds)
         try:
             async for each in results:
-                yield pb.StreamCallResponse(value=await _message(each))
+                response = pb.StreamCallResponse()
+                await _put(response.value, each)
+                yield response
         finally:
             await results.aclose()  # type: ignore[attr-defined]
 
@@ -79,26 +83,32 @@ class _Service:
         self._host.admission.check_together(len(invocations))
         names = {each.name for each in invocations}
         caller.served = names.pop() if len(names) == 1 else caller.served
-        return pb.BatchResponse(
-            results=await asyncio.gather(*(self._result(each, len(request), caller) for each in invocations))
+        response = pb.BatchResponse()
+        await asyncio.gather(
+            *(self._put_outcome(response.results.add(), each, len(request), caller) for each in invocations)
         )
+        return response
 
-    async def _result(self, invocation: pb.Invocation, size: int, caller: Caller) -> pb.Result:
+    async def _put_outcome(
+        self, into: pb.Result, invocation: pb.Invocation, size: int, caller: Caller
+    ) -> None:
         try:
-            return pb.Result(value=await self._value(invocation, size, caller))
+            await self._put_result(into.value, invocation, size, caller)
         except Exception as error:
-            return pb.Result(error=details_of(error, tracebacks=self._tracebacks))
+            into.error.CopyFrom(details_of(error, tracebacks=self._tracebacks))
 
-    async def _value(self, invocation: pb.Invocation, size: int, caller: Caller) -> value_pb2.Value:
+    async def _put_result(
+        self, into: value_pb2.Value, invocation: pb.Invocation, size: int, caller: Caller
+    ) -> None:
         args, kwargs = await beside_the_loop(size, _arguments, invocation)
         result = await self._host.call(
             invocation.name, args, kwargs, caller=caller.name, seconds=caller.seconds
         )
-        return await _message(result)
+        await _put(into, result)
 
 
-async def _message(result: Any) -> value_pb2.Value:
-    return await beside_the_loop(size_of(result), to_value, result, _TENSORS)
+async def _put(into: value_pb2.Value, result: Any) -> None:
+    await beside_the_loop(size_of(result), to_value, result, _TENSORS, into)
 
 
 def _arguments(invocation: pb.Invocation) -> tuple[list[Any], dict[str, Any]]:

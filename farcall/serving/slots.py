@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-from farcall.serving.errors import contained
+from farcall.serving.errors import answerable
 
 __all__ = ["Slots"]
 
@@ -26,6 +26,7 @@ class Slots:
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="farcall serving")
         self._in_threads = 0
+        self._closed = False
 
     @property
     def in_threads(self) -> int:
@@ -46,32 +47,52 @@ class Slots:
         """The result of a function that may block.
 
         A thread cannot be cancelled: if who waits is, the call keeps its place until it has ended, and
-        ``abandoned`` is called in that thread.
+        ``abandoned``, which is run then.
         """
         await self._free.acquire()
-        running = self._executor.submit(_contained, call, *args)
+        answer: asyncio.Future[Any] = self._loop.create_future()
         self._in_threads += 1
-        running.add_done_callback(self._ended)
-        try:
-            return await asyncio.wrap_future(running)
-        except asyncio.CancelledError:
-            if abandoned is not None:
-                running.add_done_callback(lambda _: abandoned())
-            raise
+        self._executor.submit(self._run, answer, abandoned, call, *args)
+        return await answer
 
-    def _ended(self, _: Future[Any]) -> None:
+    def _run(
+        self,
+        answer: asyncio.Future[Any],
+        abandoned: Callable[[], object] | None,
+        call: Callable[..., Any],
+        *args: Any,
+    ) -> None:
+        result, error = _outcome(call, args)
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._release)
+            self._loop.call_soon_threadsafe(self._ended, answer, abandoned, result, error)
 
-    def _release(self) -> None:
+    def _ended(
+        self,
+        answer: asyncio.Future[Any],
+        abandoned: Callable[[], object] | None,
+        result: Any,
+        error: Exception | None,
+    ) -> None:
+        if answer.cancelled() and abandoned is not None and not self._closed:
+            self._executor.submit(self._run, answer, None, abandoned)
+            return
         self._in_threads -= 1
         self._free.release()
+        if not answer.done():
+            if error is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(error)
 
     def close(self) -> None:
         """Let threads end; those that run a call are not waited for."""
+        self._closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _contained(call: Callable[..., Any], *args: Any) -> Any:
-    with contained():
-        return call(*args)
+def _outcome(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+    """What a call ends with; apart, so that no frame of the error's traceback holds the error."""
+    try:
+        return call(*args), None
+    except BaseException as error:  # whatever it is, somebody waits for it
+        return None, answerable(error)

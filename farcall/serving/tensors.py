@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import torch
 
-from farcall.v1 import value_pb2 as pb
-from farcall.values import ITEM_SIZES, dtype_name, dtype_number
+from farcall.values import ITEM_SIZES, Elements
 
 __all__ = ["DTYPES", "TorchTensors"]
 
@@ -21,7 +21,7 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 class TorchTensors:
     """Tensors of any layout and device there, dense CPU tensors back. NumPy's arrays are taken too."""
 
-    def encode(self, value: object) -> pb.Tensor | None:
+    def encode(self, value: object) -> Elements | None:
         """As ``TensorCodec`` says.
 
         Raises:
@@ -40,19 +40,18 @@ class TorchTensors:
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         dense = dense.resolve_conj().resolve_neg().cpu().contiguous()
         data = b"" if dense.numel() == 0 else dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return pb.Tensor(dtype=dtype_number(_NAMES[value.dtype]), shape=dense.shape, data=data)
+        return _NAMES[value.dtype], dense.shape, data
 
-    def decode(self, message: pb.Tensor) -> torch.Tensor:
+    def decode(self, name: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
         """As ``TensorCodec`` says.
 
         Raises:
             TypeError: the installed PyTorch has no such dtype.
         """
-        name = dtype_name(message.dtype)
         if name not in DTYPES:
             raise TypeError(f"this server's PyTorch {torch.__version__} has no {name}")
-        if not message.data:
-            return torch.empty(list(message.shape), dtype=DTYPES[name])
-        memory = torch.frombuffer(bytearray(message.data), dtype=torch.uint8)
-        elements = memory.ne(0) if name == "bool" else memory.view(DTYPES[name])
-        return elements.reshape(list(message.shape))
+        if not data:
+            return torch.empty(shape, dtype=DTYPES[name])
+        if name == "bool":
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8).ne(0).reshape(shape)
+        return torch.frombuffer(bytearray(data), dtype=DTYPES[name]).reshape(shape)

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+def new_loop() -> asyncio.AbstractEventLoop:
+    """A loop: uvloop's where it can be had."""
     try:
         import uvloop
     except ImportError:
@@ -37,7 +38,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, no_blocking: str) -> None:
-        self.loop = _new_loop()
+        self.loop = new_loop()
         self._no_blocking = no_blocking
         self._stopping = False
         self._last_task: asyncio.Task[None] | None = None

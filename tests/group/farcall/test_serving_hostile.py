@@ -34,12 +34,32 @@ def end(*_: Any) -> None:
     raise StopIteration
 
 
+def close(*_: Any) -> None:
+    raise GeneratorExit
+
+
+class Panic(BaseException):
+    """Such as libraries in Rust raise."""
+
+
+def panic(*_: Any) -> None:
+    raise Panic
+
+
 async def leave_async() -> None:
     sys.exit(3)
 
 
 async def give_up_async() -> None:
     raise asyncio.CancelledError
+
+
+async def close_async() -> None:
+    raise GeneratorExit
+
+
+async def panic_async() -> None:
+    raise Panic
 
 
 def leave_amid() -> Iterator[int]:
@@ -63,9 +83,13 @@ def fail(kind: str) -> None:
     raise ValueError({"wide": "\U0001f600" * 3000, "broken": "a\ud800b", "percent": "%" * 3000}[kind])
 
 
+PLAIN = (leave, give_up, end, close, panic)
+ASYNC = (leave_async, give_up_async, close_async, panic_async)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    functions = (leave, give_up, end, leave_async, give_up_async, leave_amid, leave_amid_async, fail)
+    functions = (*PLAIN, *ASYNC, leave_amid, leave_amid_async, fail)
     joined = {
         f"{each.__name__}_joined": Endpoint(each, batching=Batching(2, 0.0)) for each in (leave, give_up)
     }
@@ -73,7 +97,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("name", ["leave", "give_up", "end", "leave_async", "give_up_async"])
+@pytest.mark.parametrize("name", [each.__name__ for each in (*PLAIN, *ASYNC)])
 def test_what_is_served_cannot_end_the_server(server: Server, name: str) -> None:
     with clients.connect(f"localhost:{server.port}") as client:
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from farcall.serving.tensors import TorchTensors
 from farcall.v1 import service_pb2, value_pb2
+from farcall.values import Elements
 from tests.support.effort import EFFORT
 from tests.support.gateway import Connect, Gate, Scale, Serve
 
@@ -56,15 +58,15 @@ def test_a_large_request_that_is_being_read_holds_up_no_other(
 ) -> None:
     decode = TorchTensors.decode
 
-    def slowly(tensors: TorchTensors, message: value_pb2.Tensor) -> torch.Tensor:
+    def slowly(tensors: TorchTensors, name: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
         gate()
-        return decode(tensors, message)
+        return decode(tensors, name, shape, data)
 
     monkeypatch.setattr(TorchTensors, "decode", slowly)
     server = serve({"scale": Scale(), "count": lambda: 7})
     with ThreadPoolExecutor(1) as threads:
         large = threads.submit(connect(server).call, "scale", np.ones((200, 200), np.float32))
-        gate.entered.acquire()
+        assert gate.entered.acquire(timeout=60)
         assert connect(server).call("count") == 7
         gate.open.set()
         assert large.result(60).sum() == 120_000
@@ -85,7 +87,7 @@ def test_a_large_result_that_is_being_written_holds_up_no_other(
 ) -> None:
     encode = TorchTensors.encode
 
-    def slowly(tensors: TorchTensors, value: object) -> value_pb2.Tensor | None:
+    def slowly(tensors: TorchTensors, value: object) -> Elements | None:
         gate()
         return encode(tensors, value)
 
@@ -93,7 +95,7 @@ def test_a_large_result_that_is_being_written_holds_up_no_other(
     server = serve({"large": lambda: value, "count": lambda: 7})
     with ThreadPoolExecutor(1) as threads:
         large = threads.submit(connect(server).call, "large")
-        gate.entered.acquire()
+        assert gate.entered.acquire(timeout=60)
         try:
             assert connect(server).call("count", timeout=10) == 7
         finally:
