@@ -28,6 +28,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -233,6 +234,7 @@ class _Server:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for descriptor in (self._commands.detach(), self._wake, self._wake_writer):
                 os.close(descriptor)
+            weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the server's, as its exit handlers
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             with _output_to(log):
                 try:

@@ -60,6 +60,8 @@ _GRACE = 2.0  # seconds that the others have to end by themselves once a worker 
 PRELOADED = (
     "torch",
     "torch.distributed",
+    "torch._dynamo",  # which the first optimizer imports
+    "uvloop",
     "pytest",
     "cloudpickle",
     "rpc",

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # once, and not in each worker: much of what is used here imports it
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.nn.functional
