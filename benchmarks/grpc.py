@@ -1,9 +1,13 @@
 """The command ``python -m benchmarks.grpc``: the backend GRPC beside bare ``grpc.aio``, over loopback.
 
-Both have two processes, and take turns in rounds, so that what else the machine does meets both. A bare call
-is an echo of a few bytes, by itself or on a stream that stays open; a bare tensor is 64 MB of bytes in pieces
-over such a stream, which the receiver puts together in fresh memory, as it does a tensor: the best of three
-sizes of pieces counts. The ratios are those of the medians.
+Both have two processes, on the same kind of loop, and have sent what is measured before it is. A bare call is
+an echo of a few bytes, by itself or on a stream that stays open; a bare tensor is 64 MB of bytes over such a
+stream, in pieces of the size that farcall's have, which the receiver puts together in fresh memory of the
+same kind.
+
+What else a machine does changes within seconds. So the two are measured in pairs, one right behind the other,
+each time in the other order, and the ratio is the median of the pairs' ratios; half of these lie in the range
+that stands beside it.
 """
 
 from __future__ import annotations
@@ -17,8 +21,7 @@ import multiprocessing
 import secrets
 import statistics
 import tempfile
-from collections.abc import Callable, Coroutine
-from functools import partial
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
@@ -31,79 +34,86 @@ from rich.console import Console
 from rich.table import Table
 
 import rpc
-from rpc.wire.chunking import allocate
+from rpc.wire.chunking import CHUNK_BYTES, allocate
 
 __all__ = ["main"]
 
-_CALLS: Final = 200
-_TENSORS: Final = 3
+_CALLS: Final = 100
+"""In a turn, of which the median counts."""
 _BYTES: Final = 64 << 20
-_PIECES: Final = (1 << 19, 1 << 20, 1 << 22)
+_WARM_TENSORS: Final = 5
 _SMALL: Final = b"x" * 50
 _OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
-Seconds = dict[str, list[float]]
+_PAIRS: Final = (
+    ("null call, beside a call of its own", "call", 1e6, "µs"),
+    ("null call, beside an echo on a stream", "echo", 1e6, "µs"),
+    (f"64 MB tensor, beside pieces of {CHUNK_BYTES >> 10} KB", "tensor", 1e3, "ms"),
+)
+"""Of what is measured: a title, the name by which both sides know it, and its unit."""
 
 
 @click.command()
-@click.option("--rounds", default=9, show_default=True, help="How often each side has its turn.")
+@click.option("--rounds", default=41, show_default=True, help="How many pairs of each.")
 def main(rounds: int) -> None:
     """Measure and print."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        sides: dict[str, list[Connection]] = {}
+        sides: list[list[Connection]] = []
         processes = []
-        for name, roles in (("farcall", (_worker0, _worker1)), ("bare", (_client, _server))):
-            sides[name] = []
+        for roles in ((_worker0, _worker1), (_client, _server)):
+            sides.append([])
             for role in roles:
                 ours, theirs = context.Pipe()
-                sides[name].append(ours)
+                sides[-1].append(ours)
                 processes.append(context.Process(target=role, args=(theirs, folder)))
         for process in processes:
             process.start()
         try:
-            for each in sides.values():
-                each[0].recv()  # it is ready
-            seconds: Seconds = {}
-            for _ in range(rounds):
-                for each in sides.values():
-                    each[0].send("go")
-                    for what, measured in each[0].recv().items():
-                        seconds.setdefault(what, []).append(statistics.median(measured))
+            leads = [each[0] for each in sides]
+            for lead in leads:
+                lead.recv()  # it is ready
+            pairs: dict[str, list[list[float]]] = {}
+            for number in range(rounds):
+                for _, what, _, _ in _PAIRS:
+                    pairs.setdefault(what, []).append(_measure_both(leads, what, number % 2))
         finally:
-            for each in sides.values():
+            for each in sides:
                 for pipe in each:
                     pipe.send(None)
             for process in processes:
                 process.join()
-    medians = {what: statistics.median(each) for what, each in seconds.items()}
-    best = min(_PIECES, key=lambda piece: medians[str(piece)])
-    _print(medians | {"stream": medians[str(best)]}, best)
+    _print(pairs)
 
 
-def _print(medians: dict[str, float], best: int) -> None:
-    table = Table("", "farcall", "bare grpc.aio", "ratio", title="over loopback, median")
-    for what, ours, bare, scale, unit in (
-        ("null call, beside a call of its own", "null", "call", 1e6, "µs"),
-        ("null call, beside an echo on a stream", "null", "echo", 1e6, "µs"),
-        (f"64 MB tensor, beside pieces of {best >> 10} KB", "tensor", "stream", 1e3, "ms"),
-    ):
+def _measure_both(leads: Sequence[Connection], what: str, first: int) -> list[float]:
+    """Seconds that it takes on each side, measured on one after the other."""
+    seconds = [0.0, 0.0]
+    for side in (first, 1 - first):
+        leads[side].send(what)
+        seconds[side] = leads[side].recv()
+    return seconds
+
+
+def _print(pairs: dict[str, list[list[float]]]) -> None:
+    table = Table("", "farcall", "bare grpc.aio", "ratio", "half of all", title="over loopback, medians")
+    for title, what, scale, unit in _PAIRS:
+        ours, bare = (statistics.median(side) * scale for side in zip(*pairs[what], strict=True))
+        low, middle, high = statistics.quantiles(each[0] / each[1] for each in pairs[what])
         table.add_row(
-            what,
-            f"{medians[ours] * scale:.1f} {unit}",
-            f"{medians[bare] * scale:.1f} {unit}",
-            f"{medians[ours] / medians[bare]:.2f}",
+            title, f"{ours:.1f} {unit}", f"{bare:.1f} {unit}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}"
         )
     Console().print(table)
 
 
-def _times(count: int, call: Callable[[], object]) -> list[float]:
+def _seconds(count: int, call: Callable[[], object]) -> float:
+    """What a call takes, the median of some."""
     found = []
     for _ in range(count):
         begun = perf_counter()
         call()
         found.append(perf_counter() - begun)
-    return found
+    return statistics.median(found)
 
 
 # ---- farcall
@@ -135,11 +145,11 @@ def _worker0(pipe: Connection, folder: str) -> None:
     def send() -> None:
         assert rpc.rpc_sync("worker1", _size, args=(tensor,)) == _BYTES
 
-    _times(_CALLS, call)
-    _times(1, send)
+    _seconds(_CALLS, call)
+    _seconds(_WARM_TENSORS, send)
     pipe.send("ready")
-    while pipe.recv() is not None:
-        pipe.send({"null": _times(_CALLS, call), "tensor": _times(_TENSORS, send)})
+    while (what := pipe.recv()) is not None:
+        pipe.send(_seconds(1, send) if what == "tensor" else _seconds(_CALLS, call))
     rpc.shutdown()
 
 
@@ -196,7 +206,7 @@ def _client(pipe: Connection, folder: str) -> None:
 async def _measure(pipe: Connection, folder: Path) -> None:
     while not (folder / "port").exists():  # noqa: ASYNC110  # a file tells nobody
         await asyncio.sleep(0.05)
-    tensor = bytearray(_BYTES)
+    tensor = bytearray(_SMALL[:1]) * _BYTES  # not zeros: those the kernel has in one page for all, cached
     async with grpc.aio.insecure_channel(
         f"127.0.0.1:{(folder / 'port').read_text()}", options=_OPTIONS
     ) as channel:
@@ -210,31 +220,27 @@ async def _measure(pipe: Connection, folder: Path) -> None:
             await stream.write(_SMALL)
             await stream.read()
 
-        async def send(piece: int) -> None:
+        async def send() -> None:
             view = memoryview(tensor)
-            for at in range(0, _BYTES, piece):
-                await stream.write(bytes(view[at : at + piece]))
+            for at in range(0, _BYTES, CHUNK_BYTES):
+                await stream.write(bytes(view[at : at + CHUNK_BYTES]))
             await stream.read()
 
-        async def times(count: int, measured: Callable[[], Coroutine[Any, Any, None]]) -> list[float]:
+        async def seconds(count: int, measured: Callable[[], Coroutine[Any, Any, None]]) -> float:
             found = []
             for _ in range(count):
                 begun = perf_counter()
                 await measured()
                 found.append(perf_counter() - begun)
-            return found
+            return statistics.median(found)
 
-        for each, count in ((call, _CALLS), (echo, _CALLS), (partial(send, _PIECES[0]), 1)):
-            await times(count, each)
+        known = {"call": (_CALLS, call), "echo": (_CALLS, echo), "tensor": (1, send)}
+        await seconds(_CALLS, call)
+        await seconds(_CALLS, echo)
+        await seconds(_WARM_TENSORS, send)
         pipe.send("ready")
-        while await asyncio.to_thread(pipe.recv) is not None:
-            pipe.send(
-                {
-                    "call": await times(_CALLS, call),
-                    "echo": await times(_CALLS, echo),
-                }
-                | {str(piece): await times(_TENSORS, partial(send, piece)) for piece in _PIECES}
-            )
+        while (what := await asyncio.to_thread(pipe.recv)) is not None:
+            pipe.send(await seconds(*known[what]))
         await stream.done_writing()
 
 
