@@ -5,9 +5,10 @@ the one who has it, and goes on: that is another thread, or this one, further up
 of a step there may run a signal handler, or a destructor that the garbage collector calls, in which a user
 makes use of references. So steps never tear each other, and a thread stopped in one stops no other thread.
 
-Invariants: a step is taken after all those that were left before it began. What a step asks for (actions, and
-callbacks of those who waited) is done after it, with the protocol free again. A step that was left returns
-nothing to whoever left it: callers make the ids themselves, before.
+Invariants: a step is taken after all those that were left before it began, or was put off for later: a reference
+is created before it is released. What a step asks for (actions, and callbacks of those who waited) is done after
+it, with the protocol free again. A step that was left returns nothing to whoever left it: callers make the ids
+themselves, before.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Steps:
         try:
             self._taker = get_ident()
             if not self._left.empty():
-                self._take(self._left)
+                self._take_left()
             return step(*args)
         finally:
             if self._actions or self._callbacks:
@@ -121,7 +122,7 @@ class Steps:
 
     def _do_later(self, _: None) -> None:
         self._later_is_due = False
-        self.do(self._take, self._later)
+        self.do(self._take_later)
 
     @protected
     def _catch_up(self) -> None:
@@ -134,8 +135,7 @@ class Steps:
 
     def _let_go(self) -> None:
         """Having the protocol: take what was left, and free it."""
-        if not self._left.empty():
-            self._take(self._left)
+        self._take_left()
         actions = self._protocol.take_actions()
         for action in actions:
             if type(action) is Confirmed or type(action) is Failed:
@@ -149,15 +149,23 @@ class Steps:
             callback()
         self._catch_up()  # with what was left since the last look
 
-    def _take(self, steps: SimpleQueue[Step]) -> None:
-        while not steps.empty():
-            step, args = steps.get_nowait()
-            try:
-                step(*args)
-            except ProtocolError as error:
-                self._malformed(args, error)
-            except RRefError as error:  # such as: passing on a reference that has failed meanwhile
-                logger.debug("%s", error)
+    def _take_left(self) -> None:
+        while not self._left.empty():
+            self._take(*self._left.get_nowait())
+
+    def _take_later(self) -> None:
+        while not self._later.empty():
+            step = self._later.get_nowait()
+            self._take_left()  # also what was left since this began: it may have been before that was put off
+            self._take(*step)
+
+    def _take(self, step: Callable[..., object], args: tuple[Any, ...]) -> None:
+        try:
+            step(*args)
+        except ProtocolError as error:
+            self._malformed(args, error)
+        except RRefError as error:  # such as: passing on a reference that has failed meanwhile
+            logger.debug("%s", error)
 
     # ---- waiting for a reference
 

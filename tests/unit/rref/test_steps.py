@@ -121,6 +121,20 @@ def test_what_is_for_later_is_taken_by_the_loop_all_at_once() -> None:
     assert shell.acted == [Free(rref) for rref in rrefs]
 
 
+def test_what_is_put_off_is_taken_after_what_was_left_before() -> None:
+    """Another thread makes an object and drops it, while the loop is at what was for later."""
+    shell = Shell()
+    rref = shell.protocol.new_id()
+
+    def other_thread() -> None:
+        assert shell.steps.do(shell.protocol.own, rref) is LEFT
+        shell.steps.later(shell.protocol.release, rref)
+
+    shell.steps.later(other_thread)
+    shell.loop()
+    assert shell.acted == [Free(rref)]
+
+
 def test_who_waits_for_a_reference_is_called_when_it_is_settled() -> None:
     shell = Shell()
     called: list[str] = []
