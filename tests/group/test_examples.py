@@ -222,7 +222,7 @@ def test_a_worker_that_dies_ends_the_example_and_is_named() -> None:
     assert f"observer0 (process {observer}) was killed by SIGKILL" in errors
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.mark.processes
@@ -230,7 +230,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     "launcher", [pytest.param((), marks=pytest.mark.nightly), TORCHRUN], ids=["one command", "torchrun"]
 )
 def test_a_model_is_cut_over_processes_started_by(launcher: Sequence[str], tmp_path: Path) -> None:
-    process = start("tensor_parallel", "--steps", "4", launcher=launcher, TMPDIR=str(tmp_path))
+    two = ["--dp", "1", "--tp", "2"] if launcher else []
+    process = start("tensor_parallel", "--steps", "4", *two, launcher=launcher, TMPDIR=str(tmp_path))
     output, errors = process.communicate(timeout=80)
     assert process.returncode == 0, errors
     assert "steps: 4 of 4, loss" in output

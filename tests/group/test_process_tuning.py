@@ -18,7 +18,9 @@ with_glibc = pytest.mark.skipif(
 )
 
 MIB = 1 << 20
-ROUNDS = 10
+ROUNDS = 4
+HARDLY_ANY = 10
+"""Page faults in all these rounds; a block that is not kept has hundreds in each."""
 UNTIL_SETTLED = 5
 """Rounds after which an arena has grown to what the rounds need, and lies in one piece."""
 
@@ -94,4 +96,4 @@ def test_freed_memory_is_kept_while_an_agent_runs_up_to_a_limit_and_unless_the_e
     run_workers: RunWorkers, kept: int, environment: dict[str, str], without_faults: set[str]
 ) -> None:
     (seen,) = run_workers(look_at_faults, 1, args=(kept, environment))
-    assert {what for what, faults in seen.items() if faults < ROUNDS} == without_faults, seen
+    assert {what for what, faults in seen.items() if faults < HARDLY_ANY} == without_faults, seen

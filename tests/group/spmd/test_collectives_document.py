@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from tests.support.document_programs import printed_by_ranks
+from tests.support.workers import RunWorkers
 
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "collectives.md"
 
 
-@pytest.mark.processes
-def test_the_program_prints_what_the_document_says(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "collectives.md").read_text()
-    program, said = re.findall(r"^```(?:python)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[:2]
-    (tmp_path / "collectives.py").write_text(program)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            "collectives.py",
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    # Under torchrun lines may run together; and a rank may hear of the mismatch before it sees it.
+def test_the_program_prints_what_the_document_says(run_workers: RunWorkers) -> None:
+    blocks = re.findall(r"^```(?:python)?\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+    program, said = blocks[:2]
+    # A rank may hear of the mismatch before it sees it.
     told = r"process group '0' has failed: \S+ \S+ at rank \d \(worker 'rank\d'\): "
-    printed = re.sub(told, "", done.stdout)
+    printed = re.sub(told, "", printed_by_ranks(run_workers, program))
     assert [line for line in said.splitlines() if line not in printed] == []

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 import rpc
 from rpc.errors import WorkerLostError
-from spmd.tensor_parallel import (
-    parallelize_module,
-)
+from spmd.tensor_parallel import coordinator, parallelize_module
 from spmd.tensor_parallel.errors import ParallelError, ShardLostError
 from spmd.tensor_parallel.shard import ModelShard
 from tests.support.served import (
@@ -53,8 +51,14 @@ def _fails_on_one() -> nn.Module:
     return nn.Sequential(FailsOnOne(), Mlp())
 
 
+def be_impatient() -> None:
+    """So that the others, who wait for the one that failed, are ended soon."""
+    coordinator._GRACE = 0.5  # type: ignore[misc]
+
+
 @in_worker0(3)
 def test_an_error_on_one_shard_ends_the_model(worker: Worker) -> None:
+    rpc.rpc_sync("worker1", be_impatient)  # where rank 0 is
     model = served(worker, _fails_on_one, {"1": MLP_PLAN})
     for _ in range(2):
         with pytest.raises(ParallelError, match=r"rank 1 \(worker 'worker2'\).*KeyError: 'here'"):

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from tests.support.document_programs import printed_by_ranks
+from tests.support.workers import RunWorkers
 
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "tensor_parallel.md"
 
 
-@pytest.mark.processes
-def test_the_program_runs(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "tensor_parallel.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    program = tmp_path / "mlp.py"
-    program.write_text(blocks[0])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Shard(dim=0)" in done.stdout
-    losses = [float(each) for each in re.findall(r"step \d: ([\d.]+)", done.stdout)]
+def test_the_program_runs(run_workers: RunWorkers) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+    printed = printed_by_ranks(run_workers, blocks[0])
+    assert "Shard(dim=0)" in printed
+    losses = [float(each) for each in re.findall(r"step \d: ([\d.]+)", printed)]
     assert len(losses) == 3
