@@ -1,7 +1,8 @@
 """The command ``python -m benchmarks.gateway``: ``farcall.serve`` beside bare ``grpc.aio``.
 
-The server is a process of its own with both, at two ports; clients take turns, in rounds, so that what else
-the machine does meets both. The ratio is that of the medians.
+Each server is a process of its own, since all loops of a process wake for each event of gRPC's; both are on
+the same kind of loop. Clients take turns, in rounds, so that what else the machine does meets both. The ratio
+is that of the medians.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import asyncio
 import multiprocessing
 import statistics
-import threading
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -29,6 +29,7 @@ from torch import nn
 import farcall
 from farcall.client import AsyncClient, connect_async
 from farcall.serving import Batching, Endpoint, Limits
+from rpc.runtime.loop import new_loop
 
 __all__ = ["main"]
 
@@ -43,14 +44,18 @@ _ECHO: Final = "/bare/echo"
 def main() -> None:
     """Measure and print."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    server = context.Process(target=_serve, args=(theirs,))
-    server.start()
+    pipes, servers = [], []
+    for role in (_serve, _serve_bare):
+        ours, theirs = context.Pipe()
+        pipes.append(ours)
+        servers.append(context.Process(target=role, args=(theirs,)))
+        servers[-1].start()
     try:
-        _print(asyncio.run(_measure(*ours.recv())))
+        _print(asyncio.run(_measure(*(pipe.recv() for pipe in pipes))))
     finally:
-        ours.send(None)
-        server.join()
+        for pipe, server in zip(pipes, servers, strict=True):
+            pipe.send(None)
+            server.join()
 
 
 def _echo(x: torch.Tensor) -> torch.Tensor:
@@ -65,37 +70,30 @@ def _serve(connection: Connection) -> None:
         "alone": Endpoint(model),
         "batched": Endpoint(model, batching=Batching(_CLIENTS, 0.005)),
     }
-    bare = _Bare()
     with farcall.serve(endpoints, limits=Limits(in_flight=1)) as server:
-        connection.send((server.port, bare.port))
+        connection.send(server.port)
         connection.recv()
-    bare.stop()
 
 
-class _Bare:
+def _serve_bare(connection: Connection) -> None:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_send_back(connection))
+
+
+async def _send_back(connection: Connection) -> None:
     """A server of ``grpc.aio`` that sends back the bytes that come."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self._server, self.port = asyncio.run_coroutine_threadsafe(self._begin(), self._loop).result()
+    async def echo(request: bytes, _: Any) -> bytes:
+        return request
 
-    async def _begin(self) -> tuple[Any, int]:
-        async def echo(request: bytes, _: Any) -> bytes:
-            return request
-
-        server = grpc.aio.server()
-        handler = grpc.unary_unary_rpc_method_handler(echo)
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bare", {"echo": handler})])
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        return server, port
-
-    def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(echo)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bare", {"echo": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    connection.send(port)
+    await asyncio.to_thread(connection.recv)
+    await server.stop(0)
 
 
 async def _measure(port: int, bare_port: int) -> list[tuple[str, float, float, float, bool]]:

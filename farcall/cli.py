@@ -217,8 +217,10 @@ def serve(**options: Any) -> int:
         from farcall.serving.command import run as run_server
 
         return run_server(**options)
-    except (ModuleNotFoundError, ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error}. To serve: pip install 'farcall[serve]'") from error
+    except (ValueError, OSError) as error:
+        raise click.ClickException(getattr(error, "strerror", None) or str(error)) from error
 
 
 @cli.command()

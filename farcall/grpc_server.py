@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rpc import TlsOptions
+from rpc.transport.tls import TlsContexts
 
 __all__ = ["OPTIONS", "Probes", "bind", "server_credentials"]
 
@@ -22,7 +22,12 @@ OPTIONS: Final = (("grpc.so_reuseport", 0),)
 
 
 def server_credentials(tls: TlsOptions, client_certificates: bool = True) -> Any:
-    """Of a server: its certificate, and whether callers need one of the same authority."""
+    """Of a server: its certificate, and whether callers need one of the same authority.
+
+    Raises:
+        InvalidOptionError: the files are not what they must be; gRPC would not say which, or why.
+    """
+    TlsContexts.of(tls)
     pair = (Path(tls.key).read_bytes(), Path(tls.cert).read_bytes())
     authority = Path(tls.ca).read_bytes() if client_certificates else None
     return grpc.ssl_server_credentials([pair], authority, require_client_auth=client_certificates)
@@ -34,8 +39,7 @@ def bind(server: Any, host: str, port: int, credentials: Any) -> int:
     Raises:
         OSError: the port is taken, or the address is not this host's.
     """
-    if port:
-        _try(host, port)  # gRPC does not say what is wrong, and writes to stderr
+    _try(host, port)  # gRPC does not say what is wrong, and writes to stderr
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         bound: int = (
@@ -57,8 +61,7 @@ def _try(host: str, port: int) -> None:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(where)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
-        raise OSError(error.errno, f"cannot listen at {host}:{port}: {why}") from error
+        raise OSError(error.errno, f"cannot listen at {host}:{port}: {error.strerror or error}") from error
 
 
 class Probes:

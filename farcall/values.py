@@ -45,6 +45,9 @@ _DTYPE_NAMES: Final[dict[int, str]] = {number: name for name, number in _DTYPE_N
 _DIMENSIONS: Final = 64
 """At most: what NumPy takes. It also bounds the work of multiplying sizes, which strangers choose."""
 
+_LEVELS: Final = 94
+"""Messages within a value: parsers take 100, and some of these are around it."""
+
 _INTEGERS: Final = range(-(1 << 63), 1 << 63)
 
 
@@ -117,6 +120,7 @@ def to_value(value: object, tensors: TensorCodec, into: pb.Value | None = None) 
 
     Raises:
         TypeError: it is, or has in it, something else.
+        ValueError: lists and maps are nested so deeply that no receiver would read them.
         OverflowError: an int needs more than 64 bits.
 
     Example::
@@ -124,6 +128,14 @@ def to_value(value: object, tensors: TensorCodec, into: pb.Value | None = None) 
         to_value({"logits": torch.zeros(2, 3), "step": 7}, TorchTensors())
     """
     message = pb.Value() if into is None else into
+    _put(value, tensors, message, _LEVELS)
+    return message
+
+
+def _put(value: object, tensors: TensorCodec, message: pb.Value, levels: int) -> None:
+    """``levels``: so many messages may be within this one."""
+    if levels < 0:
+        raise ValueError("lists and maps are nested too deeply: about 30 may be within each other")
     match value:
         case None:
             message.null.SetInParent()
@@ -142,16 +154,15 @@ def to_value(value: object, tensors: TensorCodec, into: pb.Value | None = None) 
         case list() | tuple():
             message.list.SetInParent()
             for item in value:
-                to_value(item, tensors, message.list.items.add())
+                _put(item, tensors, message.list.items.add(), levels - 2)
         case Mapping():
             message.map.SetInParent()
             for key, item in value.items():
                 if not isinstance(key, str):
                     raise TypeError(f"the keys of a dict must be str, {key!r} is {type(key).__qualname__}")
-                to_value(item, tensors, message.map.items[key])
+                _put(item, tensors, message.map.items[key], levels - 3)
         case _:
             _put_tensor(value, tensors, message.tensor)
-    return message
 
 
 def _put_tensor(value: object, tensors: TensorCodec, message: pb.Tensor) -> None:

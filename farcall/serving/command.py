@@ -39,7 +39,7 @@ def run(
     grace: float,
     tracebacks: bool,
 ) -> int:
-    """Serve until a signal comes; options are those of the command.
+    """Serve until a signal comes; options are those of the command. A second signal ends the process at once.
 
     Returns:
         The exit status.
@@ -73,7 +73,9 @@ def run(
     names = ", ".join(endpoints)
     click.echo(f"serving {names} at {host}:{server.port}" + _metrics(host, server.metrics_port))
     asked.wait()
-    click.echo("ending: no more calls are taken")
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_DFL)
+    click.echo("ending: no more calls are taken; another signal ends it at once")
     left = server.stop(grace)
     if left:
         click.echo(f"cut off: {left} calls that were still running after {grace:g} s")

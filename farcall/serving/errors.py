@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import importlib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ __all__ = [
     "Refused",
     "Unknown",
     "answerable",
+    "beyond_the_server",
     "contained",
     "details_of",
     "status_of",
@@ -33,7 +35,12 @@ __all__ = [
 DOMAIN: Final = "farcall"
 """Of the reasons in ``google.rpc.ErrorInfo``."""
 
-_OURS: Final = (str(Path(__file__).parent), str(Path(concurrent.futures.__file__).parent))
+_OURS: Final = (
+    str(Path(__file__).parent),
+    str(Path(concurrent.futures.__file__).parent),
+    str(Path(importlib.__file__).parent),
+    "<frozen importlib",
+)
 
 _LONGEST_NAME: Final = 200
 _LONGEST_TEXT: Final = 1500
@@ -129,7 +136,8 @@ def details_of(error: BaseException, *, tracebacks: bool) -> status_pb2.Status:
     )
     details = [error_details_pb2.ErrorInfo(reason=_cut(name, _LONGEST_NAME), domain=DOMAIN)]
     if tracebacks and not own:
-        lines = "".join(traceback.format_exception(kind, error, _beyond_the_server(error.__traceback__)))
+        trace = beyond_the_server(error.__traceback__) or error.__traceback__
+        lines = "".join(traceback.format_exception(kind, error, trace))
         details.append(error_details_pb2.DebugInfo(detail=_cut(lines, _LONGEST_TRACEBACK)))
     packed = [any_pb2.Any() for _ in details]
     for each, detail in zip(packed, details, strict=True):
@@ -139,12 +147,11 @@ def details_of(error: BaseException, *, tracebacks: bool) -> status_pb2.Status:
     return status_pb2.Status(code=code[0], message=text, details=packed)
 
 
-def _beyond_the_server(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames before the user's code, which say nothing to a caller."""
-    begin = trace
-    while begin is not None and begin.tb_frame.f_code.co_filename.startswith(_OURS):
-        begin = begin.tb_next
-    return begin or trace
+def beyond_the_server(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames before the user's code, which say nothing; None where there are no others."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return trace
 
 
 def text_of(error: BaseException) -> str:

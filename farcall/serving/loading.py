@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from farcall.serving.endpoint import Endpoint
+from farcall.serving.errors import beyond_the_server
 
 __all__ = ["load"]
 
@@ -30,7 +33,7 @@ def load(target: str) -> dict[str, Endpoint]:
         What is served, by name; ``make_model`` is served as ``model``.
 
     Raises:
-        ValueError: there is no such thing, or it cannot be served; says why.
+        ValueError: there is no such thing, it fails, or it cannot be served; says why.
 
     Example::
 
@@ -52,7 +55,8 @@ def load(target: str) -> dict[str, Endpoint]:
                 f"{target} is called without arguments to make what is served, but {error}; to serve the "
                 f"function itself, have a dict of functions by name: SERVED = {{{name!r}: {name}}}"
             ) from None
-        found = found()
+        with _told(target):
+            found = found()
     served = found if isinstance(found, Mapping) else {name.removeprefix("make_"): found}
     if not served:
         raise ValueError(f"{target} has nothing to serve: it is empty")
@@ -71,10 +75,13 @@ def _endpoint(target: str, what: Any) -> Endpoint:
 def _module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         sys.path.insert(0, "")
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"there is no module {error.name!r} to import") from error
+        with _told(place):
+            try:
+                return importlib.import_module(place)
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                    raise  # it is there, and imports what is not
+        raise ValueError(f"there is no module {place!r} to import")
     path = Path(place).resolve()
     if not path.is_file():
         raise ValueError(f"there is no file {place}")
@@ -84,5 +91,20 @@ def _module(place: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    with _told(place):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Have what the user's code raises told with its place there.
+
+    Raises:
+        ValueError: it raised something.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        lines = traceback.format_exception(type(error), error, beyond_the_server(error.__traceback__))
+        raise ValueError(f"{what} cannot be loaded. It raised:\n\n{''.join(lines).rstrip()}") from error

@@ -48,8 +48,16 @@ class Metrics:
 
         Returns:
             The port, and what ends it.
+
+        Raises:
+            OSError: the port is taken.
         """
-        server, thread = start_http_server(port, host, registry=self.registry)
+        try:
+            server, thread = start_http_server(port, host, registry=self.registry)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"metrics cannot be served at {host}:{port}: {error.strerror or error}"
+            ) from error
 
         def end() -> None:
             server.shutdown()

@@ -73,7 +73,7 @@ def serve(
         The server, which has begun; it ends with ``stop()`` or the end of its ``with``.
 
     Raises:
-        ValueError: nothing is served, or whoever reaches the port could call.
+        ValueError: nothing is served, the two ports are one, or whoever reaches the port could call.
         OSError: the port is taken.
 
     Example::
@@ -85,11 +85,13 @@ def serve(
         raise ValueError("tokens is empty: give one, or None")
     if not endpoints:
         raise ValueError("there is nothing to serve: endpoints is empty")
+    if port and port == metrics_port:
+        raise ValueError(f"port and metrics_port are both {port}; give metrics one of their own")
     trusted = bool(tokens) or (tls is not None and client_certificates)
     if host not in _LOOPBACK and not trusted and not insecure:
         raise ValueError(
-            f"whoever reaches {host} could call what is served. Give tokens=..., or tls=TlsOptions(...) with "
-            "certificates for callers, or say insecure=True"
+            f"whoever reaches {host} could call what is served. Give tokens (--token-file), or TLS with "
+            "certificates for callers (--cert, --key and --ca), or say insecure=True (--insecure)"
         )
     named = tokens if isinstance(tokens, Mapping) else {"caller": tokens} if tokens else {}
     callers = Callers(named, certificates=tls is not None and client_certificates)

@@ -16,7 +16,7 @@ from rpc.serialization.payload import TRACKED, Arrivals, Connect, Source
 from rpc.serialization.pickler import Read, load
 from rpc.serialization.tracked import rebuilt
 
-__all__ = ["Reading", "loader", "tensors_in"]
+__all__ = ["Reading", "load_tensors", "loader"]
 
 _TENSORS: Final = frozenset((Tensor, NoneType))
 
@@ -68,8 +68,18 @@ def loader(build: Callable[[C, Any, Connect | None], R], what: str) -> Load[R]:
     return loads  # type: ignore[return-value]  # without ``self``, once it is a method
 
 
-def tensors_in(value: Any, source: Source) -> list[Tensor | None]:
-    """A value that has been read, which should be a list of tensors or None; else ``SerializationError``."""
+class _Loading(Protocol):
+    @property
+    def loads(self) -> Load[Any]: ...
+
+
+def load_tensors(codec: _Loading, buffers: Sequence[Any], source: Source) -> list[Tensor | None]:
+    """The method of a codec that rebuilds what its ``dump_tensors`` serialized.
+
+    Raises:
+        SerializationError: it cannot be read, or is something else.
+    """
+    value = codec.loads({}, buffers, None, source)
     if type(value) is list and (
         _TENSORS.issuperset(map(type, value)) or all(isinstance(each, Tensor | None) for each in value)
     ):

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from rpc.errors import SerializationError
-from rpc.serialization import neutral
+from rpc.serialization import loading, neutral
 from rpc.serialization.codecs import NEUTRAL, Args, Call, Function, Kwargs
 from rpc.serialization.failures import cannot_call, cannot_send
 from rpc.serialization.functions import name_of, resolve
-from rpc.serialization.loading import loader, tensors_in
-from rpc.serialization.payload import Connect, Destination, Payload, Source, Tracked
+from rpc.serialization.loading import loader
+from rpc.serialization.payload import Connect, Destination, Payload, Tracked
 from rpc.serialization.pickler import Read, Reducers
 from rpc.serialization.safe import AllowList
 
@@ -87,9 +87,7 @@ class NeutralCodec:
         """As ``PickleCodec.dump_tensors``."""
         return self.dumps([None if tensor is None else tensor.detach() for tensor in tensors], to, what=what)
 
-    def load_tensors(self, buffers: Sequence[Any], source: Source) -> list[Tensor | None]:
-        """As ``PickleCodec.load_tensors``."""
-        return tensors_in(self.loads({}, buffers, None, source), source)
+    load_tensors = loading.load_tensors
 
     def _try(self, part: Any, to: Destination | None) -> None:
         neutral.dump(part, to, self._reducers, trial=True)

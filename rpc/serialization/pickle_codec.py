@@ -25,12 +25,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rpc.serialization import loading
 from rpc.serialization.codecs import PICKLE, Args, Call, Function, Kwargs
 from rpc.serialization.failures import cannot_call, cannot_send
 from rpc.serialization.functions import name_of, resolve
-from rpc.serialization.loading import loader, tensors_in
+from rpc.serialization.loading import loader
 from rpc.serialization.memory import inline_limit
-from rpc.serialization.payload import Connect, Destination, Payload, Source, Tracked
+from rpc.serialization.payload import Connect, Destination, Payload, Tracked
 from rpc.serialization.pickler import PROTOCOL, Read, Reducers, dump
 from rpc.serialization.portable import PortablePickler, PythonUDF
 from rpc.serialization.settings import Settings
@@ -197,13 +198,7 @@ class PickleCodec:
 
     loads = loader(_value_of, "what worker '{}' sent")
 
-    def load_tensors(self, buffers: Sequence[Any], source: Source) -> list[Tensor | None]:
-        """Rebuild what ``dump_tensors`` serialized.
-
-        Raises:
-            SerializationError: it cannot be read, or is something else.
-        """
-        return tensors_in(self.loads({}, buffers, None, source), source)
+    load_tensors = loading.load_tensors
 
     def _try(self, part: Any, to: Destination | None) -> None:
         dump(part, to, self._reducers, trial=True)

@@ -57,9 +57,13 @@ class TlsContexts:
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.verify_mode = ssl.CERT_REQUIRED
+            wrong = "cert and key are not in PEM, or do not belong together"
             try:
                 context.load_cert_chain(options.cert, options.key)
+                wrong = "ca is not in PEM"
                 context.load_verify_locations(options.ca)
+            except ssl.SSLError as error:
+                raise InvalidOptionError(f"{options}: {wrong}: {error.strerror}") from error
             except OSError as error:
                 raise InvalidOptionError(f"{options}: {error.strerror or error}") from error
         return cls(server, client, options)

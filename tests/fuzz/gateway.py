@@ -15,13 +15,12 @@ a genuine call, and its memory must not have grown. Messages that fail are print
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +36,7 @@ from farcall.kserve import inference_pb2
 from farcall.v1 import service_pb2, value_pb2
 from farcall.values import Malformed, from_value, to_value
 from tests.fuzz.hostile.mutation import Mutator
+from tests.support.gateway import ServerProcess, with_server
 
 __all__ = ["main"]
 
@@ -239,15 +239,15 @@ def _memory_mib(pid: int) -> float:
     return int(said["VmRSS"].split()[0]) / 1024
 
 
-def _attack(port: int, pid: int, count: int, seed: int) -> list[str]:
+def _attack(server: ServerProcess, count: int, seed: int) -> list[str]:
     """Prints what happens; returns what is wrong."""
-    peer, mutator, chance = _Peer(port), Mutator(seed), random.Random(seed)
+    peer, mutator, chance = _Peer(server.port), Mutator(seed), random.Random(seed)
     genuine, wrong = _genuine(), []
     pool = [data for _, _, data in genuine]
     for method, _, data in genuine:
         code, text, _ = peer.ask(method, data)
         assert code is _CODE.OK, f"a genuine request to {method} is answered {code}: {text}"
-    before = _memory_mib(pid)
+    before = _memory_mib(server.pid)
     for number in range(1, count + 1):
         method, kind, data = chance.choice(genuine)
         mutated = mutator.of_bytes(data, pool) if chance.random() < 0.5 else _replaced(data, chance)
@@ -258,30 +258,13 @@ def _attack(port: int, pid: int, count: int, seed: int) -> list[str]:
             if what := peer.alive():
                 wrong.append(f"after message {number}: {what}")
             if number % (10 * _LOOK) == 0 or number == count:
-                print(f"{number:7} messages: {dict(peer.codes)}; {_memory_mib(pid):.0f} MiB", flush=True)
+                print(
+                    f"{number:7} messages: {dict(peer.codes)}; {_memory_mib(server.pid):.0f} MiB", flush=True
+                )
     peer.close()
-    after = _memory_mib(pid)
+    after = _memory_mib(server.pid)
     if after - before > _MEMORY_MIB:
         wrong.append(f"the server has grown from {before:.0f} to {after:.0f} MiB")
-    return wrong
-
-
-def _with_server(attack: Callable[[int, int], list[str]]) -> list[str]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    server = context.Process(target=_serve, args=(theirs,))
-    server.start()
-    try:
-        assert server.pid is not None
-        wrong = attack(ours.recv(), server.pid)
-        ours.send("stop")
-        server.join(60)
-    finally:
-        if server.is_alive():
-            server.kill()
-            server.join()
-    if server.exitcode:
-        wrong.append(f"the server ended with {server.exitcode}")
     return wrong
 
 
@@ -294,11 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     print(f"seed {options.seed}", flush=True)
-    wrong = _with_server(lambda port, pid: _attack(port, pid, options.messages, options.seed))
-    for each in wrong[:20]:
-        print(f"FAILED: {each}")
-    print(f"{len(wrong)} failures")
-    return 1 if wrong else 0
+    return with_server(_serve, lambda server: _attack(server, options.messages, options.seed))
 
 
 if __name__ == "__main__":

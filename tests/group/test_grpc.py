@@ -22,7 +22,7 @@ from tests.support.certificates import Authority
 from tests.support.programs import run_program
 from tests.support.relay import Relay
 from tests.support.serving import wait_at_gate
-from tests.support.transfers import MIB, echo
+from tests.support.transfers import MIB, echo, told_as_worker0_is_called
 from tests.support.workers import RunWorkers, Worker
 
 TOKEN = "a token that only the tests know"
@@ -68,28 +68,17 @@ def test_certificates_are_checked_on_both_sides_and_known_by_name(
         assert re.fullmatch(r"grpc:127\.0\.0\.1:\d+/trainer\.test", address)
 
 
-def call_with(worker: Worker, folder: str, names: list[str]) -> str:
-    cert, key = (f"{folder}/{names[worker.rank]}.{what}.pem" for what in ("cert", "key"))
-    ca = f"{folder}/{names[worker.rank]}.ca.pem"
-    join(worker, tls=rpc.TlsOptions(cert, key, ca), token=TOKEN)
-    try:
-        if worker.rank == 0:
-            worker.wait_for("end")
-            return ""
-        with pytest.raises(WorkerLostError) as caught:
-            rpc.rpc_sync("worker0", echo, args=(1,))
-        return str(caught.value)
-    finally:
-        rpc.shutdown(graceful=False)
+def call_with(worker: Worker, tls: list[rpc.TlsOptions]) -> str:
+    join(worker, tls=tls[worker.rank], token=TOKEN)
+    return told_as_worker0_is_called(worker)
 
 
 @pytest.mark.nightly
 def test_a_worker_whose_certificate_is_another_authoritys_is_cut_off(
     run_workers: RunWorkers, tmp_path: Path
 ) -> None:
-    for name in ("ours", "theirs"):
-        Authority(tmp_path, name).issue()
-    workers = run_workers.start(call_with, 2, args=(str(tmp_path), ["ours", "theirs"]))
+    tls = [Authority(tmp_path, name).issue() for name in ("ours", "theirs")]
+    workers = run_workers.start(call_with, 2, args=(tls,))
     said = workers[1].result()
     workers[0].tell("end")
     assert "worker 'worker0' (id 0) is gone: " in said

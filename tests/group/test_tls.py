@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import WorkerLostError
 from tests.support import backend
 from tests.support.certificates import Authority
 from tests.support.serving import first_of
-from tests.support.transfers import ACROSS, MIB, echo
+from tests.support.transfers import ACROSS, MIB, echo, told_as_worker0_is_called
 from tests.support.workers import RunWorkers, Worker
 
 TOKEN = "a token that only the tests know"
@@ -34,28 +33,18 @@ def test_calls_and_large_tensors_go_over_tls(run_workers: RunWorkers, tmp_path: 
     assert first_of(run_workers, work, tls=tls, token=TOKEN, tcp_stripes=stripes, **ACROSS)
 
 
-def call_with(worker: Worker, folder: str, names: list[str]) -> str:
-    cert, key = (f"{folder}/{names[worker.rank]}.{what}.pem" for what in ("cert", "key"))
-    tls = rpc.TlsOptions(cert, key, f"{folder}/ours.ca.pem")
-    worker.join(tls=tls, token=TOKEN, **ACROSS)
-    try:
-        if worker.rank == 0:
-            worker.wait_for("end")
-            return ""
-        with pytest.raises(WorkerLostError) as caught:
-            rpc.rpc_sync("worker0", echo, args=(1,))
-        return str(caught.value)
-    finally:
-        rpc.shutdown(graceful=False)
+def call_with(worker: Worker, tls: list[rpc.TlsOptions]) -> str:
+    worker.join(tls=tls[worker.rank], token=TOKEN, **ACROSS)
+    return told_as_worker0_is_called(worker)
 
 
 @backend.over_sockets
 def test_a_worker_whose_certificate_is_another_authoritys_is_cut_off(
     run_workers: RunWorkers, tmp_path: Path
 ) -> None:
-    for name in ("ours", "theirs"):
-        Authority(tmp_path, name).issue()
-    workers = run_workers.start(call_with, 2, args=(str(tmp_path), ["ours", "theirs"]))
+    ours = Authority(tmp_path, "ours")
+    tls = [ours.issue(), Authority(tmp_path, "theirs").issue(ca=ours.certificate)]
+    workers = run_workers.start(call_with, 2, args=(tls,))
     said = workers[1].result()
     workers[0].tell("end")
     assert "worker 'worker0' (id 0) is gone: " in said

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import random
 import statistics
@@ -33,6 +32,7 @@ import numpy as np
 import farcall
 from farcall.client import AsyncClient, CallError
 from farcall.serving import Batching, Endpoint
+from tests.support.gateway import ServerProcess, with_server
 
 __all__ = ["main"]
 
@@ -172,21 +172,14 @@ class _Caller:
         return [int(each) for each in results] == [0, 2, 4, 6]
 
 
-async def _load(
-    count: int,
-    seconds: float,
-    port: int,
-    server: multiprocessing.process.BaseProcess,
-    stop: Callable[[], None],
-) -> list[str]:
+async def _load(count: int, seconds: float, server: ServerProcess) -> list[str]:
     """Prints what happens; returns what is wrong."""
-    assert server.pid is not None
     seen, samples = _Seen(), []
-    callers = [_Caller(port, seed, seen) for seed in range(count)]
+    callers = [_Caller(server.port, seed, seen) for seed in range(count)]
     print(f"{'':>6}{'calls/s':>9}{'p50 ms':>8}{'p99 ms':>8}{'RSS MiB':>9}{'descriptors':>13}{'threads':>9}")
     async with asyncio.TaskGroup() as group:
         for each in callers:
-            group.create_task(each.until(lambda: not server.is_alive()))
+            group.create_task(each.until(lambda: not server.process.is_alive()))
         begun = perf_counter()
         for number in range(1, _SAMPLES + 1):
             before, since = seen.calls.total(), perf_counter()
@@ -203,7 +196,7 @@ async def _load(
             )
         answered = seen.calls.total()
         seen.stopping = True
-        stop()
+        server.stop()
     print(f"{seen.calls.total()} calls: {dict(seen.calls)}")
     print(f"as it was stopped: {seen.calls.total() - answered} answered, {seen.refused} told UNAVAILABLE")
     for each in callers:
@@ -230,24 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=64, help="how many call at once (default: 64)")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (default: 60)")
     options = parser.parse_args(arguments)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    server = context.Process(target=_serve, args=(theirs,))
-    server.start()
-    try:
-        port = ours.recv()
-        wrong = asyncio.run(_load(options.clients, options.seconds, port, server, lambda: ours.send("stop")))
-        server.join(60)
-    finally:
-        if server.is_alive():
-            server.kill()
-            server.join()
-    if server.exitcode:
-        wrong.append(f"the server ended with {server.exitcode}")
-    for each in wrong:
-        print(f"FAILED: {each}")
-    print(f"{len(wrong)} failures")
-    return 1 if wrong else 0
+    return with_server(_serve, lambda server: asyncio.run(_load(options.clients, options.seconds, server)))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from farcall import client as clients
+from farcall.client import CallError
+from rpc import TlsOptions
+from tests.support.certificates import Authority
 from tests.support.gateway import Scale, Serve
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -59,9 +65,21 @@ def test_a_client_in_javascript(serve: Serve, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text("from torch import nn\ndef make_model(): return nn.Identity()\n")
+    process, address = command(tmp_path, "made.py:make_model")
+    with clients.connect(address) as client:
+        assert client.call("model", np.arange(2)).tolist() == [0, 1]
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "ending: no more calls are taken" in rest
+    assert "model OK" in rest
+
+
+def command(folder: Path, target: str) -> tuple[subprocess.Popen[str], str]:
+    """The command, once it serves, and where."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "farcall", "serve", "made.py:make_model", "--port", "0"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "farcall", "serve", target, "--port", "0"],
+        cwd=folder,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -69,14 +87,46 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     first = process.stdout.readline()
-    assert first.startswith("serving model at 127.0.0.1:")
-    with clients.connect(f"localhost:{first.rpartition(':')[2].strip()}") as client:
-        assert client.call("model", np.arange(2)).tolist() == [0, 1]
-    process.send_signal(signal.SIGTERM)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert "ending: no more calls are taken" in rest
-    assert "model OK" in rest
+    found = re.match(r"serving model at (127\.0\.0\.1:\d+)$", first)
+    assert found, first + process.communicate(timeout=60)[0]
+    return process, found[1]
+
+
+@pytest.mark.processes
+def test_a_second_signal_ends_the_command_at_once(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(
+        "import threading\nfrom pathlib import Path\ndef wait(file):\n"
+        "    Path(file).write_text('begun')\n    threading.Event().wait()\nserved = {'model': wait}\n"
+    )
+    process, address = command(tmp_path, "made.py:served")
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    with ThreadPoolExecutor(1) as threads, clients.connect(address) as client:
+        taken = threads.submit(client.call, "model", str(begun))
+        assert begun.read_text() == "begun"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        while "another signal ends it at once" not in (line := process.stdout.readline()):
+            assert line, "it has ended"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGTERM
+        error = taken.exception(60)
+        assert isinstance(error, CallError)
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+
+
+PROGRAMS = {
+    "made.py": """def add(a, b): return a + b
+nothing, number = {}, 3
+def raises():
+    raise LookupError("no weights")
+""",
+    "broken.py": "def model(:\n",
+    "absent.py": "import farcall_none\n",
+    "lacking.py": "import farcall_none\n",
+    "leaves.py": "import sys\nsys.exit()\n",
+}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +139,11 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         ("made.py:add", "missing a required argument: 'a'; to serve the function itself"),
         ("made.py:number", "3 cannot be called"),
         ("made.py:nothing", "it is empty"),
+        ("made.py:raises", 'made.py", line 4, in raises\n    raise LookupError("no weights")'),
+        ("broken.py:model", 'broken.py", line 1\n    def model(:'),
+        ("absent.py:model", "import farcall_none\nModuleNotFoundError: No module named 'farcall_none'"),
+        ("lacking:model", "import farcall_none\nModuleNotFoundError: No module named 'farcall_none'"),
+        ("leaves.py:model", "leaves.py cannot be loaded. It raised:"),
     ],
 )
 def test_what_cannot_be_served(
@@ -100,8 +155,33 @@ def test_what_cannot_be_served(
 ) -> None:
     from farcall.cli import main
 
-    (tmp_path / "made.py").write_text("def add(a, b): return a + b\nnothing = {}\nnumber = 3\n")
+    for name, program in PROGRAMS.items():
+        (tmp_path / name).write_text(program)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(["serve", target]) == 1
-    assert text in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert text in told
+    assert "farcall/serving" not in told
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "text"),
+    [
+        ("ours.cert.pem", "theirs.key.pem", "or do not belong together"),
+        ("garbage", "ours.key.pem", "cert and key are not in PEM"),
+    ],
+)
+def test_certificates_that_are_not_good(serve: Serve, tmp_path: Path, cert: str, key: str, text: str) -> None:
+    for name in ("ours", "theirs"):
+        Authority(tmp_path, name).issue()
+    (tmp_path / "garbage").write_text("garbage")
+    files = [str(tmp_path / each) for each in (cert, key, "ours.ca.pem")]
+    with pytest.raises(ValueError, match=text):
+        serve({"scale": Scale()}, tls=TlsOptions(*files))
+
+
+def test_a_port_for_metrics_that_is_taken(serve: Serve) -> None:
+    port = serve({"scale": Scale()}).port
+    with pytest.raises(OSError, match=f"metrics cannot be served at 127.0.0.1:{port}: Address already"):
+        serve({"scale": Scale()}, metrics_port=port)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from farcall.client.arrays import NumpyTensors
 from farcall.serving.tensors import DTYPES, TorchTensors
+from farcall.v1 import service_pb2
 from farcall.v1 import value_pb2 as pb
 from farcall.values import ITEM_SIZES, Malformed, from_value, to_value
 from tests.support.effort import PROFILE
@@ -96,6 +98,18 @@ def test_what_is_received_has_memory_of_its_own() -> None:
     assert from_value(message, TORCH).tolist() == [0]
 
 
+def nested(deep: int, outer: Callable[[Any], Any] = lambda inner: [inner]) -> Any:
+    return outer(nested(deep - 1, outer)) if deep else torch.ones(1)
+
+
+@pytest.mark.parametrize(("deep", "outer"), [(45, lambda inner: [inner]), (30, lambda inner: {"": inner})])
+def test_what_is_written_can_be_read_however_deep(deep: int, outer: Callable[[Any], Any]) -> None:
+    request = service_pb2.BatchRequest()
+    to_value(nested(deep, outer), TORCH, request.calls.add().kwargs["x"])
+    again = service_pb2.BatchRequest.FromString(request.SerializeToString())
+    assert str(from_value(again.calls[0].kwargs["x"], TORCH)) == str(nested(deep, outer))
+
+
 def test_booleans_are_0_or_1_whatever_came() -> None:
     message = pb.Value(tensor=pb.Tensor(dtype=pb.DTYPE_BOOL, shape=[2], data=b"\x02\x00"))
     assert bits(from_value(message, TORCH)).tolist() == [1, 0]
@@ -108,6 +122,7 @@ def test_booleans_are_0_or_1_whatever_came() -> None:
         (object(), TypeError, "a value of type object has no counterpart"),
         ({1: 2}, TypeError, "the keys of a dict must be str, 1 is int"),
         (1 << 63, OverflowError, "needs more than the 64 bits"),
+        (nested(50), ValueError, "nested too deeply"),
     ],
 )
 def test_what_other_languages_do_not_have(value: Any, error: type[Exception], text: str) -> None:
