@@ -5,10 +5,10 @@ the one who has it, and goes on: that is another thread, or this one, further up
 of a step there may run a signal handler, or a destructor that the garbage collector calls, in which a user
 makes use of references. So steps never tear each other, and a thread stopped in one stops no other thread.
 
-Invariants: a step is taken after all those that were left before it began, or was put off for later: a reference
-is created before it is released. What a step asks for (actions, and callbacks of those who waited) is done after
-it, with the protocol free again. A step that was left returns nothing to whoever left it: callers make the ids
-themselves, before.
+Invariants: a step is taken after all those that were left before it began, or was put off for later: a
+reference is created before it is released. What a step asks for (actions, and callbacks of those who waited)
+is done after it, with the protocol free again. A step that was left returns nothing to whoever left it:
+callers make the ids themselves, before.
 """
 
 from __future__ import annotations
