@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from spmd.engine import operators
 from spmd.engine.aliases import Alias, refuse_repeated, steps_of_view, write
 from spmd.engine.current import engine
-from spmd.engine.handlers import HANDLERS
+from spmd.engine.handlers import HANDLERS, resize
 from spmd.engine.logical_tensor import LogicalTensor, fetched, show_instead, uploaded, wrap
 from spmd.engine.metas import Spec, infer
 from spmd.engine.operation import Operation
@@ -135,6 +135,8 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
     results = [each for each in results if each is not None]
     others = results[: len(results) - len(targets)]
     for target, result in zip(targets, results[len(others) :], strict=True):
+        if operation.is_out:
+            resize(target, result.spec.shape)
         _assign(recorder, operation, target._alias, result)
     if operation.returns_nothing:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from spmd.engine.aliases import Alias, Value, as_strided_steps, read, refuse_repeated, write
 from spmd.engine.current import NAME, engine
-from spmd.engine.logical_tensor import LogicalTensor, fetched, parameter_of, wrap
-from spmd.engine.metas import Spec, infer, spec_of
+from spmd.engine.logical_tensor import LogicalTensor, alias_of, fetched, parameter_of, show_instead, wrap
+from spmd.engine.metas import Spec, contiguous_stride, infer, spec_of
 from spmd.engine.operation import Operation
 from spmd.engine.program import REPLICATED
 from spmd.engine.recorder import Recorder
 
-__all__ = ["HANDLERS", "Handler"]
+__all__ = ["HANDLERS", "Handler", "resize"]
 
 aten: Final = torch.ops.aten
 Handler = Callable[..., Any]
@@ -130,10 +130,61 @@ def _set(target: LogicalTensor, source: LogicalTensor) -> Tensor:
 
 
 @_handles(aten.resize_.default)
-def _resize(target: LogicalTensor, size: Any, *, memory_format: Any = None) -> Tensor:
-    if tuple(size) != tuple(target.shape):
-        raise NotImplementedError("a tensor on spmd:0 cannot be resized: make a new one")
+def resize(target: LogicalTensor, size: Sequence[int], *, memory_format: Any = None) -> Tensor:
+    """What the tensor's memory begins with, in another shape; other tensors that show it stay as they are."""
+    alias = target._alias
+    shape, before = tuple(size), alias.spec.shape
+    if shape == before:
+        return target
+    if alias.parent is not None:
+        raise NotImplementedError(
+            "a view of a tensor on spmd:0 cannot be resized, since that would show other elements of its "
+            "base: resize a clone() of it"
+        )
+    recorder = engine().recorder
+    with recorder.lock:
+        count, wanted = math.prod(before), math.prod(shape)
+        resized: Tensor = aten.as_strided.default(target, (count,), (1,), 0)[:wanted]
+        if wanted > count:
+            resized = torch.cat([resized, resized.new_empty(wanted - count)])
+        stride = torch.empty(
+            shape, device="meta", memory_format=memory_format or torch.contiguous_format
+        ).stride()
+        resized = (
+            resized.as_strided(shape, stride) if stride != contiguous_stride(shape) else resized.view(shape)
+        )
+        value = read(recorder, alias_of(resized))
+        show_instead(target, wrap(Alias(value, Spec.of(shape, stride, target.dtype, value.spec.layout))))
     return target
+
+
+@_handles(aten.resize_as_.default)
+def _resize_as(target: LogicalTensor, template: Tensor, *, memory_format: Any = None) -> Tensor:
+    return resize(target, template.shape, memory_format=memory_format)
+
+
+@_handles(aten.bernoulli_.float)
+def _bernoulli(target: LogicalTensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
+    """Its functional form has no default for ``p``."""
+    return _copy(target, aten.bernoulli.p(target, p, generator=generator))
+
+
+@_handles(aten.polygamma_.default)
+def _polygamma(target: LogicalTensor, n: int) -> Tensor:
+    """Its functional form takes its arguments in another order."""
+    return _copy(target, aten.polygamma.default(n, target))
+
+
+@_handles(aten.rrelu_with_noise.default)
+def _rrelu(x: LogicalTensor, noise: LogicalTensor, *args: Any, **kwargs: Any) -> Tensor:
+    result, drawn = aten.rrelu_with_noise_functional.default(x, noise, *args, **kwargs)
+    _copy(noise, drawn)
+    return result
+
+
+@_handles(aten.rrelu_with_noise_.default)
+def _rrelu_in_place(x: LogicalTensor, noise: LogicalTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _copy(x, _rrelu(x, noise, *args, **kwargs))
 
 
 @_handles(aten.native_batch_norm.default)

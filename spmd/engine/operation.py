@@ -16,6 +16,8 @@ aten: Final = torch.ops.aten
 
 _BY_NAME: Final = {
     "aten::normal_": "normal_functional",
+    "aten::__ilshift__": "__lshift__",
+    "aten::__irshift__": "__rshift__",
 }
 
 _SHAPED_BY_NUMBERS: Final = ("arange", "linspace", "logspace", "range")
@@ -122,8 +124,13 @@ class Operation:
     def layouts_in_place(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], propagated: Any
     ) -> Sequence[Layout]:
-        """Where the results of the pure form lie, when the rules of the form in place were asked."""
+        """Where the results of the pure form lie, when the rules of the form in place were asked.
+
+        What replaces an argument lies where that one does; but a sum may be replaced by something whole.
+        """
         assert self.in_place is not None
+        if self.in_place.mutates_first and propagated.inputs[0].is_partial():
+            return list(propagated.results)
         found: list[Layout] = []
         first = 0
         for position, arg in enumerate(args):

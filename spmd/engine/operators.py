@@ -22,8 +22,10 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 from torch.utils import _pytree as pytree
 
 from spmd.engine.layouts import chunks, is_local, is_shard, local_shape
+from spmd.engine.metas import Spec, contiguous_stride, infer
 from spmd.engine.program import REPLICATED, Layout, MeshKey, Meta
 from spmd.engine.rules.catalog import (
+    LOCAL_RULES,
     PLACEMENT_RULES,
     Call,
     Row,
@@ -186,8 +188,21 @@ def _mesh(key: MeshKey) -> DeviceMesh:
 
 _KNOWN: Final = (Replicate, Shard, Partial, _StridedShard)
 
+_ALL_IF_EMPTY: Final = (
+    "aten::sum.dim_IntList",
+    "aten::nansum",
+    "aten::amax",
+    "aten::amin",
+    "aten::var.correction",
+    "aten::std.correction",
+    "aten::var_mean.correction",
+)
+"""Reductions over all dimensions if none is named, which DTensor's rules take for over none."""
+
 
 def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    if is_view(call.op) and 0 in call.tensors[0].shape:
+        return (call.tensors[0].layout,), (REPLICATED,)
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     mesh = _mesh(key)
     whole = (Replicate(),) * len(key.shape)
@@ -199,6 +214,8 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
 
     args, kwargs = pytree.tree_map_only(Meta, spec, (call.args, call.kwargs))
     args = tuple(list(each) if isinstance(each, tuple) else each for each in args)
+    if functional_name(call.op) in _ALL_IF_EMPTY and args[1:] and args[1] == []:
+        args = (args[0], None, *args[2:])
     if any(isinstance(each, DTensorSpec) for each in pytree.tree_leaves(kwargs)):
         raise _NoRuleError("a tensor is given by name")
     info = propagator.op_to_schema_info.get(call.op)
@@ -230,6 +247,7 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
             after = local_shape(Meta(tuple(outputs.shape), (), call.tensors[0].dtype, placed[0]), rank)
             if math.prod(before) != math.prod(after):
                 raise _NoRuleError("it moves elements between workers")
+    _refuse_other_shapes(call, needed, placed, key)
     return needed, placed
 
 
@@ -288,6 +306,34 @@ def _refuse_empty_parts(specs: Sequence[DTensorSpec], key: MeshKey) -> None:
                 raise _NoRuleError(f"not all of {size} workers have a part")
 
 
+def _refuse_other_shapes(
+    call: Call, needed: Sequence[Layout], placed: Sequence[Layout], key: MeshKey
+) -> None:
+    """Of parts, the operator must make parts: some rules are not for all shapes that their operator takes."""
+    if call.op.name() in LOCAL_RULES or not placed:
+        return
+    rank = key.devices[0]  # whose parts are the largest
+
+    def part(meta: Meta, layout: Layout) -> Meta:
+        shape = local_shape(replace(meta, layout=layout), rank)
+        return Meta(shape, contiguous_stride(shape), meta.dtype)
+
+    layouts = iter(needed)
+    args, kwargs = pytree.tree_map_only(
+        Meta, lambda meta: part(meta, next(layouts)), (tuple(call.args), call.kwargs)
+    )
+    whole = pytree.tree_leaves(_inferred(call.op, call.args, call.kwargs))
+    try:
+        made = pytree.tree_leaves(_inferred(call.op, args, kwargs))
+    except Exception as error:  # what the operator raises for such parts
+        raise _NoRuleError(
+            f"it takes no parts of these shapes ({str(error).partition(chr(10))[0]})"
+        ) from error
+    for one, other, layout in zip(whole, made, placed, strict=True):
+        if isinstance(one, Spec) and other.shape != local_shape(replace(one.meta, layout=layout), rank):
+            raise _NoRuleError("its rule is not for these shapes")
+
+
 def _layout(key: MeshKey, spec: DTensorSpec | None) -> Layout:
     if spec is None:
         return REPLICATED
@@ -312,13 +358,18 @@ def _count_results(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         return len(returns)
     if op._schema.name.startswith("aten::_foreach_"):
         return len(next(each for each in args if isinstance(each, (list, tuple))))
-
-    def empty(meta: Meta) -> torch.Tensor:
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-
-    given, named = pytree.tree_map_only(Meta, empty, (tuple(args), kwargs))
     if op._schema.name.removeprefix("aten::").startswith("_fused_"):
         names = [each.name.removesuffix("_out") for each in returns]
         known = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
         return sum(len(known.get(name, kwargs.get(name, ()))) for name in names)
-    return len(pytree.tree_leaves(op(*given, **named)))
+    return len(pytree.tree_leaves(_inferred(op, args, kwargs)))
+
+
+def _inferred(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What it returns, with specs for tensors."""
+
+    def spec(meta: Meta) -> Spec:
+        return Spec.of(meta.shape, meta.stride, meta.dtype)
+
+    given, named = pytree.tree_map_only(Meta, spec, (tuple(args), kwargs))
+    return infer(op, given, named)

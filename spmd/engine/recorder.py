@@ -143,7 +143,7 @@ class Recorder:
         self._tensor_type = tensor_type
         self._entries: dict[tuple[Any, ...], Entry] = {}
         self._entries_of = {self._default_dtype: self._entries}
-        self._moved: dict[tuple[int, Layout], Value] = {}
+        self._moved: dict[tuple[Value, Layout], Value] = {}
 
     def flush(self) -> None:
         """Hand over what is recorded."""
@@ -345,17 +345,17 @@ class Recorder:
         return values
 
     def moved(self, value: Value, layout: Layout) -> Value:
-        """The same value, laid out otherwise."""
+        """The same value, laid out otherwise: once in a recording, however often it is asked for."""
         if value.spec.layout == layout:
             return value
-        is_here = value.recording is not self.recording and isinstance(value.data, Tensor)
-        if is_here and has_blocks(layout):  # it goes there at once
-            return Value(value.spec.laid_out(layout), data=value.data)
-        index = value.index if value.recording is self.recording else self._enter_value(value)
-        found = self._moved.get((index, layout))
+        found = self._moved.get((value, layout))
         if found is None:
-            found = self.redistributed(value, layout)
-            self._moved[(value.index, layout)] = found
+            is_here = value.recording is not self.recording and isinstance(value.data, Tensor)
+            if is_here and has_blocks(layout):  # it goes there at once
+                found = Value(value.spec.laid_out(layout), data=value.data)
+            else:
+                found = self.redistributed(value, layout)
+            self._moved[(value, layout)] = found
         return found
 
     def redistributed(self, value: Value, layout: Layout) -> Value:

@@ -166,7 +166,46 @@ def out_arguments(device: torch.device) -> Any:
     torch.add(x, 1, out=out)
     values, indices = torch.empty(1, device=device), torch.empty(1, dtype=torch.int64, device=device)
     torch.max(x[None], 1, out=(values, indices))
-    return out, values, indices
+    empty = torch.empty(0, device=device)
+    torch.mul(x, 3, out=empty)
+    return out, values, indices, empty
+
+
+@case
+def resized(device: torch.device) -> Any:
+    x = torch.arange(6.0, device=device).reshape(2, 3).t().clone()
+    x.resize_(2, 2).mul_(2)
+    y = torch.zeros(2, device=device).resize_as_(x)
+    y.fill_(1)
+    z = torch.arange(3, device=device).resize_(5)
+    return x, y, z[:3], z.shape
+
+
+@case
+def drawn_in_place(device: torch.device) -> Any:
+    torch.manual_seed(3)
+    x = torch.ones(2, 4, 3, 3, device=device)
+    leaky = torch.linspace(-1, 1, 8, device=device)
+    return (
+        torch.empty(7, device=device).bernoulli_(),
+        functional.dropout2d(x, 0.5),
+        functional.alpha_dropout(x, 0.5),
+        functional.rrelu(leaky, training=True),
+        functional.rrelu_(leaky.clone(), training=True),
+        functional.rrelu(leaky),
+    )
+
+
+@case
+def rare_forms(device: torch.device) -> Any:
+    x, shifted = torch.linspace(1, 2, 6, device=device), torch.arange(4, device=device)
+    x.polygamma_(1)
+    shifted <<= 2
+    shifted >>= 1
+    rows = torch.linspace(0, 1, 10, device=device).reshape(5, 2)
+    counts, edges = torch.histogramdd(rows, [2, 3])
+    cut = torch.tensor_split(rows, torch.tensor([1, 3]))  # indices are the CPU's on any device
+    return x, shifted, counts, edges, cut, torch.unflatten(x.new_zeros(4, 0), 1, (2, 0))
 
 
 @case

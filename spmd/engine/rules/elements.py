@@ -28,7 +28,15 @@ def broadcast(shape: tuple[int, ...], into: tuple[int, ...], dim: int) -> Placem
 def _copy_rows(call: Call) -> list[Row]:
     target, source = call.tensors
     dims = range(len(target.shape))
-    return [Row((Shard(dim), broadcast(source.shape, target.shape, dim)), (Shard(dim),)) for dim in dims]
+    rows = [Row((Shard(dim), broadcast(source.shape, target.shape, dim)), (Shard(dim),)) for dim in dims]
+    return [*rows, Row((Partial(), Replicate()), (Replicate(),))]
+
+
+@placement_rule("fill.Scalar", "empty_like")
+def _fill_rows(call: Call) -> list[Row]:
+    """What was a sum is whole then: each worker has the number itself, and not an addend."""
+    rows = [Row((Shard(dim),), (Shard(dim),)) for dim in range(len(call.tensors[0].shape))]
+    return [*rows, Row((Partial(),), (Replicate(),))]
 
 
 @local_rule("copy")

@@ -12,12 +12,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from spmd.engine.program import Meta
 from spmd.engine.rules.local import Local, Site, local_rule
 
 __all__ = ["zeros_instead"]
 
-_SUMS: Final = ("aten::convolution_backward", "aten::native_batch_norm_backward")
-"""Their results are sums over the incoming gradient, and so zeros where there is none of it."""
+_SUMS: Final = ("aten::convolution", "aten::convolution_backward", "aten::native_batch_norm_backward")
+"""Their results are sums over the first tensor, and so zeros where there is none of it."""
 
 
 def zeros_instead(site: Site, single: bool) -> Callable[..., Any] | None:
@@ -28,8 +29,7 @@ def zeros_instead(site: Site, single: bool) -> Callable[..., Any] | None:
     """
     made = [None if meta is None else (site.local_shape(meta), meta.dtype) for meta in site.results]
     is_empty = bool(made) and all(each is None or 0 in each[0] for each in made)
-    is_sum = site.call.op.name() in _SUMS and 0 in site.local_shape(site.call.tensors[0])
-    if not is_empty and not is_sum:
+    if not is_empty and not (site.call.op.name() in _SUMS and _is_left_out(site, site.call.tensors[0])):
         return None
 
     def zeros(*args: object, **kwargs: object) -> Any:
@@ -37,6 +37,11 @@ def zeros_instead(site: Site, single: bool) -> Callable[..., Any] | None:
         return found[0] if single else found
 
     return zeros
+
+
+def _is_left_out(site: Site, meta: Meta) -> bool:
+    """Whether a tensor has elements, and none of them is here."""
+    return 0 not in meta.shape and 0 in site.local_shape(meta)
 
 
 @local_rule("convolution_backward")

@@ -182,17 +182,11 @@ def _cost(now: Placement, want: Placement, count: int, size: int, is_first: bool
     return count * rest if is_shard(want) else 2 * count * rest
 
 
-def fits(call: Call, row: Row, axis: int, size: int) -> bool:
-    """Whether every tensor has the dimension that the row shards."""
-    return all(
-        not isinstance(want, Shard) or want.dim < len(meta.shape)
-        for meta, want in zip(call.tensors, row.inputs, strict=True)
-    )
-
-
 # ---- rules in short
 
 _SHORT: Final = {
+    "channel_shuffle": "0->0",
+    "native_channel_shuffle": "0->0",
     "avg_pool2d": "0->0|1->1",
     "avg_pool2d_backward": "00->0|11->1",
     "avg_pool3d": "0->0|1->1",

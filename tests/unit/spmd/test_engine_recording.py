@@ -288,6 +288,18 @@ def test_data_is_uploaded_as_it_is_to_lie(both: tuple[Session, InlinePort]) -> N
     assert value_layout(uploaded_with(torch.ones(2), ONE)) == ONE
 
 
+def test_data_that_is_needed_whole_is_uploaded_once(both: tuple[Session, InlinePort]) -> None:
+    session, port = both
+    x = there(1, 2, 4)
+    constrain(x, ONE)
+    y = x[1:] + x[:-1]
+    session.sync()
+    definition = port.steps[0].definition
+    assert definition is not None
+    assert len(definition.inputs) == 1
+    assert y.tolist() == [3, 6]
+
+
 def test_data_is_not_uploaded_as_a_sum_that_is_still_to_be_done(both: tuple[Session, InlinePort]) -> None:
     session, port = both
     x = redistributed(there(1, 2), Layout.of(MeshKey((0,), (1,)), (Partial(),)))

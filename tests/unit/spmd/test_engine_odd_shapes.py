@@ -1,0 +1,78 @@
+"""Operators on what rules may forget: no batch, batches that are broadcast, sums, and nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Shard
+from torch.utils import _pytree as pytree
+
+from spmd.engine.operators import propagate
+from spmd.engine.program import REPLICATED, Layout, MeshKey, Meta
+from tests.unit.spmd.recorded import Recorder, Value
+
+aten: Any = torch.ops.aten
+LINE: Final = MeshKey((0, 1), (2,))
+
+
+def case(op: Any, where: list[Placement | None], *args: Any, **kwargs: Any) -> Any:
+    """An operator, where each of its tensors lies (None: whole), and its arguments."""
+    name = op.__name__.removesuffix(".default")
+    return pytest.param(op, where, args, kwargs, id=f"{name}-{[str(each) for each in where]}")
+
+
+def r(*shape: int) -> Tensor:
+    return torch.rand(shape) + 0.5
+
+
+def cases() -> Iterator[Any]:
+    first, last = Shard(0), Shard(1)
+    for op in (aten.channel_shuffle.default, aten.native_channel_shuffle.default):
+        yield case(op, [first], r(1, 4, 2, 2), 2)
+    yield case(aten.convolution.default, [last], r(1, 1, 6), r(1, 1, 3), None, [1], [0], [1], False, [0], 1)
+    lower, upper = torch.tril(r(2, 3, 3)), torch.triu(r(3, 3))
+    yield case(aten.linalg_solve_triangular.default, [first, first], lower, r(2, 3, 2), upper=False)
+    yield case(aten.linalg_solve_triangular.default, [None, first], lower, r(1, 3, 2), upper=False)
+    yield case(aten.linalg_solve_triangular.default, [first, None], upper, r(2, 3, 2), upper=True)
+    factor, pivots, _ = aten.linalg_ldl_factor_ex.default(lower @ lower.mT)
+    yield case(aten.linalg_ldl_solve.default, [first, first, first], factor, pivots, r(3, 3))
+    for op in (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.nansum.default):
+        for where in (first, last):
+            yield case(op, [where], r(5, 4), [], False)
+            yield case(op, [where], r(5, 4), [], True)
+    yield case(aten.var.correction, [first], r(5, 4), [])
+    for op in (aten.fill.Scalar, aten.fill.Tensor):
+        yield case(op, [Partial()], r(5, 4), 2.0 if op is aten.fill.Scalar else torch.tensor(2.0))
+    yield case(aten.view.default, [first], r(4, 0), [4, 2, 0, 0])
+    yield case(aten.view.default, [last], r(4, 0), [0, 7])
+
+
+@pytest.mark.parametrize(("op", "where", "args", "kwargs"), list(cases()))
+def test_operators_on_parts(op: Any, where: list[Placement | None], args: Any, kwargs: Any) -> None:
+    recorder, layouts = Recorder(), iter(where)
+    placed: list[tuple[Value, Layout]] = []
+
+    def place(whole: Tensor) -> Value:
+        placement = next(layouts, None)
+        layout = REPLICATED if placement is None else Layout(LINE, (placement,))
+        value = recorder.input(whole, REPLICATED if layout.is_partial() else layout)
+        placed.append((value, layout))
+        return value
+
+    def as_sum(value: Value) -> Value:
+        return recorder.redistribute(value, next(each for known, each in placed if known is value))
+
+    given = pytree.tree_map_only(Tensor, place, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(Value, as_sum, given)
+    for result in pytree.tree_leaves(recorder.op(op, *args, **kwargs)):
+        recorder.redistribute(result, REPLICATED)
+    recorder.check(size=2)
+
+
+def test_memory_like_that_of_a_sum_is_none() -> None:
+    x = Meta((5, 4), (4, 1), torch.float32, Layout(LINE, (Partial(),)))
+    assert propagate(aten.empty_like.default, (x,), {}).results == (REPLICATED,)
