@@ -409,10 +409,12 @@ class Agent:
 
     def _leave_group(self, reason: str) -> None:
         if not self._loop_thread.is_current():
-            self._loop_thread.wait_for(self._say_goodbye(reason))
+            self._loop_thread.wait_for(self.say_goodbye(reason))
 
-    async def _say_goodbye(self, reason: str) -> None:
-        """On the loop's thread. Once cancelled it waits for no peer, and only closes what is open."""
+    async def say_goodbye(self, reason: str) -> None:
+        """The part of ``close`` on the loop's thread. Once cancelled it waits for no peer, and only closes
+        what is open.
+        """
         self.heartbeat.stop()
         try:
             await self.striping.finish()

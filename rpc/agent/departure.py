@@ -181,16 +181,32 @@ class Departure:
             ended.set()
 
         try:
-            self._loop_thread.call(self._begin, end, timeout)
+            self._loop_thread.call(self.begin, end, timeout)
         except RuntimeError:
             if not self._is_closed:
                 raise
             end(_CLOSED)
-        deadline = monotonic() + timeout if timeout and self._termination is None else INFINITE
-        if not wait_for_event(ended, deadline):
-            failure[0] = f"this worker still has {self._report().active} calls or tasks under way"
+        wait_for_event(ended, INFINITE)
         if failure[0] is not None:
             raise self._error(f"worker '{self._me.name}' has left without waiting any longer: {failure[0]}")
+
+    def begin(self, end: Callable[[str | None], None], timeout: float) -> None:
+        """Enter a round as ``wait`` does, and have ``end`` called when that is over: with None, or with why
+        this worker has left without waiting any longer.
+        """
+        self._waiting = end
+        self._await_notice()
+        if self._is_closed:
+            end(_CLOSED)
+        elif self._termination is not None:
+            self._act(self._termination.enter(monotonic(), self._report(), timeout))
+            self._watch_over_all()
+        else:
+            self._activity.listen(self.look)
+            self._cancel_timer()  # of the round before
+            if timeout:
+                self._timer = self._loop_thread.loop.call_later(timeout, self._expire)
+            self.look()
 
     @property
     def under_way(self) -> bool:
@@ -224,13 +240,18 @@ class Departure:
         else:
             self.look()
 
+    @property
+    def leader(self) -> int | None:
+        """By its incarnation, who leads; None in a dynamic group."""
+        return None if self._termination is None else self._termination.leader
+
     def awaited(self) -> list[Peer]:
         """For whom this worker waits here: the leader for everybody, everybody else for the leader."""
-        if self._waiting is None or self._termination is None:
+        if self._waiting is None or self.leader is None:
             return []
-        if self._termination.leader == self._me.incarnation:
+        if self.leader == self._me.incarnation:
             return self._peers.present()
-        leader = self._peers.by_incarnation(self._termination.leader)
+        leader = self._peers.by_incarnation(self.leader)
         return [] if leader is None else [leader]
 
     def claim(self) -> bool:
@@ -238,23 +259,11 @@ class Departure:
         return self._claimed.acquire(blocking=False)
 
     def _closed(self) -> None:
-        """On the closing thread. This sets a flag and then ends the wait, ``_begin`` notes the wait and then
+        """On the closing thread. This sets a flag and then ends the wait, ``begin`` notes the wait and then
         looks at the flag: whichever comes first, nobody waits on.
         """
         self._is_closed = True
         self._end(_CLOSED)
-
-    def _begin(self, end: Callable[[str | None], None], timeout: float) -> None:
-        self._waiting = end
-        self._await_notice()
-        if self._is_closed:
-            end(_CLOSED)
-        elif self._termination is not None:
-            self._act(self._termination.enter(monotonic(), self._report(), timeout))
-            self._watch_over_all()
-        else:
-            self._activity.listen(self.look)
-            self.look()
 
     def _await_notice(self) -> None:
         if self._notice is not None:
@@ -291,8 +300,7 @@ class Departure:
 
     def _watch_over_all(self) -> None:
         """The leader waits for everybody, so it must notice if somebody dies who never had to do with it."""
-        assert self._termination is not None
-        if self._waiting is not None and self._termination.leader == self._me.incarnation:
+        if self._waiting is not None and self.leader == self._me.incarnation:
             for peer in self._peers.present():
                 self._peers.watch_over(peer)
 
@@ -322,15 +330,24 @@ class Departure:
         self._activity.listen(self.look if self._termination.awaits_idleness else None)
         self._set_timer()
 
+    def _expire(self) -> None:
+        """In a dynamic group."""
+        self.look()  # nobody may have looked yet, after a while in which this process was stopped
+        if self._waiting is not None:
+            self._end(f"this worker still has {self._report().active} calls or tasks under way")
+
     def _end(self, reason: str | None) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting(reason)
 
-    def _set_timer(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _set_timer(self) -> None:
+        self._cancel_timer()
         assert self._termination is not None
         due = self._termination.next_tick
         if due is not None:

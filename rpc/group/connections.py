@@ -291,6 +291,8 @@ class Connections:
         )
         if refusal is not None:
             self._refuse(greeting, refusal)
+            if refusal.code == CROSSED and peer is not None and not peer.connected:
+                self._dialler.crosses(peer)
             return
         peer = peer or self._events.peer_for(hello.member)
         if is_lost and peer.connection is not None:

@@ -41,6 +41,9 @@ _LONGEST_PAUSE: Final = 2.0
 _PATIENCE: Final = 3
 """So many connections may be made in vain at least."""
 
+_CROSSED_SECONDS: Final = 1.0
+"""How long a hello may go unanswered by who connects as well, and so is there, until it is taken for lost."""
+
 _REDIAL_SECONDS: Final = 3.0
 """How long an address may take that has answered before, so that a link which comes back is found soon."""
 
@@ -193,6 +196,15 @@ class Dialler:
             self.connect(peer)
         elif connect:
             self._connect_later(peer, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (peer.in_vain - 2)))
+
+    def crosses(self, peer: Peer) -> None:
+        """This side has refused the other's attempt, since it connects itself: the other awaits that."""
+        began = peer.session.connections
+        self._loop.call_later(_CROSSED_SECONDS, self._greet_again_unless_heard, peer, began)
+
+    def _greet_again_unless_heard(self, peer: Peer, connections: int) -> None:
+        if peer.session.connections == connections:
+            self.greet_again(peer)
 
     def crossed(self, peer: Peer) -> None:
         """The other side has refused the attempt, since it connects itself: it is awaited."""

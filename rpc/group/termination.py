@@ -79,14 +79,14 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The timeout has passed; ``reason`` says who has not entered shutdown and who is still busy."""
+    """The timeout has passed; ``reason`` says who has not entered, is still busy, or has not answered."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """The answer to ``inquire``: who has not entered shutdown and who is still busy."""
+    """The answer to ``inquire``: who has not entered shutdown, who is still busy, who has not answered."""
 
     reason: str
 
@@ -130,6 +130,7 @@ class Termination:
         self._proof: Wave | None = None
         """The last wave, if it was clean."""
         self._busy: dict[int, int] = {}
+        """What the last wave found; with 0, who is at odds with others about who is dead."""
         self._news = False
         """Something may have changed since the last wave began."""
         self._actions: list[Action] = []
@@ -168,7 +169,7 @@ class Termination:
         """Find out what the round waits for: ``Waits`` says so, now or when the leader has answered."""
         if not self._over and self._has_entered:
             if self._leads:
-                self._actions.append(Waits(self._standing(self._missing, self._busy)))
+                self._actions.append(Waits(self._standing(self._missing, self._awaited)))
             else:
                 self._inquires = True
                 self._send(self.leader, "ask")
@@ -195,7 +196,9 @@ class Termination:
         if incarnation == followed:
             if self._has_entered:
                 self._tell_leader("entered")
-            if self._answer_by is not None:
+            if self._answer_by is not None and self._leads:  # and knows not yet who else is there
+                self._fail(f"{self._name(incarnation)}, who led it, is gone")
+            elif self._answer_by is not None:
                 self._ask(now)
         elif self._owes is not None:
             self._tell_if_clean(report)
@@ -267,9 +270,8 @@ class Termination:
                 if self._has_entered:
                     self._finish_round()
             case "ask", []:
-                self._send(
-                    sender, "status", sorted(self._missing), [list(each) for each in self._busy.items()]
-                )
+                busy = [list(each) for each in self._awaited.items()]
+                self._send(sender, "status", sorted(self._missing), busy)
             case "status", [list(missing), busy]:
                 if self._answer_by is not None:
                     self._fail(self._standing(missing, dict(busy)))
@@ -341,8 +343,13 @@ class Termination:
 
     def _judge_wave(self, reports: Wave) -> None:
         self._reports = None
-        self._busy = {worker: report.active for worker, (_, report) in reports.items() if report.active}
-        if self._busy or not self._agree_on_lost(reports):
+        odds = self._at_odds(reports)
+        self._busy = {
+            worker: report.active
+            for worker, (_, report) in reports.items()
+            if report.active or worker in odds
+        }
+        if self._busy:
             self._proof = None
         elif reports == self._proof:
             self._finish_round()
@@ -350,20 +357,29 @@ class Termination:
             self._proof = reports
             self._news = True  # the second wave follows at once
 
-    def _agree_on_lost(self, reports: Wave) -> bool:
-        """Whether all have lost the dead, and whenever one has lost another, the other has lost it too."""
+    def _at_odds(self, reports: Wave) -> set[int]:
+        """Who has not lost one of the dead, or one who has lost it."""
         dead = self._lost
-        return all(
-            dead <= lost and all(worker in reports[other][0] for other in lost & reports.keys())
+        return {
+            worker
             for worker, (lost, _) in reports.items()
-        )
+            if not dead <= lost or any(worker in reports[other][0] for other in reports.keys() - lost)
+        }
+
+    @property
+    def _awaited(self) -> dict[int, int]:
+        """Who is busy, with how much, and, with 0, whose answer to a probe is awaited."""
+        if self._reports is None:
+            return self._busy
+        reported = {worker: report.active for worker, (_, report) in self._reports.items() if report.active}
+        return reported | {each: self._busy.get(each, 0) for each in self._alive - self._reports.keys()}
 
     # ---- timeouts and words
 
     def _ask(self, now: float) -> None:
         """The timeout has passed: find out what for."""
         if self._leads:
-            self._fail(self._standing(self._missing, self._busy))
+            self._fail(self._standing(self._missing, self._awaited))
         else:
             self._answer_by = now + _ANSWER_SECONDS
             self._send(self.leader, "ask")
@@ -380,9 +396,11 @@ class Termination:
         """What the round waits for."""
         by_rank = sorted(self._members, key=lambda incarnation: self._members[incarnation].id)
         absent = [self._name(each) for each in by_rank if each in missing]
-        working = [f"{self._name(each)} ({busy[each]} under way)" for each in by_rank if each in busy]
+        working = [f"{self._name(each)} ({busy[each]} under way)" for each in by_rank if busy.get(each)]
+        unheard = [self._name(each) for each in by_rank if busy.get(each) == 0]
         parts = [f"not in shutdown: {', '.join(absent)}"] if absent else []
         parts += [f"still busy: {', '.join(working)}"] if working else []
+        parts += [f"no answer yet from: {', '.join(unheard)}"] if unheard else []
         return "; ".join(parts) or "not everybody has answered"
 
     def _name(self, incarnation: int) -> str:

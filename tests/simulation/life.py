@@ -19,6 +19,7 @@ from rpc.group.connections import CONNECT_SECONDS
 from rpc.options import AgentOptions
 from rpc.runtime import current
 from tests.simulation.clock import Clock, Handle, WorkerLoop
+from tests.simulation.leaving import Leaving
 from tests.simulation.network import SimulatedNetwork
 from tests.simulation.programs import PROGRAMS, introduce
 from tests.simulation.truth import Truth, Violation
@@ -60,6 +61,8 @@ class Plan:
     excused: bool
     seconds: float
     deeds: tuple[Deed, ...]
+    leave: bool = False
+    """Whether workers leave, and in the end all do: some meanwhile, whatever goes wrong then."""
 
     @classmethod
     def of(cls, seed: int, workers: int = 0) -> Plan:
@@ -74,8 +77,9 @@ class Plan:
             tail = 0.0
         deeds: list[Deed] = []
 
-        def add(what: str, length: float = 0.0) -> None:
-            deeds.append(Deed(chance.random() * seconds, what, chance.getrandbits(32), length))
+        def add(what: str, length: float = 0.0, begin: float = 0.0, within: float = seconds) -> None:
+            time = begin + chance.random() * within
+            deeds.append(Deed(time, what, chance.getrandbits(32), length))
 
         many, faults = (2 * workers, 30) if workers else (pick((20, 50, 100)), pick((0, 2, 6, 12)))
         weights = pick(
@@ -89,10 +93,19 @@ class Plan:
             length = silence * chance.random() if what in ("partition", "pause") else 0.0
             silence -= 0.0 if excused else length
             add(what, length)
+        many = workers or pick((2, 3, 3, 4, 5))
+        if leave := chance.random() < 0.4:  # while there are calls and faults
+            begin, within = chance.random() * seconds, pick((0.05, 0.5, 5.0))
+            for _ in range(many if chance.random() < 0.7 else chance.randint(0, many)):
+                add("leave", pick((0.0, 0.0, 0.5, 5.0, 60.0)), begin, within)
+            for what in chance.choices(["call", *kinds[:-1]], k=pick((5, 10, 20))):
+                length = silence * chance.random() if what in ("partition", "pause") else 0.0
+                silence -= 0.0 if excused else length
+                add(what, length, begin, within)
         deeds.sort(key=lambda deed: deed.time)
         return cls(
-            seed, workers or pick((2, 3, 3, 4, 5)), static and not workers, lost_after, reconnect_within,
-            latency, tail, excused, seconds, tuple(deeds),
+            seed, many, static and not workers, lost_after, reconnect_within,
+            latency, tail, excused, seconds, tuple(deeds), leave,
         )  # fmt: skip
 
 
@@ -164,10 +177,16 @@ class Life:
     def _do(self, deed: Deed) -> None:
         chance = Random(deed.seed)
         living = self.truth.living
-        if deed.what in PROGRAMS:
-            worker = chance.choice(living)
+        busy = [worker for worker in living if worker.shutdown_since is None]
+        if deed.what == "leave":
+            if busy:
+                self.leave(chance.choice(busy), deed.seconds)
+        elif deed.what in PROGRAMS:
+            if not busy:
+                return
+            worker = chance.choice(busy)
             worker.loop.call_soon(PROGRAMS[deed.what], self.truth, worker, chance)
-        else:
+        elif living:
             getattr(self, f"_{deed.what}")(living, chance, deed.seconds)
 
     def _cut(self, living: Sequence[Worker], chance: Random, _: float) -> None:
@@ -230,6 +249,11 @@ class Life:
         for other in living:
             worker.loop.call_soon(introduce, self.truth, worker, other.name)
 
+    def leave(self, worker: Worker, timeout: float = 0.0) -> None:
+        """A worker's program ends, and it enters shutdown, with so much time for each of its rounds."""
+        worker.shutdown_since = self.clock.now  # what else it is told to do comes too late
+        worker.loop.call_soon(Leaving(self.truth, worker, timeout).begin)
+
     # ---- the end
 
     def end(self) -> None:
@@ -237,7 +261,11 @@ class Life:
         truth = self.truth
         truth.say("all faults are over")
         self.network.heal()
-        self.clock.run(max(0.0, max(worker.loop.paused_until for worker in truth.living) - self.clock.now))
+        paused = max((worker.loop.paused_until for worker in truth.living), default=0.0)
+        self.clock.run(max(0.0, paused - self.clock.now))
+        if self.plan.leave:
+            self._all_leave()
+            return
         for call in truth.calls:
             if not call.ended:
                 truth.ends_by(call, self.clock.now + self._bound)
@@ -247,6 +275,16 @@ class Life:
         self._until(self._has_nothing, self._bound + _SWEEPS_SECONDS)
         for left in self._left():
             raise Violation(f"in the end, {left}")
+
+    def _all_leave(self) -> None:
+        """Whoever has not is in shutdown now, and all are let go."""
+        for worker in self.truth.living:
+            if worker.shutdown_since is None:
+                self.leave(worker)
+        self._until(lambda: not any(worker.alive for worker in self.truth.workers.values()), 2 * self._bound)
+        for worker in self.truth.workers.values():
+            if worker.alive:
+                raise Violation(f"in the end, {worker} is in shutdown still")
 
     def _has_nothing(self) -> bool:
         """Whether nothing is left, when what late calls have brought is dropped, too."""

@@ -13,7 +13,7 @@ from tests.simulation.worker import Worker
 QUIET = replace(
     Plan.of(0),
     workers=2, static=True, lost_after=6.0, reconnect_within=5.0, latency=0.01, tail=0.0, excused=False,
-    deeds=(),
+    deeds=(), leave=False,
 )  # fmt: skip
 
 
@@ -43,6 +43,24 @@ def test_a_worker_that_has_crossed_another_lets_that_one_in() -> None:
         life.clock.run(0.1)
         (end,) = life.network.live()
         life.network.cut(end, half=False, loss=0.0)  # the other finds all hellos at once when it goes on
+        life.end()
+
+
+def test_a_worker_that_awaits_another_whose_hello_is_lost_is_greeted_again() -> None:
+    life = Life(QUIET)
+    with life.begun() as workers:
+        small, large = sorted(workers, key=lambda worker: worker.incarnation)
+        connect(life, small, large)
+        life.clock.run(1.0)
+        (end,) = life.network.live()
+        end = end if end.place == small.place else end.other
+        life.network.cut(end, half=True)
+        while end.open or not life.network.live():
+            life.clock.run(0.001)
+        (again,) = life.network.live()  # on which the one says hello, and does not learn that it is in vain
+        life.network.cut(again if again.place == large.place else again.other, half=True, loss=1.0)
+        life.clock.run(0.1)
+        large.loop.call_soon(introduce, life.truth, large, small.name)
         life.end()
 
 
@@ -83,3 +101,23 @@ def test_an_object_that_is_given_up_while_it_is_made_leaves_nothing() -> None:
         life.clock.run(1.0)
         assert any(each.made and each.creation.error is not None for each in life.truth.objects)
         life.end()
+
+
+def test_a_worker_that_was_stopped_until_its_time_in_shutdown_is_over_has_not_failed_if_all_has_ended() -> (
+    None
+):
+    told: list[str] = []
+    life = Life(replace(QUIET, static=False, leave=True), told.append)
+    with life.begun() as (here, there):
+        connect(life, here, there)
+        life.clock.run(1.0)
+        made = life.truth.new_object(there.incarnation, here)
+        here.loop.call_soon(
+            lambda: life.truth.hold(here, made.tag, rpc.remote(there.name, Thing, (made.tag,)))
+        )
+        life.clock.run(1.0)
+        life.leave(here, timeout=0.5)
+        life.clock.run(0.001)  # it gives the reference back
+        here.loop.paused_until = life.clock.now + 2.0
+        life.end()
+    assert any("round 3 is over for " + repr(here) + ": all" in line for line in told)

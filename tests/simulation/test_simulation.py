@@ -13,7 +13,9 @@ from typing import Any, Final
 import pytest
 
 from rpc.agent.calls import CallTable, PendingCall
+from rpc.agent.departure import Activity, Departure
 from rpc.group.liveness import Liveness
+from rpc.group.termination import Termination
 from rpc.transport.session import Session
 from rref.protocol.fence import FenceAnswers
 from rref.protocol.owner import Owner
@@ -107,6 +109,18 @@ def take_nothing_out(self: CallTable, call_id: int) -> PendingCall | None:
 def nothing(*_: Any, **__: Any) -> None: ...
 
 
+def nothing_at_all(*_: Any) -> int:
+    return 0
+
+
+def nothing_follows(*_: Any) -> list[Any]:
+    return []
+
+
+def name_nobody(*_: Any) -> str:
+    return "nobody knows for whom it waits"
+
+
 def never_silent(look: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, now, signs: (look(self, now, signs)[0], [])
 
@@ -140,6 +154,21 @@ BREAKAGES: Final[dict[str, tuple[Any, str, Callable[[Any], Any], str]]] = {
     "an owner counts no fork that it sends": (Owner, "fork", count_no_fork, "is freed, but"),
     "an accepted child stays": (Users, "on_accepted", lambda _: nothing, "is left with"),
     "fences are not answered": (FenceAnswers, "_answer", lambda _: nothing, "is left with"),
+    "calls stay when their worker leaves": (CallTable, "end", lambda _: nothing, "is lost without an error"),
+    "nothing is held to be under way": (Activity, "under_way", lambda _: nothing_at_all, "is told that all"),
+    "a wait in shutdown does not end in time": (Departure, "_tick", lambda _: nothing, "for longer than it"),
+    "in shutdown, the dead are waited for": (
+        Termination,
+        "lost",
+        lambda _: nothing_follows,
+        "is in shutdown",
+    ),
+    "nobody is named": (
+        Termination,
+        "_standing",
+        lambda _: name_nobody,
+        "is told: .* nobody knows",
+    ),
 }
 
 

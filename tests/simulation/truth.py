@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 from unittest import mock
 
 from rpc.agent.calls import PendingCall
-from rpc.errors import RpcTimeoutError, RRefError, WorkerLostError
+from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError, WorkerLostError
 from rpc.wire.frames import Frame
 from rref.protocol.messages import State
 from rref.reference import RRef
@@ -103,12 +103,12 @@ class Truth:
 
     @property
     def living(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.alive]
+        return [worker for worker in self.workers.values() if worker.stays]
 
     def estranged(self, one: int, other: int) -> bool:
         """Whether one of two workers is gone, or gone for the other."""
         here, there = self.workers[one], self.workers[other]
-        return not (here.alive and there.alive) or here.has_lost(other) or there.has_lost(one)
+        return not (here.stays and there.stays) or here.has_lost(other) or there.has_lost(one)
 
     # ---- at each step
 
@@ -135,7 +135,7 @@ class Truth:
     def lost(self, worker: Worker, incarnation: int, reason: str) -> None:
         """A worker has given another up."""
         self.say(f"{worker} loses {self.workers[incarnation]}: {reason}")
-        if not self.excused and self.workers[incarnation].alive:
+        if not self.excused and self.workers[incarnation].stays:
             self.broken(f"{worker} gives up {self.workers[incarnation]}, which lives: {reason}")
         for call in self.calls:
             if not call.ended and call.caller is worker and call.callee == incarnation:
@@ -169,6 +169,30 @@ class Truth:
         """It was made."""
         call.future = future
         future.add_done_callback(lambda done: self._ended(call, done))
+
+    def check_ended(self, here: Worker) -> None:
+        """A worker is told in shutdown that all work has ended: in a static group that of all whom it has not
+        lost, else its own.
+        """
+        for call in self.calls:
+            if call.ended or call.future is None:
+                continue
+            caller = call.caller.incarnation
+            if call.caller is not here and (
+                not here.agent.is_static_group
+                or self.estranged(caller, call.callee)
+                or self.estranged(here.incarnation, caller)
+                or self.estranged(here.incarnation, call.callee)
+            ):
+                continue
+            self.broken(f"{here} is told that all work has ended, and {self._named(call)} has not")
+
+    def left(self, here: Worker) -> None:
+        """A worker has left: of its calls, who waits for them has heard."""
+        self.say(f"{here} has left")
+        for call in self.calls:
+            if call.caller is here and call.future is not None and not call.ended:
+                self.broken(f"{self._named(call)} is lost without an error")
 
     def ran(self, number: int) -> None:
         """It runs, here."""
@@ -208,6 +232,8 @@ class Truth:
                 return bool(call.timeout) and self.clock.now >= call.begun + call.timeout
             case WorkerLostError():
                 return call.caller.has_lost(call.callee)
+            case NotInitializedError():
+                return call.caller.leaving
             case RRefError():
                 return call.what.startswith("touch") and self.is_given_up(int(call.what.split()[1]))
         return False
@@ -236,7 +262,7 @@ class Truth:
         known = self.objects[tag]
         known.freed = True
         owner = self.workers[known.owner]
-        if not owner.alive or self.over:
+        if not owner.stays or self.over:
             return
         self.say(f"{owner} frees object {tag}")
         if self.is_given_up(tag):

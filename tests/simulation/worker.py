@@ -15,7 +15,7 @@ from rpc.runtime.process_tuning import ProcessTuning
 from rpc.runtime.tasks import Task, TaskSource
 from rpc.testing.memory_transport import MemoryTransport
 from rref.installation import install
-from tests.simulation.clock import WorkerLoop
+from tests.simulation.clock import Handle, WorkerLoop
 from tests.simulation.network import SimulatedNetwork
 
 __all__ = ["Worker", "ground"]
@@ -53,6 +53,7 @@ class _Executor(Executor):
     def __init__(self, loop: WorkerLoop) -> None:
         self._loop = loop
         self._active = 0
+        self._planned: dict[Handle, Task] = {}
         self._idle_callback: Callable[[], None] | None = None
         self.closed = False
 
@@ -69,11 +70,13 @@ class _Executor(Executor):
         for task in tasks:
             self._active += 1
             delay = chance() * (0.2 if chance() < _SLOW else 0.001)
-            self._loop.call_later(delay, self._perform, task)
+            handle = self._loop.call_later(delay, self._perform)
+            handle.arguments = (handle,)
+            self._planned[handle] = task
         return True
 
-    def _perform(self, task: Task) -> None:
-        function, argument = task
+    def _perform(self, handle: Handle) -> None:
+        function, argument = self._planned.pop(handle)
         try:
             function(argument)
         finally:
@@ -97,7 +100,10 @@ class _Executor(Executor):
         return False
 
     def drop_backlog(self) -> list[Task]:
-        return []
+        dropped, self._planned = self._planned, {}
+        for handle in dropped:
+            handle.cancel()
+        return list(dropped.values())
 
     def stop(self, timeout: float | None = 5.0) -> bool:
         self.closed = True
@@ -131,6 +137,8 @@ class Worker:
         agent, loop: its.
         member: how others know it.
         alive: whether its process has not ended.
+        shutdown_since: when it entered shutdown, if it has.
+        leaving: whether it is just saying goodbye.
     """
 
     def __init__(
@@ -152,6 +160,8 @@ class Worker:
             options.max_message_bytes,
         )
         self.alive = True
+        self.shutdown_since: float | None = None
+        self.leaving = False
         self.place = place
         self.name = name
         self.incarnation = incarnation
@@ -162,6 +172,11 @@ class Worker:
     def join(self, members: Sequence[Member], *, static: bool) -> None:
         """Take part in the group of these."""
         self.agent.join(self.member, members, _GROUP, static=static)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it lives, and does not leave."""
+        return self.alive and not self.leaving
 
     def has_lost(self, incarnation: int) -> bool:
         """Whether another worker is gone, as far as this one knows."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.group.termination import Action, CutOff, Failed, Leave, Quiescent, Report, Send, Termination
+from rpc.group.termination import Action, CutOff, Failed, Leave, Quiescent, Report, Send, Termination, Waits
 from tests.support.termination_world import World, members
 
 IDLE = Report(0)
@@ -215,6 +215,38 @@ def test_timeout_names_who_is_busy() -> None:
     assert leader.tick(5.0, IDLE) == [
         Failed("shutdown timed out: still busy: worker 'worker1' (3 under way)")
     ]
+
+
+def test_timeout_names_who_has_not_answered_and_who_was_busy_when_it_did() -> None:
+    leader, (one, two, three) = entered(4, timeout=5.0)
+    report(leader, one, 1)
+    assert leader.inquire(IDLE) == [Waits("no answer yet from: worker 'worker2', worker 'worker3'")]
+    report(leader, two, 1, active=2)
+    report(leader, three, 1)
+    leader.receive(one, [0, "changed"], 1.0, IDLE)
+    assert leader.tick(5.0, IDLE) == [
+        Failed(
+            "shutdown timed out: still busy: worker 'worker2' (2 under way); "
+            "no answer yet from: worker 'worker1', worker 'worker3'"
+        )
+    ]
+
+
+def test_timeout_names_who_has_not_noticed_a_death() -> None:
+    leader, (one, two, dead) = entered(4, timeout=5.0)
+    leader.lost(dead, 1.0, IDLE)
+    report(leader, one, 2, lost=[dead])
+    report(leader, two, 2)
+    assert leader.tick(5.0, IDLE) == [Failed("shutdown timed out: no answer yet from: worker 'worker2'")]
+
+
+def test_a_leader_that_is_lost_when_the_time_is_over_is_named() -> None:
+    group = members(2)
+    worker = Termination(group[1], group)
+    worker.enter(0.0, IDLE, timeout=5.0)
+    worker.tick(5.0, IDLE)
+    (failed,) = worker.lost(group[0].incarnation, 5.5, IDLE)
+    assert failed == Failed("shutdown timed out: worker 'worker0', who led it, is gone")
 
 
 def test_other_workers_ask_the_leader_what_the_timeout_was_for() -> None:
