@@ -32,7 +32,10 @@ class Host:
         self.slots = Slots(limits.in_flight)
         self._batchers = {
             name: Batcher(
-                each.batching, partial(self._run, each, seconds=None), partial(self.metrics.batch, name)
+                each.batching,
+                partial(self._run, each, seconds=None),
+                partial(self.metrics.batch, name),
+                self.slots.when_free,
             )
             for name, each in self.endpoints.items()
             if each.batching is not None
