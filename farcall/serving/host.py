@@ -78,10 +78,14 @@ class Host:
         with self.admission.admit(caller):
             endpoint = self.find(name, streams=False)
             endpoint.bind(args, kwargs)
+            if name in self._batchers:
+                result = self._batchers[name].call(args, kwargs)
+            else:
+                result = self._run(endpoint, args, kwargs, seconds=seconds)
+            if seconds is None:
+                return await result
             async with asyncio.timeout(seconds):
-                if name in self._batchers:
-                    return await self._batchers[name].call(args, kwargs)
-                return await self._run(endpoint, args, kwargs, seconds=seconds)
+                return await result
 
     async def stream(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, caller: str, seconds: float | None
