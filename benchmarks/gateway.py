@@ -15,6 +15,7 @@ import asyncio
 import multiprocessing
 import statistics
 from collections.abc import Awaitable, Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any, Final
@@ -36,8 +37,12 @@ __all__ = ["main"]
 _ROUNDS: Final = 9
 _CALLS: Final = 100
 _CLIENTS: Final = 32
+_TURNS: Final = 4
 _WIDTH: Final = 4096
 """Of the model: 17 million parameters, so that one image costs some milliseconds."""
+_DELAYS: Final = (5, 10)
+"""Of batches, in ms. All clients are one process here, which takes some 10 ms to send a call of each."""
+
 _ECHO: Final = "/bare/echo"
 
 
@@ -62,13 +67,20 @@ def _echo(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+async def _echo_async(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(64, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH)).eval()
     endpoints = {
         "echo": Endpoint(_echo),
+        "async echo": Endpoint(_echo_async),
         "alone": Endpoint(model),
-        "batched": Endpoint(model, batching=Batching(_CLIENTS, 0.005)),
+        **{
+            f"batched {delay}": Endpoint(model, batching=Batching(_CLIENTS, delay / 1e3)) for delay in _DELAYS
+        },
     }
     with farcall.serve(endpoints, limits=Limits(in_flight=1)) as server:
         connection.send(server.port)
@@ -106,27 +118,39 @@ async def _measure(port: int, bare_port: int) -> list[tuple[str, float, float, f
     ):
         bare = channel.unary_unary(_ECHO)
         data = tensor.tobytes()
-        echo = await _in_turns(lambda: client.call("echo", tensor), lambda: bare(data))
-        crowd = [connect_async(f"localhost:{port}") for _ in range(_CLIENTS)]
-        together = await _in_turns(
-            lambda: _all(crowd, "batched", image), lambda: _all(crowd, "alone", image), calls=4
+        echo = await _in_turns(
+            lambda: client.call("echo", tensor), lambda: client.call("async echo", tensor), lambda: bare(data)
         )
-        for each in crowd:
-            await each.close()
-    return [
-        ("1 KB tensor there and back, µs", echo[0] * 1e6, echo[1] * 1e6, 1.5, False),
-        (
-            f"calls a second of {_CLIENTS} clients, batched",
-            _CLIENTS / together[0],
-            _CLIENTS / together[1],
-            3,
-            True,
-        ),
-    ]
+        crowd = [connect_async(f"localhost:{port}") for _ in range(_CLIENTS)]
+        lines = [
+            ("1 KB tensor there and back, µs", echo[0] * 1e6, echo[2] * 1e6, 1.5, False),
+            ("the same by an async def, on no thread, µs", echo[1] * 1e6, echo[2] * 1e6, 1.5, False),
+        ]
+        names = ["alone", *(f"batched {delay}" for delay in _DELAYS)]
+        for how, calls in (("each when it has its answer", _each), ("all at once", _at_once)):
+            alone, *batched = await _in_turns(
+                *(partial(calls, crowd, name, image) for name in names), calls=1
+            )
+            for delay, seconds in zip(_DELAYS, batched, strict=True):
+                what = f"{_CLIENTS} clients, {how}, {delay} ms for a batch: calls a second"
+                count = _CLIENTS * _TURNS
+                lines.append((what, count / seconds, count / alone, 3.0, True))
+        for member in crowd:
+            await member.close()
+    return lines
 
 
-async def _all(crowd: list[AsyncClient], name: str, image: Any) -> None:
-    await asyncio.gather(*(client.call(name, image) for client in crowd))
+async def _each(crowd: list[AsyncClient], name: str, image: Any) -> None:
+    async def call(client: AsyncClient) -> None:
+        for _ in range(_TURNS):
+            await client.call(name, image)
+
+    await asyncio.gather(*map(call, crowd))
+
+
+async def _at_once(crowd: list[AsyncClient], name: str, image: Any) -> None:
+    for _ in range(_TURNS):
+        await asyncio.gather(*(client.call(name, image) for client in crowd))
 
 
 async def _in_turns(*sides: Callable[[], Awaitable[Any]], calls: int = _CALLS) -> tuple[float, ...]:

@@ -1,8 +1,9 @@
 """Calls that come together are run as one.
 
 A batch is open for calls of one kind: the same structure, dtypes and sizes beside the first. It is closed
-when it is full or its first call has waited long enough. A batch that fails is run again call by call, so
-that what is wrong with one is that one's error.
+when it is full, or its first call has waited long enough and there is a place for it to run: until then, it
+can as well take more. A batch that fails is run again call by call, so that what is wrong with one is that
+one's error.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from farcall.serving.endpoint import Batching
 
 __all__ = ["Batcher"]
 
+WhenFree = Callable[[Callable[[], None]], None]
 Run = Callable[[Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
 
 
@@ -45,12 +48,16 @@ class Batcher:
         batching: how many, and how long they wait.
         run: makes one call.
         observe: told how many calls a batch has.
+        when_free: calls back as soon as there is a place to run.
     """
 
-    def __init__(self, batching: Batching, run: Run, observe: Callable[[int], None]) -> None:
+    def __init__(
+        self, batching: Batching, run: Run, observe: Callable[[int], None], when_free: WhenFree
+    ) -> None:
         self._batching = batching
         self._run = run
         self._observe = observe
+        self._when_free = when_free
         self._open: dict[Hashable, _Batch] = {}
         self._running: set[asyncio.Task[None]] = set()
 
@@ -74,10 +81,15 @@ class Batcher:
         if batch is None:
             batch = self._open[kind] = _Batch(structure)
             loop = asyncio.get_running_loop()
-            batch.timer = loop.call_later(self._batching.max_delay, self._close, kind)
+            close = partial(self._close_if_open, kind, batch)
+            batch.timer = loop.call_later(self._batching.max_delay, self._when_free, close)
         batch.calls.append(call)
         batch.rows += call.rows
         if batch.rows == self._batching.max_batch_size:
+            self._close(kind)
+
+    def _close_if_open(self, kind: Hashable, batch: _Batch) -> None:
+        if self._open.get(kind) is batch:
             self._close(kind)
 
     def _close(self, kind: Hashable) -> None:

@@ -42,8 +42,7 @@ class Callers:
 
     def name(self, context: Any) -> str:
         """Who calls: the token's owner, the certificate's name, or the address."""
-        owner = self._owner(context.invocation_metadata() or ())
-        if owner is not None:
+        if self._tokens and (owner := self._owner(context.invocation_metadata() or ())) is not None:
             return owner
         if self._certificates:
             names = context.auth_context().get("x509_common_name")

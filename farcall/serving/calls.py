@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, ParamSpec, TypeVar
@@ -49,11 +48,13 @@ class Caller:
     Attributes:
         name: who makes it.
         seconds: that he waits; None: for ever.
+        began: when it came, by ``perf_counter``.
         served: the name that he calls, for logs and metrics.
     """
 
     name: str
     seconds: float | None
+    began: float
     served: str = _NOT_SERVED
 
 
@@ -140,24 +141,19 @@ class Calls:
         """Wait until every call that has come is answered, to the last byte."""
         await self._idle.wait()
 
-    def _comes(self, context: Any) -> None:
-        self._under_way += 1
-        self._idle.clear()
-        self._came += 1
-        context.add_done_callback(self._goes)
-
-    def _goes(self, _: Any) -> None:
-        self._under_way -= 1
-        if not self._under_way:
-            self._idle.set()
-
     def unary(self, answer: Callable[[bytes, Caller], Awaitable[Message]]) -> Any:
         """A handler of a method with one answer."""
 
         async def handle(request: bytes, context: Any) -> bytes:
-            async with self._noted(context) as caller:
-                return (await answer(request, caller)).SerializeToString()
-            raise AssertionError("an error is answered by abort, which raises")
+            caller = self._comes(context)
+            try:
+                await self._open.wait()
+                data = (await answer(request, caller)).SerializeToString()
+            except BaseException as error:
+                await self._fails(caller, context, error)
+                raise
+            self._ends(caller, grpc.StatusCode.OK)
+            return data
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
@@ -165,35 +161,46 @@ class Calls:
         """A handler of a method with many answers."""
 
         async def handle(request: bytes, context: Any) -> AsyncIterator[bytes]:
-            async with self._noted(context) as caller:
+            caller = self._comes(context)
+            try:
+                await self._open.wait()
                 results = answers(request, caller)
                 try:
                     async for each in results:
                         yield each.SerializeToString()
                 finally:
                     await results.aclose()  # type: ignore[attr-defined]
+            except BaseException as error:
+                await self._fails(caller, context, error)
+                raise
+            self._ends(caller, grpc.StatusCode.OK)
 
         return grpc.unary_stream_rpc_method_handler(handle)
 
-    @asynccontextmanager
-    async def _noted(self, context: Any) -> AsyncIterator[Caller]:
-        self._comes(context)
-        remaining: float | None = context.time_remaining()
-        caller = Caller(self._callers.name(context), remaining)
-        begun = perf_counter()
-        code, text = grpc.StatusCode.OK, ""
-        try:
-            await self._open.wait()
-            yield caller
-        except (asyncio.CancelledError, GeneratorExit):
-            code = grpc.StatusCode.CANCELLED
-            raise
-        except Exception as error:
-            code, text = status_of(error), f"{type(error).__qualname__}: {text_of(error)[:200]!r}"
-            details = details_of(error, tracebacks=self.tracebacks)
-            await context.abort(
-                code, details.message, trailing_metadata=((_DETAILS, details.SerializeToString()),)
-            )
-        finally:
-            served = caller.served if caller.served in self._host.endpoints else _NOT_SERVED
-            self._host.metrics.ended(served, caller.name, code, perf_counter() - begun, text)
+    def _comes(self, context: Any) -> Caller:
+        self._under_way += 1
+        self._idle.clear()
+        self._came += 1
+        context.add_done_callback(self._goes)
+        return Caller(self._callers.name(context), context.time_remaining(), perf_counter())
+
+    def _goes(self, _: Any) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._idle.set()
+
+    async def _fails(self, caller: Caller, context: Any, error: BaseException) -> None:
+        """Answer with an error, which is raised; unless nobody waits for an answer."""
+        if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+            self._ends(caller, grpc.StatusCode.CANCELLED)
+            return
+        code = status_of(error)
+        self._ends(caller, code, f"{type(error).__qualname__}: {text_of(error)[:200]!r}")
+        details = details_of(error, tracebacks=self.tracebacks)
+        await context.abort(
+            code, details.message, trailing_metadata=((_DETAILS, details.SerializeToString()),)
+        )
+
+    def _ends(self, caller: Caller, code: grpc.StatusCode, text: str = "") -> None:
+        served = caller.served if caller.served in self._host.endpoints else _NOT_SERVED
+        self._host.metrics.ended(served, caller.name, code, perf_counter() - caller.began, text)

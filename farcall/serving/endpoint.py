@@ -77,7 +77,8 @@ class Batching:
 
     Args:
         max_batch_size: rows at most; a call with more runs alone.
-        max_delay: seconds that the first call waits for others.
+        max_delay: seconds that the first call waits for others, or longer if the server has no place to run
+            it. If clients need longer than that for all their calls to come, batches stay small.
     """
 
     max_batch_size: int = 32

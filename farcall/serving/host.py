@@ -32,7 +32,10 @@ class Host:
         self.slots = Slots(limits.in_flight)
         self._batchers = {
             name: Batcher(
-                each.batching, partial(self._run, each, seconds=None), partial(self.metrics.batch, name)
+                each.batching,
+                partial(self._run, each, seconds=None),
+                partial(self.metrics.batch, name),
+                self.slots.when_free,
             )
             for name, each in self.endpoints.items()
             if each.batching is not None
@@ -75,10 +78,14 @@ class Host:
         with self.admission.admit(caller):
             endpoint = self.find(name, streams=False)
             endpoint.bind(args, kwargs)
+            if name in self._batchers:
+                result = self._batchers[name].call(args, kwargs)
+            else:
+                result = self._run(endpoint, args, kwargs, seconds=seconds)
+            if seconds is None:
+                return await result
             async with asyncio.timeout(seconds):
-                if name in self._batchers:
-                    return await self._batchers[name].call(args, kwargs)
-                return await self._run(endpoint, args, kwargs, seconds=seconds)
+                return await result
 
     async def stream(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, caller: str, seconds: float | None

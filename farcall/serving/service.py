@@ -57,18 +57,14 @@ class _Service:
         return pb.DescribeResponse(served=served, version=farcall.__version__)
 
     async def call(self, request: bytes, caller: Caller) -> pb.CallResponse:
-        message = await beside_the_loop(len(request), parse, pb.CallRequest, request)
-        caller.served = message.call.name
         response = pb.CallResponse()
-        await self._put_result(response.value, message.call, len(request), caller)
+        name, args, kwargs = await beside_the_loop(len(request), _read, pb.CallRequest, request, caller)
+        await self._put_result(response.value, name, args, kwargs, caller)
         return response
 
     async def stream(self, request: bytes, caller: Caller) -> AsyncIterator[pb.StreamCallResponse]:
-        message = await beside_the_loop(len(request), parse, pb.StreamCallRequest, request)
-        invocation = message.call
-        caller.served = invocation.name
-        args, kwargs = await beside_the_loop(len(request), _arguments, invocation)
-        results = self._host.stream(invocation.name, args, kwargs, caller=caller.name, seconds=caller.seconds)
+        name, args, kwargs = await beside_the_loop(len(request), _read, pb.StreamCallRequest, request, caller)
+        results = self._host.stream(name, args, kwargs, caller=caller.name, seconds=caller.seconds)
         try:
             async for each in results:
                 response = pb.StreamCallResponse()
@@ -93,22 +89,29 @@ class _Service:
         self, into: pb.Result, invocation: pb.Invocation, size: int, caller: Caller
     ) -> None:
         try:
-            await self._put_result(into.value, invocation, size, caller)
+            args, kwargs = await beside_the_loop(size, _arguments, invocation)
+            await self._put_result(into.value, invocation.name, args, kwargs, caller)
         except Exception as error:
             into.error.CopyFrom(details_of(error, tracebacks=self._tracebacks))
 
     async def _put_result(
-        self, into: value_pb2.Value, invocation: pb.Invocation, size: int, caller: Caller
+        self, into: value_pb2.Value, name: str, args: list[Any], kwargs: dict[str, Any], caller: Caller
     ) -> None:
-        args, kwargs = await beside_the_loop(size, _arguments, invocation)
-        result = await self._host.call(
-            invocation.name, args, kwargs, caller=caller.name, seconds=caller.seconds
-        )
+        result = await self._host.call(name, args, kwargs, caller=caller.name, seconds=caller.seconds)
         await _put(into, result)
 
 
 async def _put(into: value_pb2.Value, result: Any) -> None:
     await beside_the_loop(size_of(result), to_value, result, _TENSORS, into)
+
+
+def _read(
+    kind: type[pb.CallRequest | pb.StreamCallRequest], request: bytes, caller: Caller
+) -> tuple[str, list[Any], dict[str, Any]]:
+    """What is called, and its arguments."""
+    invocation = parse(kind, request).call
+    caller.served = invocation.name
+    return invocation.name, *_arguments(invocation)
 
 
 def _arguments(invocation: pb.Invocation) -> tuple[list[Any], dict[str, Any]]:

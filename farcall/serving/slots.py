@@ -27,19 +27,43 @@ class Slots:
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="farcall serving")
         self._in_threads = 0
         self._closed = False
+        self._told: list[Callable[[], None]] = []
 
     @property
     def in_threads(self) -> int:
         """Calls that run in threads, also those for which nobody waits any more."""
         return self._in_threads
 
+    def when_free(self, tell: Callable[[], None]) -> None:
+        """Call back, once, as soon as there may be a place: now, or when a call ends."""
+        if self._free.locked():
+            self._told.append(tell)
+        else:
+            tell()
+
+    async def _acquire(self) -> None:
+        try:
+            await self._free.acquire()
+        except asyncio.CancelledError:
+            self._tell()  # it may have had a place already
+            raise
+
+    def _release(self) -> None:
+        self._tell()
+        self._free.release()
+
+    def _tell(self) -> None:
+        told, self._told = self._told, []
+        for tell in told:
+            tell()
+
     async def __aenter__(self) -> None:
-        await self._free.acquire()
+        await self._acquire()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._free.release()
+        self._release()
 
     async def in_thread(
         self, call: Callable[..., Any], *args: Any, abandoned: Callable[[], object] | None = None
@@ -49,7 +73,7 @@ class Slots:
         A thread cannot be cancelled: if who waits is, the call keeps its place until it has ended, and
         ``abandoned``, which is run then.
         """
-        await self._free.acquire()
+        await self._acquire()
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._in_threads += 1
         self._executor.submit(self._run, answer, abandoned, call, *args)
@@ -77,7 +101,7 @@ class Slots:
             self._executor.submit(self._run, answer, None, abandoned)
             return
         self._in_threads -= 1
-        self._free.release()
+        self._release()
         if not answer.done():
             if error is None:
                 answer.set_result(result)

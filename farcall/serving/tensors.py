@@ -15,6 +15,13 @@ __all__ = ["DTYPES", "TorchTensors"]
 DTYPES: Final = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
 """PyTorch's dtypes by name; those that are newer than the installed PyTorch are left out."""
 
+_IN_NUMPY: Final = {
+    **{DTYPES[name]: torch.uint8 for name in DTYPES if name.startswith(("float8", "float4"))},
+    torch.bfloat16: torch.int16,
+    torch.complex32: torch.int32,
+}
+"""What has the same size as the dtypes that NumPy lacks."""
+
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -37,10 +44,10 @@ class TorchTensors:
             )
         if value.is_meta:
             raise TypeError("a tensor on the meta device has no elements to send")
-        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-        dense = dense.resolve_conj().resolve_neg().cpu().contiguous()
-        data = b"" if dense.numel() == 0 else dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _NAMES[value.dtype], dense.shape, data
+        dense = value if value.layout == torch.strided else value.detach().to_dense()
+        same = _IN_NUMPY.get(dense.dtype)
+        memory = dense if same is None else dense.detach().resolve_conj().view(same)
+        return _NAMES[value.dtype], dense.shape, memory.numpy(force=True).tobytes()
 
     def decode(self, name: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
         """As ``TensorCodec`` says.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,9 +29,15 @@ class Model:
         return {"twice": given * 2, "rows": (given.sum(1),)}
 
 
-def batcher(model: Any, size: int = 4, delay: float = NEVER) -> tuple[Batcher, list[int]]:
+def at_once(tell: Callable[[], None]) -> None:
+    tell()
+
+
+def batcher(
+    model: Any, size: int = 4, delay: float = NEVER, when_free: Callable[..., None] = at_once
+) -> tuple[Batcher, list[int]]:
     seen: list[int] = []
-    return Batcher(Batching(size, delay), model, seen.append), seen
+    return Batcher(Batching(size, delay), model, seen.append, when_free), seen
 
 
 def rows(count: int, value: float = 1.0) -> torch.Tensor:
@@ -53,6 +59,30 @@ async def test_a_batch_that_is_not_full_runs_when_its_first_call_has_waited() ->
     joined, _ = batcher(model, delay=0.001)
     await asyncio.gather(joined.call([rows(1)], {}), joined.call([rows(2)], {}))
     assert model.rows == [3]
+
+
+async def test_a_batch_that_has_no_place_to_run_takes_more_calls() -> None:
+    model = Model()
+    asked: asyncio.Future[Callable[[], None]] = asyncio.get_running_loop().create_future()
+    joined, _ = batcher(model, delay=0.0, when_free=asked.set_result)
+    first = asyncio.create_task(joined.call([rows(1)], {}))
+    tell = await asked
+    second = asyncio.create_task(joined.call([rows(2)], {}))
+    await asyncio.sleep(0)
+    tell()
+    await asyncio.gather(first, second)
+    assert model.rows == [3]
+
+
+async def test_a_batch_that_is_full_before_there_is_a_place_is_not_closed_again() -> None:
+    model = Model()
+    asked: asyncio.Future[Callable[[], None]] = asyncio.get_running_loop().create_future()
+    joined, _ = batcher(model, delay=0.0, when_free=asked.set_result)
+    calls = [asyncio.create_task(joined.call([rows(1)], {})) for _ in range(3)]
+    tell = await asked
+    await asyncio.gather(joined.call([rows(1)], {}), *calls)
+    tell()
+    assert model.rows == [4]
 
 
 async def test_a_call_that_does_not_fit_begins_the_next_batch() -> None:
