@@ -29,6 +29,7 @@ from rpc.errors import (
 from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
 from tests.group.test_fork import in_child
+from tests.support import backend
 from tests.support.serving import in_all, in_group, in_worker0, serve
 from tests.support.shared_memory import echo_through_segments, mapped_segments
 from tests.support.streams import until
@@ -36,12 +37,14 @@ from tests.support.workers import RunWorkers, Worker
 
 MIB = 1 << 20
 SOON = 20.0
-WAYS: dict[str, dict[str, Any]] = {
-    "shared memory": {},
+OVER_CONNECTIONS: dict[str, dict[str, Any]] = {
     "unix": {"transports": ["unix"], "shared_memory_bytes": 0},
     "tcp": {"transports": ["tcp"], "shared_memory_bytes": 0},
     "stripes": {"transports": ["tcp"], "shared_memory_bytes": 0, "tcp_stripes": 3},
 }
+if backend.NAME == "grpc":
+    OVER_CONNECTIONS = {"grpc": {"shared_memory_bytes": 0}}
+WAYS: dict[str, dict[str, Any]] = {"shared memory": {}} | OVER_CONNECTIONS
 every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 
 
@@ -141,9 +144,9 @@ def test_without_a_buffer_the_receiver_gets_the_message_s_own(
     both(run_workers, task, **options)
 
 
-@pytest.mark.parametrize("way", ["unix", "tcp", "stripes"])
+@pytest.mark.parametrize("options", OVER_CONNECTIONS.values(), ids=OVER_CONNECTIONS)
 def test_a_buffer_whose_post_is_cancelled_while_it_is_filled_is_the_caller_s_again(
-    run_workers: RunWorkers, way: str
+    run_workers: RunWorkers, options: dict[str, Any]
 ) -> None:
     def task(worker: Worker) -> None:
         size = 64 * MIB
@@ -163,7 +166,7 @@ def test_a_buffer_whose_post_is_cancelled_while_it_is_filled_is_the_caller_s_aga
         assert torch.equal(following, numbers(size, 1))
         assert not cancelled.any()
 
-    both(run_workers, task, **WAYS[way])
+    both(run_workers, task, **options)
 
 
 @in_all()

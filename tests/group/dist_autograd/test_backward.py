@@ -12,6 +12,7 @@ from torch import Tensor
 import dist_autograd
 import rpc
 from rpc.errors import AutogradError
+from tests.support import backend
 from tests.support.serving import first_of, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
@@ -162,7 +163,9 @@ def send_large_gradients_first(_: Worker, elements: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"transports": ["tcp"], "shared_memory_bytes": 0}], ids=["near", "far"]
+    "options",
+    [{}, {"transports": [backend.BETWEEN_HOSTS], "shared_memory_bytes": 0}],
+    ids=["near", "far"],
 )
 @pytest.mark.parametrize("elements", [1_000, 20_000, 3_000_000])
 def test_gradients_may_overtake_larger_ones_of_the_same_worker(
