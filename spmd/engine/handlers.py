@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ __all__ = ["HANDLERS", "Handler", "resize"]
 
 aten: Final = torch.ops.aten
 Handler = Callable[..., Any]
+H = TypeVar("H", bound=Handler)
 HANDLERS: Final[dict[Any, Handler]] = {}
 """By operator. They take its arguments and give its results."""
 
 
-def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
-    def note(handler: Handler) -> Handler:
+def _handles(*overloads: Any) -> Callable[[H], H]:
+    def note(handler: H) -> H:
         for each in overloads:
             HANDLERS[each] = handler
         return handler
@@ -177,9 +178,9 @@ def _polygamma(target: LogicalTensor, n: int) -> Tensor:
 
 @_handles(aten.rrelu_with_noise.default)
 def _rrelu(x: LogicalTensor, noise: LogicalTensor, *args: Any, **kwargs: Any) -> Tensor:
-    result, drawn = aten.rrelu_with_noise_functional.default(x, noise, *args, **kwargs)
-    _copy(noise, drawn)
-    return result
+    results: tuple[Tensor, Tensor] = aten.rrelu_with_noise_functional.default(x, noise, *args, **kwargs)
+    _copy(noise, results[1])
+    return results[0]
 
 
 @_handles(aten.rrelu_with_noise_.default)
