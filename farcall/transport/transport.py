@@ -29,7 +29,7 @@ from farcall.v1 import worker_pb2
 from rpc.options import GrpcRpcBackendOptions, parse_listen
 from rpc.rendezvous.address import host_identity, is_loopback
 from rpc.runtime.limited_log import LimitedLog
-from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
+from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext, Unreachable
 from rpc.transport.stream import StreamConnection
 
 __all__ = ["SERVICE", "GrpcTransport"]
@@ -49,6 +49,9 @@ _PROCESS: Final = "farcall-process"
 that computes.
 """
 
+_ADVERTISED: Final = ";advertised"
+"""At the end of an address at which something else than the worker listens, most likely."""
+
 _OVER: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 """What gRPC raises where a call is over already."""
 
@@ -62,7 +65,8 @@ _STREAMS: Final = 1000
 
 class GrpcTransport:
     """Connections over gRPC. Addresses are ``grpc:HOST:PORT``, IPv6 hosts in brackets; with TLS
-    ``grpc:HOST:PORT/NAME``, where the certificate must have that name.
+    ``grpc:HOST:PORT/NAME``, where the certificate must have that name. Those of the option ``advertise`` have
+    ``;advertised`` at the end.
 
     Tensors of more than 1 MiB are sent from where they are, as over TCP.
     """
@@ -103,10 +107,10 @@ class GrpcTransport:
         probes = Probes(server, (SERVICE,))
         tls = self._context.tls
         port = bind(server, str(bound), port, None if tls is None else server_credentials(tls.options))
-        at = self._options.advertise or (
-            f"[{bound}]:{port}" if family == socket.AF_INET6 else f"{bound}:{port}"
-        )
-        return GrpcListener(self._loop, server, probes, f"grpc:{at}{self._name}", port)
+        own = f"[{bound}]:{port}" if family == socket.AF_INET6 else f"{bound}:{port}"
+        at = self._options.advertise or own
+        address = f"grpc:{at}{self._name}{'' if at == own else _ADVERTISED}"
+        return GrpcListener(self._loop, server, probes, address, port)
 
     def _is_ours(self, call: Any) -> bool:
         tickets = self._context.tickets
@@ -118,6 +122,15 @@ class GrpcTransport:
     # ---- those that this worker connects to
 
     async def connect(self, address: str) -> StreamConnection:
+        own = address.removesuffix(_ADVERTISED)
+        try:
+            return await self._connect(own)
+        except ConnectionRefusedError as error:
+            if own == address:
+                raise
+            raise Unreachable(f"{error.strerror}, where something else listens for it") from error
+
+    async def _connect(self, address: str) -> StreamConnection:
         place, _, name = address.removeprefix("grpc:").partition("/")
         found = await self._loop.getaddrinfo(*parse_listen(place), type=socket.SOCK_STREAM)
         remote = {forking.place(where) for *_, where in found}

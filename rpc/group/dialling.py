@@ -1,8 +1,8 @@
 """Dialling, and dialling again: when a worker is connected to, and for how long that is tried.
 
 A connection that breaks is made again at once; attempts that fail, and connections that break as soon as they
-are made, are followed by pauses that grow. A worker whose addresses refuse has ended; one that is not reached
-for as long as the desk's ``reconnect_seconds`` say is lost. On the loop's thread.
+are made, are followed by pauses that grow. A worker whose own addresses refuse has ended; one that is not
+reached for as long as the desk's ``reconnect_seconds`` say is lost. On the loop's thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from rpc.group.connection_state import Event, State
 from rpc.group.peer import Peer
-from rpc.transport.base import Connection, Transport
+from rpc.transport.base import Connection, Transport, Unreachable
 
 __all__ = ["QUIET_SECONDS", "Dialler", "DiallerDesk"]
 
@@ -148,7 +148,7 @@ class Dialler:
             except Exception as error:  # unreachable, or an address that makes no sense
                 failures.append(f"{address}: {_why(error)}")
                 may_live |= isinstance(error, OSError) and (
-                    error.errno in _MAY_PASS or isinstance(error, ssl.SSLEOFError)
+                    error.errno in _MAY_PASS or isinstance(error, ssl.SSLEOFError | Unreachable)
                 )
         else:
             where = "; ".join(failures) or "any address known here"

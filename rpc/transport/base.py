@@ -38,6 +38,7 @@ __all__ = [
     "Tickets",
     "Transport",
     "TransportContext",
+    "Unreachable",
 ]
 
 CAPTURED_BYTES: Final = 1 << 20
@@ -81,6 +82,12 @@ class TransportContext:
 
 class ConnectionClosed(RpcError):
     """A frame was given to a connection that is closed. The peer's state says why."""
+
+
+class Unreachable(ConnectionError):
+    """Nobody answers at an address where something else listens for the worker, such as a proxy: that is no
+    proof of its end, as it would be where the worker listens itself.
+    """
 
 
 class QueueFull(RpcError):

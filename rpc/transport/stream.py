@@ -201,10 +201,11 @@ class StreamConnection:
         return received or 0, capacity
 
     def _why_ended(self, error: OSError | None) -> str:
-        """Why nothing more comes. Within a host nobody but the other side resets, which it does where it
-        closes without having read everything.
+        """Why nothing more comes. Of a socket within a host nobody but the other side resets the connection,
+        which it does where it closes without having read everything.
         """
-        end = (errno.EPIPE,) if self.over_network else (errno.EPIPE, errno.ECONNRESET)
+        within_host = self._stream.descriptor is not None and not self.over_network
+        end = (errno.EPIPE, errno.ECONNRESET) if within_host else (errno.EPIPE,)
         if error is None or error.errno in end:
             return CLOSED_BY_PEER
         return f"the connection broke: {error.strerror or error}"

@@ -22,6 +22,7 @@ from tests.support.certificates import Authority
 from tests.support.programs import run_program
 from tests.support.relay import Relay
 from tests.support.serving import wait_at_gate
+from tests.support.streams import until
 from tests.support.transfers import MIB, echo, told_as_worker0_is_called
 from tests.support.workers import RunWorkers, Worker
 
@@ -192,19 +193,25 @@ def counted() -> dict[int, int]:
     return _counts
 
 
-def call_through_a_relay(worker: Worker, port: int) -> int:
-    """Worker 1 is reached through a relay, which resets connections; returns how many calls were made."""
-    join(worker, rpc_timeout=0, advertise=f"127.0.0.1:{port}" if worker.rank else None)
-    if worker.rank:
+def join_behind_a_relay(worker: Worker, port: int | None) -> None:
+    """With a port, this worker is reached through a relay, and tells the test where it listens itself."""
+    join(worker, rpc_timeout=0, advertise=f"127.0.0.1:{port}" if port else None)
+    if port:
         from farcall.transport.transport import GrpcListener
 
         (listener,) = (
             each for each in current_agent().connections.connections([]) if isinstance(each, GrpcListener)
         )
         worker.report("listening", listener.port)
-        worker.wait_for("done")
+
+
+def call_through_a_relay(worker: Worker, port: int) -> int:
+    """The relay resets connections; returns how many calls were made."""
+    join_behind_a_relay(worker, port if worker.rank else None)
     made = 0
-    if not worker.rank:
+    if worker.rank:
+        worker.wait_for("done")
+    else:
         worker.wait_for("go")
         for _ in range(5):
             futures = [rpc.rpc_async("worker1", count, args=(made + index,)) for index in range(50)]
@@ -230,6 +237,43 @@ def test_connections_that_a_proxy_resets_are_made_again_and_calls_run_once(run_w
         workers[1].tell("done")
         assert workers.results()[0] == 250
         assert resets
+
+
+def call_while_relays_refuse(worker: Worker, ports: list[int]) -> None:
+    join_behind_a_relay(worker, ports[worker.rank])
+    if worker.rank:
+        worker.wait_for("done")
+    else:
+        worker.wait_for("go")
+        rpc.rpc_sync("worker1", count, args=(0,))
+        worker.report("connected")
+        worker.wait_for("refused")
+        future = rpc.rpc_async("worker1", count, args=(1,))
+        until(lambda: current_agent().peer("worker1").failures > 2)
+        worker.report("has tried")
+        assert future.wait() == 1
+        assert rpc.rpc_sync("worker1", counted) == {0: 1, 1: 1}
+        worker.report("done")
+    rpc.shutdown()
+
+
+def test_a_proxy_that_refuses_connections_is_no_proof_that_a_worker_has_died(run_workers: RunWorkers) -> None:
+    with Relay() as one, Relay() as other:
+        relays = (one, other)
+        workers = run_workers.start(call_while_relays_refuse, 2, args=([each.port for each in relays],))
+        for relay, worker in zip(relays, workers, strict=True):
+            relay.target = worker.wait_for("listening")
+        workers[0].tell("go")
+        workers[0].wait_for("connected")
+        for relay in relays:
+            relay.refuse()
+        workers[0].tell("refused")
+        workers[0].wait_for("has tried")
+        for relay in relays:
+            relay.listen()
+        workers[0].wait_for("done")
+        workers[1].tell("done")
+        workers.results()
 
 
 # ---- who does not ask for it

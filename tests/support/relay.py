@@ -18,22 +18,33 @@ class Relay:
     """
 
     def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
+        self.port = 0
         self.target = 0
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads: list[threading.Thread] = []
-        self._start(self._accept)
+        self.listen()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.reset()
+        self.refuse()
         for thread in self._threads:
             thread.join()
+
+    def listen(self) -> None:
+        """Accept connections, again at the same port."""
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
+        self._accepts = self._start(self._accept)
+
+    def refuse(self) -> None:
+        """Break all connections, and refuse further ones."""
+        with contextlib.suppress(OSError):  # it does so already
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._accepts.join()
+        self.reset()
 
     def reset(self) -> int:
         """Break all connections, so that both sides are told by their kernels; returns how many."""
@@ -59,10 +70,11 @@ class Relay:
                 self._start(self._pass_on, near, far)
                 self._start(self._pass_on, far, near)
 
-    def _start(self, target: object, *args: socket.socket) -> None:
+    def _start(self, target: object, *args: socket.socket) -> threading.Thread:
         thread = threading.Thread(target=target, args=args)  # type: ignore[arg-type]
         self._threads.append(thread)
         thread.start()
+        return thread
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
