@@ -36,6 +36,8 @@ _NAMES: Final = {dtype.newbyteorder("="): name for name, dtype in _DTYPES.items(
 class NumpyTensors:
     """Arrays of any layout there, new contiguous arrays back."""
 
+    kinds = "NumPy's arrays"
+
     def encode(self, value: object) -> Elements | None:
         """As ``TensorCodec`` says.
 

@@ -119,6 +119,22 @@ def test_no_token_is_not_an_empty_one() -> None:
         farcall.serve({"scale": Scale()}, tokens="")
 
 
+@pytest.mark.parametrize(
+    ("endpoints", "options", "text"),
+    [
+        ({}, {}, "there is nothing to serve"),
+        ({"": Scale()}, {}, "'' cannot be a name of what is served"),
+        ({1: Scale()}, {}, "1 cannot be a name of what is served"),
+        ({"scale": Scale()}, {"port": 8443, "metrics_port": 8443}, "port and metrics_port are both 8443"),
+    ],
+)
+def test_what_can_be_told_before_a_server_begins(
+    endpoints: dict[Any, Any], options: dict[str, int], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        farcall.serve(endpoints, **options)  # type: ignore[arg-type]
+
+
 def test_a_taken_port(serve: Serve) -> None:
     port = serve({"scale": Scale()}).port
     with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}"):
