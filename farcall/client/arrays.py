@@ -54,6 +54,9 @@ class NumpyTensors:
 
     def decode(self, name: str, shape: Sequence[int], data: bytes) -> np.ndarray[Any, Any]:
         """As ``TensorCodec`` says."""
-        memory = np.frombuffer(bytearray(data), np.uint8)
-        elements = memory != 0 if name == "bool" else memory.view(_DTYPES[name])
+        elements: np.ndarray[Any, Any]
+        if name == "bool":
+            elements = np.frombuffer(data, np.uint8) != 0
+        else:
+            elements = np.frombuffer(bytearray(data), _DTYPES[name])
         return elements.reshape(shape)
