@@ -87,10 +87,12 @@ def test_calls_that_come_together_are_run_as_one(serve: Serve, connect: Connect)
 # ---- who may call
 
 
-@pytest.mark.parametrize("token", [None, "another token......"])
-def test_who_has_no_token_is_refused(serve: Serve, connect: Connect, token: str | None) -> None:
+@pytest.mark.parametrize(
+    ("token", "text"), [(None, "wants a token"), ("another token......", "none of this server's")]
+)
+def test_who_has_no_token_is_refused(serve: Serve, connect: Connect, token: str | None, text: str) -> None:
     server = serve({"scale": Scale()}, tokens=TOKEN)
-    with pytest.raises(CallError) as caught:
+    with pytest.raises(CallError, match=text) as caught:
         connect(server, token=token).call("scale", 1.0)
     assert caught.value.code is CODE.UNAUTHENTICATED
     assert float(connect(server, token=TOKEN).call("scale", 1.0)) == 3.0
