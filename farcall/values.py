@@ -62,6 +62,9 @@ Elements = tuple[str, Sequence[int], bytes]
 class TensorCodec(Protocol):
     """What knows one library's tensors."""
 
+    kinds: str
+    """What ``encode`` takes, for people."""
+
     def encode(self, value: object) -> Elements | None:
         """What a tensor is made of; None if the value is none."""
 
@@ -170,7 +173,7 @@ def _put_tensor(value: object, tensors: TensorCodec, message: pb.Tensor) -> None
     if elements is None:
         raise TypeError(
             f"a value of type {type(value).__qualname__} has no counterpart in other languages; there are "
-            "None, bool, int, float, str, bytes, lists, dicts with str for keys, and tensors"
+            f"None, bool, int, float, str, bytes, lists, dicts with str for keys, and {tensors.kinds}"
         )
     name, shape, message.data = elements
     message.dtype = _DTYPE_NUMBERS[name]

@@ -36,6 +36,8 @@ _NAMES: Final = {dtype.newbyteorder("="): name for name, dtype in _DTYPES.items(
 class NumpyTensors:
     """Arrays of any layout there, new contiguous arrays back."""
 
+    kinds = "NumPy's arrays"
+
     def encode(self, value: object) -> Elements | None:
         """As ``TensorCodec`` says.
 
@@ -52,6 +54,9 @@ class NumpyTensors:
 
     def decode(self, name: str, shape: Sequence[int], data: bytes) -> np.ndarray[Any, Any]:
         """As ``TensorCodec`` says."""
-        memory = np.frombuffer(bytearray(data), np.uint8)
-        elements = memory != 0 if name == "bool" else memory.view(_DTYPES[name])
+        elements: np.ndarray[Any, Any]
+        if name == "bool":
+            elements = np.frombuffer(data, np.uint8) != 0
+        else:
+            elements = np.frombuffer(bytearray(data), _DTYPES[name])
         return elements.reshape(shape)

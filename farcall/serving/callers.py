@@ -79,6 +79,6 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ha
 
 
 async def _refuse(_: Any, context: Any) -> None:
-    await context.abort(
-        grpc.StatusCode.UNAUTHENTICATED, "this server wants a token: authorization: Bearer TOKEN"
-    )
+    came = any(key == _HEADER for key, _ in context.invocation_metadata() or ())
+    what = "the token that came is none of this server's" if came else "this server wants a token"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{what}: authorization: Bearer TOKEN")

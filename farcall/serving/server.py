@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
@@ -73,7 +73,7 @@ def serve(
         The server, which has begun; it ends with ``stop()`` or the end of its ``with``.
 
     Raises:
-        ValueError: nothing is served, the two ports are one, or whoever reaches the port could call.
+        ValueError: an argument cannot be as it is, or whoever reaches the port could call.
         OSError: the port is taken.
 
     Example::
@@ -85,6 +85,10 @@ def serve(
         raise ValueError("tokens is empty: give one, or None")
     if not endpoints:
         raise ValueError("there is nothing to serve: endpoints is empty")
+    names: Iterable[object] = endpoints  # whatever a program has put there
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{name!r} cannot be a name of what is served; it must be a text, and not empty")
     if port and port == metrics_port:
         raise ValueError(f"port and metrics_port are both {port}; give metrics one of their own")
     trusted = bool(tokens) or (tls is not None and client_certificates)

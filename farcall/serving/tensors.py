@@ -28,6 +28,8 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 class TorchTensors:
     """Tensors of any layout and device there, dense CPU tensors back. NumPy's arrays are taken too."""
 
+    kinds = "tensors, PyTorch's or NumPy's"
+
     def encode(self, value: object) -> Elements | None:
         """As ``TensorCodec`` says.
 
@@ -60,5 +62,5 @@ class TorchTensors:
         if not data:
             return torch.empty(shape, dtype=DTYPES[name])
         if name == "bool":
-            return torch.frombuffer(bytearray(data), dtype=torch.uint8).ne(0).reshape(shape)
-        return torch.frombuffer(bytearray(data), dtype=DTYPES[name]).reshape(shape)
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8).ne(0).view(shape)
+        return torch.frombuffer(bytearray(data), dtype=DTYPES[name]).view(shape)

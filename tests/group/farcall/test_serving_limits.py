@@ -87,10 +87,12 @@ def test_calls_that_come_together_are_run_as_one(serve: Serve, connect: Connect)
 # ---- who may call
 
 
-@pytest.mark.parametrize("token", [None, "another token......"])
-def test_who_has_no_token_is_refused(serve: Serve, connect: Connect, token: str | None) -> None:
+@pytest.mark.parametrize(
+    ("token", "text"), [(None, "wants a token"), ("another token......", "none of this server's")]
+)
+def test_who_has_no_token_is_refused(serve: Serve, connect: Connect, token: str | None, text: str) -> None:
     server = serve({"scale": Scale()}, tokens=TOKEN)
-    with pytest.raises(CallError) as caught:
+    with pytest.raises(CallError, match=text) as caught:
         connect(server, token=token).call("scale", 1.0)
     assert caught.value.code is CODE.UNAUTHENTICATED
     assert float(connect(server, token=TOKEN).call("scale", 1.0)) == 3.0
@@ -117,6 +119,22 @@ def test_beyond_this_host_callers_must_be_known() -> None:
 def test_no_token_is_not_an_empty_one() -> None:
     with pytest.raises(ValueError, match="tokens is empty"):
         farcall.serve({"scale": Scale()}, tokens="")
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "options", "text"),
+    [
+        ({}, {}, "there is nothing to serve"),
+        ({"": Scale()}, {}, "'' cannot be a name of what is served"),
+        ({1: Scale()}, {}, "1 cannot be a name of what is served"),
+        ({"scale": Scale()}, {"port": 8443, "metrics_port": 8443}, "port and metrics_port are both 8443"),
+    ],
+)
+def test_what_can_be_told_before_a_server_begins(
+    endpoints: dict[Any, Any], options: dict[str, int], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        farcall.serve(endpoints, **options)  # type: ignore[arg-type]
 
 
 def test_a_taken_port(serve: Serve) -> None:
