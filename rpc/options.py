@@ -289,7 +289,8 @@ class AgentOptions(RpcBackendOptions):
             seconds (default 30), and messages go on where they were; then the worker is lost. One whose
             address refuses, since its process has ended, is lost at once.
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
-            address that reaches the rendezvous, loopback if that is on loopback.
+            address that reaches the rendezvous, loopback if that is on loopback. Of ``0.0.0.0`` and ``[::]``
+            others are told that address.
         token: what shows that a worker belongs to the job: a string or bytes, of at least 16, that only its
             workers know. Workers of one user on one host need none. Default: the environment's
             ``FARCALL_TOKEN``; see ``docs/security.md``.

@@ -30,7 +30,7 @@ from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 from rpc.lifecycle.worker_watch import watch
 from rpc.options import UNSET_TIMEOUT, AgentOptions, parse_listen
-from rpc.rendezvous.address import host_identity, is_loopback, listen_address
+from rpc.rendezvous.address import as_others_reach_it, host_identity, is_loopback, listen_address
 from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.init_method import job_key, resolve_group
@@ -117,7 +117,7 @@ def _start(
             WorkerInfo(name, rank),
             agent.incarnation,
             host_identity(),
-            tuple(agent.addresses),
+            tuple(as_others_reach_it(each, store.master) for each in agent.addresses),
             main_identity(),
             options.max_message_bytes,
             agent.serializer.allow is not None,

@@ -23,6 +23,9 @@ _PARALLEL_PROBES: Final = 16
 _ELSEWHERE: Final = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses reserved for documentation. Nothing is sent there, but the kernel tells the route."""
 
+_WILDCARDS: Final = (("0.0.0.0", "127.0.0.1"), ("[::]", "::1"))
+"""Where who listens does so at all addresses of this machine, and its loopback address."""
+
 
 @functools.cache
 def host_identity() -> str:
@@ -90,12 +93,38 @@ def listen_address(master: str | None, *, single_host: bool = False) -> tuple[st
         ) from error
     if is_loopback(local):
         # This host is the master, and calls itself by a loopback address that others cannot use.
-        for address, its_family in _ELSEWHERE:
-            try:
-                return _address_towards((address, 1), its_family), 0
-            except OSError:
-                continue
+        return _address_elsewhere() or local, 0
     return local, 0
+
+
+def as_others_reach_it(address: str, master: str | None) -> str:
+    """An address of a transport, ``SCHEME:HOST:PORT``, as other workers are told it: with an address of this
+    machine in place of a wildcard, which would mean the machine of whoever reads it.
+
+    That is the one on the route to ``master``, the host that serves the rendezvous, or else, as where it is a
+    file, on the route to other networks. An IPv4 wildcard is never told as an IPv6 address.
+    """
+    scheme, _, rest = address.partition(":")
+    for wildcard, loopback in _WILDCARDS:
+        if rest.startswith(f"{wildcard}:"):
+            families = _ELSEWHERE[:1] if wildcard == "0.0.0.0" else _ELSEWHERE
+            host = "" if master is None else listen_address(master)[0]
+            if not host or (":" in host and len(families) == 1):
+                host = _address_elsewhere(families) or loopback
+            if ":" in host:
+                host = f"[{host}]"
+            return f"{scheme}:{host}{rest.removeprefix(wildcard)}"
+    return address
+
+
+def _address_elsewhere(ways: Iterable[tuple[str, int]] = _ELSEWHERE) -> str | None:
+    """This machine's address on the route to other networks, if it has one."""
+    for address, family in ways:
+        try:
+            return _address_towards((address, 1), family)
+        except OSError:
+            continue
+    return None
 
 
 def _address_towards(where: tuple[object, ...], family: int) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -8,7 +9,14 @@ import pytest
 
 from rpc.errors import RendezvousError
 from rpc.group.workers import Member, WorkerInfo
-from rpc.rendezvous.address import dead_among, host_identity, is_loopback, listen_address, probe
+from rpc.rendezvous.address import (
+    as_others_reach_it,
+    dead_among,
+    host_identity,
+    is_loopback,
+    listen_address,
+    probe,
+)
 from tests.unit.rpc.rendezvous.conftest import StartWorker
 
 
@@ -65,6 +73,41 @@ def test_host_that_calls_itself_loopback_is_listened_on_where_others_reach_it(
 def test_unknown_master_is_an_error_that_names_it() -> None:
     with pytest.raises(RendezvousError, match=r"'no\.such\.host\.invalid'.*listen="):
         listen_address("no.such.host.invalid")
+
+
+ELSEWHERE = {"192.0.2.1": "10.1.2.3", "2001:db8::1": "fd00::3"}
+
+
+@pytest.mark.parametrize(
+    ("address", "master", "routes", "told"),
+    [
+        ("grpc:0.0.0.0:50051/trainer", "192.0.2.7", {"192.0.2.7": "10.4.5.6"}, "grpc:10.4.5.6:50051/trainer"),
+        ("tcp:0.0.0.0:80", None, ELSEWHERE, "tcp:10.1.2.3:80"),
+        ("tcp:0.0.0.0:80", "fd00::7", ELSEWHERE | {"fd00::7": "fd00::1"}, "tcp:10.1.2.3:80"),
+        ("tcp:0.0.0.0:80", "localhost", {}, "tcp:127.0.0.1:80"),
+        ("tcp:[::]:80", "fd00::7", {"fd00::7": "fd00::1"}, "tcp:[fd00::1]:80"),
+        ("tcp:[::]:80", "192.0.2.7", {"192.0.2.7": "10.4.5.6"}, "tcp:10.4.5.6:80"),
+        ("tcp:10.9.9.9:80", "192.0.2.7", {}, "tcp:10.9.9.9:80"),
+        ("unix:@farcall-1", None, {}, "unix:@farcall-1"),
+    ],
+)
+def test_others_are_told_no_wildcard(
+    monkeypatch: pytest.MonkeyPatch, address: str, master: str | None, routes: dict[str, str], told: str
+) -> None:
+    route(monkeypatch, routes)
+    assert as_others_reach_it(address, master) == told
+
+
+@pytest.mark.parametrize(("wildcard", "told"), [("0.0.0.0", "tcp:127.0.0.1:80"), ("[::]", "tcp:[::1]:80")])
+def test_without_a_network_a_wildcard_is_told_as_loopback(
+    monkeypatch: pytest.MonkeyPatch, wildcard: str, told: str
+) -> None:
+    class Cut(socket.socket):
+        def connect(self, address: object) -> None:  # type: ignore[override]
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "socket", Cut)
+    assert as_others_reach_it(f"tcp:{wildcard}:80", None) == told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets and namespaces are Linux's")
