@@ -6,10 +6,11 @@ from nothing are registered for the device; others come through their tensors (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from spmd.engine import autocast
@@ -45,6 +46,7 @@ def set_up() -> torch.device:
     _library.impl("scaled_dot_product_attention", HANDLERS[attention], "AutogradPrivateUse1")
     autocast.install(_library)
     _let_optimizers_take_lists()
+    _keep_compilers_out((_kernel(attention), HANDLERS[aten._copy_from.default], HANDLERS[attention]))
     return DEVICE
 
 
@@ -78,3 +80,10 @@ def _let_optimizers_take_lists() -> None:
 
     for module in (optimizer, _foreach_utils):
         module._foreach_supported_types.append(LogicalTensor)
+
+
+def _keep_compilers_out(kernels: Iterable[Any]) -> None:
+    """Have ``torch.compile`` leave what is done to our tensors alone: it is recorded, as without it."""
+    never = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for each in (LogicalTensor.__torch_dispatch__, *kernels):
+        set_code_exec_strategy(each.__code__, never)

@@ -188,6 +188,10 @@ def _mesh(key: MeshKey) -> DeviceMesh:
 
 _KNOWN: Final = (Replicate, Shard, Partial, _StridedShard)
 
+_MOST_TRIED: Final = 400
+"""Without a rule for an operator, DTensor tries all placements of all tensors on what it is composed of, at
+some milliseconds each."""
+
 _ALL_IF_EMPTY: Final = (
     "aten::sum.dim_IntList",
     "aten::nansum",
@@ -204,6 +208,14 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
     if is_view(call.op) and 0 in call.tensors[0].shape:
         return (call.tensors[0].layout,), (REPLICATED,)
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    tables = (
+        propagator.op_to_rules,
+        propagator.op_strategy_funcs,
+        propagator.op_single_dim_strategy_funcs,
+    )
+    tried = math.prod(len(meta.shape) + 1 for meta in call.tensors)
+    if tried > _MOST_TRIED and not any(call.op in table for table in tables):
+        raise _NoRuleError("it has no rule")
     mesh = _mesh(key)
     whole = (Replicate(),) * len(key.shape)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from spmd.engine.api import is_logical
+from spmd.engine.current import engine
 from spmd.engine.start import device
 
 __all__ = ["place"]
@@ -16,12 +19,17 @@ __all__ = ["place"]
 def place(module: nn.Module) -> list[nn.Module]:
     """Move a module's parameters and buffers to the logical device, in place.
 
-    What modules share stays shared, which ``module.to`` cannot do between different kinds of tensors.
+    What modules share stays shared, which ``module.to`` cannot do between different kinds of tensors; also if
+    they are moved one after the other.
 
     Returns:
         the modules inside that had something on the meta device: what they have now has no content.
+
+    Raises:
+        RuntimeError: another module shares a tensor with this one and was moved before, and the tensor has
+            been changed since.
     """
-    moved: dict[Tensor, Any] = {}
+    moved = _MOVED.setdefault(engine(), WeakTensorKeyDictionary())
     bare: list[nn.Module] = []
     for each in module.modules():
         for kept in (each._parameters, each._buffers):
@@ -30,8 +38,25 @@ def place(module: nn.Module) -> list[nn.Module]:
                     continue
                 if t.is_meta and each not in bare:
                     bare.append(each)
-                if t not in moved:
+                there, version = moved.get(t, (_nothing, t._version))
+                if (new := there()) is None:
                     new = torch.empty_like(t, device=device()) if t.is_meta else t.detach().to(device())
-                    moved[t] = nn.Parameter(new, t.requires_grad) if kept is each._parameters else new
-                setattr(each, name, moved[t])  # recurrent layers keep a list of what was set
+                    if kept is each._parameters:
+                        new = nn.Parameter(new, t.requires_grad)
+                    moved[t] = weakref.ref(new), t._version
+                elif version != t._version:
+                    raise RuntimeError(
+                        f"'{name}' of {type(each).__name__} is shared with a module that was moved to "
+                        f"{device()} before, and has been changed since: move modules that share parameters "
+                        "before you change these"
+                    )
+                setattr(each, name, new)  # recurrent layers keep a list of what was set
     return bare
+
+
+_MOVED: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
+"""What has become of tensors, and their versions then, by engine: as long as both live."""
+
+
+def _nothing() -> None:
+    return None

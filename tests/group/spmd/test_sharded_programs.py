@@ -191,6 +191,31 @@ def test_modules_that_a_policy_wraps_share_what_they_shared() -> None:
 
 
 @driven
+def test_modules_that_are_wrapped_one_by_one_share_what_they_shared() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    alone = copy.deepcopy(model)
+    for place in (0, 2):
+        model[place] = FSDPv2(model[place], mesh=fsdp_mesh())
+    wrapped = FSDPv2(model, mesh=fsdp_mesh())
+    assert len(list(wrapped.parameters())) == 3
+    assert_trains_alike(wrapped, alone, fsdp_mesh())
+
+
+@driven
+def test_what_is_shared_and_changed_between_two_wraps_is_refused() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    shared = first.weight
+    FSDPv2(first, mesh=fsdp_mesh())
+    with torch.no_grad():
+        shared.add_(1)
+    with pytest.raises(RuntimeError, match="'weight' of Linear is shared"):
+        FSDPv2(second, mesh=fsdp_mesh())
+
+
+@driven
 def test_gradients_of_gradients_come_to_wrapped_parameters() -> None:
     model = layers()
     alone = copy.deepcopy(model)

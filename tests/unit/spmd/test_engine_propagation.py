@@ -91,6 +91,14 @@ def test_of_two_meshes_the_one_with_more_bytes_stays() -> None:
     assert "several meshes" in told.note
 
 
+def test_what_has_no_rule_is_not_tried_in_all_ways() -> None:
+    many = [meta(2, 3, 4, layout=ROWS) for _ in range(8)]
+    told = propagate(aten._chunk_cat.default, (many, 0, 2), {})
+    assert told.results == (REPLICATED,)
+    assert told.note is not None
+    assert "it has no rule" in told.note
+
+
 def test_what_has_no_rule_is_done_whole_and_told() -> None:
     told = propagate(aten.nonzero.default, (meta(8, 4, layout=ROWS),), {})
     assert told.inputs == (REPLICATED,)
