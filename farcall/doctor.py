@@ -49,7 +49,9 @@ def examine() -> Iterator[Finding]:
         newer,
     )
     yield _own_name()
-    yield _listening("TCP on loopback", socket.AF_INET, ("127.0.0.1", 0), "Bring the interface `lo` up.")
+    yield _listening(
+        "TCP sockets on loopback", socket.AF_INET, ("127.0.0.1", 0), "Bring the interface `lo` up."
+    )
     yield _listening(
         "Unix sockets", socket.AF_UNIX, "", "Calls on this machine go over TCP then, which is slower."
     )

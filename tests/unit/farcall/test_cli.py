@@ -81,7 +81,7 @@ def test_what_is_mistyped_is_said_at_once(
 def test_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor"])
     said = capsys.readouterr().out
-    assert "ok  TCP on loopback: work" in said
+    assert "ok  TCP sockets on loopback: work" in said
     assert "ok  Unix sockets: work" in said
 
 
