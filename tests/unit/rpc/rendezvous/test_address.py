@@ -103,7 +103,7 @@ def test_without_a_network_a_wildcard_is_told_as_loopback(
     monkeypatch: pytest.MonkeyPatch, wildcard: str, told: str
 ) -> None:
     class Cut(socket.socket):
-        def connect(self, address: object) -> None:  # type: ignore[override]
+        def connect(self, address: object) -> None:
             raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr(socket, "socket", Cut)
