@@ -161,31 +161,36 @@ def resize(target: LogicalTensor, size: Sequence[int], *, memory_format: Any = N
 
 @_handles(aten.resize_as_.default)
 def _resize_as(target: LogicalTensor, template: Tensor, *, memory_format: Any = None) -> Tensor:
-    return resize(target, template.shape, memory_format=memory_format)
+    resize(target, template.shape, memory_format=memory_format)
+    return target
 
 
 @_handles(aten.bernoulli_.float)
 def _bernoulli(target: LogicalTensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
     """Its functional form has no default for ``p``."""
-    return _copy(target, aten.bernoulli.p(target, p, generator=generator))
+    _copy(target, aten.bernoulli.p(target, p, generator=generator))
+    return target
 
 
 @_handles(aten.polygamma_.default)
 def _polygamma(target: LogicalTensor, n: int) -> Tensor:
     """Its functional form takes its arguments in another order."""
-    return _copy(target, aten.polygamma.default(n, target))
+    _copy(target, aten.polygamma.default(n, target))
+    return target
 
 
 @_handles(aten.rrelu_with_noise.default)
 def _rrelu(x: LogicalTensor, noise: LogicalTensor, *args: Any, **kwargs: Any) -> Tensor:
-    results: tuple[Tensor, Tensor] = aten.rrelu_with_noise_functional.default(x, noise, *args, **kwargs)
-    _copy(noise, results[1])
-    return results[0]
+    result: Tensor
+    result, drawn = aten.rrelu_with_noise_functional.default(x, noise, *args, **kwargs)
+    _copy(noise, drawn)
+    return result
 
 
 @_handles(aten.rrelu_with_noise_.default)
 def _rrelu_in_place(x: LogicalTensor, noise: LogicalTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _copy(x, _rrelu(x, noise, *args, **kwargs))
+    _copy(x, _rrelu(x, noise, *args, **kwargs))
+    return x
 
 
 @_handles(aten.native_batch_norm.default)

@@ -10,9 +10,10 @@ Values that are inputs and no outputs belong to the run: their memory may be ove
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -123,6 +124,8 @@ class LinkedProgram:
         """In the first run, that each part is what its layout says."""
         meta = self._metas[value]
         assert meta is not None
+        if local.is_quantized:
+            raise NotImplementedError("tensors on spmd:0 cannot be quantized: do this on the CPU")
         shape = local_shape(meta, self._rank)
         if tuple(local.shape) != shape or local.dtype != meta.dtype:
             raise RuntimeError(
@@ -252,7 +255,21 @@ def _flattened(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
 
 @functools.cache
 def resolve(name: str) -> Any:
-    """The overload of that name, such as ``aten::add.Tensor``."""
+    """The overload of that name, such as ``aten::add.Tensor``.
+
+    Raises:
+        LookupError: nobody has registered it in this process.
+    """
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    if namespace in _REGISTERED_BY:  # which PyTorch imports when it is first used
+        importlib.import_module(_REGISTERED_BY[namespace])
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except AttributeError as error:
+        raise LookupError(
+            f"the operator {name} is not registered on the workers: what registers it must be imported there"
+        ) from error
+
+
+_REGISTERED_BY: Final = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}

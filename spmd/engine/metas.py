@@ -83,7 +83,16 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def spec_of(tensor: Tensor, layout: Layout = REPLICATED) -> Spec:
-    """A tensor's spec."""
+    """A tensor's spec.
+
+    Raises:
+        NotImplementedError: it is sparse, or of another layout that the device has not.
+    """
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(
+            f"tensors on spmd:0 are dense, and this one would have the layout {tensor.layout}: use a dense "
+            "one (.to_dense(), or an embedding without sparse=True), or compute this part on the CPU"
+        )
     return Spec.of(
         tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, layout, int(tensor.storage_offset())
     )

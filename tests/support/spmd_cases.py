@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
 
 __all__ = ["CASES", "MODELS", "same", "train"]
@@ -194,6 +195,17 @@ def drawn_in_place(device: torch.device) -> Any:
         functional.rrelu_(leaky.clone(), training=True),
         functional.rrelu(leaky),
     )
+
+
+@case
+def chunked_loss(device: torch.device) -> Any:
+    torch.manual_seed(0)
+    rows, weight, target = torch.randn(8, 3), torch.randn(4, 3), torch.randint(4, (8,))
+    options = LinearCrossEntropyOptions(batch_chunk_size=2)
+    weight = weight.to(device).requires_grad_()
+    loss = functional.linear_cross_entropy(rows.to(device), weight, target.to(device), options=options)
+    (grad,) = torch.autograd.grad(loss, [weight])
+    return loss, grad
 
 
 @case

@@ -65,7 +65,9 @@ def _new_empty_strided(site: Site) -> Local:
     return Local(aten.new_empty.default, (site.args[0], site.local_shape(result)), kwargs)
 
 
-@local_rule("squeeze", "squeeze.dim", "squeeze.dims")
+@local_rule(
+    *("squeeze", "squeeze.dim", "squeeze.dims"), *("squeeze_copy", "squeeze_copy.dim", "squeeze_copy.dims")
+)
 def _squeeze(site: Site) -> Local:
     """Only dimensions that are 1 in the whole."""
     shape = site.call.tensors[0].shape

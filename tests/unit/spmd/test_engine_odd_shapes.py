@@ -49,6 +49,8 @@ def cases() -> Iterator[Any]:
         yield case(op, [Partial()], r(5, 4), 2.0 if op is aten.fill.Scalar else torch.tensor(2.0))
     yield case(aten.view.default, [first], r(4, 0), [4, 2, 0, 0])
     yield case(aten.view.default, [last], r(4, 0), [0, 7])
+    for op in (aten.squeeze.dim, aten.squeeze_copy.dim):
+        yield case(op, [last], r(3, 2), 1)
 
 
 @pytest.mark.parametrize(("op", "where", "args", "kwargs"), list(cases()))

@@ -300,6 +300,18 @@ def test_data_that_is_needed_whole_is_uploaded_once(both: tuple[Session, InlineP
     assert y.tolist() == [3, 6]
 
 
+def test_sparse_and_quantized_tensors_are_refused(both: tuple[Session, InlinePort]) -> None:
+    session, _ = both
+    with pytest.raises(NotImplementedError, match=r"are dense, .* layout torch.sparse_coo: use a dense one"):
+        there(1, 0).to_sparse()
+    with pytest.raises(NotImplementedError, match="are dense"):
+        torch.tensor([1.0, 0]).to_sparse().to(current.DEVICE)
+    quantized = torch.quantize_per_tensor(there(1.0, 2.0), 0.1, 0, torch.quint8)
+    with pytest.raises(OperationError, match="cannot be quantized"):
+        session.sync()
+    del quantized
+
+
 def test_data_is_not_uploaded_as_a_sum_that_is_still_to_be_done(both: tuple[Session, InlinePort]) -> None:
     session, port = both
     x = redistributed(there(1, 2), Layout.of(MeshKey((0,), (1,)), (Partial(),)))
