@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -27,9 +28,9 @@ except ImportError as error:
 from farcall.transport.stream import MESSAGE_BYTES, GrpcStream, as_os_error
 from farcall.v1 import worker_pb2
 from rpc.options import GrpcRpcBackendOptions, parse_listen
-from rpc.rendezvous.address import host_identity, is_loopback
+from rpc.rendezvous.address import ADVERTISED, host_identity, is_loopback
 from rpc.runtime.limited_log import LimitedLog
-from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
+from rpc.transport.base import CAPTURED_BYTES, Accepted, ProxyRefusedError, TransportContext
 from rpc.transport.stream import StreamConnection
 
 __all__ = ["SERVICE", "GrpcTransport"]
@@ -62,7 +63,8 @@ _STREAMS: Final = 1000
 
 class GrpcTransport:
     """Connections over gRPC. Addresses are ``grpc:HOST:PORT``, IPv6 hosts in brackets; with TLS
-    ``grpc:HOST:PORT/NAME``, where the certificate must have that name.
+    ``grpc:HOST:PORT/NAME``, where the certificate must have that name. That of the option ``advertise``
+    ends in ``#advertised``.
 
     Tensors of more than 1 MiB are sent from where they are, as over TCP.
     """
@@ -103,10 +105,11 @@ class GrpcTransport:
         probes = Probes(server, (SERVICE,))
         tls = self._context.tls
         port = bind(server, str(bound), port, None if tls is None else server_credentials(tls.options))
-        at = self._options.advertise or (
-            f"[{bound}]:{port}" if family == socket.AF_INET6 else f"{bound}:{port}"
-        )
-        return GrpcListener(self._loop, server, probes, f"grpc:{at}{self._name}", port)
+        at = f"[{bound}]:{port}" if family == socket.AF_INET6 else f"{bound}:{port}"
+        address = f"grpc:{at}{self._name}"
+        if self._options.advertise is not None:
+            address = f"grpc:{self._options.advertise}{self._name}{ADVERTISED}"
+        return GrpcListener(self._loop, server, probes, address, port)
 
     def _is_ours(self, call: Any) -> bool:
         tickets = self._context.tickets
@@ -118,18 +121,18 @@ class GrpcTransport:
     # ---- those that this worker connects to
 
     async def connect(self, address: str) -> StreamConnection:
-        place, _, name = address.removeprefix("grpc:").partition("/")
-        found = await self._loop.getaddrinfo(*parse_listen(place), type=socket.SOCK_STREAM)
-        remote = {forking.place(where) for *_, where in found}
+        place, _, name = address.removeprefix("grpc:").removesuffix(ADVERTISED).partition("/")
+        places = await self._loop.getaddrinfo(*parse_listen(place), type=socket.SOCK_STREAM)
+        remote = {forking.place(where) for *_, where in places}
         channel = self._channel(place, name)
         try:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(**self._credentials())
             answer = await call.initial_metadata() or ()
             if _SPEAKS not in dict(answer):
-                raise _refusal(await call.code(), await call.details())
+                raise _by_whom(_refusal(await call.code(), await call.details()), address)
         except grpc.RpcError as error:
             await channel.close()
-            raise as_os_error(error) from error
+            raise _by_whom(as_os_error(error), address) from error
         except BaseException:
             await channel.close()
             raise
@@ -292,6 +295,13 @@ def _refusal(code: Any, details: str | None) -> OSError:
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return PermissionError(f"it refused the connection: {details}")
     return ConnectionError(f"what answers is no worker: {code.name} {details or ''}")
+
+
+def _by_whom(error: OSError, address: str) -> OSError:
+    """The same, where it matters that a proxy has refused the connection, and not the worker."""
+    if error.errno == errno.ECONNREFUSED and address.endswith(ADVERTISED):
+        return ProxyRefusedError(error.errno, error.strerror)
+    return error
 
 
 class _Status(grpc.RpcError):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from rpc.group.connection_state import Event, State
 from rpc.group.peer import Peer
-from rpc.transport.base import Connection, Transport
+from rpc.transport.base import Connection, ProxyRefusedError, Transport
 
 __all__ = ["QUIET_SECONDS", "Dialler", "DiallerDesk"]
 
@@ -61,7 +61,9 @@ _MAY_PASS: Final = frozenset(
         errno.ENFILE,
     )
 )
-"""Errors of an attempt after which another may succeed. A refusal is none: nobody listens there any more."""
+"""Errors of an attempt after which another may succeed. A refusal is none, but for a proxy's: nobody listens
+there any more.
+"""
 
 
 class DiallerDesk(Protocol):
@@ -145,7 +147,7 @@ class Dialler:
             except Exception as error:  # unreachable, or an address that makes no sense
                 failures.append(f"{address}: {_why(error)}")
                 may_live |= isinstance(error, OSError) and (
-                    error.errno in _MAY_PASS or isinstance(error, ssl.SSLEOFError)
+                    error.errno in _MAY_PASS or isinstance(error, ssl.SSLEOFError | ProxyRefusedError)
                 )
         else:
             where = "; ".join(failures) or "any address known here"

@@ -33,6 +33,7 @@ __all__ = [
     "ConnectionOwner",
     "DirectConnection",
     "Listener",
+    "ProxyRefusedError",
     "QueueFull",
     "SilentOwner",
     "Tickets",
@@ -50,6 +51,10 @@ pieces. Such frames arrive in the order in which they were sent.
 
 CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 """Why a connection is lost at whose end the other side has closed it."""
+
+
+class ProxyRefusedError(ConnectionRefusedError):
+    """It is a proxy that does not listen, which says nothing of the worker behind it."""
 
 
 class Tickets(Protocol):

@@ -22,6 +22,7 @@ from tests.support.certificates import Authority
 from tests.support.programs import run_program
 from tests.support.relay import Relay
 from tests.support.serving import wait_at_gate
+from tests.support.streams import until
 from tests.support.transfers import MIB, echo
 from tests.support.workers import RunWorkers, Worker
 
@@ -203,16 +204,21 @@ def counted() -> dict[int, int]:
     return _counts
 
 
+def own_port() -> int:
+    """Where this worker listens itself, whatever it advertises."""
+    from farcall.transport.transport import GrpcListener
+
+    (listener,) = (
+        each for each in current_agent().connections.connections([]) if isinstance(each, GrpcListener)
+    )
+    return listener.port
+
+
 def call_through_a_relay(worker: Worker, port: int) -> int:
     """Worker 1 is reached through a relay, which resets connections; returns how many calls were made."""
     join(worker, rpc_timeout=0, advertise=f"127.0.0.1:{port}" if worker.rank else None)
     if worker.rank:
-        from farcall.transport.transport import GrpcListener
-
-        (listener,) = (
-            each for each in current_agent().connections.connections([]) if isinstance(each, GrpcListener)
-        )
-        worker.report("listening", listener.port)
+        worker.report("listening", own_port())
         worker.wait_for("done")
     made = 0
     if not worker.rank:
@@ -241,6 +247,39 @@ def test_connections_that_a_proxy_resets_are_made_again_and_calls_run_once(run_w
         workers[1].tell("done")
         assert workers.results()[0] == 250
         assert resets
+
+
+def call_while_proxies_are_away(worker: Worker, ports: list[int]) -> None:
+    join(worker, rpc_timeout=0, advertise=f"127.0.0.1:{ports[worker.rank]}")
+    worker.report("listening", own_port())
+    worker.wait_for("go")
+    if not worker.rank:
+        assert rpc.rpc_sync("worker1", count, args=(1,)) == 1
+        worker.report("connected")
+        worker.wait_for("away")
+        future = rpc.rpc_async("worker1", count, args=(2,))
+        until(lambda: current_agent().peer("worker1").failures)
+        worker.report("refused")
+        assert future.wait() == 2
+        assert rpc.rpc_sync("worker1", counted) == {1: 1, 2: 1}
+    rpc.shutdown()
+
+
+def test_a_proxy_that_refuses_does_not_mean_that_the_worker_is_dead(run_workers: RunWorkers) -> None:
+    with Relay() as one, Relay() as two:
+        relays = (one, two)
+        workers = run_workers.start(call_while_proxies_are_away, 2, args=([each.port for each in relays],))
+        for relay, port in zip(relays, workers.wait_for("listening"), strict=True):
+            relay.target = port
+        workers.tell("go")
+        workers[0].wait_for("connected")
+        for relay in relays:
+            relay.refuse()
+        workers[0].tell("away")
+        workers[0].wait_for("refused")
+        for relay in relays:
+            relay.go_on()
+        workers.results()
 
 
 # ---- who does not ask for it

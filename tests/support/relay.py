@@ -46,6 +46,20 @@ class Relay:
                 each.close()
         return len(pairs)
 
+    def refuse(self) -> None:
+        """Break all connections, and refuse others, as if it were gone."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(("127.0.0.1", self.port))  # keeps the port, and does not listen
+        self.reset()
+
+    def go_on(self) -> None:
+        """Take connections again."""
+        self._listener.listen()
+        self._start(self._accept)
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:

@@ -103,7 +103,7 @@ def test_without_a_network_a_wildcard_is_told_as_loopback(
     monkeypatch: pytest.MonkeyPatch, wildcard: str, told: str
 ) -> None:
     class Cut(socket.socket):
-        def connect(self, address: object) -> None:  # type: ignore[override]
+        def connect(self, address: object) -> None:
             raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr(socket, "socket", Cut)
@@ -142,7 +142,15 @@ def test_unix_address_of_another_host_tells_nothing(start_worker: StartWorker) -
 
 
 @pytest.mark.parametrize(
-    "addresses", [(), ("tcp:nonsense",), ("tcp:no.such.host.invalid:1",), ("carrier:pigeon",)]
+    "addresses",
+    [
+        (),
+        ("tcp:nonsense",),
+        ("tcp:no.such.host.invalid:1",),
+        ("carrier:pigeon",),
+        ("grpc:127.0.0.1:1#advertised",),
+        ("grpc:127.0.0.1:1/name#advertised",),
+    ],
 )
 def test_what_cannot_be_asked_tells_nothing(addresses: tuple[str, ...]) -> None:
     assert probe(member(*addresses)) is None
