@@ -27,7 +27,7 @@ except ImportError as error:
 from farcall.transport.stream import MESSAGE_BYTES, GrpcStream, as_os_error
 from farcall.v1 import worker_pb2
 from rpc.options import GrpcRpcBackendOptions, parse_listen
-from rpc.rendezvous.address import host_identity, is_loopback
+from rpc.rendezvous.address import ADVERTISED, host_identity, is_loopback
 from rpc.runtime.limited_log import LimitedLog
 from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext, Unreachable
 from rpc.transport.stream import StreamConnection
@@ -48,9 +48,6 @@ _PROCESS: Final = "farcall-process"
 """In the metadata of both: which process of which host, so that one which is stopped can be told from one
 that computes.
 """
-
-_ADVERTISED: Final = ";advertised"
-"""At the end of an address at which something else than the worker listens, most likely."""
 
 _OVER: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 """What gRPC raises where a call is over already."""
@@ -109,7 +106,7 @@ class GrpcTransport:
         port = bind(server, str(bound), port, None if tls is None else server_credentials(tls.options))
         own = f"[{bound}]:{port}" if family == socket.AF_INET6 else f"{bound}:{port}"
         at = self._options.advertise or own
-        address = f"grpc:{at}{self._name}{'' if at == own else _ADVERTISED}"
+        address = f"grpc:{at}{self._name}{'' if at == own else ADVERTISED}"
         return GrpcListener(self._loop, server, probes, address, port)
 
     def _is_ours(self, call: Any) -> bool:
@@ -122,7 +119,7 @@ class GrpcTransport:
     # ---- those that this worker connects to
 
     async def connect(self, address: str) -> StreamConnection:
-        own = address.removesuffix(_ADVERTISED)
+        own = address.removesuffix(ADVERTISED)
         try:
             return await self._connect(own)
         except ConnectionRefusedError as error:

@@ -23,6 +23,9 @@ _PARALLEL_PROBES: Final = 16
 _ELSEWHERE: Final = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses reserved for documentation. Nothing is sent there, but the kernel tells the route."""
 
+ADVERTISED: Final = ";advertised"
+"""What an address ends in that is not the worker's own, but that of a proxy in front of it."""
+
 _WILDCARDS: Final = (("0.0.0.0", "127.0.0.1"), ("[::]", "::1"))
 """Where who listens does so at all addresses of this machine, and its loopback address."""
 
@@ -138,7 +141,8 @@ def probe(member: Member) -> bool | None:
     """Whether a member lives: connect to where it listens and hang up.
 
     Its kernel accepts, however busy the process is, and refuses once the process is gone. Unix addresses are
-    used once, so on one host the answer is exact; a TCP port can have passed to another process.
+    used once, so on one host the answer is exact; a TCP port can have passed to another process. A proxy in
+    front of it knows nothing.
     """
     here = member.host == host_identity()
     answer: bool | None = None
@@ -146,7 +150,7 @@ def probe(member: Member) -> bool | None:
         scheme, _, rest = address.partition(":")
         if scheme == "unix" and here and rest.startswith("@"):
             return _answers(socket.AF_UNIX, b"\0" + rest[1:].encode())
-        if scheme in ("tcp", "grpc"):
+        if scheme in ("tcp", "grpc") and not address.endswith(ADVERTISED):
             host, _, port = rest.partition("/")[0].rpartition(":")
             host = host.removeprefix("[").removesuffix("]")
             try:

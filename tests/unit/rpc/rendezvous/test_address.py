@@ -142,7 +142,15 @@ def test_unix_address_of_another_host_tells_nothing(start_worker: StartWorker) -
 
 
 @pytest.mark.parametrize(
-    "addresses", [(), ("tcp:nonsense",), ("tcp:no.such.host.invalid:1",), ("carrier:pigeon",)]
+    "addresses",
+    [
+        (),
+        ("tcp:nonsense",),
+        ("tcp:no.such.host.invalid:1",),
+        ("carrier:pigeon",),
+        ("grpc:127.0.0.1:1;advertised",),
+        ("grpc:127.0.0.1:1/name;advertised",),
+    ],
 )
 def test_what_cannot_be_asked_tells_nothing(addresses: tuple[str, ...]) -> None:
     assert probe(member(*addresses)) is None
