@@ -27,7 +27,7 @@ from tests.support.streams import Sockets, connected_sockets
 def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopThread]:
     """A running loop of either kind."""
     if request.param == "asyncio":
-        monkeypatch.setattr(loop_module, "_new_loop", asyncio.new_event_loop)
+        monkeypatch.setattr(loop_module, "new_loop", asyncio.new_event_loop)
     thread = LoopThread("test-loop", "not on this thread")
     yield thread
     assert thread.stop()
