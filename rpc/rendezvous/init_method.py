@@ -288,9 +288,10 @@ class _TcpStore:
         backoff, notices = Backoff(waiting), Notices()
         unresolved = Waiting(min(_MAX_UNRESOLVED_SECONDS, waiting.timeout))
         while True:
-            if self._may_serve and port_is_free and (served := self._as_server(waiting)):
-                return served
             try:
+                socket.getaddrinfo(self.host, None)  # a store that serves would ask until its time is over
+                if self._may_serve and port_is_free and (served := self._as_server(waiting)):
+                    return served
                 self._knock(waiting)
                 if unanswered < len(_CONNECT_SECONDS):
                     unanswered += 1
@@ -298,6 +299,8 @@ class _TcpStore:
             except socket.gaierror as error:
                 self._check_name(error, unresolved)
                 reason = first_line(error)
+            except RendezvousError:
+                raise
             except (OSError, RuntimeError) as error:
                 reason = first_line(error)
                 port_is_free = isinstance(error, ConnectionRefusedError)

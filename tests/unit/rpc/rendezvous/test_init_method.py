@@ -194,9 +194,10 @@ def test_two_processes_of_rank_0_meet_in_one_store(free_port: int) -> None:
     assert open_store(f"tcp://127.0.0.1:{free_port}", 0, 1, timeout=20).get("key") == b"of the other"
 
 
-def test_unknown_host_is_named_at_once() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_unknown_host_is_named_at_once(rank: int) -> None:
     with pytest.raises(RendezvousError, match=r"'no\.such\.host\.invalid' .*cannot be found.*spelling"):
-        open_store("tcp://no.such.host.invalid:1", 1, 2, timeout=60)
+        open_store("tcp://no.such.host.invalid:1", rank, 2, timeout=60)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
