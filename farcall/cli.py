@@ -38,6 +38,13 @@ def _meeting_place(_context: click.Context, _option: click.Parameter, given: str
     return place
 
 
+def _program(context: click.Context, _argument: click.Parameter, given: str) -> str:
+    """The program to run; one that looks like an option is an option that there is not."""
+    if given.startswith("-"):
+        raise click.NoSuchOption(given, ctx=context)
+    return given
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's entry.
 
@@ -67,7 +74,7 @@ def cli() -> None:
 
 @cli.command(context_settings=_PROGRAM)
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
-@click.argument("target", type=click.Path())
+@click.argument("target", type=click.Path(), callback=_program)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
     """Run a Python program in which torch.distributed.rpc means farcall.
@@ -105,7 +112,7 @@ def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
 )
 @click.option("--lend-names", is_flag=True, help="torch.distributed.rpc means farcall, as in `farcall run`.")
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
-@click.argument("target", type=click.Path())
+@click.argument("target", type=click.Path(), callback=_program)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
     workers: int,
@@ -215,10 +222,10 @@ def serve(**options: Any) -> int:
     """  # noqa: D301
     try:
         from farcall.serving.command import run as run_server
-
-        return run_server(**options)
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error}. To serve: pip install 'farcall[serve]'") from error
+        raise click.ClickException(str(error)) from error
+    try:
+        return run_server(**options)
     except (ValueError, OSError) as error:
         raise click.ClickException(getattr(error, "strerror", None) or str(error)) from error
 

@@ -36,7 +36,8 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "!!" if self.remedy else "ok"
-        return f"{mark}  {self.what}: {self.found}{f'. {self.remedy}' if self.remedy else ''}"
+        remedy = f"{'' if self.found.endswith('.') else '.'} {self.remedy}" if self.remedy else ""
+        return f"{mark}  {self.what}: {self.found}{remedy}"
 
 
 def examine() -> Iterator[Finding]:
@@ -132,7 +133,7 @@ def meet(address: str, seconds: float) -> Iterator[Finding]:
         yield Finding(
             "meeting",
             str(error),
-            "Both machines must reach this address; see the ports that a firewall opens.",
+            "Both machines must be able to reach this address: check its port in the firewall.",
         )
         return
     try:

@@ -71,7 +71,11 @@ def launch(job: Job, target: str, arguments: Sequence[str], *, module: bool, len
             say(f"ended by {signal.Signals(number).name}")
             return 128 + int(number)
         except RendezvousError as error:
-            say(f"the {job.nodes} machines could not meet at {job.rdzv}: {error}")
+            reason = error.__cause__ or error  # the error itself says only that there is a cause
+            say(
+                f"the rendezvous at {job.rdzv} has failed: {reason}. Check that all machines can reach it, "
+                f"and that its port is not another program's."
+            )
             return 1
         except errors.RendezvousError as error:
             say(str(error))

@@ -9,7 +9,7 @@ try:
     from farcall.serving.server import Server, serve
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"to serve needs {error.name}: pip install 'farcall[serve]'", name=error.name
+        f"farcall.serve needs the package {error.name}: pip install 'farcall[serve]'", name=error.name
     ) from error
 
 __all__ = ["Batching", "Endpoint", "Limits", "Server", "TensorSpec", "serve"]

@@ -118,7 +118,7 @@ class Gathering:
     def _check_present(self, names: Names, peers: Iterable[Peer]) -> None:
         for peer in peers:
             if peer.lost is not None:
-                raise peer.lost_error(f"_all_gather among {list(names)} cannot complete")
+                raise peer.lost_error(f"barrier or all_gather among {list(names)} cannot complete")
 
     def _lead(
         self,
@@ -245,9 +245,7 @@ class Gathering:
                 if number < self._next.get(names, 0):
                     given_up, error = self._given_up.get(names, (-1, None))
                     if error is None or given_up != number:
-                        error = RpcError(
-                            f"the leader of _all_gather among {list(names)} is ahead of '{name}'"
-                        )
+                        error = RpcError(f"the leader of all_gather among {list(names)} is ahead of '{name}'")
                     raise copy.copy(error)
                 state = self._rounds[key] = _Round()
             state.objects[name] = value
@@ -284,7 +282,7 @@ class Gathering:
             rounds = [(names, state) for (names, _), state in self._rounds.items()]
         for names, state in rounds:
             if (member is None or member in names) and not state.complete.is_set():
-                state.fail(error(f"_all_gather among {list(names)} cannot complete"))
+                state.fail(error(f"barrier or all_gather among {list(names)} cannot complete"))
 
 
 def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 
+from farcall_guard import PACKAGES
 from rpc.agent.calls import name_of
 from rpc.agent.ports import Running
 from rpc.agent.tape import Observation, Recording, note
@@ -74,7 +75,9 @@ LATER: Final = object()
 """What ``RequestRunner.start`` returns when the answer is given later."""
 
 
-_HOME: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_HOME: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OURS: Final = tuple(os.path.join(_HOME, package, "") for package in PACKAGES)
+"""Where our own code lies, of which the log of a failed call does not speak."""
 
 _QUICK_BYTES: Final = 1 << 20
 """So much is copied in the time of a few hand-overs between threads."""
@@ -327,7 +330,7 @@ class RequestRunner:
             _raised_in(error) if of is None else name_of(of),
             peer.name,
             type(error).__name__,
-            "" if request is None else f" after {monotonic() - request.began:.3g} s",
+            "" if request is None else f" after {monotonic() - request.began:.4f} s",
             text_of(error),
             exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
         )
@@ -394,7 +397,7 @@ def _raised_in(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if code.co_filename.startswith(_HOME):
+        if code.co_filename.startswith(_OURS):
             trace = trace.tb_next
             continue
         return code.co_qualname

@@ -281,7 +281,7 @@ class _Processes:
         if worker.outcome is None:
             code = worker.process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            hint = "" if worker.started else " while it began: what it has printed says why"
+            hint = "" if worker.started else " while it started: see its output above"
             return RpcError(f"{worker.name} (process {pid}) {how}{hint}")
         error, trace = worker.outcome
         if isinstance(error, SystemExit):

@@ -37,6 +37,14 @@ RAISED = (
 )
 
 
+def failing_objects() -> None:
+    """Calls of objects that fail, in the user's code and before it."""
+    with pytest.raises(LookupError):
+        rpc.remote("worker0", fail).to_here()
+    with pytest.raises(AttributeError):
+        rpc.remote("worker0", list).rpc_sync().missing()
+
+
 class Kept(logging.Handler):
     def __init__(self, records: list[logging.LogRecord]) -> None:
         super().__init__()
@@ -62,3 +70,14 @@ def test_what_a_callee_raises_is_in_its_log() -> None:
             assert re.match(line, record.getMessage()), record.getMessage()
             assert (record.exc_info is not None) is (level == logging.DEBUG), "for those who debug"
             assert not records
+
+
+@in_worker0(world_size=1)
+def test_log_of_a_failed_call_names_no_function_of_ours() -> None:
+    records: list[logging.LogRecord] = []
+    handler = Kept(records)
+    log = logging.getLogger("rpc.agent.request_runner")
+    log.addHandler(handler)
+    failing_objects()
+    named = {re.sub(r".*?: (.*), called by .*", r"\1", record.getMessage()) for record in records}
+    assert named == {"fail", "a call"}

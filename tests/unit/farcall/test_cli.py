@@ -8,6 +8,7 @@ import pytest
 
 import farcall
 from farcall.cli import main
+from farcall.doctor import Finding
 from farcall.job import Job, slurm_hosts, under_slurm
 
 
@@ -67,6 +68,8 @@ def test_several_machines_must_be_told_where_to_meet(capsys: pytest.CaptureFixtu
         ("launch -n 1 --dynamic --rdzv host0 train.py", "--dynamic needs --node-rank"),
         ("launch -n 1 --dynamic --node-rank 1 train.py", "--rdzv HOST:PORT"),
         ("launch -n 2 nowhere.py", "there is no file /"),
+        ("launch -n 2 --nodes 2 train.py", "No such option '--nodes'"),
+        ("run --lend train.py", "No such option '--lend'"),
         ("doctor --meet host0:70000", "'host0:70000' is not HOST:PORT"),
         ("doctor --meet host0 --seconds -1", "-1.0 is not in the range"),
     ],
@@ -83,6 +86,11 @@ def test_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert "ok  TCP sockets on loopback: work" in said
     assert "ok  Unix sockets: work" in said
+
+
+def test_a_finding_ends_in_one_full_stop_before_what_to_do() -> None:
+    assert str(Finding("meeting", "nobody came", "Start it.")) == "!!  meeting: nobody came. Start it."
+    assert str(Finding("meeting", "Nobody came.", "Start it.")) == "!!  meeting: Nobody came. Start it."
 
 
 SLURM = {
