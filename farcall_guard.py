@@ -43,7 +43,7 @@ def check(*names: str) -> None:
             continue
         if found is None:
             raise HiddenPackageError(
-                f"farcall's package '{name}' is not where it should be, at {ours}: install farcall anew",
+                f"farcall's package '{name}' is not where it should be, at {ours}: reinstall farcall",
                 name=name,
             )
         reason = (
@@ -98,7 +98,7 @@ def register_backend() -> None:
     try:
         check(*PACKAGES)
     except HiddenPackageError as error:
-        warnings.warn(f"PyTorch goes without the backend 'farcall'. {error}", stacklevel=2)
+        warnings.warn(f"PyTorch runs without the backend 'farcall'. {error}", stacklevel=2)
         return
     from spmd.backend import register
 

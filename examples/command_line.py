@@ -1,4 +1,4 @@
-"""The command line that the examples share: how one worker is told its place in the group.
+"""The command line that the examples share: which worker a process is, and where to meet.
 
 Without ``--rank`` an example starts all of its workers on this machine.
 """
@@ -21,15 +21,17 @@ def example_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_group_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments by which one process is told who it is; torchrun puts theirs into the environment."""
+    """Arguments for one worker's process; by default they come from the environment, as torchrun sets it."""
     group = parser.add_argument_group(
         "on several machines",
-        "The same command on each, and the same secret in FARCALL_TOKEN: farcall launch -n WORKERS-HERE "
+        "Run the same command on each, with the same secret in FARCALL_TOKEN: farcall launch -n WORKERS-HERE "
         "--nnodes MACHINES --rdzv HOST:29500 SCRIPT. Or one process per worker, by hand:",
     )
-    group.add_argument("--rank", type=int, default=os.environ.get("RANK"), help="which worker; 0 directs")
     group.add_argument(
-        "--world-size", type=int, default=os.environ.get("WORLD_SIZE"), help="how many workers"
+        "--rank", type=int, default=os.environ.get("RANK"), help="this worker's rank; 0 directs"
+    )
+    group.add_argument(
+        "--world-size", type=int, default=os.environ.get("WORLD_SIZE"), help="number of workers"
     )
     group.add_argument("--master-addr", metavar="HOST", help="where rank 0 runs")
     group.add_argument(
@@ -46,7 +48,7 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if options.rank is None:
         return options
     if options.world_size is None or not 0 <= options.rank < options.world_size or options.world_size < 2:
-        parser.error("--rank needs a --world-size of 2 or more, and lies between 0 and that")
+        parser.error("--rank needs a --world-size of 2 or more, and must be from 0 to that minus 1")
     if options.init_method is None:
         tcp = f"tcp://{options.master_addr}:{options.master_port}"
         options.init_method = tcp if options.master_addr else "env://"

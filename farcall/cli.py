@@ -1,10 +1,10 @@
-"""The command ``farcall``: launch programs, lend them our code under PyTorch's names, and say what is wrong.
+"""The command ``farcall``: launch programs, run those written for PyTorch's RPC, serve models, find faults.
 
 ::
 
     farcall launch -n 4 train.py --epochs 3        # four processes on this machine
     farcall run train.py --epochs 3                # as `python train.py --epochs 3`, on farcall
-    farcall doctor                                 # is this machine fit for it; can two machines meet
+    farcall doctor                                 # is this machine fit for farcall; can two communicate
     farcall serve digits.py:make_model             # a model for clients in any language
     farcall env                                    # what a bug report needs
 """
@@ -88,8 +88,10 @@ def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
 
 @cli.command(context_settings=_PROGRAM)
 @click.option("-n", "--workers", type=click.IntRange(1), required=True, help="Processes on this machine.")
-@click.option("--nnodes", type=click.IntRange(1), help="Machines; each runs this command.  [1, or Slurm's]")
-@click.option("--node-rank", type=click.IntRange(0), help="Which of them this is; 0 is the one at --rdzv.")
+@click.option(
+    "--nnodes", type=click.IntRange(1), help="Number of machines; each runs this command.  [1, or Slurm's]"
+)
+@click.option("--node-rank", type=click.IntRange(0), help="Rank of this machine; 0 is the one at --rdzv.")
 @click.option(
     "--rdzv",
     metavar="HOST:PORT",
@@ -97,18 +99,20 @@ def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
     help="Where the machines meet: an address of one of them.",
 )
 @click.option(
-    "--job", metavar="NAME", help="The same on all machines; keeps apart jobs that meet at one place."
+    "--job",
+    metavar="NAME",
+    help="Name of the job, the same on all machines; separates jobs that meet at one place.",
 )
 @click.option(
     "--restart",
     type=click.IntRange(0),
     default=0,
-    help="How often to start all again when one fails; with --dynamic, that one alone.",
+    help="Restarts allowed: of all processes when one fails; with --dynamic, only of that one.",
 )
 @click.option(
     "--dynamic",
     is_flag=True,
-    help="Workers come and go: WORLD_SIZE is not set, and the others live on when one fails.",
+    help="A dynamic group: WORLD_SIZE is not set, and the others keep running when one fails.",
 )
 @click.option("--lend-names", is_flag=True, help="torch.distributed.rpc means farcall, as in `farcall run`.")
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
@@ -127,16 +131,17 @@ def launch(
     target: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Run a program in several processes, which are told their places.
+    """Run a program in several processes.
 
     Each finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, where init_rpc looks by
-    default. When one fails, the others are ended; with --dynamic they live on, and it is started again.
+    default. When one fails, the others are terminated; with --dynamic they keep running, and with --restart
+    the failed one is restarted.
 
     \b
     farcall launch -n 4 train.py --epochs 3
     farcall launch -n 4 --nnodes 2 --rdzv host0:29500 train.py        # on both machines
     srun --ntasks-per-node=1 farcall launch -n 4 train.py             # under Slurm
-    farcall launch -n 4 --dynamic --restart 100 train.py              # who fails is started again
+    farcall launch -n 4 --dynamic --restart 100 train.py              # restarts workers that fail
     """  # noqa: D301
     from farcall.job import under_slurm
 
@@ -165,7 +170,7 @@ def launch(
     "--meet",
     metavar="HOST:PORT",
     callback=_meeting_place,
-    help="Also meet a second machine, on which the same command runs.",
+    help="Also check communication with a second machine that runs the same command.",
 )
 @click.option(
     "--seconds",
@@ -175,9 +180,9 @@ def launch(
     help="How long to wait for it.",
 )
 def doctor(meet: str | None, seconds: float) -> int:
-    """Say whether this machine is fit for farcall, and what to do.
+    """Check this machine, and say how to fix what is wrong.
 
-    With --meet, on two machines, also whether they can meet and talk; HOST is one of the two.
+    With --meet, run on two machines, also check that they can communicate; HOST is one of the two.
     """
     from farcall.doctor import examine
     from farcall.doctor import meet as meet_other
@@ -195,26 +200,42 @@ def doctor(meet: str | None, seconds: float) -> int:
 @cli.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8443, show_default=True, help="0: a free one.")
-@click.option("--token-file", type=click.Path(dir_okay=False), help="What callers must have; mode 0600.")
+@click.option(
+    "--token-file", type=click.Path(dir_okay=False), help="File with the token that callers need; mode 0600."
+)
 @click.option("--cert", type=click.Path(exists=True, dir_okay=False), help="TLS: the server's certificate.")
 @click.option("--key", type=click.Path(exists=True, dir_okay=False), help="TLS: its private key.")
-@click.option("--ca", type=click.Path(exists=True, dir_okay=False), help="TLS: who signs those of callers.")
-@click.option("--insecure", is_flag=True, help="Let whoever reaches the port call.")
-@click.option("--batch", type=click.IntRange(1), help="Join calls that come together, to so many rows.")
 @click.option(
-    "--delay", type=click.FloatRange(0), default=2.0, show_default=True, help="ms to wait for others."
+    "--ca", type=click.Path(exists=True, dir_okay=False), help="TLS: the authority for callers' certificates."
 )
-@click.option("--in-flight", type=click.IntRange(1), default=16, show_default=True, help="Calls run at once.")
+@click.option("--insecure", is_flag=True, help="Let anyone who can reach the port call.")
+@click.option("--batch", type=click.IntRange(1), help="Batch concurrent calls, up to this many rows.")
+@click.option(
+    "--delay",
+    type=click.FloatRange(0),
+    default=2.0,
+    show_default=True,
+    help="ms that a batch waits for more calls.",
+)
+@click.option(
+    "--in-flight", type=click.IntRange(1), default=16, show_default=True, help="Calls that run at a time."
+)
 @click.option("--queue", type=click.IntRange(0), default=256, show_default=True, help="Calls that may wait.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Prometheus metrics.")
-@click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds to end in.")
-@click.option("--tracebacks", is_flag=True, help="Callers see where errors were raised.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(0),
+    default=30.0,
+    show_default=True,
+    help="Seconds to finish accepted calls in.",
+)
+@click.option("--tracebacks", is_flag=True, help="Send tracebacks to callers.")
 @click.argument("target")
 def serve(**options: Any) -> int:
     """Serve a model or functions to clients in any language, over gRPC.
 
     TARGET is FILE.py:NAME or MODULE:NAME: a model, a function that makes one, or a dict of functions by name.
-    SIGTERM and Ctrl-C end it when calls that were taken are answered.
+    SIGTERM and Ctrl-C stop it once accepted calls are answered.
 
     \b
     farcall serve digits.py:make_model --batch 64

@@ -95,9 +95,7 @@ def _shared_memory() -> Finding:
     limit = _memory_limit()
     if limit is not None and limit < _SHARED_BYTES:
         return Finding("shared memory", f"{limit >> 20} MiB", "Give this container more memory.")
-    return Finding(
-        "shared memory", f"works; {free >> 20} MiB are free in /dev/shm, which farcall does not need"
-    )
+    return Finding("shared memory", f"works (memfd; /dev/shm, with {free >> 20} MiB free, is not used)")
 
 
 def _memory_limit() -> int | None:
@@ -140,7 +138,9 @@ def meet(address: str, seconds: float) -> Iterator[Finding]:
         other = _await_other(name, seconds)
         if other is None:
             yield Finding(
-                "meeting", f"nobody has come to {address} for {seconds:g} s", "Run the same command there."
+                "meeting",
+                f"no other machine has come to {address} within {seconds:g} s",
+                "Run the same command there.",
             )
             return
         yield from _talk(other)

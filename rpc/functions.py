@@ -1,4 +1,4 @@
-"""Decorators for functions that are called by others."""
+"""Decorators for functions that other workers call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASYNC_EXECUTION_MARK: Final = "_wrapped_async_rpc_function"
 
 
 def async_execution(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function that returns a ``torch.futures.Future``, to be answered when that is completed.
+    """Mark a function that returns a ``torch.futures.Future``; its caller is answered when that is completed.
 
     The executor thread that runs it is free as soon as the function returns, so it can chain calls
     (``rpc_async(...).then(...)``) or gather requests of many callers without holding threads. Works on

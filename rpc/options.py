@@ -267,7 +267,7 @@ class AgentOptions(RpcBackendOptions):
             or three times. ``None`` leaves it alone.
         send_queue_bytes: how much one connection keeps unsent before callers wait (default 64 MiB).
         max_message_bytes: the largest message accepted from a peer (default 64 GiB); up to 64 KiB are
-            accepted always. Who sends more gets a ``SerializationError``.
+            accepted always. A worker that sends more gets a ``SerializationError``.
         transports: which to use, of ``"unix"``, ``"tcp"`` and those of other packages (default ``None``: the
             first two, as far as this system has them).
         shared_memory_bytes: how much shared memory large tensors for workers on this host may take (default
@@ -283,13 +283,13 @@ class AgentOptions(RpcBackendOptions):
             connection gets. They are opened beside that one after the first such message. Two workers use
             the smaller number of theirs. What cannot be opened is not used, and the log says so.
         lost_after: how many seconds a worker may give no sign of life while something is awaited from it
-            (default 30); then it is lost, and all that waits for it ends in ``WorkerLostError``. A worker of
-            this host that computes is never lost so, also while something holds its interpreter. 0: never.
+            (default 30); then it is lost, and all that waits for it ends in ``WorkerLostError``. A worker on
+            this host that computes is never lost this way, even while its interpreter lock is held. 0: never.
         reconnect_within: a connection that breaks between two living workers is made again within so many
             seconds (default 30), and messages go on where they were; then the worker is lost. One whose
             address refuses, since its process has ended, is lost at once.
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
-            address that reaches the rendezvous, loopback if that is on loopback. Of ``0.0.0.0`` and ``[::]``
+            address that reaches the rendezvous, loopback if that is on loopback. With ``0.0.0.0`` or ``[::]``
             others are told that address.
         token: what shows that a worker belongs to the job: a string or bytes, of at least 16, that only its
             workers know. Workers of one user on one host need none. Default: the environment's

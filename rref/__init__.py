@@ -22,5 +22,5 @@ def debug_info() -> dict[str, int]:
 
 
 def release_all_users() -> None:
-    """Give back every reference that this worker holds to objects of others: they are of no use then."""
+    """Give back every reference that this worker holds to objects of others; they are unusable then."""
     references().release_all()

@@ -156,7 +156,7 @@ class RRef(Generic[T]):
         Raises:
             RpcTimeoutError: it is not made, or has not arrived, in time.
             WorkerLostError: the owner is gone.
-            RRefError: the reference is of no use: its creation failed, or its agent is shut down.
+            RRefError: the reference is not usable: its creation failed, or its agent is shut down.
             Exception: what making the object raised.
         """
         if self.is_owner():
@@ -187,7 +187,7 @@ class RRef(Generic[T]):
         if shell.released or shell.agent.closed:
             check_not_forked()
             raise RRefError(
-                f"{self} is of no use any more: its agent is shut down. "
+                f"{self} is no longer usable: its agent is shut down. "
                 f"Cannot call {doing}() on it after deletion."
             )
         return shell
@@ -208,7 +208,7 @@ class RRef(Generic[T]):
             raise self._owner.lost_error(f"{doing} of {self} is impossible")
         state = shell.state(self._ref)
         if state is State.FAILED:
-            raise RRefError(f"{self} is of no use: {shell.reason(self._ref)}")
+            raise RRefError(f"{self} is not usable: {shell.reason(self._ref)}")
         self._confirmed = state is State.CONFIRMED  # which only the owner's end can change
         return shell
 
@@ -408,7 +408,7 @@ class RRef(Generic[T]):
 
     def deleted_error(self) -> RRefError:
         """The error of whoever wants to send it when its agent is shut down."""
-        return RRefError(f"Cannot call fork an UserRRef after deletion. {self} is of no use any more.")
+        return RRefError(f"Cannot call fork an UserRRef after deletion. {self} is no longer usable.")
 
     def _serialize(self) -> NoReturn:
         """PyTorch's name of what makes a reference part of a message: here, only sending one does."""

@@ -61,19 +61,19 @@ def remote(
     """Call ``func`` on another worker and return a reference to its value, which stays there.
 
     Returns at once. Arguments are as for ``rpc_sync``; with a class as ``func``, the reference is to a new
-    object of it. Calls of its methods run side by side, each on a thread of its own, also those of one
-    caller: an object that cannot stand it takes a lock in its methods, or is made with ``concurrency=1``.
+    object of it. Calls of its methods run concurrently, each on its own thread, even those of one
+    caller: an object that is not thread-safe takes a lock in its methods, or is made with ``concurrency=1``.
 
     Args:
-        timeout: seconds that making the object may take; if it takes longer, the reference becomes of no
-            use, and ``to_here`` says so; the owner frees the object when the reference is dropped. 0 for
-            none. Default: that of calls.
-        concurrency: how many methods of the object, called through references by whomever, run at a time, at
-            least 1; default: no limit. With 1, each begins when the one before has ended (an ``async def``:
-            when it has returned) and its value is on its way, in the order of each caller's calls. But
-            later ones may overtake one of more than 64 KiB and, at the caller's own worker, one that carries
-            references. A method that calls the object's methods through a reference, and waits, waits for
-            itself. ``to_here`` and ``local_value`` do not wait for a turn.
+        timeout: seconds that creating the object may take; if it takes longer, the reference becomes
+            unusable, and ``to_here`` says so; the owner frees the object when the reference is dropped. 0
+            for none. Default: that of calls.
+        concurrency: how many methods of the object, called through references by any worker, run at a time,
+            at least 1; default: no limit. With 1, each begins when the one before has ended (for an
+            ``async def``, returned) and its value is on its way, in the order of each caller's calls.
+            But later ones may overtake one of more than 64 KiB and, at the caller's own worker, one that
+            carries references. A method that calls the object's methods through a reference, and waits,
+            waits for itself. ``to_here`` and ``local_value`` do not wait for a turn.
 
     Returns:
         An ``RRef``, whose owner is ``to``. If ``func`` raises, ``to_here`` does.

@@ -148,9 +148,7 @@ def _names(workers: int | Sequence[str]) -> tuple[str, ...]:
     for name in names:
         check_name(name)
         if names.count(name) > 1:
-            raise ValueError(
-                f"every worker needs a name of its own: {name!r} is there {names.count(name)} times"
-            )
+            raise ValueError(f"worker names must be unique: {name!r} occurs {names.count(name)} times")
     return tuple(names)
 
 

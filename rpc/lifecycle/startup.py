@@ -42,10 +42,10 @@ def init_rpc(
 
     Raises:
         AlreadyInitializedError: this process has an agent.
-        InvalidNameError, TypeError, ValueError: an argument cannot be.
+        InvalidNameError, TypeError, ValueError: an argument is invalid.
         GroupMismatchError: a name or rank is taken, or ranks and world sizes disagree.
         RendezvousTimeoutError: the others, or the store, were not there in time; says who and where.
-        RpcError: this process may not open as many files as the group needs; says how many that are.
+        RpcError: this process may not open as many files as the group needs; says how many are needed.
 
     Example::
 

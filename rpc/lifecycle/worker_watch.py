@@ -29,8 +29,9 @@ _lost: Final[list[Callable[..., object]]] = []
 def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> ExitStack:
     """Have ``callback(worker)`` called for each other worker that becomes known from now on.
 
-    What is registered before ``init_rpc`` hears of all; after it, only of those who come later
-    (``get_worker_infos`` has the others). It stays registered for later groups of this process.
+    A callback registered before ``init_rpc`` is called for every worker; one registered after it, only for
+    those that join later (``get_worker_infos`` has the others). It stays registered for later groups of this
+    process.
 
     Args:
         callback: called on a thread of its own, one at a time; it may make calls. What it raises is logged.
@@ -46,8 +47,8 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> ExitStack:
 
 
 def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> ExitStack:
-    """Have ``callback(worker, reason)`` called for each other worker that is gone for good from now on: it
-    left, died or was cut off, as ``reason`` says. A worker that comes back under its name has joined anew.
+    """Have ``callback(worker, reason)`` called for each other worker that is lost for good from now on: it
+    left, died or was cut off, as ``reason`` says. A worker that comes back under its name joins as a new one.
 
     Arguments and value as for ``on_worker_joined``.
 

@@ -35,7 +35,7 @@ def check_not_forked() -> None:
     if _forked_from is not None:
         raise ForkedProcessError(
             "RPC has not been initialized in this process: it was forked from process "
-            f"{_forked_from}, whose agent stays there. Call init_rpc here, under a name of its own."
+            f"{_forked_from}, whose agent stays there. Call init_rpc here, with another name."
         )
 
 

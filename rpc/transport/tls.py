@@ -88,7 +88,7 @@ class TlsContexts:
             for kind, name in names:
                 if kind == wanted:
                     return str(name)
-        raise InvalidOptionError(f"{self.options}: the certificate names nobody")
+        raise InvalidOptionError(f"{self.options}: the certificate has no name")
 
 
 class TlsStream(DescriptorStream):

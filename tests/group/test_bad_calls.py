@@ -238,7 +238,7 @@ def misuse_references() -> rpc.RRef[Any]:
 def use_references_too_late(worker: Worker) -> None:
     with worker.group():
         user, own = misuse_references(), rpc.RRef(Account())
-    too_late = "RRef.* is of no use any more: its agent is shut down"
+    too_late = "RRef.* is no longer usable: its agent is shut down"
     for use in (user.to_here, own.to_here, own.local_value, user.rpc_sync().bank, user.remote().bank):
         refused(RRefError, too_late, use)
     refused(RRefError, too_late, user.rpc_async().bank().wait)
@@ -248,7 +248,7 @@ def use_references_too_late(worker: Worker) -> None:
     worker.world_size = 1
     with worker.group():  # the new agent knows nothing of them
         for rref in (user, own):
-            refused(RRefError, "of no use any more", rpc.rpc_sync, "worker0", my_name, args=(rref,))
+            refused(RRefError, "no longer usable", rpc.rpc_sync, "worker0", my_name, args=(rref,))
             refused(RRefError, too_late, rref.to_here)
 
 
