@@ -1,7 +1,7 @@
 """The front door of farcall: the command line, and ``compat`` for programs written for PyTorch's RPC.
 
-The packages that do the work stand beside this one: ``rpc``, ``rref`` and so on; ``from farcall import rpc``
-is ``import rpc``. Importing this one checks that it is ours that those names mean.
+The packages that do the work are top-level packages: ``rpc``, ``rref`` and so on; ``from farcall import rpc``
+is ``import rpc``. Importing this one checks that those names refer to farcall's packages.
 """
 
 from __future__ import annotations

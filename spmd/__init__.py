@@ -1,6 +1,6 @@
-"""Sharded execution: collectives on farcall's agent, and tensor parallelism.
+"""Sharded execution: collectives on farcall's agent, tensor parallelism, and SPMD mode.
 
-Importing it registers the backend ``farcall`` with PyTorch. What it offers is imported when it is used.
+Importing it registers the backend ``farcall`` with PyTorch. Its names are imported on first use.
 
 Example::
 
