@@ -92,8 +92,8 @@ def _location(spec: ModuleSpec | None) -> Path | None:
 def register_backend() -> None:
     """Make PyTorch know the backend ``farcall``: an entry point, which `import torch` calls.
 
-    If our packages are hidden, it only warns: a program with its own ``rpc.py`` that does not use farcall must
-    still be able to import PyTorch.
+    If our packages are hidden, it only warns: a program with its own ``rpc.py`` that does not use farcall
+    must still be able to import PyTorch.
     """
     try:
         check(*PACKAGES)

@@ -291,9 +291,9 @@ class AgentOptions(RpcBackendOptions):
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
             address that reaches the rendezvous, loopback if that is on loopback. With ``0.0.0.0`` or ``[::]``
             others are told that address.
-        token: the secret that proves that a worker belongs to the job: a string or bytes, at least 16 long, that
-            only its workers know. Workers of one user on one host need none. Default: the environment's
-            ``FARCALL_TOKEN``; see ``docs/security.md``.
+        token: the secret that proves that a worker belongs to the job: a string or bytes, at least 16 long,
+            that only its workers know. Workers of one user on one host need none. Default: the
+            environment's ``FARCALL_TOKEN``; see ``docs/security.md``.
         token_file: a file with the token, which only this user can read. Default: ``FARCALL_TOKEN_FILE``.
         tls: encrypt what goes over TCP; see ``TlsOptions`` (default ``None``: do not). The token is needed
             all the same. Unix sockets and shared memory do not leave the host, and are not encrypted.
