@@ -135,8 +135,8 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if needed:
         raise TypeError(
             f"each step of {type(optimizer).__name__} needs a {needed[0]}, to compute the loss again while "
-            "it steps, which an owner alone cannot do for a model on many workers: take one that goes "
-            "by the gradients alone"
+            "it steps, which the owner of one part of a model cannot do: choose an optimizer that needs "
+            "only gradients"
         )
     return optimizer
 

@@ -70,8 +70,8 @@ def read(given: Parameters) -> GivenParameters:
 def _members(group: Any, where: str) -> list[RRef[Any]]:
     if not isinstance(group, Mapping) or "params" not in group:
         raise TypeError(
-            f"{where} is {with_article(type(group))}, not a parameter group: where there is one, all are to "
-            "be such, dicts with references under 'params', and options"
+            f"{where} is {with_article(type(group))}, not a parameter group: if one entry is a group, all "
+            "must be, as dicts with references under 'params', and options"
         )
     given = group["params"]
     members = [given] if isinstance(given, RRef) else list(given)

@@ -212,7 +212,8 @@ class Gathering:
                 self._tell_all(key, error)
                 self._standstill.end_shutdowns(in_vain)
                 raise error
-        return f"worker '{me}' has waited {waited} in barrier or all_gather, for {missing or 'the answer'}"
+        for_whom = ", ".join(f"worker '{name}'" for name in missing) or "the answer"
+        return f"worker '{me}' has waited {waited} in barrier or all_gather, for {for_whom}"
 
     def inquired(self) -> None:
         """A follower has asked who is missing."""

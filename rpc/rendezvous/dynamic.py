@@ -181,7 +181,7 @@ class Joining:
             elif not backoff.pause():
                 raise RendezvousTimeoutError(
                     f"{self.arrival} waited {self.waiting.timeout:g} s at {self.store.description} to "
-                    f"join its dynamic group: {arrival or 'a worker'} is joining too and does not finish."
+                    f"join its dynamic group: {arrival or 'a worker'} is also joining, and has not finished."
                 )
             entry = log.entry(entry.index)
         return entry

@@ -237,9 +237,10 @@ def _tell_of_copies(function: FunctionType, reduced: tuple[Any, ...], pickler: B
         return
     shown = f"{size / 1e6:,.1f} MB" if size >= 100_000 else f"{size:,} bytes"
     logger.warning(
-        "%s.%s (%s, line %d) goes to worker '%s' by value, since that worker has no function of this name: "
-        "each call takes copies of %s along (%s), and what it changes there are the copies. A function that "
-        "both have at the top of a module or script would use the worker's own.",
+        "%s.%s (%s, line %d) is sent to worker '%s' "
+        "by value, since that worker has no function of this name: "
+        "each call carries copies of %s (%s), and changes only the copies. A function that both have at the "
+        "top level of a module or script uses the worker's own globals.",
         function.__module__,
         function.__qualname__,
         os.path.basename(code.co_filename),

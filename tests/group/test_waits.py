@@ -107,7 +107,7 @@ def come_to_barrier_one_by_one(worker: Worker) -> None:
 @pytest.mark.parametrize("waiting", [0, 2])
 def test_barrier_says_who_has_not_come(run_workers: RunWorkers, waiting: int) -> None:
     workers = run_workers.start(come_to_barrier_one_by_one, 3)
-    hear(workers[waiting], f"worker 'worker{waiting}' has waited", "in barrier", "['worker1']")
+    hear(workers[waiting], f"worker 'worker{waiting}' has waited", "in barrier", "for worker 'worker1'")
     workers[1].tell("go")
     workers.results()
 

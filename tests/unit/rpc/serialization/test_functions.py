@@ -322,8 +322,8 @@ def test_copies_of_globals_are_told_of_once(run_as_main: Any, caplog: pytest.Log
         send_call(main.read, to=Worker("server"))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "goes to worker 'server' by value" in record.getMessage()
-    assert "takes copies of TABLE along (4.0 MB)" in record.getMessage()
+    assert "is sent to worker 'server' by value" in record.getMessage()
+    assert "carries copies of TABLE (4.0 MB)" in record.getMessage()
 
 
 def test_nothing_is_told_of_a_lambda_that_copies_little(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,7 +335,7 @@ def test_nothing_is_told_of_a_lambda_that_copies_little(caplog: pytest.LogCaptur
 def test_a_large_closure_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     large = torch.zeros(1_000_000)
     send_call(lambda x: large + x, to=CALLEE)
-    assert "takes copies of large along (4.0 MB)" in caplog.text
+    assert "carries copies of large (4.0 MB)" in caplog.text
 
 
 def test_lambda_of_a_shared_main_refers_to_the_receivers_main(run_as_main: Any) -> None:
