@@ -401,11 +401,11 @@ def page(outcomes: Sequence[Outcome], steps: int) -> str:
     lines = [
         "# Six models in SPMD mode",
         "",
-        f"`python -m benchmarks.spmd_models` trains each for {steps} steps on {WORKERS} workers, and alone:",
-        f"batches of {BATCH} rows, the last of {LAST_BATCH}, which workers cannot share evenly. ResNet-18",
-        "is in float64: with so few rows its batch norm makes much of rounding, in one process as well.",
+        f"`python -m benchmarks.spmd_models` trains each for {steps} steps on {WORKERS} workers and in one process,",
+        f"with batches of {BATCH} rows and a last one of {LAST_BATCH}, which cannot be divided evenly. ResNet-18",
+        "is in float64: with so few rows, its batch norm amplifies rounding errors, in one process as well.",
         "",
-        "## How far losses are from those of one process, at most",
+        "## Largest difference of losses from those of one process",
         "",
         f"| model | layout | {' | '.join(OPTIMIZERS)} |",
         f"|---|---|{'---|' * len(OPTIMIZERS)}",
@@ -418,10 +418,10 @@ def page(outcomes: Sequence[Outcome], steps: int) -> str:
         lines.append(f"| {model} | {layout} | {' | '.join(cells)} |")
     lines += [
         "",
-        "## What needed its inputs elsewhere",
+        "## Operations whose inputs had to be moved",
         "",
-        "What `spmd.report()` tells of, and with which optimizers. Sums over workers are none: of gradients,",
-        "and of what a layer gives that is cut along its inputs. Bytes are those of whole tensors.",
+        "From `spmd.report()`, with the optimizers concerned. Sums over workers are not included: of gradients,",
+        "and of the outputs of layers that are sharded along their inputs. Bytes are those of whole tensors.",
         "",
         "| model | layout | operation | in a run | moved | optimizers | what |",
         "|---|---|---|---|---|---|---|",
@@ -451,13 +451,13 @@ def page(outcomes: Sequence[Outcome], steps: int) -> str:
 
 _WHY: Final = (
     "",
-    "- A model that is cut by channels (ResNet-18) moves activations between layers: each convolution needs",
-    "  all channels of what comes in. Weights that are not marked are whole, and so must their gradients be.",
-    "- An LSTM whose four gates are one matrix that is cut has all four gathered, once for each step and",
-    "  layer, before they are told apart; the table counts each slice.",
-    "- PyTorch's encoder layer puts the batch second, and attention's three matrices into one. In the last",
-    "  step, a batch that cannot be shared evenly, and comes second, is cut over the words instead.",
-    "- Where batches are cut over one axis and the model over the other, a view of an uneven batch may be",
+    "- A model sharded by channels (ResNet-18) moves activations between layers: each convolution needs",
+    "  all channels of its input. Unmarked weights are whole, and so must their gradients be.",
+    "- An LSTM keeps its four gates in one matrix; if it is sharded, they are gathered once per step and",
+    "  layer, before they are split; the table counts each slice.",
+    "- PyTorch's encoder layer has the batch dimension second, and attention's three matrices in one. In the last",
+    "  step, a batch that cannot be divided evenly, and is second, is sharded along the words instead.",
+    "- If batches are sharded over one axis and the model over the other, a view of an uneven batch may be",
     "  whole along one of them.",
 )
 
