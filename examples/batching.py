@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""A server that answers many callers' requests in batches, beside one that answers one at a time.
+"""A server that answers many callers' requests in batches, compared with one that answers one at a time.
 
 Three processes on this machine, started by the command itself::
 
     python examples/batching.py
 
 How it works. One worker, the server, has a large classifier of handwritten digits. Two others, the callers,
-each send it images one by one, many at a time without waiting. A model is much quicker with 32 images at
-once than with 32 times one; but each caller has only one image to ask about. So the server collects what
-comes from all of them, and answers all that waits with one run of the model.
+each send it images one by one, many at a time without waiting. A model is much faster on 32 images at
+once than on one image 32 times; but each caller asks about only one image. So the server collects requests
+from all of them, and answers all waiting requests with one run of the model.
 
 The one idea is `rpc.functions.async_execution`, marked (1) below: a function that answers later. It returns
-a future at once and so keeps no thread; the caller's own future completes when that one does. The callers
+a future at once and so holds no thread; the caller's own future completes when that one does. The callers
 cannot tell the difference, except by the clock.
 
 Both ways are measured with the same requests. They must name the same digits, and batches must be faster.

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Training that goes on while trainers are killed and replaced, by one command::
+"""Training that continues while trainers are killed and replaced. Start it with one command::
 
     python examples/elastic.py
 
-How it works. The process that you start is the server. It owns a classifier of handwritten digits, and the
-group, which is dynamic: workers come and go. It starts trainers, each a process, which join the group and
-send it gradients (asynchronous SGD, as in `parameter_server.py`). Now and then one of them is killed, as
-`kill -9` does it. The server is told who joins and who is lost, marked (1) below: it starts another in
-place of who is lost, under the same name, and sets to work who has joined. Nothing is trained again: the
+How it works. The process that you start is the server. It owns a classifier of handwritten digits, and a
+dynamic group, which workers join and leave at any time. It starts trainers as processes, which join the group
+and send it gradients (asynchronous SGD, as in `parameter_server.py`). Now and then one of them is killed, as
+by `kill -9`. The server is notified of who joins and who is lost, marked (1) below: it replaces a lost
+trainer with another of the same name, and gives work to those that join. No work is repeated, since the
 server has the weights.
 
-It ends after so many steps, and says how many trainers that took.
+It ends after a fixed number of steps, and says how many trainers that took.
 
-Trainers of other machines join with the same secret in FARCALL_TOKEN, whenever they come::
+Trainers on other machines can join at any time, with the same secret in FARCALL_TOKEN::
 
     python examples/elastic.py --meet HOST:29500                        # the server, on HOST
     python examples/elastic.py --meet HOST:29500 --join trainer9        # one more trainer, anywhere

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A Transformer whose parameters are cut over all workers; killed in the middle, and resumed on fewer.
+"""A Transformer whose parameters are sharded over all workers; killed midway, and resumed on fewer.
 
 Everything on this machine, with one command::
 
@@ -12,12 +12,12 @@ Kill it, and start it again, on as many machines as you like; all see FOLDER, wh
     farcall launch -n 1 --nnodes 5 --rdzv HOST:29500 examples/fsdp.py --workers 4 --folder FOLDER   # on each
 
 How it works. Each layer is wrapped in FSDPv2: a worker holds a part of each parameter, of its gradient and of
-the optimizer's state, and has a part of the batch. For the time of a layer its parameters are put together.
-What is inside of a layer is forgotten after forward, and computed again in backward.
+the optimizer's state, and has a part of the batch. Each layer's parameters are gathered while it runs.
+Activations inside a layer are dropped after forward, and recomputed in backward.
 
 Every few steps a checkpoint is taken, shard by shard. A first process, with its workers, trains until it is
-killed, with SIGKILL. Then another goes on from the last checkpoint, with another number of workers: the model
-is made without memory, and each worker gets its part.
+killed, with SIGKILL. Then another continues from the last checkpoint, with another number of workers: the
+model is made on the meta device, and each worker loads its part.
 
 The same model is trained in this process, alone. Success is that the losses agree, step by step.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Two trainers that share an embedding on a server, and hold the dense part of the model in step by DDP.
+"""Two trainers that share an embedding on a server, and train the dense part of the model with DDP.
 
 Three processes on this machine, started by the command itself::
 
@@ -14,7 +14,7 @@ The data are scikit-learn's handwritten digits as a recommender would see them: 
 320 features, one for each pixel and shade.
 
 Three ideas are marked (1) to (3) below: a process group beside the RPC group; one forward through both kinds
-of parallelism, under one autograd context; an optimizer for what is here and what is there.
+of parallelism, under one autograd context; an optimizer for local and remote parameters.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ Or under torchrun, which gives each process its rank in the environment::
 
     torchrun --nproc-per-node 3 examples/parameter_server.py
 
-How it works. The server owns the model's weights. A trainer owns a part of the images. Over and over, a
+How it works. The server owns the model's weights. A trainer owns a part of the images. Repeatedly, a
 trainer computes gradients on a batch and sends them to the server, which takes an SGD step and answers with
-the new weights. Nobody waits for anybody: while one trainer computes, the weights move on under the steps
+the new weights. No trainer waits for another: while one computes, the weights change by the steps
 of the other. (One limit: a trainer that is far ahead waits for the slowest, so that no gradient is computed
 on very old weights. That is "stale synchronous parallel": Ho et al., NIPS 2013.)
 

@@ -5,16 +5,16 @@ Three processes on this machine, started by the command itself::
 
     python examples/pipeline.py
 
-How it works. A classifier of handwritten digits is cut in two: its first layers are on one worker, the others
-on a second; a third, the trainer, feeds them. With whole batches one stage is always idle: the second waits
-for the first, and on the way back the first waits for the second. So the trainer splits each batch into
+How it works. A classifier of handwritten digits is split in two: its first layers are on one worker, the
+others on a second; a third, the trainer, feeds them. With whole batches one stage is always idle: the second
+waits for the first, and on the way back the first waits for the second. So the trainer splits each batch into
 micro-batches. While the second stage has the first of them, the first stage has the next. (That is GPipe:
 Huang et al., NeurIPS 2019.)
 
-The two ways compute the same gradients, so they must learn alike. Both are trained by turns, so that what
-else this machine does slows both, and the speed-up is printed. It grows with the time that a stage computes,
-as against what a micro-batch costs on its way, and needs a free processor for each stage: where there is
-none, the micro-batches only cost, and the example says so.
+Both methods compute the same gradients, so they must learn equally well. They are trained alternately, so
+that other load on this machine slows both, and the speed-up is printed. It grows with the ratio of a stage's
+computation to the cost of sending a micro-batch, and needs a free processor for each stage: without one,
+micro-batches only add cost, and the example says so.
 
 Three ideas are marked (1) to (3) below: the output of one stage goes to the next without passing through the
 trainer; one backward for everything in flight; an optimizer whose parameters are on several workers.

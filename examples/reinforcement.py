@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""An agent that learns to balance poles, from observers that act as it says.
+"""An agent that learns to balance poles from observers that act on its instructions.
 
 Three processes on this machine, started by the command itself::
 
@@ -11,8 +11,8 @@ fallen, or have stood for 200 steps, the agent learns from what both observers s
 begins. (It learns by REINFORCE: Williams, Machine Learning 8, 1992. A push is made more probable by as much
 as the poles stood longer after it than they did on average at that moment.)
 
-Calls go both ways here, through remote references, marked (1) to (3) below: the agent makes the observers
-and tells them to play; each observer, while it plays, calls the agent back many times a second.
+Calls go in both directions here, through remote references, marked (1) to (3) below: the agent makes the
+observers and tells them to play; each observer, while it plays, calls the agent back many times a second.
 """
 
 from __future__ import annotations

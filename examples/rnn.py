@@ -7,15 +7,15 @@ Two processes on this machine, started by the command itself::
 
 How it works. The model reads text word by word and predicts the next word. Nearly all of its weights are in
 two tables with a row for each word: the embedding, which turns words into vectors, and the decoder, which
-turns what the LSTM makes of them into scores. Both are on the server; the trainer has only the LSTM. Words
+turns the LSTM's output into scores. Both are on the server; the trainer has only the LSTM. Words
 go to the server and vectors come back; hidden states go there and a loss comes back, a single number. The
-backward goes the same ways in reverse, and each worker updates the weights that it has.
+backward takes the same paths in reverse, and each worker updates its own weights.
 
 The text is Python's own reference documentation, which comes with Python. Success is a perplexity (the number
 of words between which the model hesitates) on text it has not seen that is much lower than that of knowing
 only how common each word is.
 
-Three ideas are marked (1) to (3) below: modules that live elsewhere; gradients that find their own way; an
+Three ideas are marked (1) to (3) below: modules on another worker; gradients across workers; an
 optimizer, with clipping and a learning-rate schedule, whose parameters are on both workers.
 """
 

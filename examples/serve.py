@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""A model served to clients that know neither Python's objects nor PyTorch, by one command::
+"""A model served to clients that need neither Python objects nor PyTorch. Start it with one command::
 
     python examples/serve.py
 
-For clients of other machines, `farcall serve` does what this example does: see `docs/serving.md`.
+For clients on other machines, use `farcall serve`, which does the same: see `docs/serving.md`.
 
 How it works. A classifier of handwritten digits is trained for a moment and then served over gRPC, marked
-(1) below, twice: as it is, and with calls that come together run as one. Many clients ask about one image
+(1) below, twice: as it is, and with concurrent calls batched. Many clients ask about one image
 each, again and again (2); what they send and get are arrays of NumPy. Where Node is installed, a client in
 JavaScript asks about the same images (3), and must get the same answers: `examples/clients/node/call.js`.
 
-It prints how long calls took: the median, and what one in a hundred exceeded.
+It prints latencies: the median and the 99th percentile.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One program, one logical device, many workers: a vision and a language model, cut in three ways.
+"""One program, one logical device, many workers: a vision and a language model, sharded in three ways.
 
 Four workers on this machine, started by the command itself::
 
@@ -12,7 +12,7 @@ On several machines, one process is the driver, the others are workers; all have
 
 How it works. Both models are plain PyTorch, for one device. A few tensors are marked: along the axis *data*
 of a mesh each worker has a part of the batch; along *model* a part of the filters, heads and hidden features.
-All else follows: what a worker computes, what it sends, where gradients and the optimizer's state are. This
+The rest follows: what a worker computes, what it sends, where gradients and the optimizer's state are. This
 process, the driver, has no data of the model; it records the program, and workers run it.
 
 The same models are trained in this process as well. Success is that the losses agree, step by step.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A Transformer cut over processes, two by two: tensor and data parallelism, held against one process.
+"""A Transformer on two by two processes: tensor and data parallelism, compared with one process.
 
 Four processes on this machine, started by the command itself::
 
@@ -15,8 +15,8 @@ Or under torchrun, without an RPC group::
     torchrun --standalone --nproc-per-node 4 examples/tensor_parallel.py
 
 How it works. A small Transformer learns Shakespeare's sonnets, character by character. The processes are a
-mesh of two dimensions, (dp, tp). Along tp each layer is cut: a rank has some of the attention heads, of the
-hidden features and of the vocabulary. Along dp the model is repeated: each copy learns from its part of the
+mesh of two dimensions, (dp, tp). Along tp each layer is sharded: a rank has some of the attention heads, the
+hidden features and the vocabulary. Along dp the model is repeated: each copy learns from its part of the
 batch, and gradients are averaged. The model itself is written for one process and knows nothing of this.
 
 Rank 0 trains the same model by itself as well, on whole batches. Success is that the losses agree, step by
@@ -25,7 +25,7 @@ step.
 Four ideas are marked (1) to (4) below: a process group, a mesh, a plan, and gradients averaged over dp.
 
 With ``--served`` rank 0 has no part of the model but a handle, (5): the others hold the shards, and it trains
-through them as if the model were here, and then has it write on::
+through them as if the model were local, and then generates text with it::
 
     python examples/tensor_parallel.py --served
 """
