@@ -1,17 +1,17 @@
-"""Exactly-once delivery of small control messages between two workers, over connections that may be made
-again.
+"""Control messages between two workers: numbered, so that each is handed over once, and acknowledged.
 
-One ``Delivery`` stands at each end of a pair of incarnations, for as long as both live. While a connection
-lives nothing on it is lost, though batches may overtake each other; when it is replaced, whatever was on
-its way may be lost, or has arrived unnoticed. Still every message handed to ``send`` at one end comes out
-of ``received`` at the other exactly once, in any order.
+One ``Delivery`` stands at each end of a pair of incarnations, for as long as both live. Sessions
+(``rpc.transport.session``) see to it that no message is lost, also where a connection is made again. Batches
+may overtake each other, as large ones go in chunks, and tests inject duplicates (``rpc.testing.faults``).
+Still every message handed to ``send`` at one end comes out of ``received`` at the other exactly once, in any
+order; and each end knows how many the other has taken in, which a graceful shutdown waits for.
 
 Messages are numbered from 1 in each direction. A batch is ``[acked, start, messages]``: all numbers up to
 ``acked`` have arrived here; ``messages`` have the numbers ``start``, ``start + 1``, and so on. So every
 batch carries an acknowledgement, and none travels alone where messages flow both ways. Else the receiver
-delays it (see ``Control``), but no longer than ``ACK_EVERY`` messages. When a new connection is made, all
-that is not acknowledged is sent again. At most ``WINDOW`` numbers are on their way, so a receiver remembers
-at most that many to tell what came twice; what exceeds it waits at the sender.
+delays it (see ``Control``), but no longer than ``ACK_EVERY`` messages. At most ``WINDOW`` numbers are on
+their way, so a receiver remembers at most that many to tell what came twice; what exceeds it waits at the
+sender.
 
 A dead peer is forgotten by dropping its ``Delivery``; incarnations never come back, so nothing is kept.
 """
@@ -50,14 +50,13 @@ class Delivery:
         assert here.unacknowledged == 0
     """
 
-    __slots__ = ("_arrived", "_beyond", "_ever_sent", "_first", "_queue", "_sent", "_unanswered")
+    __slots__ = ("_arrived", "_beyond", "_first", "_queue", "_sent", "_unanswered")
 
     def __init__(self) -> None:
         self._queue: deque[Any] = deque()
         """What is not acknowledged, from number ``_first`` on; of these, ``_sent`` are on their way."""
         self._first = 1
         self._sent = 0
-        self._ever_sent = 0
         self._arrived = 0
         """All numbers up to this have arrived, and those in ``_beyond``."""
         self._beyond: set[int] = set()
@@ -91,7 +90,6 @@ class Delivery:
         end = min(len(self._queue), WINDOW, self._sent + BATCH_MOST)
         batch = [self._arrived, self._first + self._sent, list(islice(self._queue, self._sent, end))]
         self._sent = end
-        self._ever_sent = max(self._ever_sent, self._first + self._sent - 1)
         self._unanswered = 0
         return batch
 
@@ -102,7 +100,7 @@ class Delivery:
         """
         match batch:
             case [int(acked), int(start), list(messages)] if (
-                0 <= acked <= self._ever_sent
+                0 <= acked < self._first + self._sent
                 and len(messages) <= BATCH_MOST
                 and 1 <= start <= self._arrived + WINDOW + 1 - len(messages)
             ):
@@ -114,14 +112,10 @@ class Delivery:
         while self._first <= acked:
             self._queue.popleft()
             self._first += 1
-            self._sent = max(0, self._sent - 1)
+            self._sent -= 1
         new = [message for number, message in enumerate(messages, start) if self._is_new(number)]
         self._unanswered += len(messages) if len(new) == len(messages) else ACK_EVERY
         return new
-
-    def reconnected(self) -> None:
-        """A new connection replaces the last: send again whatever is not acknowledged."""
-        self._sent = 0
 
     def _is_new(self, number: int) -> bool:
         if number <= self._arrived or number in self._beyond:

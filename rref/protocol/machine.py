@@ -48,8 +48,9 @@ parent is free to go; each fence ends, as those it waits for answer or die and j
 What happens to a user's fork stands at the head of ``user``, what happens to an object at its owner at the
 head of ``owner``, both as the tables that run.
 
-The messages must be delivered exactly once between any two that live, in any order (``rpc.group.delivery``
-does this). Calls, creations and answers go their own way, and may be late, or lost with their connection.
+The messages must be delivered exactly once between any two that live, in any order (sessions and
+``rpc.group.delivery`` do this). Calls, creations and answers go their own way, and may be late, or lost with
+their connection.
 
 How a shell uses it
 ===================

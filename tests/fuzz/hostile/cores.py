@@ -367,8 +367,6 @@ def run_delivery(data: bytes) -> None:
             raise Broken(
                 f"{len(delivery._beyond)} numbers are kept, {delivery.unacknowledged} of {posted} queued"
             )
-        if batch == ["reconnected"]:
-            delivery.reconnected()
     delivery.outgoing(acknowledge=True)
 
 
