@@ -21,7 +21,8 @@ those of admitted classes, called with the text; as a ``RemoteError`` where that
 *Methods* of objects that others refer to are called only if ``allow_methods`` names them for the object's
 class or one that it derives from; if messages may make instances of that class, only as the class has them,
 since such an instance may bring attributes that hide them. Of tensors those are named already that give a
-copy, or tell what kind of tensor it is. So what an allowed function returns gives no more to those who refer to it than its owner said.
+copy, or tell what kind of tensor it is. So what an allowed function returns gives no more to those who refer
+to it than its owner said.
 
 What it does not protect from: what allowed functions and classes do with hostile arguments (attributes of
 an instance are set without its constructor being run; a tensor may have any shape and any values, also
