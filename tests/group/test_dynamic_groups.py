@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ def watch_others(worker: Worker) -> None:
     def fail(*_: object) -> None:
         raise LookupError("a callback's own error")
 
-    with rpc.on_worker_joined(fail), rpc.on_worker_lost(fail):
+    with rpc.on_worker_joined(fail), rpc.on_worker_lost(fail), rpc.on_worker_lost(lambda *_: sys.exit(3)):
         rpc.on_worker_joined(lambda each: worker.report("came", (each.name, rpc.rpc_sync(each, int))))
         rpc.on_worker_lost(lambda each, reason: worker.report("went", (each.name, reason)))
         follow_orders(worker, dynamic=True)
