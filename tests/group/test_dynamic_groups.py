@@ -163,6 +163,26 @@ def test_the_group_outlives_a_store_that_others_keep(run_workers: RunWorkers) ->
     dismiss(workers)
 
 
+@pytest.mark.parametrize("counter", ["1000000000", "garbage"])
+def test_a_stranger_that_writes_to_the_store_does_members_no_harm(
+    run_workers: RunWorkers, counter: str
+) -> None:
+    workers = run_workers.start(keep_a_store, 1)
+    port = workers[0].wait_for("port")
+    members = [workers.add(join_at_a_store, args=(port,)) for _ in range(2)]
+    for member in members:
+        member.wait_for("ready")
+    TCPStore("localhost", port, is_master=False).set("farcall/default/arrivals", counter)
+    members[1].kill()  # so that the other looks through the store
+    until(lambda: "newcomers cannot join" in members[0].log.read_text())
+    assert ask(members[0], call_all) == ["worker1"]
+    members[0].tell("order", None)
+    members[0].result()
+    workers[0].kill()
+    workers.results()
+    assert members[0].log.read_text().count("was written to by somebody who does not belong") == 1
+
+
 def watch_others(worker: Worker) -> None:
     def fail(*_: object) -> None:
         raise LookupError("a callback's own error")
