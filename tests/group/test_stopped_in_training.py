@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,7 +31,9 @@ STOPPED = r"no sign of life for 2 s, since about \d\d:\d\d:\d\d: its process \(\
 
 
 def stop_here() -> None:
+    """Never returns: this thread may be the last of its process to stand still."""
     os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Event().wait()
 
 
 class StopInBackward(torch.autograd.Function):
