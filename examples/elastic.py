@@ -40,7 +40,7 @@ from example_run import Miss, ending
 from live_progress import live_progress, print_figures
 
 TARGET = 0.93
-LOST_SECONDS = 30.0
+LOST_SECONDS = 120.0
 
 
 class Server:

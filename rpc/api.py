@@ -276,7 +276,9 @@ def shutdown(
             has timed out, or that nobody waits for any more, counts as under way until its callee has ended.
             A worker that has died, or whose program has ended, is not waited for, and is no error here; if
             it died or crashed, the log has a warning that names it.
-        timeout: seconds to wait for that; 0 for no limit: then a callee that never ends keeps all here.
+        timeout: seconds to wait for that; 0 for no limit, as a worker that serves others waits here for as
+            long as these work: then a callee that never ends keeps all here. The log says for whom it waits,
+            and nothing but work keeps it: who is silent is lost after ``lost_after`` seconds.
         release_references: give back all references to objects of others before leaving, so that their
             owners free them.
         raise_on_leaks: raise if others still hold references to objects of this worker at the end.

@@ -105,5 +105,5 @@ def _tell(
         for callback in callbacks:
             try:
                 callback(*arguments)
-            except Exception:
+            except BaseException:  # ``sys.exit()``, too, would end this thread only, and silence it
                 logger.exception("a callback for workers that come and go failed")

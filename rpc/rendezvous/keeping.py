@@ -149,9 +149,12 @@ class Keeper:
                 if str(error) != complaint:
                     complaint = str(error)
                     logger.warning("newcomers cannot join the group of '%s': %s", self._me.name, error)
-            except Exception:
-                logger.exception("the keeper of worker '%s' failed", self._me.name)
-            pause = _QUICK_SECONDS if self._wait(pause) or self._dead else min(2 * pause, _SLOW_SECONDS)
+            except Exception as error:
+                if repr(error) != complaint:
+                    complaint = repr(error)
+                    logger.exception("the keeper of worker '%s' failed", self._me.name)
+            quick = self._wait(pause) or (self._dead and not complaint)
+            pause = _QUICK_SECONDS if quick else min(2 * pause, _SLOW_SECONDS)
         try:
             if not self._lost:
                 log = Log(self._store)

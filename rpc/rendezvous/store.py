@@ -40,6 +40,9 @@ _GRACE_SECONDS: Final = 2.0
 
 _SLICE_SECONDS: Final = 0.2
 
+_MOST_ARRIVALS: Final = 1 << 16
+"""So many may have come since the log was trimmed: counters are anybody's, and each place is looked at."""
+
 _LINE_SECONDS: Final = 2.0
 """How long a TCP store may take to accept a connection."""
 
@@ -234,8 +237,16 @@ class SharedStore:
         return int(self._ask(lambda store: store.add(self.prefix + key, amount)))
 
     def counter(self, key: str) -> int:
-        """What a counter is at; 0 if there is none."""
-        return int(self._get(key) or 0)
+        """What a counter is at; 0 if there is none. ``RendezvousError`` if that is no number."""
+        found = self._get(key) or b"0"
+        try:
+            return int(found)
+        except ValueError:
+            raise RendezvousError(self.spoilt(f"its counter '{key}' says {found[:50]!r}")) from None
+
+    def spoilt(self, what: str) -> str:
+        """Why this store is of no use: something there that no worker of this job has written."""
+        return f"{self.description} was written to by somebody who does not belong to this job: {what}"
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value, whatever was there."""
@@ -361,18 +372,25 @@ class Log:
         """
         end = self._store.counter("arrivals") + 1
         unwritten = [entry.index for entry in self._open.values() if entry.arrival is None]
-        for index in (*unwritten, *self._unread, *range(self._next, end)):
+        for index in (*unwritten, *self._unread, *self._new(end)):
             self.entry(index)
         self._unread, self._next = (), max(self._next, end)
         return [self._open[index] for index in sorted(self._open)]
 
     def before(self, place: int) -> Iterator[Entry]:
         """As ``read``, up to a place; each entry as it is when its turn comes."""
-        for index in (*self._unread, *range(self._next, place)):
+        for index in (*self._unread, *self._new(place)):
             entry = self.entry(index)
             if not entry.settled:
                 yield entry
         self._unread, self._next = (), place
+
+    def _new(self, end: int) -> range:
+        """The places from where it was read to up to one, which is another's word."""
+        if end - self._next > _MOST_ARRIVALS:
+            came = f"{end - self._next} workers have come since it was last looked through"
+            raise RendezvousError(self._store.spoilt(came))
+        return range(self._next, end)
 
     def entry(self, index: int) -> Entry:
         """What there is at a place now."""

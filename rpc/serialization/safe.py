@@ -19,8 +19,10 @@ was there before, such as a member of an admitted enumeration, keeps its attribu
 those of admitted classes, called with the text; as a ``RemoteError`` where that is not possible.
 
 *Methods* of objects that others refer to are called only if ``allow_methods`` names them for the object's
-class or one that it derives from. Of tensors those are named already that give a copy, or tell what kind of
-tensor it is. So what an allowed function returns gives no more to those who refer to it than its owner said.
+class or one that it derives from; if messages may make instances of that class, only as the class has them,
+since such an instance may bring attributes that hide them. Of tensors those are named already that give a
+copy, or tell what kind of tensor it is. So what an allowed function returns gives no more to those who refer
+to it than its owner said.
 
 What it does not protect from: what allowed functions and classes do with hostile arguments (attributes of
 an instance are set without its constructor being run; a tensor may have any shape and any values, also
@@ -93,6 +95,14 @@ class AllowList:
             raise SerializationError(
                 f"the method '{name}' of objects of type '{type_name(type(obj))}' is not on this worker's "
                 "allow-list (it deserializes in safe mode: see rpc.allow_methods)"
+            )
+        kind = type(obj)
+        if kind in self._classes and (
+            name in getattr(obj, "__dict__", ()) or not callable(getattr(kind, name, None))
+        ):
+            raise SerializationError(
+                f"'{name}' of this object of type '{type_name(kind)}' is no method of its class: a message "
+                "may have set it"
             )
 
     def exception(self, kind: str, text: str) -> Exception:

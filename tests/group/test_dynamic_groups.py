@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
+import sys
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rpc
 from rpc.errors import RRefError, WorkerLostError
 from tests.support.orders import add_follower, ask, dismiss, follow_orders, start_followers
+from tests.support.streams import until
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers
 
@@ -125,11 +128,66 @@ def test_the_group_outlives_the_first_worker_that_serves_the_store(run_workers: 
     dismiss(workers)
 
 
+def keep_a_store(worker: Worker) -> None:
+    """As a launcher does, which is no member."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    worker.report("port", store.port)
+    worker.wait_for("never")
+
+
+def join_at_a_store(worker: Worker, port: int) -> None:
+    store = TCPStore("localhost", port, is_master=False)
+    options = rpc.AgentOptions(dynamic=True, rendezvous_timeout=15.0)
+    rpc.init_with_store(None, store, worker.name, worker.rank, None, options)
+    worker.report("ready")
+    while (order := worker.wait_for("order")) is not None:
+        worker.report("done", order())
+    rpc.shutdown()
+
+
+def test_the_group_outlives_a_store_that_others_keep(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(keep_a_store, 1)
+    port = workers[0].wait_for("port")
+    members = [workers.add(join_at_a_store, args=(port,)) for _ in range(3)]
+    for member in members:
+        member.wait_for("ready")
+    workers[0].kill()
+    workers[0].result()
+    until(lambda: "nobody can join it any more" in members[0].log.read_text())
+    for member in members:
+        assert ask(member, call_all) == ["worker1", "worker2", "worker3"]
+    members[2].kill()
+    for member in members[:2]:
+        until(lambda: ask(member, present) == [("worker1", 1), ("worker2", 2)])  # noqa: B023
+    assert ask(members[1], call_all) == ["worker1", "worker2"]
+    dismiss(workers)
+
+
+@pytest.mark.parametrize("counter", ["1000000000", "garbage"])
+def test_a_stranger_that_writes_to_the_store_does_members_no_harm(
+    run_workers: RunWorkers, counter: str
+) -> None:
+    workers = run_workers.start(keep_a_store, 1)
+    port = workers[0].wait_for("port")
+    members = [workers.add(join_at_a_store, args=(port,)) for _ in range(2)]
+    for member in members:
+        member.wait_for("ready")
+    TCPStore("localhost", port, is_master=False).set("farcall/default/arrivals", counter)
+    members[1].kill()  # so that the other looks through the store
+    until(lambda: "newcomers cannot join" in members[0].log.read_text())
+    assert ask(members[0], call_all) == ["worker1"]
+    members[0].tell("order", None)
+    members[0].result()
+    workers[0].kill()
+    workers.results()
+    assert members[0].log.read_text().count("was written to by somebody who does not belong") == 1
+
+
 def watch_others(worker: Worker) -> None:
     def fail(*_: object) -> None:
         raise LookupError("a callback's own error")
 
-    with rpc.on_worker_joined(fail), rpc.on_worker_lost(fail):
+    with rpc.on_worker_joined(fail), rpc.on_worker_lost(fail), rpc.on_worker_lost(lambda *_: sys.exit(3)):
         rpc.on_worker_joined(lambda each: worker.report("came", (each.name, rpc.rpc_sync(each, int))))
         rpc.on_worker_lost(lambda each, reason: worker.report("went", (each.name, reason)))
         follow_orders(worker, dynamic=True)

@@ -36,6 +36,11 @@ def add(left: Any, right: Any = 1) -> Any:
 
 
 @rpc.allow_function
+def add_nothing(value: Any) -> Any:
+    return value
+
+
+@rpc.allow_function
 async def add_slowly(left: int) -> int:
     return left + 1
 
@@ -77,6 +82,20 @@ class Point:
 
     def grow(self) -> None:
         self.x += 1
+
+    def shrink(self) -> int:
+        return self.x - 1
+
+
+rpc.allow_methods(Point, "shrink")
+
+
+@rpc.allow_class
+class Trap:
+    """Its instances may arrive; that they may be called, nobody has said."""
+
+    def __call__(self) -> str:
+        return run("by an instance")
 
 
 @rpc.allow_function
@@ -264,6 +283,11 @@ def reach_through_references(worker: Worker) -> list[str]:
     ):
         text = f"^the method '{method}' of objects of type 'torch.Tensor' is not on .* rpc.allow_methods"
         refused(SerializationError, text, getattr(tensor.rpc_sync(), method), *args)
+    point = Point(2)
+    assert rpc.remote("worker1", add_nothing, args=(point,)).rpc_sync().shrink() == 1
+    point.shrink = Trap()  # type: ignore[assignment, method-assign]
+    text = f"^'shrink' of this object of type '{__name__}.Point' is no method of its class"
+    refused(SerializationError, text, rpc.remote("worker1", add_nothing, args=(point,)).rpc_sync().shrink)
     array, storage = rpc.remote("worker1", give_array), rpc.remote("worker1", give_storage)
     refused(SerializationError, "^the method 'tofile'", array.rpc_sync().tofile, path)
     refused(

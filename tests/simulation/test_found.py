@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import rpc
 from tests.simulation.life import Life, Plan
-from tests.simulation.programs import Thing, introduce
+from tests.simulation.programs import Thing, introduce, serve
 from tests.simulation.truth import Truth
 from tests.simulation.worker import Worker
 
@@ -121,3 +121,26 @@ def test_a_worker_that_was_stopped_until_its_time_in_shutdown_is_over_has_not_fa
         here.loop.paused_until = life.clock.now + 2.0
         life.end()
     assert any("round 3 is over for " + repr(here) + ": all" in line for line in told)
+
+
+def test_a_call_that_is_run_after_all_references_were_given_back_brings_none() -> None:
+    told: list[str] = []
+    life = Life(replace(QUIET, static=False, leave=True), told.append)
+    with life.begun() as (here, there):
+        connect(life, here, there)
+        life.clock.run(1.0)
+        made = life.truth.new_object(there.incarnation, there)
+
+        def call_with_a_reference() -> None:
+            begun = life.truth.begin("serve", there, here.incarnation, 0.0)
+            refs = [rpc.RRef(Thing(made.tag))]
+            life.truth.follow(begun, rpc.rpc_async(here.name, serve, (begun.number, 1, [made.tag], refs)))
+
+        here.loop.paused_until = life.clock.now + 2.0
+        life.leave(here)
+        life.clock.run(0.1)
+        there.loop.call_soon(call_with_a_reference)
+        life.clock.run(0.1)
+        life.end()
+    lines = "\n".join(told)
+    assert lines.index(f"{here} enters round 2") < lines.index(f"{here} runs call 1 (serve)")

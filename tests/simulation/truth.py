@@ -275,7 +275,9 @@ class Truth:
                 self.broken(f"object {tag} is freed, but {worker} refers to it ({state.name})")
 
     def hold(self, worker: Worker, tag: int, ref: RRef[Any]) -> None:
-        """A program has got a reference, and keeps it."""
+        """A program has got a reference, and keeps it; it is of no use if all have been given back here."""
+        if worker.agent.extensions["rref"].released:
+            return
         self.held[worker].append((tag, ref))
         self.check_reference(worker, tag, ref)
 

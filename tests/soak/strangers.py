@@ -242,7 +242,10 @@ def join(name: str, folder: str) -> None:
 
 def work(rank: int, folder: str, seconds: float, results: Any) -> None:
     """Worker 0 is attacked, worker 1 works with it."""
-    join(f"worker{rank}", folder)
+    both = threading.Event()
+    with rpc.on_worker_joined(lambda _: both.set()):
+        join(f"worker{rank}", folder)
+        assert both.wait(60)
     done = Path(folder) / "done"
     if rank == 0:
         while not done.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -134,6 +135,19 @@ def test_garbage_in_the_place_of_an_arrival_keeps_nobody_out(shared: HashStore, 
     put(shared, "arrival/1", b"sealed:garbage")
     (worker,) = workers(1)
     assert join_static(sealed(shared, TOKEN), worker.member, 1, 10).members == (worker.member,)
+
+
+@pytest.mark.parametrize("counter", [b"1000000000", b"garbage"])
+def test_a_counter_that_a_stranger_has_set_ends_in_an_error(
+    shared: HashStore, workers: Workers, counter: bytes
+) -> None:
+    put(shared, "arrivals", counter)
+    with pytest.raises(RendezvousError, match="somebody who does not belong to this job"):
+        log(shared).read()
+    if counter.isdigit():  # else the store itself counts no further
+        for join in (partial(join_static, world_size=1), join_dynamic):
+            with pytest.raises(RendezvousError, match="somebody who does not belong to this job"):
+                join(sealed(shared, TOKEN), workers(1)[0].member, timeout=10)
 
 
 def test_nobody_is_made_to_connect_to_where_a_stranger_says(workers: Workers) -> None:
