@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Final
@@ -186,28 +187,34 @@ class Endpoint:
     async def stream(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Slots
     ) -> AsyncIterator[Any]:
-        """The results of a generator. It is closed when nobody takes more."""
+        """The results of a generator. It is closed when nobody takes more.
+
+        Each step takes a place. A plain generator has a thread of its own, which ends with the executor:
+        PyTorch's modes, such as ``torch.no_grad``, are those of a thread, and last from step to step.
+        """
         if _is(inspect.isasyncgenfunction, self.call):
             results = self.call(*args, **kwargs)
             try:
-                while (each := await _next(results)) is not _END:
+                while (each := await _next(results, slots)) is not _END:
                     yield each
             finally:
                 await results.aclose()
             return
         generator: Generator[Any, Any, Any] = self.call(*args, **kwargs)
-        step = partial(slots.in_thread, next, generator, _END, abandoned=generator.close)
+        own = ThreadPoolExecutor(1, thread_name_prefix="farcall stream")
+        step = partial(slots.in_thread, next, generator, _END, abandoned=generator.close, executor=own)
         while (each := await step()) is not _END:
             try:
                 yield each
             except GeneratorExit:
-                await slots.in_thread(generator.close)
+                await slots.in_thread(generator.close, executor=own)
                 raise
 
 
-async def _next(results: AsyncIterator[Any]) -> Any:
-    with contained():
-        return await anext(results, _END)
+async def _next(results: AsyncIterator[Any], slots: Slots) -> Any:
+    async with slots:
+        with contained():
+            return await anext(results, _END)
 
 
 def _is(question: Callable[[Any], bool], call: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -31,6 +32,21 @@ def test_functions_and_modules_are_called_with_arrays(serve: Serve, connect: Con
     assert client.call("scale", np.ones((2, 2), np.float32), shift=1.0).tolist() == [[4, 4], [4, 4]]
     assert client.call("add", np.arange(3), 2, alpha=10).tolist() == [20, 21, 22]
     assert list(client.stream("count", 3)) == [0, 1, 2]
+
+
+def test_what_a_stream_sets_for_its_thread_lasts_from_step_to_step_and_is_no_others(
+    serve: Serve, connect: Connect
+) -> None:
+    def steps() -> Iterator[bool]:
+        with torch.no_grad():
+            while True:
+                yield torch.is_grad_enabled()
+
+    client = connect(serve({"steps": steps, "call": torch.is_grad_enabled}))
+    streams = [client.stream("steps") for _ in range(2)]
+    for _ in range(3):
+        assert [next(each) for each in streams] == [False, False]
+        assert client.call("call") is True
 
 
 def test_a_batch_has_a_result_or_an_error_for_each(serve: Serve, connect: Connect) -> None:

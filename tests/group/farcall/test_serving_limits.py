@@ -47,6 +47,18 @@ def _as_they_fail(futures: list[Any]) -> Iterator[ServedError]:
         yield error
 
 
+def test_a_step_of_an_asynchronous_stream_takes_a_place(serve: Serve, connect: Connect, gate: Gate) -> None:
+    client = connect(serve({"words": gate.words, "scale": Scale()}, limits=Limits(in_flight=1)))
+    words = client.stream("words")
+    assert next(words) == "one"
+    assert gate.entered.acquire(timeout=60)  # the second step has begun
+    with pytest.raises(CallError) as caught:
+        client.call("scale", 1.0, timeout=0.2)
+    assert caught.value.code is CODE.DEADLINE_EXCEEDED
+    words.close()  # type: ignore[attr-defined]
+    assert float(client.call("scale", 1.0)) == 3.0
+
+
 def test_a_caller_has_a_limit_of_his_own(serve: Serve, connect: Connect, gate: Gate) -> None:
     tokens = {"ann": "the token of ann...", "bob": "the token of bob..."}
     server = serve({"gate": gate, "scale": Scale()}, tokens=tokens, limits=Limits(per_caller=1))
