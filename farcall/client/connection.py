@@ -36,11 +36,18 @@ class Tls:
         ca: path of the certificate of the authority that has signed the server's.
         cert: path of this client's certificate, if the server wants one.
         key: path of its private key.
+
+    Raises:
+        ValueError: there is one of ``cert`` and ``key`` without the other.
     """
 
     ca: str
     cert: str | None = None
     key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):  # gRPC would end the process
+            raise ValueError("cert and key belong together: give both, or none")
 
     def credentials(self) -> Any:
         """For a channel."""
@@ -55,6 +62,9 @@ def connect(address: str, *, token: str | None = None, tls: Tls | None = None) -
         address: ``HOST:PORT``.
         token: what shows that this client may call.
         tls: encrypt.
+
+    Raises:
+        ValueError: the address or the token cannot be as it is.
 
     Example::
 
@@ -77,8 +87,8 @@ def connect_async(address: str, *, token: str | None = None, tls: Tls | None = N
 
 
 def _channel(kind: Any, address: str, tls: Tls | None) -> Any:
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not port.isdigit():
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or int(port) > 65535:  # gRPC takes it modulo 65536
         raise ValueError(f"{address!r} is not HOST:PORT, such as localhost:8443")
     if tls is None:
         return kind.insecure_channel(address, _OPTIONS)
@@ -89,6 +99,8 @@ class _Stubs:
     """The service's methods on a channel, and the token that goes with each call."""
 
     def __init__(self, channel: Any, token: str | None) -> None:
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ValueError("a token is sent in a header: it must be printable ASCII")
         self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._methods: dict[str, Any] = {}
         for name, (request, response) in _METHODS.items():

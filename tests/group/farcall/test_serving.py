@@ -113,6 +113,14 @@ def test_a_client_without_a_server() -> None:
     assert caught.value.code is CODE.UNAVAILABLE
 
 
+@pytest.mark.parametrize(
+    "address", ["localhost", ":1", "localhost:", "localhost:65536", "http://localhost:1"]
+)
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT, such as localhost:8443"):
+        clients.connect(address)
+
+
 # ---- what else is at the port
 
 

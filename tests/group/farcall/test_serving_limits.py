@@ -128,6 +128,18 @@ def test_beyond_this_host_callers_must_be_known() -> None:
         farcall.serve({"scale": Scale()}, host="0.0.0.0")
 
 
+def test_a_token_that_no_client_can_send(serve: Serve, connect: Connect) -> None:
+    with pytest.raises(ValueError, match="the token of ann comes in a header: it must be printable ASCII"):
+        farcall.serve({"scale": Scale()}, tokens={"ann": "\u00e9" * 20})
+    with pytest.raises(ValueError, match="it must be printable ASCII"):
+        connect(serve({"scale": Scale()}), token="a token of\ntwo lines")
+
+
+def test_a_certificate_without_its_key() -> None:
+    with pytest.raises(ValueError, match="cert and key belong together"):
+        clients.Tls("ca.pem", "cert.pem")
+
+
 def test_no_token_is_not_an_empty_one() -> None:
     with pytest.raises(ValueError, match="tokens is empty"):
         farcall.serve({"scale": Scale()}, tokens="")
