@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from torch import nn
 
 import farcall
 import rpc
@@ -20,8 +22,11 @@ from farcall import client as clients
 from farcall.client import CallError, ServedError
 from farcall.serving import Batching, Endpoint, Server, TensorSpec
 from rref import RemoteModule
+from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.support.gateway import Connect, Scale, Serve, count, fail
 from tests.support.serving import in_worker0
+from tests.support.serving import serve as serve_others
+from tests.support.workers import RunWorkers, Worker
 
 CODE = grpc.StatusCode
 TOKEN = "a token of one caller"
@@ -77,6 +82,37 @@ def test_description(serve: Serve, connect: Connect) -> None:
     given, shift = found.parameters
     assert (given.name, given.type, list(given.tensor.shape)) == ("rows", "torch.Tensor", [-1, 2])
     assert (shift.name, shift.optional, shift.default_value) == ("shift", True, "0.0")
+
+
+def test_inputs_of_what_takes_any_arguments_are_described_and_checked_in_their_order(
+    serve: Serve, connect: Connect
+) -> None:
+    rows = TensorSpec("float32", (-1, 2))
+    client = connect(serve({"any": Endpoint(lambda *args, **kwargs: len(args), inputs={"rows": rows})}))
+    (found,) = client.describe()
+    assert [(each.name, list(each.tensor.shape)) for each in found.parameters] == [
+        ("rows", [-1, 2]),
+        ("*args", []),
+        ("**kwargs", []),
+    ]
+    assert client.call("any", np.ones((1, 2), np.float32)) == 1
+    for args, kwargs in (([1.0], {}), ([], {"rows": 1.0})):
+        with pytest.raises(ServedError, match=r"rows must be a tensor float32\[-1, 2\], float came"):
+            client.call("any", *args, **kwargs)
+
+
+def test_inputs_that_are_no_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match="'images', but the parameters are called 'rows', 'shift'"):
+        Endpoint(Scale(), inputs={"images": TensorSpec("float32", (1,))})
+
+
+def test_the_documentation_of_a_partial_function_is_the_functions() -> None:
+    assert Endpoint(partial(documented, 1)).text == "What it does."
+
+
+def documented(given: int) -> int:
+    """What it does."""
+    return given
 
 
 @pytest.mark.parametrize(
@@ -176,3 +212,46 @@ def test_what_is_on_other_workers_is_called_there() -> None:
         with pytest.raises(ServedError) as caught:
             client.call("module", 2.0, 3.0, 4.0)
         assert caught.value.type == "TypeError"
+
+
+def test_what_was_on_a_worker_that_is_lost_is_unavailable_for_good(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([call_what_is_lost, serve_others])
+    workers[0].wait_for("called")
+    workers[1].kill()
+    workers[0].tell("killed")
+    assert workers[0].result() == [CODE.UNAVAILABLE] * 4
+
+
+def call_what_is_lost(worker: Worker) -> list[grpc.StatusCode]:
+    with worker.group():
+        served = {"module": RemoteModule("worker1", Scale), "reference": rpc.remote("worker1", Scale)}
+        with farcall.serve(served) as server, clients.connect(f"localhost:{server.port}") as client:
+            assert [float(client.call(name, 2.0)) for name in served] == [6.0, 6.0]
+            worker.report("called")
+            worker.wait_for("killed")
+            return [code_of(client, name, 2.0) for name in [*served, *served]]
+
+
+def code_of(client: clients.Client, name: str, *args: Any) -> grpc.StatusCode:
+    with pytest.raises(ServedError) as caught:
+        client.call(name, *args, timeout=60)
+    return caught.value.code
+
+
+@in_worker0(3)
+def test_a_model_that_is_cut_over_workers_is_served_behind_its_handle() -> None:
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(two_layers, workers=["worker1", "worker2"], parallelize_plan=plan)
+    alone = two_layers()
+    alone.load_state_dict(model.state_dict())
+    rows = torch.ones(2, 4)
+    with farcall.serve({"model": model}) as server, clients.connect(f"localhost:{server.port}") as client:
+        torch.testing.assert_close(torch.from_numpy(client.call("model", rows.numpy())), alone(rows).detach())
+        with pytest.raises(ServedError, match="expected an input whose last dimension is 4"):
+            client.call("model", np.ones((2, 5), np.float32))
+        assert client.call("model", rows.numpy()).shape == (2, 4)
+    model.close()
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
