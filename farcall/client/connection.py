@@ -20,6 +20,10 @@ __all__ = ["AsyncClient", "Client", "Tls", "connect", "connect_async"]
 _SERVICE: Final = "/farcall.v1.FarcallService/"
 _OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _TENSORS: Final = NumpyTensors()
+
+_LONGEST: Final = 1e9
+"""Seconds, some thirty years: gRPC takes what is far more, such as infinity, for a time that is over."""
+
 _METHODS: Final[dict[str, tuple[type[Message], type[Message]]]] = {
     "Describe": (pb.DescribeRequest, pb.DescribeResponse),
     "Call": (pb.CallRequest, pb.CallResponse),
@@ -112,7 +116,8 @@ class _Stubs:
             )
 
     def __call__(self, name: str, request: Any, seconds: float | None) -> Any:
-        return self._methods[name](request, timeout=seconds, metadata=self.metadata)
+        timeout = None if seconds is None or seconds > _LONGEST else seconds
+        return self._methods[name](request, timeout=timeout, metadata=self.metadata)
 
 
 class Client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -62,6 +63,11 @@ def test_a_batch_has_a_result_or_an_error_for_each(serve: Serve, connect: Connec
     assert (float(first), float(third)) == (6.0, 7.0)
     assert isinstance(second, ServedError)
     assert (second.type, second.text, second.code) == ("LookupError", "no", CODE.INTERNAL)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e20])
+def test_a_time_without_an_end(serve: Serve, connect: Connect, timeout: float) -> None:
+    assert float(connect(serve({"scale": Scale()})).call("scale", 2.0, timeout=timeout)) == 6.0
 
 
 def test_calls_in_asyncio(serve: Serve) -> None:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farcall import values
 from farcall.client.arrays import NumpyTensors
 from farcall.serving.tensors import DTYPES, TorchTensors
 from farcall.v1 import service_pb2
@@ -159,6 +160,12 @@ def test_what_other_languages_do_not_have(value: Any, error: type[Exception], te
 def test_malformed_tensors_are_refused_before_memory_is_taken(tensor: pb.Tensor, text: str) -> None:
     with pytest.raises(Malformed, match=text):
         from_value(pb.Value(tensor=tensor), TORCH)
+
+
+def test_a_tensor_that_fits_no_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_TENSOR_BYTES", 7)  # two gigabytes take too long
+    with pytest.raises(ValueError, match=r"a tensor float32\[2\] has 8 bytes; a message has less than 2 GiB"):
+        to_value(torch.ones(2), TORCH)
 
 
 def test_a_value_without_a_kind_is_malformed() -> None:
