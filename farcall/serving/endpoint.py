@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
@@ -259,7 +260,12 @@ async def _run_at_owner(
     timeout = rpc.UNSET_RPC_TIMEOUT if seconds is None else max(seconds, 0.001)
     owner = reference.owner()
     try:
-        return await rpc.rpc_async(owner, _call_referenced, args=(reference, args, kwargs), timeout=timeout)
+        call = rpc.rpc_async(owner, _call_referenced, args=(reference, args, kwargs), timeout=timeout)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
     except RRefError:
         await rpc.rpc_async(owner, os.getpid, timeout=timeout)  # it may be gone, and with it the reference
         raise

@@ -27,7 +27,7 @@ from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_m
 from tests.support.gateway import Connect, Scale, Serve, count, fail
 from tests.support.serving import in_worker0
 from tests.support.serving import serve as serve_others
-from tests.support.workers import RunWorkers, Worker
+from tests.support.workers import RunWorkers, Worker, current_worker
 
 CODE = grpc.StatusCode
 TOKEN = "a token of one caller"
@@ -242,6 +242,40 @@ def code_of(client: clients.Client, name: str, *args: Any) -> grpc.StatusCode:
     with pytest.raises(ServedError) as caught:
         client.call(name, *args, timeout=60)
     return caught.value.code
+
+
+class Waits:
+    """What tells the test that it has begun, and that it was cancelled."""
+
+    async def __call__(self) -> None:
+        worker = current_worker()
+        worker.report("begun")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            worker.report("cancelled")
+            raise
+
+
+def test_a_call_that_is_given_up_is_cancelled_at_the_worker_where_it_runs(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([give_up, serve_others])
+    workers[1].wait_for("begun")
+    workers[0].tell("give up")
+    workers[1].wait_for("cancelled")
+    workers.results()
+
+
+def give_up(worker: Worker) -> None:
+    async def call_until_told(port: int) -> None:
+        async with clients.connect_async(f"localhost:{port}") as client:
+            call = asyncio.create_task(client.call("waits"))
+            await asyncio.to_thread(worker.wait_for, "give up")
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+    with worker.group(), farcall.serve({"waits": rpc.remote("worker1", Waits)}) as server:
+        asyncio.run(call_until_told(server.port))
 
 
 @in_worker0(3)
