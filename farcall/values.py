@@ -45,10 +45,15 @@ _DTYPE_NAMES: Final[dict[int, str]] = {number: name for name, number in _DTYPE_N
 _DIMENSIONS: Final = 64
 """At most: what NumPy takes. It also bounds the work of multiplying sizes, which strangers choose."""
 
+_TENSOR_BYTES: Final = (1 << 31) - 1
+"""At most: protobuf's messages are less than 2 GiB."""
+
 _LEVELS: Final = 94
 """Messages within a value: parsers take 100, and some of these are around it."""
 
-_INTEGERS: Final = range(-(1 << 63), 1 << 63)
+_LEAST: Final = -(1 << 63)
+_MOST: Final = (1 << 63) - 1
+"""Of an integer; not a ``range``, which looks for an enumeration's member number by number."""
 
 
 class Malformed(ValueError):
@@ -104,7 +109,7 @@ def byte_count(name: str, shape: Sequence[int]) -> int:
     if min(shape, default=0) < 0:
         raise Malformed(f"a tensor's shape is {list(shape)}; sizes are 0 or more")
     count = prod(shape) * ITEM_SIZES[name]
-    if not count and prod(max(size, 1) for size in shape) * ITEM_SIZES[name] not in _INTEGERS:
+    if not count and prod(max(size, 1) for size in shape) * ITEM_SIZES[name] > _MOST:
         raise Malformed(f"a tensor's shape is {list(shape)}; this is more than 64 bits can count")
     return count
 
@@ -123,7 +128,8 @@ def to_value(value: object, tensors: TensorCodec, into: pb.Value | None = None) 
 
     Raises:
         TypeError: it is, or has in it, something else.
-        ValueError: lists and maps are nested so deeply that no receiver would read them.
+        ValueError: lists and maps are nested so deeply that no receiver would read them, or a tensor does
+            not fit into a message.
         OverflowError: an int needs more than 64 bits.
 
     Example::
@@ -145,7 +151,7 @@ def _put(value: object, tensors: TensorCodec, message: pb.Value, levels: int) ->
         case bool():
             message.boolean = value
         case int():
-            if value not in _INTEGERS:
+            if not _LEAST <= value <= _MOST:
                 raise OverflowError(f"{value} needs more than the 64 bits that an integer has")
             message.integer = value
         case float():
@@ -175,7 +181,10 @@ def _put_tensor(value: object, tensors: TensorCodec, message: pb.Tensor) -> None
             f"a value of type {type(value).__qualname__} has no counterpart in other languages; there are "
             f"None, bool, int, float, str, bytes, lists, dicts with str for keys, and {tensors.kinds}"
         )
-    name, shape, message.data = elements
+    name, shape, data = elements
+    if len(data) > _TENSOR_BYTES:
+        raise ValueError(f"a tensor {name}{list(shape)} has {len(data)} bytes; a message has less than 2 GiB")
+    message.data = data
     message.dtype = _DTYPE_NUMBERS[name]
     message.shape.extend(shape)
 

@@ -20,6 +20,10 @@ __all__ = ["AsyncClient", "Client", "Tls", "connect", "connect_async"]
 _SERVICE: Final = "/farcall.v1.FarcallService/"
 _OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _TENSORS: Final = NumpyTensors()
+
+_LONGEST: Final = 1e9
+"""Seconds, some thirty years: gRPC takes what is far more, such as infinity, for a time that is over."""
+
 _METHODS: Final[dict[str, tuple[type[Message], type[Message]]]] = {
     "Describe": (pb.DescribeRequest, pb.DescribeResponse),
     "Call": (pb.CallRequest, pb.CallResponse),
@@ -36,11 +40,18 @@ class Tls:
         ca: path of the certificate of the authority that has signed the server's.
         cert: path of this client's certificate, if the server wants one.
         key: path of its private key.
+
+    Raises:
+        ValueError: there is one of ``cert`` and ``key`` without the other.
     """
 
     ca: str
     cert: str | None = None
     key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):  # gRPC would end the process
+            raise ValueError("cert and key belong together: give both, or none")
 
     def credentials(self) -> Any:
         """For a channel."""
@@ -55,6 +66,9 @@ def connect(address: str, *, token: str | None = None, tls: Tls | None = None) -
         address: ``HOST:PORT``.
         token: what shows that this client may call.
         tls: encrypt.
+
+    Raises:
+        ValueError: the address or the token cannot be as it is.
 
     Example::
 
@@ -77,8 +91,8 @@ def connect_async(address: str, *, token: str | None = None, tls: Tls | None = N
 
 
 def _channel(kind: Any, address: str, tls: Tls | None) -> Any:
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not port.isdigit():
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or int(port) > 65535:  # gRPC takes it modulo 65536
         raise ValueError(f"{address!r} is not HOST:PORT, such as localhost:8443")
     if tls is None:
         return kind.insecure_channel(address, _OPTIONS)
@@ -89,6 +103,8 @@ class _Stubs:
     """The service's methods on a channel, and the token that goes with each call."""
 
     def __init__(self, channel: Any, token: str | None) -> None:
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ValueError("a token is sent in a header: it must be printable ASCII")
         self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._methods: dict[str, Any] = {}
         for name, (request, response) in _METHODS.items():
@@ -100,7 +116,8 @@ class _Stubs:
             )
 
     def __call__(self, name: str, request: Any, seconds: float | None) -> Any:
-        return self._methods[name](request, timeout=seconds, metadata=self.metadata)
+        timeout = None if seconds is None or seconds > _LONGEST else seconds
+        return self._methods[name](request, timeout=timeout, metadata=self.metadata)
 
 
 class Client:

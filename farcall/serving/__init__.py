@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from farcall import forking as _forking  # noqa: F401  # before gRPC
 from farcall.serving.admission import Limits
 from farcall.serving.endpoint import Batching, Endpoint, TensorSpec
 

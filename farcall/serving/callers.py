@@ -25,10 +25,16 @@ class Callers:
     Args:
         tokens: by the name of who has it; empty: none is asked for.
         certificates: TLS has asked for a certificate, whose name is the caller's.
+
+    Raises:
+        ValueError: a token is too short, or no client could send it.
     """
 
     def __init__(self, tokens: Mapping[str, str | bytes], *, certificates: bool) -> None:
         self._tokens: dict[str, Token] = {name: to_token(name, token) for name, token in tokens.items()}
+        for name, token in self._tokens.items():
+            if not (token.isascii() and token.decode().isprintable()):
+                raise ValueError(f"the token of {name} comes in a header: it must be printable ASCII")
         self._certificates = certificates
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import os
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Final
@@ -15,11 +18,14 @@ import rpc
 from farcall.serving.errors import BadArguments, contained
 from farcall.serving.slots import Slots
 from farcall.serving.tensors import DTYPES
+from rpc.errors import RRefError
 from rref import RemoteModule, RRef
 
 __all__ = ["Batching", "Endpoint", "TensorSpec"]
 
 _END: Final = object()
+
+_VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,7 @@ class Endpoint:
 
     Raises:
         TypeError: it cannot be called.
+        ValueError: ``inputs`` has a name that is none of its parameters'.
     """
 
     call: Any
@@ -121,6 +128,8 @@ class Endpoint:
             raise TypeError(f"{self.call!r} cannot be called, so it cannot be served")
         if self.streams and self.batching:
             raise TypeError("a generator cannot be batched")
+        if self.signature is not None:
+            _check_names(self.inputs, self.signature)
 
     @cached_property
     def streams(self) -> bool:
@@ -147,7 +156,8 @@ class Endpoint:
         """What it does, for people."""
         if self.doc or isinstance(self.call, (RRef, RemoteModule)):
             return self.doc
-        return inspect.cleandoc(self.call.__doc__ or "") if self.call.__doc__ else ""
+        call = self.call.func if isinstance(self.call, partial) else self.call
+        return inspect.cleandoc(call.__doc__ or "")
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check arguments before anything is run.
@@ -156,12 +166,14 @@ class Endpoint:
             BadArguments: it does not take them.
         """
         signature = self.signature
-        given: Mapping[str, Any] = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
+        given = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
         if signature is not None:
             try:
-                given = signature.bind(*args, **kwargs).arguments
+                bound = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
                 raise BadArguments(str(error)) from None
+            unseen = {name: each for name, each in given.items() if name not in signature.parameters}
+            given = {**unseen, **bound}
         for name, spec in self.inputs.items():
             if name in given:
                 spec.check(name, given[name])
@@ -186,28 +198,45 @@ class Endpoint:
     async def stream(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Slots
     ) -> AsyncIterator[Any]:
-        """The results of a generator. It is closed when nobody takes more."""
+        """The results of a generator. It is closed when nobody takes more.
+
+        Each step takes a place. A plain generator has a thread of its own, which ends with the executor:
+        PyTorch's modes, such as ``torch.no_grad``, are those of a thread, and last from step to step.
+        """
         if _is(inspect.isasyncgenfunction, self.call):
             results = self.call(*args, **kwargs)
             try:
-                while (each := await _next(results)) is not _END:
+                while (each := await _next(results, slots)) is not _END:
                     yield each
             finally:
                 await results.aclose()
             return
         generator: Generator[Any, Any, Any] = self.call(*args, **kwargs)
-        step = partial(slots.in_thread, next, generator, _END, abandoned=generator.close)
+        own = ThreadPoolExecutor(1, thread_name_prefix="farcall stream")
+        step = partial(slots.in_thread, next, generator, _END, abandoned=generator.close, executor=own)
         while (each := await step()) is not _END:
             try:
                 yield each
             except GeneratorExit:
-                await slots.in_thread(generator.close)
+                await slots.in_thread(generator.close, executor=own)
                 raise
 
 
-async def _next(results: AsyncIterator[Any]) -> Any:
-    with contained():
-        return await anext(results, _END)
+def _check_names(inputs: Mapping[str, TensorSpec], signature: inspect.Signature) -> None:
+    """Where all parameters have names, check that those of ``inputs`` are among them."""
+    parameters = signature.parameters
+    unknown = [name for name in inputs if name not in parameters]
+    if unknown and not any(each.kind in _VARIADIC for each in parameters.values()):
+        raise ValueError(
+            f"inputs has {', '.join(map(repr, unknown))}, but the parameters are called "
+            f"{', '.join(map(repr, parameters)) or 'nothing: there are none'}"
+        )
+
+
+async def _next(results: AsyncIterator[Any], slots: Slots) -> Any:
+    async with slots:
+        with contained():
+            return await anext(results, _END)
 
 
 def _is(question: Callable[[Any], bool], call: object) -> bool:
@@ -229,6 +258,14 @@ async def _run_at_owner(
     reference: RRef[Any], args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None
 ) -> Any:
     timeout = rpc.UNSET_RPC_TIMEOUT if seconds is None else max(seconds, 0.001)
-    return await rpc.rpc_async(
-        reference.owner(), _call_referenced, args=(reference, args, kwargs), timeout=timeout
-    )
+    owner = reference.owner()
+    try:
+        call = rpc.rpc_async(owner, _call_referenced, args=(reference, args, kwargs), timeout=timeout)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+    except RRefError:
+        await rpc.rpc_async(owner, os.getpid, timeout=timeout)  # it may be gone, and with it the reference
+        raise

@@ -213,7 +213,7 @@ def _named(endpoint: Endpoint, result: Any) -> Iterator[tuple[str, Any]]:
 def _output(value: Any) -> tuple[str, list[int], bytes]:
     if isinstance(value, (str, bytes)):
         return _BYTES, [1], _packed([value])
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and all(isinstance(each, (str, bytes)) for each in value):
         return _BYTES, [len(value)], _packed(value)
     elements = _TENSORS.encode(torch.tensor(value) if isinstance(value, (bool, int, float)) else value)
     if elements is None:

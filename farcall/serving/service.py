@@ -124,10 +124,9 @@ def _arguments(invocation: pb.Invocation) -> tuple[list[Any], dict[str, Any]]:
 
 def _described(name: str, endpoint: Endpoint) -> pb.Description:
     signature = endpoint.signature
-    if signature is None:
-        parameters = [pb.Parameter(name=each) for each in endpoint.inputs]
-    else:
-        parameters = [_parameter(each) for each in signature.parameters.values()]
+    seen = {} if signature is None else signature.parameters
+    parameters = [pb.Parameter(name=each) for each in endpoint.inputs if each not in seen]
+    parameters += [_parameter(each) for each in seen.values()]
     for parameter in parameters:
         if parameter.name in endpoint.inputs:
             parameter.tensor.CopyFrom(_spec(endpoint.inputs[parameter.name]))

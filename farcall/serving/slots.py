@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -66,21 +66,30 @@ class Slots:
         self._release()
 
     async def in_thread(
-        self, call: Callable[..., Any], *args: Any, abandoned: Callable[[], object] | None = None
+        self,
+        call: Callable[..., Any],
+        *args: Any,
+        abandoned: Callable[[], object] | None = None,
+        executor: Executor | None = None,
     ) -> Any:
         """The result of a function that may block.
 
         A thread cannot be cancelled: if who waits is, the call keeps its place until it has ended, and
         ``abandoned``, which is run then.
+
+        Args:
+            executor: whose threads run it; default: those that all calls share.
         """
         await self._acquire()
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._in_threads += 1
-        self._executor.submit(self._run, answer, abandoned, call, *args)
+        executor = self._executor if executor is None else executor
+        executor.submit(self._run, executor, answer, abandoned, call, *args)
         return await answer
 
     def _run(
         self,
+        executor: Executor,
         answer: asyncio.Future[Any],
         abandoned: Callable[[], object] | None,
         call: Callable[..., Any],
@@ -88,17 +97,18 @@ class Slots:
     ) -> None:
         result, error = _outcome(call, args)
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ended, answer, abandoned, result, error)
+            self._loop.call_soon_threadsafe(self._ended, executor, answer, abandoned, result, error)
 
     def _ended(
         self,
+        executor: Executor,
         answer: asyncio.Future[Any],
         abandoned: Callable[[], object] | None,
         result: Any,
         error: Exception | None,
     ) -> None:
         if answer.cancelled() and abandoned is not None and not self._closed:
-            self._executor.submit(self._run, answer, None, abandoned)
+            executor.submit(self._run, executor, answer, None, abandoned)
             return
         self._in_threads -= 1
         self._release()

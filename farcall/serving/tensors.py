@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 import torch
 
+from farcall.client.arrays import NumpyTensors
 from farcall.values import ITEM_SIZES, Elements
 
 __all__ = ["DTYPES", "TorchTensors"]
@@ -21,6 +21,8 @@ _IN_NUMPY: Final = {
     torch.complex32: torch.int32,
 }
 """What has the same size as the dtypes that NumPy lacks."""
+
+_ARRAYS: Final = NumpyTensors()
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -36,16 +38,16 @@ class TorchTensors:
         Raises:
             TypeError: a tensor of this kind has no message.
         """
-        if isinstance(value, (np.ndarray, np.generic)):
-            value = torch.from_numpy(np.array(value, order="C"))
         if not isinstance(value, torch.Tensor):
-            return None
+            return _ARRAYS.encode(value)
         if value.dtype not in _NAMES:
             raise TypeError(
                 f"a tensor of {value.dtype} has no counterpart in other languages; convert it first"
             )
         if value.is_meta:
             raise TypeError("a tensor on the meta device has no elements to send")
+        if value.is_nested:
+            raise TypeError("a nested tensor has no counterpart in other languages; send its parts")
         dense = value if value.layout == torch.strided else value.detach().to_dense()
         same = _IN_NUMPY.get(dense.dtype)
         memory = dense if same is None else dense.detach().resolve_conj().view(same)

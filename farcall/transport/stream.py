@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 import grpc
 
-from farcall.transport import forking
+from farcall import forking
 
 __all__ = ["MESSAGE_BYTES", "Call", "GrpcStream", "as_os_error"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from farcall.transport import forking  # before gRPC
+from farcall import forking  # before gRPC
 
 try:
     import grpc

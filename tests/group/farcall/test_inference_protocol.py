@@ -33,6 +33,7 @@ SERVED = {
         outputs={"first": TensorSpec("float32", (-1,)), "second": TensorSpec("float32", (-1,))},
     ),
     "shout": shout,
+    "listed": lambda x: {"numbers": [1, 2]},
     "named": lambda x: {"double": x * 2, "sum": x.sum()},
 }
 
@@ -133,6 +134,11 @@ def test_datatypes_come_back_as_they_went(ask: Ask, datatype: str) -> None:
     ("fields", "code", "text"),
     [
         ({"model_name": "none"}, "NOT_FOUND", "nothing is served as 'none'"),
+        (
+            {"model_name": "listed", "inputs": [given("x", "FP32", [0])]},
+            "INTERNAL",
+            "of type list is no tensor",
+        ),
         ({"inputs": [given("x", "FP31", [1])]}, "INVALID_ARGUMENT", "the datatype 'FP31'"),
         ({"inputs": [given("x", "FP32", [-1])]}, "INVALID_ARGUMENT", "shape [-1]"),
         (

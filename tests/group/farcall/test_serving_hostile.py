@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +20,7 @@ from farcall.client import ServedError
 from farcall.serving import Batching, Endpoint, Server
 from farcall.v1 import service_pb2, value_pb2
 
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
 CODE = grpc.StatusCode
 SECONDS = 60.0
 
@@ -85,6 +88,27 @@ def fail(kind: str) -> None:
 
 PLAIN = (leave, give_up, end, close, panic)
 ASYNC = (leave_async, give_up_async, close_async, panic_async)
+
+
+FORKS = """
+import os
+
+import farcall
+
+
+def fork():
+    child = os.fork()
+    if not child:
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+with farcall.serve({"fork": fork}) as server:
+    from farcall import client as clients
+
+    with clients.connect(f"localhost:{server.port}") as client:
+        assert [client.call("fork", timeout=20) for _ in range(3)] == [7] * 3
+"""
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +189,16 @@ def test_more_calls_in_a_message_than_a_server_takes(server: Server) -> None:
         channel.unary_unary("/farcall.v1.FarcallService/Batch")(request, timeout=SECONDS)
     assert caught.value.code() is CODE.RESOURCE_EXHAUSTED
     assert "200000 calls in one message" in caught.value.details()
+
+
+def test_what_is_served_may_fork(tmp_path: Path) -> None:
+    """In a process of its own, since it is settled when gRPC is imported."""
+    program = tmp_path / "forks.py"
+    program.write_text(FORKS)
+    done = subprocess.run(
+        [sys.executable, str(program)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False, timeout=80
+    )
+    assert done.returncode == 0
 
 
 def test_who_watches_the_health_of_a_server_does_not_keep_it() -> None:

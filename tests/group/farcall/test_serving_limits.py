@@ -47,6 +47,18 @@ def _as_they_fail(futures: list[Any]) -> Iterator[ServedError]:
         yield error
 
 
+def test_a_step_of_an_asynchronous_stream_takes_a_place(serve: Serve, connect: Connect, gate: Gate) -> None:
+    client = connect(serve({"words": gate.words, "scale": Scale()}, limits=Limits(in_flight=1)))
+    words = client.stream("words")
+    assert next(words) == "one"
+    assert gate.entered.acquire(timeout=60)  # the second step has begun
+    with pytest.raises(CallError) as caught:
+        client.call("scale", 1.0, timeout=0.2)
+    assert caught.value.code is CODE.DEADLINE_EXCEEDED
+    words.close()  # type: ignore[attr-defined]
+    assert float(client.call("scale", 1.0)) == 3.0
+
+
 def test_a_caller_has_a_limit_of_his_own(serve: Serve, connect: Connect, gate: Gate) -> None:
     tokens = {"ann": "the token of ann...", "bob": "the token of bob..."}
     server = serve({"gate": gate, "scale": Scale()}, tokens=tokens, limits=Limits(per_caller=1))
@@ -114,6 +126,18 @@ def test_certificates_of_the_same_authority_may_call(serve: Serve, connect: Conn
 def test_beyond_this_host_callers_must_be_known() -> None:
     with pytest.raises(ValueError, match=r"whoever reaches 0\.0\.0\.0 could call"):
         farcall.serve({"scale": Scale()}, host="0.0.0.0")
+
+
+def test_a_token_that_no_client_can_send(serve: Serve, connect: Connect) -> None:
+    with pytest.raises(ValueError, match="the token of ann comes in a header: it must be printable ASCII"):
+        farcall.serve({"scale": Scale()}, tokens={"ann": "\u00e9" * 20})
+    with pytest.raises(ValueError, match="it must be printable ASCII"):
+        connect(serve({"scale": Scale()}), token="a token of\ntwo lines")
+
+
+def test_a_certificate_without_its_key() -> None:
+    with pytest.raises(ValueError, match="cert and key belong together"):
+        clients.Tls("ca.pem", "cert.pem")
 
 
 def test_no_token_is_not_an_empty_one() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farcall import values
 from farcall.client.arrays import NumpyTensors
 from farcall.serving.tensors import DTYPES, TorchTensors
 from farcall.v1 import service_pb2
@@ -85,10 +89,23 @@ def test_tensors_that_are_no_plain_memory() -> None:
     assert sent(torch.tensor([1 + 2j]).conj(), NUMPY).tolist() == [1 - 2j]
     with pytest.raises(TypeError, match="meta device has no elements"):
         to_value(torch.empty(2, device="meta"), TORCH)
+    with pytest.raises(TypeError, match="a nested tensor has no counterpart"):
+        to_value(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), TORCH)
+    with pytest.raises(TypeError, match="quint8 has no counterpart"):
+        to_value(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), TORCH)
 
 
-def test_arrays_of_the_other_byte_order() -> None:
-    assert sent(np.arange(3, dtype=">i4"), TORCH, NUMPY).tolist() == [0, 1, 2]
+@pytest.mark.parametrize("back", [TORCH, NUMPY], ids=["server", "client"])
+def test_arrays_that_pytorch_cannot_read(back: Any) -> None:
+    """A server's functions may return what clients may send."""
+    assert sent(np.arange(3, dtype=">i4"), NUMPY, back).tolist() == [0, 1, 2]
+    assert sent(np.arange(3).astype(ml_dtypes.bfloat16), NUMPY, back).dtype == ml_dtypes.bfloat16
+    with pytest.raises(TypeError, match=r"datetime64\[D\] has no counterpart in PyTorch; convert it first"):
+        to_value(np.array(["2026-11-25"], "datetime64[D]"), back)
+
+
+def test_members_of_enumerations_are_what_they_are_made_of() -> None:
+    assert sent([HTTPStatus.OK, signal.SIGINT], NUMPY) == [200, 2]
 
 
 def test_what_is_received_has_memory_of_its_own() -> None:
@@ -143,6 +160,12 @@ def test_what_other_languages_do_not_have(value: Any, error: type[Exception], te
 def test_malformed_tensors_are_refused_before_memory_is_taken(tensor: pb.Tensor, text: str) -> None:
     with pytest.raises(Malformed, match=text):
         from_value(pb.Value(tensor=tensor), TORCH)
+
+
+def test_a_tensor_that_fits_no_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_TENSOR_BYTES", 7)  # two gigabytes take too long
+    with pytest.raises(ValueError, match=r"a tensor float32\[2\] has 8 bytes; a message has less than 2 GiB"):
+        to_value(torch.ones(2), TORCH)
 
 
 def test_a_value_without_a_kind_is_malformed() -> None:
