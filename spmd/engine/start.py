@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import secrets
 import shutil
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import rpc
+from rpc.agent import departure
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, RpcTimeoutError
 from rpc.options import AgentOptions
@@ -247,6 +249,7 @@ def serve(
     """Be a worker until the driver ends the mode, and exit."""
     options = None if init_method is None else AgentOptions(init_method=init_method)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    departure.logger.setLevel(logging.ERROR)  # a driver may be idle as long as it likes: nothing to warn of
     rpc.shutdown()
     raise SystemExit(0)
 
