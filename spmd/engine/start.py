@@ -92,9 +92,10 @@ class _Mode:
         self.processes = processes
         self.owns_agent = owns_agent
         name = f"spmd-{secrets.token_hex(8)}"
+        own = rpc.get_worker_info().name
         made = wait_futures(
             [
-                rpc.rpc_async(each, make, args=(list(names), rank, name), timeout=0)
+                rpc.rpc_async(each, make, args=(own, list(names), rank, name), timeout=0)
                 for rank, each in enumerate(names)
             ]
         )

@@ -283,3 +283,25 @@ def test_workers_do_not_warn_of_an_idle_driver(run_workers: RunWorkers) -> None:
     assert [each.wait_for("idle") for each in (workers[1], workers[2])] == [[], []]
     workers[0].tell("on")
     workers.results()
+
+
+def die_between_sends(worker: Worker) -> None:
+    worker.join()
+    spmd.use_spmd()
+    rows = there([[1.0], [2.0]], ROWS)
+    spmd.sync()
+
+    def die(*_: object) -> None:
+        rpc.rpc_sync("worker1", ask)  # it has what was sent before
+        worker.die()
+
+    last = start._current().ports[1]
+    with mock.patch.object(last, "send", die):
+        rows.sum().item()
+
+
+def test_workers_of_a_driver_that_dies_between_its_sends_do_not_wait_for_each_other(
+    run_workers: RunWorkers,
+) -> None:
+    workers = run_workers.start([die_between_sends, serve, serve])
+    assert [each.result() for each in (workers[1], workers[2])] == [None, None]
